@@ -1,0 +1,121 @@
+"""Everything that can go wrong, and whose fault it is.
+
+ServingError
+├── RequestError          the caller's: the message is shown
+│   ├── InvalidRequest      "invalid_request"           names the field in `param`
+│   ├── ContextTooLong      "context_length_exceeded"   the message gives both counts
+│   ├── UnknownModel        "model_not_found"
+│   └── Overloaded          "overloaded"                try again after `retry_after_s`
+├── EngineError           ours: the message is for the log and for operators
+│   ├── EngineLost          "engine_lost"               the engine died, restarted or fell silent
+│   ├── EngineNotReady      "engine_not_ready"          it is still loading, or not started
+│   ├── StepFailed          "step_failed"               this request's computation failed
+│   └── Draining            "draining"                  it finishes what it has and takes nothing new
+└── WireError             the two ends disagree about bytes; the message is dropped and counted
+
+On the wire an error is `ErrorInfo`; each API family maps `code` to its own status and JSON.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """An error as it travels. `code` is one of the codes drawn above."""
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class ServingError(Exception):
+    """`param` is the request's field at fault, dotted: "logit_bias.12" or "messages[2].content"."""
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def info(self) -> ErrorInfo:
+        return ErrorInfo(
+            code=self.code,
+            message=self.message,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+        )
+
+
+class RequestError(ServingError):
+    pass
+
+
+class InvalidRequest(RequestError):
+    code = "invalid_request"
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class UnknownModel(RequestError):
+    code = "model_not_found"
+
+
+class Overloaded(RequestError):
+    code = "overloaded"
+
+
+class EngineError(ServingError):
+    code = "engine_error"
+
+
+class EngineLost(EngineError):
+    code = "engine_lost"
+
+
+class EngineNotReady(EngineError):
+    code = "engine_not_ready"
+
+
+class StepFailed(EngineError):
+    code = "step_failed"
+
+
+class Draining(EngineError):
+    code = "draining"
+
+
+class WireError(ServingError):
+    code = "wire"
+
+
+_BY_CODE: dict[str, type[ServingError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidRequest,
+        ContextTooLong,
+        UnknownModel,
+        Overloaded,
+        EngineError,
+        EngineLost,
+        EngineNotReady,
+        StepFailed,
+        Draining,
+        WireError,
+    )
+}
+
+
+def error_from(info: ErrorInfo) -> ServingError:
+    """The exception `info` describes; an unknown code (a newer engine's) is an EngineError."""
+    kind = _BY_CODE.get(info.code, EngineError)
+    return kind(info.message, param=info.param, retry_after_s=info.retry_after_s)

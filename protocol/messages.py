@@ -1,0 +1,177 @@
+"""Client <-> engine: every sentence of the conversation.
+
+A client (a gateway, a program using `protocol.client`, a tool) says commands; the engine answers with
+reports. Each `Generate` is answered by `Accepted` or `Refused`, at once. After `Accepted` come `Outputs`
+until one of them carries `finish`: exactly one end each. The engine's own end (`Gone`, or silence beyond
+the lease, or a new epoch) ends all open requests.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from protocol.arrays import Int32
+from protocol.errors import ErrorInfo
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams
+from protocol.stats import EngineStats
+
+PROTOCOL_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True):
+    """Base of everything that travels; the class name, in lower case, is its tag on the wire."""
+
+
+# ---- client -> engine
+
+
+class Hello(Message):
+    """Client -> engine, first of all and again after a restart: who I am."""
+
+    protocol: int = PROTOCOL_VERSION
+    name: str = ""
+    pid: int = 0
+
+
+class Generate(Message):
+    """Client -> engine. Produce tokens after `prompt` until a stop, a limit or an abort.
+
+    request    the client's number for it, not used before by this client
+    prompt     [tokens], at least one
+    namespace  prefix-cache entries are shared only inside one namespace
+    priority   lower goes first; equal ones in order of arrival
+    """
+
+    request: int
+    prompt: Int32
+    params: SamplingParams = SamplingParams()
+    namespace: str = ""
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:
+            raise ValueError("prompt must be a list of at least one token id")
+
+
+class Abort(Message):
+    """Client -> engine. Stop these; each that is still open ends with finish="abort"."""
+
+    requests: list[int]
+
+
+class Drain(Message):
+    """Client -> engine. Finish what is accepted, refuse what is new, then exit with code 0."""
+
+
+class Ping(Message):
+    """Client -> engine, about once a second: I live. Answered by Pong."""
+
+
+# ---- engine -> client
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What this engine can take, as discovered at start.
+
+    max_len      tokens of prompt and answer together
+    """
+
+    max_len: int
+    max_slots: int
+    block_tokens: int
+    num_blocks: int
+    token_budget: int
+    prefix_cache: bool
+
+
+class Welcome(Message):
+    """Engine -> client, answering Hello: the model, the limits, and which life of the engine this is."""
+
+    epoch: str
+    model: ModelCard
+    limits: Limits
+    protocol: int = PROTOCOL_VERSION
+
+
+class Accepted(Message):
+    """Engine -> client. `request` is queued; an end will follow."""
+
+    request: int
+
+
+class Refused(Message):
+    """Engine -> client. `request` was never queued. Also answers a malformed frame, as request -1."""
+
+    request: int
+    error: ErrorInfo
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms under the model's distribution (before temperature and filters).
+
+    rank     1 for the most likely token
+    top_ids, top_logprobs   the most likely tokens, best first
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What a request cost, told with its end. `cached_tokens` of the prompt were not computed again."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """News of one request: tokens appended since the last news and, once, its end.
+
+    stop_token       the token (last of `tokens`) that ended it, with finish="stop"
+    prompt_logprobs  [prompt tokens - 1], with the first news, if asked for
+    usage            with finish
+    error            with finish="error"
+    """
+
+    request: int
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    usage: Usage | None = None
+    error: ErrorInfo | None = None
+
+
+class Outputs(Message):
+    """Engine -> client: one step's news for all requests of this client, in one frame."""
+
+    step: int
+    outputs: list[Output]
+
+
+class Pong(Message):
+    """Engine -> client, answering Ping. Another epoch than Welcome's: all earlier requests are lost."""
+
+    epoch: str
+    stats: EngineStats
+
+
+class Gone(Message):
+    """Engine -> every client: I stop now; open requests are lost."""
+
+    error: ErrorInfo
+
+
+ToEngine = Hello | Generate | Abort | Drain | Ping
+ToClient = Welcome | Accepted | Refused | Outputs | Pong | Gone

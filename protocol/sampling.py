@@ -1,0 +1,98 @@
+"""How the next token is chosen: the parameters of one generation and the bounds of each.
+
+The bounds are written here once: HTTP schemas use the same annotated types, so a number that a route
+accepts is a number that the engine accepts. What only text can decide (stop strings, n) is not here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_TOKENS = 1 << 24
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+MaxTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+MinTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 24)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+AdditivePenalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+BiasValue = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[dict[TokenId, BiasValue], Meta(max_length=MAX_LOGIT_BIAS)]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One generation's parameters, complete: no default of the model or the server is applied later.
+
+    max_tokens         None: until the context is full. 0: only compute the prompt (for its logprobs)
+    min_tokens         tokens before which no stop token may be chosen
+    temperature        0: greedy, the most likely token
+    top_k              0 or -1: off
+    seed               None: the engine draws one
+    stop_token_ids     end the answer like the model's own end tokens
+    ignore_eos         the model's own end tokens do not end the answer
+    logprobs           None: none; n: the chosen token's and the n most likely ones'
+    prompt_logprobs    the same for each prompt token after the first
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    min_tokens: MinTokens = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    frequency_penalty: AdditivePenalty = 0.0
+    presence_penalty: AdditivePenalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Seed | None = None
+    stop_token_ids: StopTokenIds = []
+    ignore_eos: bool = False
+    logit_bias: LogitBias = {}
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+
+    def __post_init__(self) -> None:
+        for name in _FLOATS:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number")
+        if not all(map(math.isfinite, self.logit_bias.values())):
+            raise ValueError("logit_bias must hold finite numbers")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})"
+            )
+
+
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequest, naming the field, where a token id is beyond the model's vocabulary."""
+    for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        worst = max(ids, default=0)
+        if worst >= vocab_size:
+            raise InvalidRequest(
+                f"token id {worst} in {field} is not in the vocabulary of {vocab_size} tokens",
+                param=field,
+            )

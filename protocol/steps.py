@@ -1,0 +1,139 @@
+"""Engine <-> worker: one step asked for, one step done.
+
+The engine owns every decision: which slot, which blocks, how many tokens. A plan is complete: a worker
+that executes plans in order computes the same whatever happened before in the slots and blocks, because
+everything of a request that a worker keeps is (re)written by its `SlotInit`.
+
+Legend: R rows (requests) of the step, decode rows (one token) first; S sampled rows; N, M, K: counts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.arrays import Float32, Int32, UInt8
+from protocol.messages import Message
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams
+
+NULL_BLOCK = 0
+"""Never allocated, always zero: what a block table shows beyond its request's blocks."""
+
+
+class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a slot must hold for a request, whether fresh, resumed after preemption or prefilled.
+
+    generation     of the slot; grows with each binding
+    tokens         [known tokens]: the prompt and whatever was generated already
+    prompt_tokens  how many of them are prompt (penalties count only what follows)
+    num_computed   K/V of the first so many positions is in `blocks` already (prefix cache)
+    blocks         block ids of positions [0, ...), in order
+    seed           the engine's draw or the user's: equal in every life of the request
+    stop_ids       all tokens that would end the answer: masked while fewer than min_tokens are there
+    """
+
+    slot: int
+    generation: int
+    tokens: Int32
+    prompt_tokens: int
+    num_computed: int
+    blocks: Int32
+    seed: int
+    stop_ids: list[int]
+    params: SamplingParams
+
+
+class StepPlan(Message):
+    """Engine -> worker. Do exactly this, in this order: release, bind, extend, zero, compute, sample.
+
+    release        [N]  slots whose request ended or was preempted
+    bind                slots newly occupied (a slot may be released and bound in one plan)
+    block_slots, block_indexes, block_ids   [M]  append: table[slot, index] = id, for slots bound earlier
+    zero_blocks    [M]  blocks to fill with zeros before anything is written
+    row_slots      [R]  which slot each row is
+    row_starts     [R]  first position computed = tokens whose K/V exists already
+    row_tokens     [R]  how many positions are computed, >= 1
+    row_samples    [R]  1: sample a token after the row's last position
+    num_decodes         rows with row_tokens == 1, which come first
+    """
+
+    step: int
+    release: Int32
+    bind: list[SlotInit]
+    block_slots: Int32
+    block_indexes: Int32
+    block_ids: Int32
+    zero_blocks: Int32
+    row_slots: Int32
+    row_starts: Int32
+    row_tokens: Int32
+    row_samples: UInt8
+    num_decodes: int
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Logprobs of some tokens, in natural logarithms of the model's own distribution.
+
+    rows     [N]     index into the step's sampled rows (or rows, for prompt logprobs), ascending
+    counts   [N]     how many of the K columns each asked for
+    ids      [N]     the token in question;  logprobs [N], ranks [N] (1 = most likely)
+    top_ids, top_logprobs  [N, K]   the K most likely tokens, best first; K = max(counts)
+    """
+
+    rows: Int32
+    counts: Int32
+    ids: Int32
+    logprobs: Float32
+    ranks: Int32
+    top_ids: Int32
+    top_logprobs: Float32
+
+
+class StepResult(Message):
+    """Worker -> engine. What the step computed.
+
+    tokens           [S]  sampled tokens, in row order of the rows with row_samples = 1
+    logprobs         of sampled tokens, for rows that asked
+    prompt_logprobs  of prompt tokens at positions row_starts+1 ... (as far as they are prompt), in row
+                     then position order; `rows` then indexes the step's rows
+    failed           [N]  indexes into the sampled rows whose logits were not finite; their token is 0
+    compute_s        seconds of computation, for the statistics
+    """
+
+    step: int
+    tokens: Int32
+    failed: Int32
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    compute_s: float = 0.0
+
+
+class WorkerReady(Message):
+    """Worker -> engine, once: the model is loaded, memory is reserved.
+
+    num_blocks   including the null block
+    phases       seconds per start-up phase, in order, to be shown
+    """
+
+    model: ModelCard
+    max_len: int
+    max_slots: int
+    block_tokens: int
+    num_blocks: int
+    rank: int = 0
+    phases: list[tuple[str, float]] = []
+
+
+class WorkerFailed(Message):
+    """Worker -> engine, its last word: what went wrong (`message` names the cause in one line)."""
+
+    message: str
+    rank: int = 0
+
+
+class Stop(Message):
+    """Engine -> worker: exit with code 0."""
+
+
+ToWorker = StepPlan | Stop
+FromWorker = WorkerReady | StepResult | WorkerFailed

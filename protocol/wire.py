@@ -1,0 +1,112 @@
+"""Struct <-> frames: MessagePack with a version byte; large arrays travel as frames of their own.
+
+Frame 0 is the version byte, then the MessagePack map of the message. An `Array` is an extension value:
+`Ext(1, header + bytes)` when small, or `Ext(2, header + frame number)` when its bytes are a later frame.
+A header is the dtype code and the number of dimensions (a byte each), then each dimension (uint32 LE).
+A receiver checks sizes and counts before it allocates; whatever does not fit raises WireError and nothing
+else. No pickle, no code, no callables: data only.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from protocol.arrays import CODES, KINDS, MAX_DIMS, Array
+from protocol.errors import WireError
+
+WIRE_VERSION = 1
+INLINE_BYTES = 4096
+"""Arrays up to this size stay inside frame 0."""
+MAX_MESSAGE_BYTES = 256 << 20
+MAX_FRAMES = 64
+
+_INLINE, _FRAME = 1, 2
+_VERSION = bytes([WIRE_VERSION])
+_UINT32 = struct.Struct("<I")
+
+Frames = list[Any]
+"""bytes or memoryviews, ready for `Socket.send_multipart`."""
+T = TypeVar("T")
+
+
+def encode(message: msgspec.Struct) -> Frames:
+    """The frames of `message`. Array buffers are not copied when they are large."""
+    frames: Frames = [b""]
+
+    def hook(value: Any) -> msgspec.msgpack.Ext:
+        if not isinstance(value, Array):
+            raise TypeError(f"{type(value).__name__} does not travel")
+        dims = b"".join(map(_UINT32.pack, value.shape))
+        header = bytes((CODES[type(value)], len(value.shape))) + dims
+        if value.data.nbytes <= INLINE_BYTES:
+            return msgspec.msgpack.Ext(_INLINE, header + value.data)
+        frames.append(value.data)
+        return msgspec.msgpack.Ext(_FRAME, header + _UINT32.pack(len(frames) - 1))
+
+    frames[0] = _VERSION + msgspec.msgpack.encode(message, enc_hook=hook)
+    return frames
+
+
+class Decoder(Generic[T]):
+    """Decodes the messages of one direction; another direction's message is a WireError.
+
+    Not thread-safe: the frames of the message at hand are held while it is decoded.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self._frames: Sequence[Any] = ()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
+            kind, dec_hook=_as_declared, ext_hook=self._read_array
+        )
+
+    def decode(self, frames: Sequence[Any]) -> T:
+        """Raises WireError on anything but a well-formed message of this direction."""
+        if not 1 <= len(frames) <= MAX_FRAMES:
+            raise WireError(f"a message of {len(frames)} frames")
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if size > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {size:,} bytes; the limit is {MAX_MESSAGE_BYTES:,}")
+        head = memoryview(frames[0])
+        if head[:1] != _VERSION:
+            got = head[0] if len(head) else "nothing"
+            raise WireError(f"wire version {got}; this end speaks {WIRE_VERSION}")
+        self._frames = frames
+        try:
+            return self._decoder.decode(head[1:])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise WireError(str(error)) from None
+        finally:
+            self._frames = ()
+
+    def _read_array(self, code: int, data: memoryview) -> Array:
+        if code not in (_INLINE, _FRAME):
+            raise ValueError(f"unknown extension type {code}")
+        kind, shape, rest = _read_header(data)
+        if code == _FRAME:
+            if len(rest) != _UINT32.size:
+                raise ValueError("malformed frame number")
+            (number,) = _UINT32.unpack(rest)
+            if not 1 <= number < len(self._frames):
+                raise ValueError(f"frame {number} of {len(self._frames)}")
+            return kind(self._frames[number], shape)
+        # The buffer belongs to the incoming frame; small arrays are copied out so it can be freed.
+        return kind(bytes(rest), shape)
+
+
+def _read_header(data: memoryview) -> tuple[type[Array], tuple[int, ...], memoryview]:
+    if len(data) < 2 or data[0] not in KINDS or data[1] > MAX_DIMS:
+        raise ValueError("malformed array header")
+    end = 2 + 4 * data[1]
+    if len(data) < end:
+        raise ValueError("malformed array header")
+    return KINDS[data[0]], struct.unpack_from(f"<{data[1]}I", data, 2), data[end:]
+
+
+def _as_declared(kind: type[Any], value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
