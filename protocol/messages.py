@@ -126,7 +126,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a request cost, told with its end. `cached_tokens` of the prompt were not computed again."""
+    """What a request cost so far. `cached_tokens` of the prompt were not computed again."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -139,7 +139,7 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     stop_token       the token (last of `tokens`) that ended it, with finish="stop"
     prompt_logprobs  [prompt tokens - 1], with the first news, if asked for
-    usage            with finish
+    usage            with the first tokens, and with finish
     error            with finish="error"
     """
 

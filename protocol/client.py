@@ -1,0 +1,238 @@
+"""The blocking client library: token ids in, token ids out.
+
+    from protocol.client import Engine
+
+    with Engine() as engine:
+        for output in engine.generate([504, 3575, 282, 4649], max_tokens=16):
+            print(output.tokens, output.finish)
+
+An `Engine` may be used from many threads, and many generations may be open at once: one background thread
+owns the socket, each generation has its own queue. Leaving a generation early (break, close, garbage
+collection) aborts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import zmq
+
+from protocol import sockets, wire
+from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_from
+from protocol.messages import (
+    Accepted,
+    Drain,
+    Hello,
+    Limits,
+    Output,
+    Ping,
+    Refused,
+    ToClient,
+    ToEngine,
+)
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams
+from protocol.session import News, Session
+from protocol.stats import EngineStats
+
+
+class Generation(Iterator[Output]):
+    """The answer to one prompt, as it comes. Iterating ends after the output that carries `finish`.
+
+    Raises, on the next step: RequestError where the engine refused the request, EngineError where it failed.
+    """
+
+    def __init__(self, request: int, news: queue.SimpleQueue[Any], close: Any) -> None:
+        self.request = request
+        self._news = news
+        self._ended = False
+        self.close = weakref.finalize(self, close, request)
+        self.close.atexit = False
+
+    def __next__(self) -> Output:
+        while not self._ended:
+            report = self._news.get()
+            if isinstance(report, Accepted):
+                continue
+            if isinstance(report, Refused):
+                self._ended = True
+                raise error_from(report.error)
+            self._ended = report.finish is not None
+            if report.finish == "error":
+                raise error_from(report.error)
+            return report  # type: ignore[no-any-return]
+        raise StopIteration
+
+    def tokens(self) -> list[int]:
+        """Wait for the end; all token ids that were not yet iterated over."""
+        return [token for output in self for token in output.tokens]
+
+
+class Engine:
+    """A connection to a running engine.
+
+    address   as printed by `tidegate serve`; default: the engine of the server on port 8000
+    wait_s    how long to wait for the engine to be ready; EngineNotReady after that
+    """
+
+    def __init__(self, address: str | None = None, *, name: str = "client", wait_s: float = 10.0) -> None:
+        self._session = Session(name)
+        self._lock = threading.Lock()  # guards the session, the queues and the outbox
+        self._queues: dict[int, queue.SimpleQueue[Any]] = {}
+        self._outbox: deque[ToEngine] = deque()
+        self._ready = threading.Event()
+        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = sockets.connect_dealer(self._context, address or sockets.engine_address())
+        self._wake_in, self._wake_out = self._wake_pair()
+        self._thread = threading.Thread(target=self._run, name="tidegate-client", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(wait_s):
+            self.close()
+            raise EngineNotReady(f"no engine answered at {address or sockets.engine_address()}")
+
+    @property
+    def model(self) -> ModelCard:
+        assert self._session.model is not None
+        return self._session.model
+
+    @property
+    def limits(self) -> Limits:
+        assert self._session.limits is not None
+        return self._session.limits
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last heartbeat, at most about a second old."""
+        return self._session.stats
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        priority: int = 0,
+        **options: Any,
+    ) -> Generation:
+        """Start a generation; `options` are fields of SamplingParams, as an alternative to `params`."""
+        if params is None:
+            try:
+                params = msgspec.convert(options, SamplingParams)
+            except msgspec.ValidationError as error:
+                raise InvalidRequest(str(error)) from None
+        elif options:
+            raise TypeError("give either params or its fields, not both")
+        with self._lock:
+            message = self._session.generate(prompt, params, namespace=namespace, priority=priority)
+            news = self._queues[message.request] = queue.SimpleQueue()
+            self._outbox.append(message)
+        self._wake()
+        return Generation(message.request, news, self._abort)
+
+    def drain(self) -> None:
+        """Ask the engine to finish what it has, refuse what is new, and exit."""
+        with self._lock:
+            self._outbox.append(Drain())
+        self._wake()
+
+    def close(self) -> None:
+        """Abort what is open and leave. Safe to call twice."""
+        if self._closing:
+            return
+        with self._lock:
+            self._closing = True
+            aborts = [self._session.abort(request) for request in list(self._session.open)]
+            self._outbox.extend(message for message in aborts if message is not None)
+        self._wake()
+        self._thread.join()
+        for socket in (self._socket, self._wake_in, self._wake_out):
+            socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _abort(self, request: int) -> None:
+        with self._lock:
+            self._queues.pop(request, None)
+            message = self._session.abort(request)
+            if message is None or self._closing:
+                return
+            self._outbox.append(message)
+        self._wake()
+
+    def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        address = f"inproc://{id(self)}"
+        sink = self._context.socket(zmq.PULL)
+        sink.bind(address)
+        source = self._context.socket(zmq.PUSH)
+        source.connect(address)
+        self._wake_lock = threading.Lock()  # a ZeroMQ socket is for one thread at a time
+        return source, sink
+
+    def _wake(self) -> None:
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):
+            self._wake_in.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        """The thread that owns the socket: send what is queued, hand out what comes, keep the lease."""
+        decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_out, zmq.POLLIN)
+        while True:
+            with self._lock:
+                messages, news = self._session.tick(time.monotonic())
+                self._outbox.extend(messages)
+                self._hand_out(news)
+                self._send_queued()
+                if self._closing:
+                    return
+            for socket, _ in poller.poll(250):
+                if socket is self._wake_out:
+                    self._wake_out.recv()
+                else:
+                    self._receive(decoder)
+
+    def _receive(self, decoder: wire.Decoder[ToClient]) -> None:
+        try:
+            message = decoder.decode(self._socket.recv_multipart())
+        except WireError:
+            return  # an end that speaks otherwise is noticed by its silence
+        with self._lock:
+            self._hand_out(self._session.receive(message, time.monotonic()))
+            if self._session.is_ready:
+                self._ready.set()
+
+    def _hand_out(self, news: list[News]) -> None:
+        for request, report in news:
+            box = self._queues.get(request)
+            if box is not None:
+                box.put(report)
+                if request not in self._session.open:
+                    del self._queues[request]
+
+    def _send_queued(self) -> None:
+        while self._outbox:
+            try:
+                self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
+            except zmq.Again:  # not connected: keep all but heartbeats, which the next tick repeats
+                kept = (message for message in self._outbox if not isinstance(message, Hello | Ping))
+                self._outbox = deque(kept)
+                return
+            self._outbox.popleft()

@@ -1,0 +1,164 @@
+"""The client's half of the conversation with an engine, without I/O.
+
+A session numbers requests, remembers which are open, and turns messages into news for each of them. It is
+shared by the blocking client library and the gateway's green client, so they cannot drift. Time is an
+argument (seconds of any steady clock). Its laws:
+
+- a request that was opened gets exactly one end: `Refused`, or an `Output` with `finish`;
+- the end may be the session's own word: when the engine says Gone, falls silent beyond the lease, or comes
+  back in a new epoch, every open request ends with finish="error";
+- after its end, or after `abort`, a request gets no more news: late frames are dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from protocol.arrays import Int32
+from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, ServingError, WireError
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Generate,
+    Gone,
+    Hello,
+    Limits,
+    Output,
+    Outputs,
+    Ping,
+    Pong,
+    Refused,
+    ToClient,
+    ToEngine,
+    Welcome,
+)
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams
+from protocol.stats import EngineStats
+
+PING_EVERY_S = 1.0
+LEASE_S = 6.0
+
+News = tuple[int, Accepted | Refused | Output]
+"""(request, what happened to it)"""
+
+
+class Session:
+    """One client's view of one engine. `model`, `limits` and `epoch` are None until its Welcome."""
+
+    def __init__(self, name: str, *, lease_s: float = LEASE_S) -> None:
+        self.model: ModelCard | None = None
+        self.limits: Limits | None = None
+        self.epoch: str | None = None
+        self.stats = EngineStats()
+        self.open: set[int] = set()
+        self.trouble: ServingError = EngineNotReady("the engine has not answered yet")
+        self.heard_at: float | None = None  # when the engine last said anything
+        self._name = name
+        self._lease_s = lease_s
+        self._next_request = 1
+        self._said_at = float("-inf")
+
+    @property
+    def is_ready(self) -> bool:
+        """The engine is there and takes requests; `trouble` says why not."""
+        return self.epoch is not None
+
+    def generate(
+        self,
+        prompt: Sequence[int] | Int32,
+        params: SamplingParams,
+        *,
+        namespace: str = "",
+        priority: int = 0,
+    ) -> Generate:
+        """The message that opens a request. Raises EngineNotReady or EngineLost when there is no engine."""
+        if not self.is_ready:
+            raise type(self.trouble)(self.trouble.message)
+        message = Generate(
+            request=self._next_request,
+            prompt=prompt if isinstance(prompt, Int32) else Int32.of(prompt),
+            params=params,
+            namespace=namespace,
+            priority=priority,
+        )
+        self._next_request += 1
+        self.open.add(message.request)
+        return message
+
+    def abort(self, request: int) -> Abort | None:
+        """Forget `request`; the message to send, or None if it has ended already."""
+        if request not in self.open:
+            return None
+        self.open.discard(request)
+        return Abort(requests=[request])
+
+    def receive(self, message: ToClient, now: float) -> list[News]:
+        """Take in one message; the news it holds for open requests."""
+        self.heard_at = now
+        match message:
+            case Outputs():
+                return self._outputs(message)
+            case Accepted(request=request):
+                return [(request, message)] if request in self.open else []
+            case Refused(request=request):
+                return self._end(request, message)
+            case Welcome():
+                return self._welcome(message)
+            case Pong():
+                return self._pong(message)
+            case Gone(error=error):
+                return self._lose(error.message)
+
+    def tick(self, now: float) -> tuple[list[ToEngine], list[News]]:
+        """Call about once a second: what to send (at most a greeting or a ping), and news of losses."""
+        news: list[News] = []
+        if self.is_ready and self.heard_at is not None and now - self.heard_at > self._lease_s:
+            news = self._lose(f"the engine has been silent for {now - self.heard_at:.1f} s")
+        if now - self._said_at < PING_EVERY_S * 0.9:
+            return [], news
+        self._said_at = now
+        if self.is_ready:
+            return [Ping()], news
+        return [Hello(name=self._name, pid=os.getpid())], news
+
+    def _outputs(self, message: Outputs) -> list[News]:
+        news: list[News] = []
+        for output in message.outputs:
+            if output.request in self.open:
+                news.append((output.request, output))
+                if output.finish is not None:
+                    self.open.discard(output.request)
+        return news
+
+    def _end(self, request: int, report: Refused) -> list[News]:
+        if request not in self.open:
+            return []
+        self.open.discard(request)
+        return [(request, report)]
+
+    def _welcome(self, message: Welcome) -> list[News]:
+        if message.protocol != PROTOCOL_VERSION:
+            self.trouble = WireError(
+                f"the engine speaks protocol {message.protocol}, this client {PROTOCOL_VERSION}"
+            )
+            return []
+        news = [] if message.epoch == self.epoch else self._lose("the engine was restarted")
+        self.model, self.limits, self.epoch = message.model, message.limits, message.epoch
+        return news
+
+    def _pong(self, message: Pong) -> list[News]:
+        if message.epoch == self.epoch:
+            self.stats = message.stats
+            return []
+        self._said_at = float("-inf")  # greet the new engine at the next tick, not a second later
+        return self._lose("the engine was restarted")
+
+    def _lose(self, why: str) -> list[News]:
+        self.trouble = EngineLost(why)
+        self.epoch = None
+        lost, self.open = sorted(self.open), set()
+        error = ErrorInfo(code=EngineLost.code, message=why)
+        return [(request, Output(request=request, finish="error", error=error)) for request in lost]
