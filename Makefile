@@ -1,0 +1,53 @@
+# The two commands of the README, and what they need. `make help` lists them.
+#
+# The virtual environment is made once and installed into once: a stamp in it remembers which extras
+# are there, and is older than setup.cfg when the list of dependencies has changed.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN := $(VENV)/bin
+DECLARED := setup.cfg setup.py
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check clean
+
+help:
+	@echo 'make serve   install what is needed and serve the default model;  ARGS="--port 8001" passes options on'
+	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
+	@echo 'make check   format, lint, types and unit tests: what a change must pass first'
+	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
+
+serve: $(VENV)/.installed-all
+	@$(BIN)/tidegate serve $(ARGS)
+
+test: $(VENV)/.installed-test
+	@echo '== Running the tests'
+	@$(BIN)/python -m pytest -v -ra --durations=15 $(ARGS)
+
+check: $(VENV)/.installed-test
+	@PATH="$(abspath $(BIN)):$$PATH" tools/check
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# `test` holds everything of `all`, so after `make test`, `make serve` has nothing to install.
+$(VENV)/.installed-all: $(DECLARED) | $(BIN)/python
+	@if test -e $(VENV)/.installed-test && test $(VENV)/.installed-test -nt setup.cfg; then touch $@; \
+	else $(call install,all) && touch $@; fi
+
+$(VENV)/.installed-test: $(DECLARED) | $(BIN)/python
+	@$(call install,test) && touch $@
+
+install = echo '== Installing Tidegate and its libraries ($(1)) into $(VENV); once, a minute or so' && \
+	$(BIN)/python -m pip install --quiet --upgrade pip && \
+	$(BIN)/python -m pip install --progress-bar on --editable '.[$(1)]'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo 'Tidegate needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@echo '== Creating the virtual environment $(VENV) with $(PYTHON)'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	echo 'no virtual environment: on Debian and Ubuntu, apt install python3-venv' >&2; exit 1; }
