@@ -1,0 +1,1 @@
+"""Messages -> prompt. Pure: takes values parsed from JSON, returns text or token ids."""

@@ -1,0 +1,1 @@
+"""What the generated text means: push machines from token ids to events, one chain per choice."""

@@ -1,0 +1,1 @@
+"""Ids <-> text. Pure: no sockets, no HTTP; threads only through a function that is passed in."""

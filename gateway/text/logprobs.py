@@ -1,0 +1,117 @@
+"""Token log-probabilities from the engine -> the shapes OpenAI's APIs show.
+
+JSON knows no infinity: what is impossible (-inf), or unknown (NaN), is shown as -9999.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.tokenizer import Tokenizer
+from protocol.messages import TokenLogprobs
+
+IMPOSSIBLE = -9999.0
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One token that could have been chosen. `bytes` are exact where `token` cannot be."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob, frozen=True):
+    """The token that was chosen, and the most likely ones, best first."""
+
+    top_logprobs: list[TopLogprob] = []
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Parallel lists, one item a token; null for a prompt's first token, which nothing predicts."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, num_top: int
+) -> list[ChatLogprob]:
+    """One item a token; `num_top` may be less than the engine sent."""
+    return [_chat_logprob(tokenizer, entry, num_top) for entry in entries]
+
+
+def _chat_logprob(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> ChatLogprob:
+    top = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+    chosen = _top(tokenizer, entry.token_id, entry.logprob)
+    tops = [_top(tokenizer, token_id, logprob) for token_id, logprob in top]
+    return ChatLogprob(chosen.token, chosen.logprob, chosen.bytes, tops)
+
+
+def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
+    data = tokenizer.token_bytes(token_id)
+    return TopLogprob(data.decode("utf-8", "replace"), shown(logprob), list(data))
+
+
+class TextOffsets:
+    """Where in the answer's text each token begins, in characters, whatever way the tokens are cut.
+
+    A token that only completes a character begins where that character does. `detokenizer` must be
+    a fresh one with the answer's own options.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._offset = start
+
+    def next(self, token_id: int) -> int:
+        """The offset of `token_id`, which follows those asked for before."""
+        offset = self._offset
+        self._offset += len(self._detokenizer.push([token_id]))
+        return offset
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    *,
+    offsets: TextOffsets,
+    num_top: int,
+) -> CompletionLogprobs:
+    """`entries[i]` belongs to `token_ids[i]`; None where nothing predicts it."""
+    return CompletionLogprobs(
+        text_offset=[offsets.next(token_id) for token_id in token_ids],
+        token_logprobs=[shown(entry.logprob) if entry else None for entry in entries],
+        tokens=[_spelled(tokenizer, token_id) for token_id in token_ids],
+        top_logprobs=[_tops(tokenizer, entry, num_top) if entry else None for entry in entries],
+    )
+
+
+def _tops(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float] | None:
+    """The most likely tokens and the chosen one; None where only the chosen one was asked for."""
+    if not num_top:
+        return None
+    pairs = [*zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)]
+    pairs.append((entry.token_id, entry.logprob))
+    return {_spelled(tokenizer, token_id): shown(logprob) for token_id, logprob in pairs}
+
+
+def _spelled(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as a key: its text, or its bytes where it holds only a part of a character, since
+    different parts must stay different."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def shown(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE

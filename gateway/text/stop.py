@@ -1,0 +1,62 @@
+"""Stop strings: the text ends where one of them begins.
+
+Of several, the one that begins first ends the text; of those that begin at one place, the first in
+the list that completes. That is a fact about the text, whatever way it was cut into deltas. What
+could still become a stop string is held back, by the one who holds text back everywhere
+(`output.markers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.output.markers import MarkerSet, Scanner, ScannerState
+
+MAX_STOP_STRINGS = 16
+
+
+class StopState(msgspec.Struct, frozen=True):
+    scanner: ScannerState
+    matched: str | None = None
+
+
+class StopMatcher:
+    """One choice's search. `matched` is the stop string that ended the text; nothing is let through
+    after it.
+
+    stops        compiled once per request, shared by its choices
+    include      the stop string itself is part of the text
+    """
+
+    __slots__ = ("_include", "_scanner", "matched")
+
+    def __init__(
+        self, stops: MarkerSet, *, include: bool = False, state: StopState | None = None
+    ) -> None:
+        self._include = include
+        self._scanner = Scanner(stops, state.scanner if state else None)
+        self.matched: str | None = state.matched if state else None
+
+    def state(self) -> StopState:
+        return StopState(self._scanner.state(), self.matched)
+
+    def push(self, delta: str) -> str:
+        """The text that is certain to come before any stop string."""
+        return self._read(delta, final=False)
+
+    def finish(self) -> str:
+        """What was held back, once nothing more will come. May match: `matched` is set then."""
+        return self._read("", final=True)
+
+    def _read(self, delta: str, *, final: bool) -> str:
+        if self.matched is not None:
+            return ""
+        text, self.matched, _ = self._scanner.next(delta, final=final)
+        return text + self.matched if self.matched and self._include else text
+
+
+def compile_stops(stops: Sequence[str]) -> MarkerSet | None:
+    """None where there is nothing to look for. The caller has checked count and lengths."""
+    return MarkerSet(stops) if stops else None

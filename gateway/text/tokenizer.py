@@ -1,0 +1,164 @@
+"""The model's tokenizer: made once from the card, never changed after, shared by all greenlets.
+
+Nobody sets truncation or padding on it: a shared tokenizer that is changed in use silently returns
+wrong ids. The one slow thing, encoding a long text, goes through `offload` so that a thread can do
+it: `encode_batch_fast` releases the GIL and `encode` does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import tokenizers
+
+from gateway.text.codec import ByteCodec, codec_of
+from gateway.text.detokenizer import (
+    ByteDetokenizer,
+    ByteState,
+    Detokenizer,
+    DetokenizerState,
+    TokenTable,
+    WindowDetokenizer,
+    WindowState,
+)
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.model_card import ModelCard
+
+Offload = Callable[[Callable[[], list[int]]], list[int]]
+"""Runs a function somewhere else (a thread pool) and returns its result."""
+
+INLINE_BYTES = 8_000
+"""Below this, encoding takes under 2 ms and a thread costs more than it saves."""
+BYTES_PER_TOKEN = 32
+"""A text with more bytes than this for every token of the context is refused unread: ordinary text
+has four, and encoding a megabyte of the worst input takes over half a second."""
+
+
+class Tokenizer:
+    """The model's tokenizer, and everything about its ids that is known without text.
+
+    card            whose `tokenizer` holds tokenizer.json
+    max_text_bytes  longest text encoded at all; None: BYTES_PER_TOKEN for every token of the
+                    context
+    special_ids     ids that `skip_special_tokens` leaves out of the text
+
+    Raises ValueError where the card's bytes are no tokenizer.
+    """
+
+    def __init__(self, card: ModelCard, *, max_text_bytes: int | None = None) -> None:
+        self._inner = _load(card.tokenizer)
+        self.context_tokens = card.context_tokens
+        self.eos_token_ids = frozenset(card.eos_token_ids)
+        self.max_text_bytes = max_text_bytes or BYTES_PER_TOKEN * card.context_tokens
+        added = self._inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.codec = _codec_of(self._inner)
+        self._tables = self._make_tables(self.codec) if self.codec else None
+
+    def _make_tables(self, codec: ByteCodec) -> dict[bool, TokenTable]:
+        """skip_special_tokens -> table"""
+        spelling = self._inner.id_to_token
+        return {
+            False: TokenTable(codec, spelling, frozenset()),
+            True: TokenTable(codec, spelling, self.special_ids),
+        }
+
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        *,
+        offload: Offload | None = None,
+        param: str = "prompt",
+    ) -> list[int]:
+        """Raises ContextTooLong or InvalidRequest, naming `param`, before anything is tokenized."""
+        num_bytes = _num_bytes(text, param)
+        if num_bytes > self.max_text_bytes:
+            raise ContextTooLong(
+                f"{param} is {num_bytes:,} bytes long; this model takes "
+                f"{self.context_tokens:,} tokens, and texts of more than "
+                f"{self.max_text_bytes:,} bytes are not read",
+                param=param,
+            )
+        if offload is None or num_bytes < INLINE_BYTES:
+            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return offload(lambda: self._encode_long(text, add_special_tokens))
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        encoded = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoded[0].ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """All at once, by `tokenizers`: the slow twin of `detokenizer`. Unknown ids have no
+        text."""
+        return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        state: DetokenizerState | None = None,
+    ) -> Detokenizer:
+        """A new one, for one choice; or one that goes on from `state`.
+
+        continues  the ids follow other text, so the blank before a first word is kept
+        """
+        if self._tables is not None:
+            table = self._tables[skip_special_tokens]
+            if isinstance(state, ByteState):
+                return ByteDetokenizer.from_state(table, state)
+            return ByteDetokenizer(table, continues=continues)
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        if isinstance(state, WindowState):
+            return WindowDetokenizer.from_state(decode, state)
+        return WindowDetokenizer(decode)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Exactly the bytes this token adds inside a text; an unknown id adds none."""
+        if self._tables is not None:
+            return self._tables[False][token_id]
+        return self._inner.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, U+FFFD where they are no whole characters."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling in the vocabulary: for parsers, once, at
+        construction."""
+        return self._inner.token_to_id(token)
+
+
+def _load(data: bytes) -> tokenizers.Tokenizer:
+    try:
+        inner = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # `tokenizers` raises bare Exceptions
+        raise ValueError(f"the model's tokenizer cannot be read: {error}") from error
+    # Many a tokenizer.json says how its model was trained; this is before anyone shares it.
+    inner.no_truncation()
+    inner.no_padding()
+    return inner
+
+
+def _codec_of(inner: tokenizers.Tokenizer) -> ByteCodec | None:
+    if inner.decoder is None:
+        return None
+    state = cast(Any, inner.decoder).__getstate__()
+    return codec_of(json.loads(state))
+
+
+def _num_bytes(text: str, param: str) -> int:
+    if text.isascii():
+        return len(text)
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"{param} holds half of a surrogate pair, which is no character", param=param
+        ) from None

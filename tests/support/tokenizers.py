@@ -1,0 +1,111 @@
+"""Real tokenizers for tests, as the bytes of a tokenizer.json, and cards around them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers as hf
+from tokenizers import decoders, models, pre_tokenizers
+
+from protocol.model_card import ModelCard
+
+FAMILIES = Path(__file__).parents[3] / "shared" / "tokenizers"
+"""Present on developers' machines only; tests that want one of these skip where it is absent."""
+FAMILY_NAMES = ("qwen3", "llama3_1", "deepseek_v3")
+
+
+def gguf_tokenizer_json(path: Path) -> bytes:
+    """The byte-level BPE tokenizer inside a GGUF file; kept in the temporary directory, since
+    reading it takes a second."""
+    stamp = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    kept = Path(tempfile.gettempdir()) / f"tidegate-test-{os.getuid()}"
+    kept.mkdir(mode=0o700, exist_ok=True)
+    file = kept / f"tokenizer-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.json"
+    if not file.exists():
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(_read_gguf(path))
+        part.rename(file)
+    return file.read_bytes()
+
+
+def _read_gguf(path: Path) -> str:
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    merges = [tuple(line.split(" ")) for line in fields["tokenizer.ggml.merges"].contents()]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    inner = hf.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    control = 3
+    inner.add_special_tokens([t for t, kind in zip(tokens, kinds, strict=True) if kind == control])
+    return inner.to_str()
+
+
+def family(name: str) -> tuple[bytes, dict[str, Any]]:
+    """(tokenizer.json, tokenizer_config.json) of a model family; skips the test where absent."""
+    folder = FAMILIES / name
+    if not folder.exists():
+        pytest.skip(f"the tokenizer of {name} is not on this machine")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    return (folder / "tokenizer.json").read_bytes(), config
+
+
+def byte_fallback_json(*, decoder: str = "strip") -> bytes:
+    """A small SentencePiece-like tokenizer: words with a blank mark, `<0xNN>` for all else.
+
+    decoder  "strip" as Llama 2, "metaspace" as T5, "wordpiece" for one that is no ByteCodec
+    """
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    words += ["▁", "▁Hello", "▁world", "Hello", ",", ".", "▁▁", "▁a▁b", "é", "ing", "##ing", "語"]
+    vocab = {word: i for i, word in enumerate(words)}
+    inner = hf.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    inner.decoder = {
+        "strip": lambda: decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
+        "metaspace": lambda: decoders.Metaspace(),
+        "wordpiece": lambda: decoders.WordPiece(prefix="##", cleanup=False),
+    }[decoder]()
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return inner.to_str().encode()
+
+
+@cache
+def smollm2_tokenizer_json() -> bytes:
+    from tests.support.model import smollm2_gguf
+
+    return gguf_tokenizer_json(Path(smollm2_gguf()))
+
+
+def card_of(tokenizer: bytes, **fields: Any) -> ModelCard:
+    """A card of a model that is nothing but its tokenizer."""
+    size = hf.Tokenizer.from_buffer(tokenizer).get_vocab_size()
+    known: dict[str, Any] = {
+        "name": "test",
+        "architecture": "LlamaForCausalLM",
+        "digest": "00",
+        "vocab_size": size,
+        "context_tokens": 8192,
+        "eos_token_ids": [],
+    }
+    return ModelCard(tokenizer=tokenizer, **(known | fields))
