@@ -1,0 +1,170 @@
+"""Attention over the paged cache with torch's own kernels, on any device.
+
+Decode rows are grouped by their number of blocks, rounded up to a power of two: one gather and one
+SDPA per group, no Python loop over requests. A row of several tokens (prefill) is one gather, then
+SDPA over tiles of queries, each of which reads only as far as its last query sees.
+
+Keys are always gathered in whole blocks and always masked, even where nothing is hidden: the kernel
+then takes the same path for any padding, so an answer never depends on a row's neighbours. What a
+mask hides must still be finite (0 * NaN is NaN): blocks are zeroed before they are first written, and
+padding points at the null block.
+
+Legend in base.py; b rows of a group, m blocks gathered per row, N = m * block_tokens, G = H / H_kv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from worker.attention.base import AttentionBatch
+
+MAX_GATHERED_TOKENS = 1 << 14
+"""Per group: bounds the copy of keys and values (a longer row is gathered alone), and keeps it in cache."""
+TILE_QUERIES = 128
+"""Per prefill tile: bounds the mask, and the work spent on keys that causality hides."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """rows [b] of the step (None: all of its tokens, in order); blocks [b * m]; mask [b, 1, 1, N], added."""
+
+    rows: Tensor | None
+    blocks: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries [start, stop) of the step against the span's first N keys; mask [stop - start, N], added."""
+
+    start: int
+    stop: int
+    num_keys: int
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """One row of several tokens: its blocks [m], gathered once, and its tiles of queries."""
+
+    blocks: Tensor
+    tiles: list[Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    groups: list[DecodeGroup]
+    spans: list[PrefillSpan]
+
+
+class TorchPagedAttention:
+    """`dtype` is the model's: masks are built in it once, or every layer would convert them."""
+
+    def __init__(self, block_tokens: int, dtype: torch.dtype) -> None:
+        self._block_tokens = block_tokens
+        self._dtype = dtype
+
+    def plan(self, batch: AttentionBatch) -> PagedPlan:
+        num_rows = len(batch.context_lens)
+        groups = [self._group(batch, rows, m) for rows, m in self._decode_groups(batch)]
+        spans = [self._span(batch, row) for row in range(batch.num_decodes, num_rows)]
+        return PagedPlan(groups, spans)
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan) -> Tensor:
+        if not plan.spans and len(plan.groups) == 1 and plan.groups[0].rows is None:
+            return _decode(q, k_cache, v_cache, plan.groups[0])
+        out = torch.empty_like(q)
+        for group in plan.groups:
+            if group.rows is None:
+                num_rows = group.mask.shape[0]
+                out[:num_rows] = _decode(q[:num_rows], k_cache, v_cache, group)
+            else:
+                chosen = q.index_select(0, group.rows)
+                out.index_copy_(0, group.rows, _decode(chosen, k_cache, v_cache, group))
+        for span in plan.spans:
+            _prefill(out, q, k_cache, v_cache, span)
+        return out
+
+    def _decode_groups(self, batch: AttentionBatch) -> Iterator[tuple[list[int], int]]:
+        """Decode rows that are gathered together, and how many blocks of each."""
+        lens = batch.context_lens[: batch.num_decodes].tolist()
+        widths = [_power_of_two(-(-n // self._block_tokens)) for n in lens]
+        rows = sorted(range(len(lens)), key=widths.__getitem__)
+        for width, same in groupby(rows, key=widths.__getitem__):
+            members = list(same)
+            size = max(1, MAX_GATHERED_TOKENS // (width * self._block_tokens))
+            for i in range(0, len(members), size):
+                yield members[i : i + size], width
+
+    def _group(self, batch: AttentionBatch, rows: list[int], m: int) -> DecodeGroup:
+        device = batch.block_table.device
+        last = batch.context_lens[rows].to(device, non_blocking=True) - 1
+        mask = self._mask(last, m * self._block_tokens)[:, None, None]
+        if len(rows) == batch.num_decodes:
+            table = batch.block_table[: batch.num_decodes]
+            return DecodeGroup(None, _first_blocks(table, m).flatten(), mask)
+        index = torch.tensor(rows).to(device, non_blocking=True)
+        table = batch.block_table.index_select(0, index)
+        return DecodeGroup(index, _first_blocks(table, m).flatten(), mask)
+
+    def _span(self, batch: AttentionBatch, row: int) -> PrefillSpan:
+        start, stop = batch.row_starts[row : row + 2].tolist()
+        context_len = int(batch.context_lens[row])
+        unseen = context_len - (stop - start)
+        tiles = []
+        for first in range(start, stop, TILE_QUERIES):
+            end = min(first + TILE_QUERIES, stop)
+            m = -(-(unseen + end - start) // self._block_tokens)
+            last = torch.arange(unseen + first - start, unseen + end - start)
+            mask = self._mask(last.to(batch.block_table.device), m * self._block_tokens)
+            tiles.append(Tile(first, end, m * self._block_tokens, mask))
+        num_blocks = -(-context_len // self._block_tokens)
+        return PrefillSpan(batch.block_table[row, :num_blocks].contiguous(), tiles)
+
+    def _mask(self, last: Tensor, num_keys: int) -> Tensor:
+        """last [n]: the last key each query sees -> [n, num_keys]: 0 where visible, else -inf."""
+        hidden = torch.arange(num_keys, device=last.device) > last[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=last.device)
+        return mask.masked_fill_(hidden, float("-inf"))
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def _first_blocks(table: Tensor, m: int) -> Tensor:
+    """table [b, M] -> [b, m], cut or padded with the null block."""
+    return table[:, :m] if m <= table.shape[1] else pad(table, (0, m - table.shape[1]))
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup) -> Tensor:
+    """q [b, H, D] -> [b, H, D]. The G heads that share keys stand as G queries: keys are read once."""
+    b, heads, head_dim = q.shape
+    kv_heads, num_keys = k_cache.shape[2], group.mask.shape[-1]
+    k = k_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
+    v = v_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
+    grouped = q.reshape(b, kv_heads, heads // kv_heads, head_dim)
+    out = scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
+    return out.reshape(b, heads, head_dim)
+
+
+def _prefill(
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan
+) -> None:
+    """Write out[start:stop] of each of the span's tiles; q, out [T, H, D]."""
+    k = k_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]  # [1, H_kv, N, D]
+    v = v_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
+    for tile in span.tiles:
+        queries = q[tile.start : tile.stop].transpose(0, 1)[None]
+        keys, values = k[:, :, : tile.num_keys], v[:, :, : tile.num_keys]
+        answer = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=tile.mask, enable_gqa=True
+        )
+        out[tile.start : tile.stop] = answer[0].transpose(0, 1)

@@ -1,0 +1,72 @@
+"""The paged KV cache: where keys and values live, and the only three things done to them.
+
+Legend: L layers, B blocks (block 0 is the null block), H_kv key/value heads, D head dim, T tokens.
+Which block belongs to whom is the engine's business; nothing here remembers it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """k, v [L, B, block_tokens, H_kv, D], all zero at first. Block 0 is never written: it stays zero."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_blocks, block_tokens, num_kv_heads, head_dim)
+        self.block_tokens = block_tokens
+        self.k = _zeros(shape, dtype, device)
+        self.v = _zeros(shape, dtype, device)
+        flat = (num_layers, num_blocks * block_tokens, num_kv_heads, head_dim)
+        self._flat_k = list(self.k.view(flat).unbind())
+        self._flat_v = list(self.v.view(flat).unbind())
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[1]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [B, block_tokens, H_kv, D] each."""
+        return self.k[index], self.v[index]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Store k, v [T, H_kv, D] at slot_mapping [T] int64: block * block_tokens + offset.
+
+        Slots must be distinct and outside block 0.
+        """
+        self._flat_k[layer].index_copy_(0, slot_mapping, k)
+        self._flat_v[layer].index_copy_(0, slot_mapping, v)
+
+    def zero(self, blocks: Tensor) -> None:
+        """Fill blocks [N] int64 with zeros in every layer; what a former owner left must not be read."""
+        self.k.index_fill_(1, blocks, 0)
+        self.v.index_fill_(1, blocks, 0)
+
+
+def block_bytes(
+    num_layers: int, block_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Memory of one block: its keys and values in all layers."""
+    return 2 * num_layers * block_tokens * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU, pages that the system zeroes on first touch: a large cache costs nothing until used.
+
+    torch.zeros writes every page at once (seconds, and the whole size resident).
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

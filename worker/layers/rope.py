@@ -1,0 +1,135 @@
+"""Rotary position embeddings: each pair (i, i + D/2) of a head turns by position * inv_freq[i].
+
+Computed from positions once per step, for all layers: no table of max_len rows to hold.
+Legend: T tokens, H heads (queries and keys alike), D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NoScaling:
+    """Angles as trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All angles divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Slow pairs are slowed by `factor`, fast ones kept, those between the two limits blended.
+
+    A pair is fast if it turns more than `high_freq_factor` times in `original_context` tokens,
+    slow if fewer than `low_freq_factor` times.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class FactorScaling:
+    """Each pair's frequency divided by its own factor, as GGUF's `rope_freqs.weight` lists them."""
+
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Slow pairs are slowed by `factor`, fast ones kept, with a ramp between; attention is sharpened.
+
+    `beta_fast`, `beta_slow`: turns in `original_context` tokens at the ends of the ramp.
+    `attention_factor` multiplies cos and sin.
+    """
+
+    factor: float
+    original_context: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    theta: float
+    scaling: Scaling = NoScaling()
+
+
+def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
+    """[D / 2] float32: radians per position of each pair."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    match rope.scaling:
+        case NoScaling():
+            return inv_freq
+        case LinearScaling(factor):
+            return inv_freq / factor
+        case FactorScaling(factors):
+            return inv_freq / torch.tensor(factors, dtype=torch.float32)
+        case Llama3Scaling() as scaling:
+            return _llama3(inv_freq, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(inv_freq, scaling, rope.theta)
+
+
+def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_context * inv_freq / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * inv_freq + (1 - kept) * inv_freq / scaling.factor
+
+
+def _yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    num_pairs = len(inv_freq)
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = scaling.original_context / (times * 2 * math.pi)
+        return num_pairs * math.log(wavelength) / math.log(theta)
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    slowed = ((torch.arange(num_pairs) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return slowed * inv_freq / scaling.factor + (1 - slowed) * inv_freq
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    return rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+
+
+def rotation(
+    positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """positions [T] int64 -> cos [T, 1, D] and sin [T, 1, D], the first half of sin negated.
+
+    Angles are computed in float32 whatever the dtype, or far positions would blur.
+    """
+    angles = positions[:, None].float() * inv_freq
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return cos[:, None].to(dtype), sin[:, None].to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D] -> [T, H, D], with cos and sin as `rotation` gives them.
+
+    The roll swaps the halves of each head; the sign is in sin.
+    """
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)

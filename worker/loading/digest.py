@@ -1,0 +1,47 @@
+"""A name for a model's content: equal for equal files, different for different ones.
+
+It is part of every prefix-cache hash, so two models must never share it. Files up to FULL_BYTES in all
+are hashed whole (about 0.1 s per 200 MB). Of larger ones, whose reading would dominate the start, the
+digest covers the size, the first and last HEAD_BYTES (the header with every tensor's name and place)
+and evenly strided samples; fine-tuning moves nearly all weights, so samples tell real models apart,
+though not a file in which somebody has altered single bytes on purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import BinaryIO
+
+FULL_BYTES = 1 << 30
+HEAD_BYTES = 1 << 20
+SAMPLE_BYTES = 1 << 12
+NUM_SAMPLES = 4096
+
+
+def digest(paths: list[Path], *extra: bytes) -> str:
+    """Hex sha256 over the files, in the given order, and `extra` (the tokenizer). Names do not count."""
+    total = sum(path.stat().st_size for path in paths)
+    whole = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            if total <= FULL_BYTES:
+                part = hashlib.file_digest(file, "sha256").digest()
+            else:
+                part = sampled(file, path.stat().st_size)
+        whole.update(part)
+    for text in extra:
+        whole.update(hashlib.sha256(text).digest())
+    return whole.hexdigest()
+
+
+def sampled(file: BinaryIO, size: int) -> bytes:
+    """sha256 over the size, both ends, and NUM_SAMPLES pieces at equal distances."""
+    taken = hashlib.sha256(size.to_bytes(8, "little"))
+    taken.update(file.read(HEAD_BYTES))
+    for index in range(NUM_SAMPLES):
+        file.seek(size * index // NUM_SAMPLES)
+        taken.update(file.read(SAMPLE_BYTES))
+    file.seek(max(0, size - HEAD_BYTES))
+    taken.update(file.read(HEAD_BYTES))
+    return taken.digest()

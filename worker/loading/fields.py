@@ -1,0 +1,78 @@
+"""Typed look-ups in a mapping that somebody else wrote; every complaint names the file and the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from worker.loading.errors import UnusableModel
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """`source` is what error messages call the mapping. null counts as absent."""
+
+    def __init__(self, values: Any, source: str) -> None:
+        if not hasattr(values, "get"):
+            raise UnusableModel(f"{source} is not an object")
+        self._values = values
+        self._source = source
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: int = _REQUIRED) -> int:
+        value = self._found(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(name, value, "an integer")
+        return value
+
+    def number(self, name: str, default: float = _REQUIRED) -> float:
+        value = self._found(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(name, value, "a finite number")
+        return float(value)
+
+    def positive(self, name: str, default: float = _REQUIRED) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise self._wrong(name, value, "above zero")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._found(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str = _REQUIRED) -> str:
+        value = self._found(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a string")
+        return value
+
+    def _found(self, name: str, default: Any) -> Any:
+        value = self.get(name, default)
+        if value is _REQUIRED:
+            raise UnusableModel(f"{self._source} has no {name!r}")
+        return value
+
+    def _wrong(self, name: str, value: Any, wanted: str) -> UnusableModel:
+        return UnusableModel(f"{self._source}: {name!r} is {value!r:.80}, not {wanted}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises UnusableModel where the file is missing or is no JSON object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UnusableModel(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UnusableModel(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UnusableModel(f"{path} is not a JSON object")
+    return value

@@ -1,0 +1,190 @@
+"""Reads a GGUF file: metadata, tensor table and raw tensor data, mapped and not copied.
+
+Written for files that lie: every count, length, offset and size is compared with the file before it
+is used. Plain struct reads over one mapping, because a tokenizer's 100,000 strings, read one numpy
+view at a time, take seconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from worker.loading.errors import UnusableModel
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMS = 4
+MIN_STRING_BYTES = 8
+MIN_PAIR_BYTES = 8 + 4 + 1
+MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+
+_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+SCALARS = {code: np.dtype(name) for code, name in _SCALARS.items()}
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """shape: as torch has it, slowest axis first; offset: bytes from the start of the file."""
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class GGUFFile:
+    """metadata: key -> int, float, bool, str or a list of them; tensors: name -> TensorInfo.
+
+    Raises UnusableModel where the file is no GGUF file, is truncated, or contradicts itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        data = _mapped(path)
+        header = _Header(data, path)
+        self.metadata = header.metadata
+        self.tensors = header.tensors
+        # Copy-on-write: torch wants writable memory, though nobody writes.
+        self._data = np.frombuffer(data, np.uint8)
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes as they are in the file, flat."""
+        info = self.tensors[name]
+        return self._data[info.offset : info.offset + info.num_bytes]
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise UnusableModel(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UnusableModel(f"{path} is empty") from error
+
+
+class _Header:
+    """One pass from the magic to the end of the tensor table."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._at = 0
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        if self._take(4) != MAGIC:
+            raise UnusableModel(f"{path} is not a GGUF file")
+        version = self._unsigned(4)
+        if version not in VERSIONS:
+            raise self._damaged(f"version {version} is not one of {VERSIONS}")
+        num_tensors = self._count(8, MIN_TENSOR_BYTES, "tensors")
+        num_pairs = self._count(8, MIN_PAIR_BYTES, "metadata entries")
+        self._read_metadata(num_pairs)
+        self._read_tensors(num_tensors)
+
+    def _read_metadata(self, num_pairs: int) -> None:
+        for _ in range(num_pairs):
+            key = self._string()
+            if key in self.metadata:
+                raise self._damaged(f"{key!r} is there twice")
+            self.metadata[key] = self._value(self._unsigned(4))
+
+    def _read_tensors(self, count: int) -> None:
+        """Offsets in the table count from the first aligned byte after it."""
+        table = [(self._string(), self._shape(), self._unsigned(4), self._unsigned(8)) for _ in range(count)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._damaged(f"alignment {alignment!r} is not a power of two")
+        start = -(-self._at // alignment) * alignment
+        for name, shape, code, offset in table:
+            if name in self.tensors:
+                raise self._damaged(f"tensor {name!r} is there twice")
+            if offset % alignment:
+                raise self._damaged(f"tensor {name!r} is not aligned")
+            self.tensors[name] = self._tensor(name, shape, code, start + offset)
+
+    def _tensor(self, name: str, shape: tuple[int, ...], code: int, offset: int) -> TensorInfo:
+        try:
+            kind = GGMLQuantizationType(code)
+        except ValueError:
+            raise self._damaged(f"tensor {name!r} has unknown type {code}") from None
+        block_items, block_bytes = GGML_QUANT_SIZES[kind]
+        num_items = 1
+        for size in shape:
+            num_items *= size
+        if shape[-1] % block_items:
+            raise self._damaged(f"rows of {name!r} are not whole blocks of {kind.name}")
+        num_bytes = num_items // block_items * block_bytes
+        if offset + num_bytes > len(self._data):
+            raise self._damaged(
+                f"tensor {name!r} ends at byte {offset + num_bytes:,}, the file at "
+                f"{len(self._data):,}: it is truncated"
+            )
+        return TensorInfo(kind, shape, offset, num_bytes)
+
+    def _shape(self) -> tuple[int, ...]:
+        num_dims = self._unsigned(4)
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise self._damaged(f"a tensor has {num_dims} dimensions")
+        shape = struct.unpack(f"<{num_dims}Q", self._take(8 * num_dims))
+        if not all(shape):
+            raise self._damaged("a tensor is empty")
+        return tuple(reversed(shape))
+
+    def _value(self, code: int) -> Any:
+        if code == STRING:
+            return self._string()
+        if code == ARRAY:
+            return self._array(self._unsigned(4))
+        dtype = self._scalar_type(code)
+        return np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+
+    def _array(self, code: int) -> list[Any]:
+        if code == STRING:
+            return [self._string() for _ in range(self._count(8, MIN_STRING_BYTES, "strings"))]
+        dtype = self._scalar_type(code)
+        count = self._count(8, dtype.itemsize, "numbers")
+        values: list[Any] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        return values
+
+    def _scalar_type(self, code: int) -> np.dtype[Any]:
+        if code not in SCALARS:
+            raise self._damaged(f"metadata of unknown type {code}")
+        return SCALARS[code]
+
+    def _string(self) -> str:
+        try:
+            return self._take(self._unsigned(8)).decode()
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"a string is not UTF-8: {error}") from error
+
+    def _count(self, size: int, item_bytes: int, what: str) -> int:
+        """A number of items to come, each of at least `item_bytes`."""
+        count = self._unsigned(size)
+        if count * item_bytes > len(self._data) - self._at:
+            raise self._damaged(f"{count:,} {what} do not fit into the rest of the file")
+        return count
+
+    def _unsigned(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _take(self, size: int) -> bytes:
+        end = self._at + size
+        if end > len(self._data):
+            raise self._damaged("the header ends early: the file is truncated")
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def _damaged(self, what: str) -> UnusableModel:
+        return UnusableModel(f"{self._path}: {what}")

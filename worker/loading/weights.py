@@ -1,0 +1,115 @@
+"""From named tensors in files to the fused tensors of a model, one tensor at a time.
+
+A source knows names, as Hugging Face spells them, and how to write one tensor into memory that the
+model has already allocated: nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker.loading.errors import UnusableModel
+from worker.models.config import LlamaConfig
+from worker.models.llama import Layer, LlamaWeights, Projection
+
+
+class WeightSource(Protocol):
+    def names(self) -> Set[str]:
+        """Every tensor in the files."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Write the tensor into `target`, of the same shape, converting to its dtype and device."""
+        ...
+
+
+def load_llama(
+    config: LlamaConfig, source: WeightSource, *, dtype: torch.dtype, device: torch.device
+) -> LlamaWeights:
+    """Every tensor of the source is used, and every part of the model is filled, or UnusableModel."""
+    with torch.inference_mode():
+        return _Loader(config, source, dtype, device).load()
+
+
+class _Loader:
+    def __init__(
+        self, config: LlamaConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._unread = {n for n in source.names() if not n.endswith("rotary_emb.inv_freq")}
+        self._dtype = dtype
+        self._device = device
+
+    def load(self) -> LlamaWeights:
+        config = self._config
+        embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden)
+        layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
+        norm = self._tensor("model.norm.weight", config.hidden)
+        weights = LlamaWeights(embedding, layers, norm, self._head(embedding))
+        if self._unread:
+            some = ", ".join(sorted(self._unread)[:3])
+            raise UnusableModel(f"{len(self._unread)} tensors are not of this architecture: {some}")
+        return weights
+
+    def _head(self, embedding: Tensor) -> Tensor:
+        if self._config.tied_embeddings:
+            self._unread.discard("lm_head.weight")  # a copy, where somebody saved it all the same
+            return embedding
+        return self._tensor("lm_head.weight", *embedding.shape)
+
+    def _layer(self, prefix: str) -> Layer:
+        config = self._config
+        hidden, inner = config.hidden, config.intermediate
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        return Layer(
+            attention_norm=self._tensor(prefix + "input_layernorm.weight", hidden),
+            qkv=self._fused(
+                {attention + "q_proj": q, attention + "k_proj": kv, attention + "v_proj": kv},
+                hidden,
+                bias=config.attention_bias,
+            ),
+            output=self._fused({attention + "o_proj": hidden}, q, bias=config.output_bias),
+            mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._fused(
+                {mlp + "gate_proj": inner, mlp + "up_proj": inner}, hidden, bias=config.mlp_bias
+            ),
+            down=self._fused({mlp + "down_proj": hidden}, inner, bias=config.mlp_bias),
+        )
+
+    def _fused(self, parts: dict[str, int], columns: int, *, bias: bool) -> Projection:
+        """Parts (name -> rows) below one another."""
+        rows = list(parts.values())
+        projection = Projection(self._empty(sum(rows), columns))
+        for name, target in zip(parts, projection.weight.split(rows), strict=True):
+            self._read(name + ".weight", target)
+        if bias:
+            projection.bias = self._empty(sum(rows))
+            for name, target in zip(parts, projection.bias.split(rows), strict=True):
+                self._read(name + ".bias", target)
+        return projection
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        target = self._empty(*shape)
+        self._read(name, target)
+        return target
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _read(self, name: str, target: Tensor) -> None:
+        if name not in self._unread:
+            raise UnusableModel(f"the files hold no tensor {name!r}")
+        if self._source.shape(name) != tuple(target.shape):
+            raise UnusableModel(
+                f"{name} has shape {self._source.shape(name)}; its config says {tuple(target.shape)}"
+            )
+        self._source.read_into(name, target)
+        self._unread.remove(name)

@@ -1,0 +1,1 @@
+"""Native model families: one file each, plain tensors and functions."""
