@@ -40,7 +40,9 @@ class Array:
         if len(shape) > MAX_DIMS or any(n < 0 for n in shape):
             raise ValueError(f"bad array shape {tuple(shape)}")
         if prod(shape) * self.itemsize != size:
-            raise ValueError(f"{size} bytes do not fill shape {tuple(shape)} of {type(self).__name__}")
+            raise ValueError(
+                f"{size} bytes do not fill shape {tuple(shape)} of {type(self).__name__}"
+            )
         self.data = view
         self.shape = tuple(shape)
 

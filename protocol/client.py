@@ -84,7 +84,9 @@ class Engine:
     wait_s    how long to wait for the engine to be ready; EngineNotReady after that
     """
 
-    def __init__(self, address: str | None = None, *, name: str = "client", wait_s: float = 10.0) -> None:
+    def __init__(
+        self, address: str | None = None, *, name: str = "client", wait_s: float = 10.0
+    ) -> None:
         self._session = Session(name)
         self._lock = threading.Lock()  # guards the session, the queues and the outbox
         self._queues: dict[int, queue.SimpleQueue[Any]] = {}
@@ -163,7 +165,10 @@ class Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -232,7 +237,9 @@ class Engine:
             try:
                 self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
             except zmq.Again:  # not connected: keep all but heartbeats, which the next tick repeats
-                kept = (message for message in self._outbox if not isinstance(message, Hello | Ping))
+                kept = (
+                    message for message in self._outbox if not isinstance(message, Hello | Ping)
+                )
                 self._outbox = deque(kept)
                 return
             self._outbox.popleft()

@@ -25,22 +25,33 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all configs: immutable, keyword-only; a misspelt field is refused by name."""
 
 
-class WorkerConfig(Config):
+class WorkerConfig(Config, frozen=True, kw_only=True):
     """The process that holds the tensors."""
 
     model: Annotated[
         str,
-        about("model: a Hugging Face directory, a .gguf file, or a name from `tidegate models`", wiring=True),
+        about(
+            "model: a Hugging Face directory, a .gguf file, or a name from `tidegate models`",
+            wiring=True,
+        ),
     ]
     address: Annotated[str, about("where the engine awaits this worker (ZeroMQ)", wiring=True)] = ""
     device: Annotated[Literal["auto", "cpu", "cuda"], about("where to compute")] = "auto"
     dtype: Annotated[
-        Dtype, about("of weights and KV cache; auto: bfloat16 where the hardware computes in it, else float32")
+        Dtype,
+        about(
+            "of weights and KV cache; auto: bfloat16 where the hardware computes in it, else float32"
+        ),
     ] = "auto"
-    threads: Annotated[int, about("CPU threads for tensor work; 0: one per core allowed to us", ge=0, le=1024)] = 0
+    threads: Annotated[
+        int, about("CPU threads for tensor work; 0: one per core allowed to us", ge=0, le=1024)
+    ] = 0
     max_slots: Annotated[int, about("requests computed at once", ge=1, le=4096)] = 64
     max_len: Annotated[
-        int, about("most tokens of prompt and answer together; 0: the model's own limit", ge=0, le=1 << 24)
+        int,
+        about(
+            "most tokens of prompt and answer together; 0: the model's own limit", ge=0, le=1 << 24
+        ),
     ] = 0
     block_tokens: Annotated[int, about("tokens in one KV block; a power of two", ge=1, le=256)] = 16
     kv_blocks: Annotated[
@@ -48,8 +59,11 @@ class WorkerConfig(Config):
     ] = 0
     kv_memory_gib: Annotated[
         float,
-        about("memory for the KV cache; 0: enough for max-slots average requests, at most a quarter of what is free",
-              ge=0, le=1 << 20),
+        about(
+            "memory for the KV cache; 0: enough for max-slots average requests, at most a quarter of what is free",
+            ge=0,
+            le=1 << 20,
+        ),
     ] = 0.0
 
     def __post_init__(self) -> None:
@@ -57,26 +71,31 @@ class WorkerConfig(Config):
             raise ValueError(f"block_tokens ({self.block_tokens}) must be a power of two")
 
 
-class EngineConfig(Config):
+class EngineConfig(Config, frozen=True, kw_only=True):
     """The process that decides."""
 
     worker: Annotated[WorkerConfig, about("the workers of this replica", wiring=True)]
     address: Annotated[str, about("where clients find this engine (ZeroMQ)", wiring=True)] = ""
-    token_budget: Annotated[int, about("most tokens computed in one step, over all requests", ge=1, le=1 << 20)] = 512
+    token_budget: Annotated[
+        int, about("most tokens computed in one step, over all requests", ge=1, le=1 << 20)
+    ] = 512
     prefix_cache: Annotated[bool, about("reuse computed blocks of equal prompts")] = True
-    max_waiting: Annotated[int, about("requests that may wait; more are refused with 429", ge=1, le=1 << 20)] = 1024
+    max_waiting: Annotated[
+        int, about("requests that may wait; more are refused with 429", ge=1, le=1 << 20)
+    ] = 1024
     max_waiting_tokens: Annotated[
         int, about("prompt tokens that may wait; more are refused with 429", ge=1, le=1 << 30)
     ] = 2_000_000
     lease_s: Annotated[
-        float, about("a client silent for so long is gone: its requests are aborted", ge=0.5, le=3600)
+        float,
+        about("a client silent for so long is gone: its requests are aborted", ge=0.5, le=3600),
     ] = 6.0
     step_timeout_s: Annotated[
         float, about("a worker silent for so long within one step has failed", ge=1, le=86400)
     ] = 300.0
 
 
-class GatewayConfig(Config):
+class GatewayConfig(Config, frozen=True, kw_only=True):
     """The process that speaks HTTP and text."""
 
     engine: Annotated[str, about("the engine's address (ZeroMQ)", wiring=True)] = ""
@@ -84,19 +103,26 @@ class GatewayConfig(Config):
     port: Annotated[int, about("HTTP port", ge=1, le=65535)] = 8000
     gateways: Annotated[int, about("gateway processes that share the port", ge=1, le=64)] = 1
     served_name: Annotated[
-        list[str], about("name of the model in the API; repeat for aliases. Default: the model's own name")
+        list[str],
+        about("name of the model in the API; repeat for aliases. Default: the model's own name"),
     ] = []
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16
     max_n: Annotated[int, about("most choices (n) in one request", ge=1, le=1024)] = 128
-    max_prompts: Annotated[int, about("most prompts in one completions request", ge=1, le=65536)] = 1024
+    max_prompts: Annotated[
+        int, about("most prompts in one completions request", ge=1, le=65536)
+    ] = 1024
     keep_alive_s: Annotated[
         float, about("a comment is sent on a stream that was silent for so long", ge=0.1, le=3600)
     ] = 15.0
-    drain_s: Annotated[float, about("how long open streams may go on after SIGTERM", ge=0, le=86400)] = 30.0
+    drain_s: Annotated[
+        float, about("how long open streams may go on after SIGTERM", ge=0, le=86400)
+    ] = 30.0
     log_requests: Annotated[bool, about("one log line per request")] = True
 
 
-class ServeConfig(Config):
+class ServeConfig(Config, frozen=True, kw_only=True):
     """The process that starts and watches the others."""
 
-    start_timeout_s: Annotated[float, about("give up when not ready after so long", ge=1, le=86400)] = 600.0
+    start_timeout_s: Annotated[
+        float, about("give up when not ready after so long", ge=1, le=86400)
+    ] = 600.0

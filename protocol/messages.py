@@ -23,14 +23,16 @@ PROTOCOL_VERSION = 1
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True):
+class Message(
+    msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
+):
     """Base of everything that travels; the class name, in lower case, is its tag on the wire."""
 
 
 # ---- client -> engine
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """Client -> engine, first of all and again after a restart: who I am."""
 
     protocol: int = PROTOCOL_VERSION
@@ -38,7 +40,7 @@ class Hello(Message):
     pid: int = 0
 
 
-class Generate(Message):
+class Generate(Message, frozen=True, kw_only=True):
     """Client -> engine. Produce tokens after `prompt` until a stop, a limit or an abort.
 
     request    the client's number for it, not used before by this client
@@ -58,17 +60,17 @@ class Generate(Message):
             raise ValueError("prompt must be a list of at least one token id")
 
 
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True):
     """Client -> engine. Stop these; each that is still open ends with finish="abort"."""
 
     requests: list[int]
 
 
-class Drain(Message):
+class Drain(Message, frozen=True, kw_only=True):
     """Client -> engine. Finish what is accepted, refuse what is new, then exit with code 0."""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """Client -> engine, about once a second: I live. Answered by Pong."""
 
 
@@ -89,7 +91,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """Engine -> client, answering Hello: the model, the limits, and which life of the engine this is."""
 
     epoch: str
@@ -98,13 +100,13 @@ class Welcome(Message):
     protocol: int = PROTOCOL_VERSION
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True, kw_only=True):
     """Engine -> client. `request` is queued; an end will follow."""
 
     request: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """Engine -> client. `request` was never queued. Also answers a malformed frame, as request -1."""
 
     request: int
@@ -153,21 +155,21 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
-class Outputs(Message):
+class Outputs(Message, frozen=True, kw_only=True):
     """Engine -> client: one step's news for all requests of this client, in one frame."""
 
     step: int
     outputs: list[Output]
 
 
-class Pong(Message):
+class Pong(Message, frozen=True, kw_only=True):
     """Engine -> client, answering Ping. Another epoch than Welcome's: all earlier requests are lost."""
 
     epoch: str
     stats: EngineStats
 
 
-class Gone(Message):
+class Gone(Message, frozen=True, kw_only=True):
     """Engine -> every client: I stop now; open requests are lost."""
 
     error: ErrorInfo

@@ -89,7 +89,10 @@ _FLOATS = (
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequest, naming the field, where a token id is beyond the model's vocabulary."""
-    for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+    for field, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
         worst = max(ids, default=0)
         if worst >= vocab_size:
             raise InvalidRequest(

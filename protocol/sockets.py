@@ -42,7 +42,9 @@ def make_private(directory: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-            raise PermissionError(f"{path} must be a directory that only its owner can enter (mode 0700)")
+            raise PermissionError(
+                f"{path} must be a directory that only its owner can enter (mode 0700)"
+            )
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:

@@ -43,7 +43,7 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
 
 
-class StepPlan(Message):
+class StepPlan(Message, frozen=True, kw_only=True):
     """Engine -> worker. Do exactly this, in this order: release, bind, extend, zero, compute, sample.
 
     release        [N]  slots whose request ended or was preempted
@@ -89,7 +89,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: Float32
 
 
-class StepResult(Message):
+class StepResult(Message, frozen=True, kw_only=True):
     """Worker -> engine. What the step computed.
 
     tokens           [S]  sampled tokens, in row order of the rows with row_samples = 1
@@ -108,7 +108,7 @@ class StepResult(Message):
     compute_s: float = 0.0
 
 
-class WorkerReady(Message):
+class WorkerReady(Message, frozen=True, kw_only=True):
     """Worker -> engine, once: the model is loaded, memory is reserved.
 
     num_blocks   including the null block
@@ -124,14 +124,14 @@ class WorkerReady(Message):
     phases: list[tuple[str, float]] = []
 
 
-class WorkerFailed(Message):
+class WorkerFailed(Message, frozen=True, kw_only=True):
     """Worker -> engine, its last word: what went wrong (`message` names the cause in one line)."""
 
     message: str
     rank: int = 0
 
 
-class Stop(Message):
+class Stop(Message, frozen=True, kw_only=True):
     """Engine -> worker: exit with code 0."""
 
 

@@ -1,0 +1,66 @@
+"""Refuse early: what can never run, and what would wait too long.
+
+Pure checks over a `Generate` and the engine's present load. Whatever passes is accepted and will end.
+"""
+
+from __future__ import annotations
+
+import math
+
+from protocol.errors import ContextTooLong, InvalidRequest, Overloaded
+from protocol.messages import Generate, Limits
+from protocol.model_card import ModelCard
+from protocol.sampling import check_vocabulary
+
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+
+
+def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
+    """Raises InvalidRequest or ContextTooLong for what this engine can never do."""
+    worst = max(prompt) if min(prompt) >= 0 else min(prompt)
+    if not 0 <= worst < model.vocab_size:
+        raise InvalidRequest(
+            f"token id {worst} is not in the vocabulary of {model.vocab_size} tokens",
+            param="prompt",
+        )
+    check_vocabulary(message.params, model.vocab_size)
+    wanted = message.params.max_tokens
+    room = 0 if wanted == 0 else 1  # an answer has at least one token
+    if len(prompt) + room > limits.max_len:
+        raise ContextTooLong(
+            f"the prompt is {len(prompt):,} tokens; this model takes {limits.max_len:,} tokens of prompt and "
+            "answer together",
+            param="prompt",
+        )
+    if wanted is not None and wanted > limits.max_len:
+        raise ContextTooLong(
+            f"max_tokens is {wanted:,}; this model takes {limits.max_len:,} tokens of prompt and answer together",
+            param="max_tokens",
+        )
+
+
+def check_load(
+    num_tokens: int,
+    num_waiting: int,
+    waiting_tokens: int,
+    max_waiting: int,
+    max_tokens: int,
+    rate: float,
+) -> None:
+    """Raises Overloaded when the queue is full. `rate`: tokens per second computed of late, 0 if unknown.
+
+    A single prompt larger than `max_tokens` may still wait alone: it is not the queue that is too long.
+    """
+    if num_waiting < max_waiting and (not num_waiting or waiting_tokens + num_tokens <= max_tokens):
+        return
+    raise Overloaded(
+        f"{num_waiting:,} requests with {waiting_tokens:,} tokens are waiting already; try again later",
+        retry_after_s=retry_after(waiting_tokens, rate),
+    )
+
+
+def retry_after(waiting_tokens: int, rate: float) -> float:
+    """Whole seconds until about half of what waits now has been computed."""
+    if rate <= 0:
+        return MIN_RETRY_S
+    return float(math.ceil(min(max(waiting_tokens / rate / 2, MIN_RETRY_S), MAX_RETRY_S)))

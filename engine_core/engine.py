@@ -1,0 +1,296 @@
+"""The engine: one pure object with four verbs.
+
+    add(client, Generate)   -> Accepted or Refused, at once
+    abort(client, numbers)  -> the ends of those that were open
+    plan()                  -> the next StepPlan, or None if there is nothing to compute
+    commit(StepResult)      -> news per client
+
+No socket, no clock (times are arguments), no torch. At most one plan is out at a time. What a step in
+flight may still write (a slot, blocks) is never given to somebody else before that step has committed,
+so requests that end in flight are kept aside until then.
+
+Laws, checked by `check()` and the property tests: every block is free or held, a block's holders are the
+requests that list it, findable content was written by a committed step, slots are unique, and each
+accepted request gets exactly one end.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from engine_core.admission import check_load, check_request
+from engine_core.invariants import check_invariants
+from engine_core.outcome import Outcome, outcomes_of
+from engine_core.planning import build_plan, work_of
+from engine_core.request import Event, Phase, Request
+from engine_core.scheduler import Scheduler
+from protocol.config import EngineConfig
+from protocol.errors import Draining, InvalidRequest, ServingError, StepFailed
+from protocol.messages import (
+    Accepted,
+    FinishReason,
+    Generate,
+    Limits,
+    Output,
+    Outputs,
+    Refused,
+    Usage,
+)
+from protocol.model_card import ModelCard
+from protocol.stats import EngineStats
+from protocol.steps import StepPlan, StepResult
+
+RATE_MEMORY_S = 10.0
+"""The measured rate of computation looks back about so many busy seconds."""
+
+
+def draw_seed() -> int:
+    return secrets.randbits(63)
+
+
+class Engine:
+    """One replica's decisions. `draw_seed` is called for requests that bring no seed of their own."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelCard,
+        limits: Limits,
+        *,
+        draw_seed: Callable[[], int] = draw_seed,
+    ) -> None:
+        self.is_draining = False
+        self.limits = limits
+        self._config = config
+        self._model = model
+        self._scheduler = Scheduler(limits, model.digest)
+        self._open: dict[tuple[bytes, int], Request] = {}
+        self._in_flight: tuple[StepPlan, list[tuple[Request, int]]] | None = None
+        self._ended_in_flight: list[
+            Request
+        ] = []  # own slot and blocks until the step has committed
+        self._generations: Counter[int] = Counter()  # slot -> how often it was bound
+        self._draw_seed = draw_seed
+        self._step = 0
+        self._order = 0
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._busy_s = 0.0
+        self._tokens_per_s = 0.0
+
+    # ---- add
+
+    def add(self, client: bytes, message: Generate) -> Accepted | Refused:
+        """Queue a request, or say why not."""
+        try:
+            request = self._admit(client, message)
+        except ServingError as error:
+            self._counts["refused"] += 1
+            return Refused(request=message.request, error=error.info())
+        self._open[client, message.request] = request
+        self._scheduler.waiting.push(request)
+        self._counts["accepted"] += 1
+        return Accepted(request=message.request)
+
+    def _admit(self, client: bytes, message: Generate) -> Request:
+        if self.is_draining:
+            raise Draining("this server is shutting down and takes no new requests")
+        if (client, message.request) in self._open:
+            raise InvalidRequest(f"request number {message.request} is in use", param="request")
+        prompt = message.prompt.tolist()
+        check_request(prompt, message, self._model, self.limits)
+        waiting = self._scheduler.waiting
+        check_load(
+            len(prompt),
+            len(waiting),
+            waiting.tokens,
+            self._config.max_waiting,
+            self._config.max_waiting_tokens,
+            self._tokens_per_s,
+        )
+        return self._request(client, message, prompt)
+
+    def _request(self, client: bytes, message: Generate, prompt: list[int]) -> Request:
+        params = message.params
+        room = self.limits.max_len - len(prompt)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self._model.eos_token_ids)
+        self._order += 1
+        return Request(
+            client=client,
+            number=message.request,
+            order=self._order,
+            priority=message.priority,
+            namespace=message.namespace,
+            tokens=array("i", prompt),
+            prompt_tokens=len(prompt),
+            params=params,
+            seed=self._draw_seed() if params.seed is None else params.seed,
+            end=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
+            stop_ids=stop_ids,
+        )
+
+    # ---- abort
+
+    def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
+        """End these of `client`'s requests; numbers that are not open (any more) are no error."""
+        found = (self._open.get((client, number)) for number in numbers)
+        return [self._end(request, "abort") for request in found if request is not None]
+
+    def drop(self, client: bytes) -> None:
+        """`client` is gone: abort all it has, with nobody to tell."""
+        self.abort(client, [number for owner, number in list(self._open) if owner == client])
+
+    # ---- plan
+
+    @property
+    def is_stepping(self) -> bool:
+        """A plan is out; `commit` comes next."""
+        return self._in_flight is not None
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open and self._in_flight is None
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step and take what it needs."""
+        assert self._in_flight is None, "the step before has not committed"
+        if not self._scheduler.has_work:
+            return None
+        schedule = self._scheduler.schedule()
+        self._counts["preemptions"] += len(schedule.preempted)
+        for request in schedule.admitted:
+            assert request.slot is not None
+            self._generations[request.slot] += 1
+            if not request.num_preemptions:
+                self._counts["prompt_tokens"] += request.prompt_tokens
+                self._counts["cached_tokens"] += request.num_cached
+        self._step += 1
+        plan = build_plan(self._step, schedule, self._scheduler.released_slots, self._generations)
+        self._scheduler.released_slots.clear()
+        self._in_flight = plan, work_of(schedule)
+        return plan
+
+    # ---- commit
+
+    def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
+        """Take in the result of the plan that is out; `elapsed_s` is how long the worker took.
+
+        Raises RuntimeError when the result is not of that plan.
+        """
+        if self._in_flight is None or self._in_flight[0].step != result.step:
+            raise RuntimeError(f"a result of step {result.step}, which is not the one in flight")
+        plan, work = self._in_flight
+        self._in_flight = None
+        self._measure(sum(count for _, count in work), elapsed_s)
+        for request in self._ended_in_flight:
+            self._scheduler.finish(request)
+        self._ended_in_flight.clear()
+        news: dict[bytes, list[Output]] = {}
+        for (request, count), outcome in zip(work, outcomes_of(plan, result), strict=True):
+            if request.phase is Phase.RUNNING and (output := self._take(request, count, outcome)):
+                news.setdefault(request.client, []).append(output)
+        return {
+            client: Outputs(step=result.step, outputs=outputs) for client, outputs in news.items()
+        }
+
+    def _take(self, request: Request, count: int, outcome: Outcome) -> Output | None:
+        """What a committed step means for one request: its news, or None while its prompt is computed."""
+        if outcome.failed:
+            error = StepFailed("the model's output was not a number")
+            return self._end(request, "error", error=error)
+        self._scheduler.advance(request, count)
+        if request.num_generated == 0:
+            request.prompt_logprobs += outcome.prompt_logprobs
+        if outcome.token is None:
+            return (
+                None if request.samples or request.num_uncomputed else self._end(request, "length")
+            )
+        request.tokens.append(outcome.token)
+        self._counts["generated_tokens"] += 1
+        if outcome.token in request.stop_ids:
+            return self._end(request, "stop", outcome)
+        if len(request.tokens) >= request.end:
+            return self._end(request, "length", outcome)
+        if request.num_generated > 1:
+            return Output(request=request.number, tokens=[outcome.token], logprobs=outcome.logprobs)
+        return Output(
+            request=request.number,
+            tokens=[outcome.token],
+            logprobs=outcome.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            usage=_usage(request),
+        )
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        last: Outcome | None = None,
+        error: ServingError | None = None,
+    ) -> Output:
+        """The one way a request ends; its last news, with the `last` token if the step brought one."""
+        del self._open[request.client, request.number]
+        self._finished[reason] += 1
+        request.move(Event.FINISH)
+        if self._in_flight is not None and request.slot is not None:
+            self._ended_in_flight.append(request)
+        else:
+            self._scheduler.finish(request)
+        is_first = last is None or request.num_generated == 1
+        return Output(
+            request=request.number,
+            tokens=[] if last is None else [request.tokens[-1]],
+            logprobs=[] if last is None else last.logprobs,
+            prompt_logprobs=request.prompt_logprobs if is_first and reason != "abort" else [],
+            finish=reason,
+            stop_token=request.tokens[-1] if reason == "stop" else None,
+            usage=_usage(request),
+            error=None if error is None else error.info(),
+        )
+
+    # ---- what others may know
+
+    def _measure(self, num_tokens: int, elapsed_s: float) -> None:
+        self._busy_s += elapsed_s
+        if elapsed_s > 0:
+            weight = min(1.0, elapsed_s / RATE_MEMORY_S) if self._tokens_per_s else 1.0
+            self._tokens_per_s += weight * (num_tokens / elapsed_s - self._tokens_per_s)
+
+    def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running) - len(self._ended_in_flight),
+            waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.tokens,
+            free_blocks=scheduler.pool.num_free,
+            total_blocks=scheduler.pool.total,
+            clients=clients,
+            num_steps=self._step,
+            num_accepted=self._counts["accepted"],
+            num_refused=self._counts["refused"],
+            num_finished=dict(self._finished),
+            num_prompt_tokens=self._counts["prompt_tokens"],
+            num_cached_tokens=self._counts["cached_tokens"],
+            num_generated_tokens=self._counts["generated_tokens"],
+            num_preemptions=self._counts["preemptions"],
+            num_wire_errors=wire_errors,
+            busy_s=self._busy_s,
+        )
+
+    def check(self) -> None:
+        """Every invariant of DESIGN 4.2, by brute force. For tests; O(blocks + tokens)."""
+        check_invariants(self._scheduler, self._open.values(), self._ended_in_flight)
+
+
+def _usage(request: Request) -> Usage:
+    return Usage(
+        prompt_tokens=request.prompt_tokens,
+        generated_tokens=request.num_generated,
+        cached_tokens=request.num_cached,
+        preemptions=request.num_preemptions,
+    )

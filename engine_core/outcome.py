@@ -1,0 +1,58 @@
+"""StepResult -> what each row of the plan got. The shapes a worker reports are checked here, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.messages import TokenLogprobs
+from protocol.steps import Logprobs, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One row's part of a result. `token` is None where the plan did not sample."""
+
+    token: int | None = None
+    failed: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+def outcomes_of(plan: StepPlan, result: StepResult) -> list[Outcome]:
+    """[R], in row order. Raises RuntimeError when the result does not fit the plan."""
+    outcomes = [Outcome() for _ in range(len(plan.row_slots))]
+    sampled = [
+        outcome
+        for outcome, samples in zip(outcomes, plan.row_samples.tolist(), strict=True)
+        if samples
+    ]
+    if len(result.tokens) != len(sampled):
+        raise RuntimeError(f"{len(result.tokens)} tokens for {len(sampled)} sampled rows")
+    for outcome, token in zip(sampled, result.tokens.tolist(), strict=True):
+        outcome.token = token
+    for index in result.failed.tolist():
+        sampled[index].failed = True
+    if result.logprobs is not None:
+        for row, entry in _entries(result.logprobs):
+            sampled[row].logprobs.append(entry)
+    if result.prompt_logprobs is not None:
+        for row, entry in _entries(result.prompt_logprobs):
+            outcomes[row].prompt_logprobs.append(entry)
+    return outcomes
+
+
+def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
+    """(row, that token's logprobs), in the order of the columns."""
+    num, width = columns.top_ids.shape
+    top_ids, top_logprobs = columns.top_ids.tolist(), columns.top_logprobs.tolist()
+    ids, logprobs, ranks = columns.ids.tolist(), columns.logprobs.tolist(), columns.ranks.tolist()
+    entries = []
+    for i, (row, count) in enumerate(
+        zip(columns.rows.tolist(), columns.counts.tolist(), strict=True)
+    ):
+        best = slice(i * width, i * width + count)
+        entries.append(
+            (row, TokenLogprobs(ids[i], logprobs[i], ranks[i], top_ids[best], top_logprobs[best]))
+        )
+    assert len(entries) == num
+    return entries

@@ -1,0 +1,59 @@
+"""Schedule -> StepPlan: decisions written down in columns, for the worker to execute blindly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine_core.request import Request
+from engine_core.scheduler import Schedule
+from protocol.arrays import Int32, UInt8
+from protocol.steps import SlotInit, StepPlan
+
+
+def work_of(schedule: Schedule) -> list[tuple[Request, int]]:
+    """The step's rows in order: (request, how many of its tokens). One-token rows come first."""
+    return [(request, 1) for request in schedule.decodes] + schedule.chunks
+
+
+def build_plan(
+    step: int, schedule: Schedule, released_slots: Sequence[int], generations: Mapping[int, int]
+) -> StepPlan:
+    """`generations`: slot -> its present generation, already counted up for `schedule.admitted`."""
+    work = work_of(schedule)
+    grown = schedule.grown
+    return StepPlan(
+        step=step,
+        release=Int32.of(released_slots),
+        bind=[_slot_init(request, generations) for request in schedule.admitted],
+        block_slots=Int32.of(slot for slot, _, _ in grown),
+        block_indexes=Int32.of(index for _, index, _ in grown),
+        block_ids=Int32.of(block for _, _, block in grown),
+        zero_blocks=Int32.of(schedule.fresh),
+        row_slots=Int32.of(_slot(request) for request, _ in work),
+        row_starts=Int32.of(request.num_computed for request, _ in work),
+        row_tokens=Int32.of(count for _, count in work),
+        row_samples=UInt8.of(
+            request.samples and count == request.num_uncomputed for request, count in work
+        ),
+        num_decodes=len(schedule.decodes),
+    )
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None
+    return request.slot
+
+
+def _slot_init(request: Request, generations: Mapping[int, int]) -> SlotInit:
+    slot = _slot(request)
+    return SlotInit(
+        slot=slot,
+        generation=generations[slot],
+        tokens=Int32(memoryview(request.tokens.tobytes())),
+        prompt_tokens=request.prompt_tokens,
+        num_computed=request.num_computed,
+        blocks=Int32.of(request.blocks),
+        seed=request.seed,
+        stop_ids=sorted(request.stop_ids),
+        params=request.params,
+    )

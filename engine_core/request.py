@@ -1,0 +1,104 @@
+"""One generation in the engine: what is known, what is computed, what it owns.
+
+There are no prefill and decode phases. A request knows `tokens` (its prompt and what was sampled) and has
+K/V for the first `num_computed` of them; a step computes some of the difference. Sampling happens when a
+step computes the last known token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from protocol.messages import TokenLogprobs
+from protocol.sampling import SamplingParams
+
+
+class Phase(Enum):
+    WAITING = auto()  # accepted; owns nothing
+    RUNNING = auto()  # owns a slot, and blocks for every known token
+    PREEMPTED = auto()  # gave slot and blocks back; will be computed again
+    FINISHED = auto()  # final; owns nothing, or only until the step in flight has committed
+
+
+class Event(Enum):
+    ADMIT = auto()
+    PREEMPT = auto()
+    FINISH = auto()
+
+
+NEXT_PHASE = {
+    (Phase.WAITING, Event.ADMIT): Phase.RUNNING,
+    (Phase.WAITING, Event.FINISH): Phase.FINISHED,  # aborted before it ran
+    (Phase.RUNNING, Event.PREEMPT): Phase.PREEMPTED,
+    (Phase.RUNNING, Event.FINISH): Phase.FINISHED,
+    (Phase.PREEMPTED, Event.ADMIT): Phase.RUNNING,
+    (Phase.PREEMPTED, Event.FINISH): Phase.FINISHED,
+}
+"""A missing row is an illegal move."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`order` is the place in the order of arrival, kept through preemption; lower `priority` goes first.
+
+    client, number   who asked, and the client's number for it
+    tokens           [known] int32: prompt, then sampled
+    seed             drawn once; with the position it determines every sample, in any life of the request
+    end              number of known tokens at which it ends with "length"
+    stop_ids         tokens that end it with "stop"
+    blocks           block ids of positions [0, len(blocks) * block_tokens)
+    hashes           chained hashes of the first full blocks, computed when first needed
+    num_published    how many of its blocks have been offered to the prefix cache
+    num_cached       prompt tokens whose K/V was found, at the first admission
+    prompt_logprobs  as computed so far in this life; told with the first token
+    """
+
+    client: bytes
+    number: int
+    order: int
+    priority: int
+    namespace: str
+    tokens: array[int]
+    prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    end: int
+    stop_ids: frozenset[int]
+    phase: Phase = Phase.WAITING
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: smaller is served earlier and preempted later. Unique."""
+        return self.priority, self.order
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def samples(self) -> bool:
+        """False for a request that only wants its prompt computed (max_tokens=0)."""
+        return self.end > self.prompt_tokens
+
+    def move(self, event: Event) -> None:
+        """Raises RuntimeError on an illegal move and changes nothing."""
+        phase = NEXT_PHASE.get((self.phase, event))
+        if phase is None:
+            raise RuntimeError(
+                f"request {self.number}: {event.name} is illegal in {self.phase.name}"
+            )
+        self.phase = phase

@@ -1,0 +1,200 @@
+"""An engine and the simplest honest worker, for tests of decisions: no process, no tensor.
+
+`EchoWorker` executes plans as the real worker must (it keeps every slot's tokens and the content of every
+block) and "samples" a token that is a pure function of all tokens so far. So a wrong block, a stale slot or
+a lost token shows as a wrong answer, not only as a broken count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from engine_core.engine import Engine
+from protocol.arrays import Int32
+from protocol.config import EngineConfig, WorkerConfig
+from protocol.messages import Accepted, Generate, Limits, Output, Refused
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams
+from protocol.steps import StepPlan, StepResult
+
+VOCAB = 97
+EOS = 0
+CLIENT = b"client"
+
+
+def next_token(tokens: list[int], seed: int = 0) -> int:
+    """What the echo model says after `tokens`; never EOS for most, EOS for about one in 97."""
+    return sha256(repr((tokens, seed)).encode()).digest()[0] % VOCAB
+
+
+def answer(prompt: list[int], max_tokens: int, seed: int = 0) -> list[int]:
+    """The whole answer, computed without an engine: the oracle."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class EchoWorker:
+    """Executes plans. `kv[block][offset]`: the token whose K/V is there, None where zeroed."""
+
+    limits: Limits
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    seeds: dict[int, int] = field(default_factory=dict)
+    kv: dict[int, list[int | None]] = field(default_factory=dict)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for slot in plan.release.tolist():
+            del self.tokens[slot], self.tables[slot], self.seeds[slot]
+        for init in plan.bind:
+            assert init.slot not in self.tokens, "a slot was bound twice"
+            self.tokens[init.slot] = init.tokens.tolist()
+            self.tables[init.slot] = init.blocks.tolist()
+            self.seeds[init.slot] = init.seed
+        appended = zip(
+            plan.block_slots.tolist(), plan.block_indexes.tolist(), plan.block_ids.tolist(), strict=True
+        )
+        for slot, index, block in appended:
+            assert len(self.tables[slot]) == index
+            self.tables[slot].append(block)
+        for block in plan.zero_blocks.tolist():
+            self.kv[block] = [None] * self.limits.block_tokens
+        sampled = [
+            self._row(*row)
+            for row in zip(
+                plan.row_slots.tolist(),
+                plan.row_starts.tolist(),
+                plan.row_tokens.tolist(),
+                plan.row_samples.tolist(),
+                strict=True,
+            )
+        ]
+        tokens = [token for token in sampled if token is not None]
+        assert plan.row_tokens.tolist()[: plan.num_decodes] == [1] * plan.num_decodes
+        assert sum(plan.row_tokens.tolist()) <= self.limits.token_budget
+        return StepResult(step=plan.step, tokens=Int32.of(tokens), failed=Int32.of([]))
+
+    def _row(self, slot: int, start: int, count: int, samples: int) -> int | None:
+        tokens, table, size = self.tokens[slot], self.tables[slot], self.limits.block_tokens
+        for position in range(start, start + count):
+            self.kv[table[position // size]][position % size] = tokens[position]
+        seen = [self.kv[table[p // size]][p % size] for p in range(start + count)]
+        assert seen == tokens[: start + count], "attention would read another's K/V"
+        if not samples:
+            return None
+        assert len(tokens) == start + count, "a sample that is not after the last known token"
+        tokens.append(next_token(tokens, self.seeds[slot]))
+        return tokens[-1]
+
+
+def a_card(**changes: object) -> ModelCard:
+    fields: dict[str, object] = {
+        "name": "echo",
+        "architecture": "Echo",
+        "digest": "00",
+        "vocab_size": VOCAB,
+        "context_tokens": 512,
+        "tokenizer": b"{}",
+        "eos_token_ids": [EOS],
+    }
+    return ModelCard(**(fields | changes))  # type: ignore[arg-type]
+
+
+class Bench:
+    """An engine and an echo worker at one table. Every `step` checks every invariant."""
+
+    def __init__(
+        self,
+        *,
+        token_budget: int = 64,
+        block_tokens: int = 4,
+        num_blocks: int = 65,
+        max_slots: int = 8,
+        max_len: int = 200,
+        prefix_cache: bool = True,
+        max_waiting: int = 1000,
+        max_waiting_tokens: int = 1_000_000,
+    ) -> None:
+        self.limits = Limits(
+            max_len=min(max_len, (num_blocks - 1) * block_tokens),
+            max_slots=max_slots,
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+            token_budget=token_budget,
+            prefix_cache=prefix_cache,
+        )
+        config = EngineConfig(
+            worker=WorkerConfig(model=""), max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens
+        )
+        self.engine = Engine(config, a_card(), self.limits, draw_seed=lambda: 0)
+        self.worker = EchoWorker(self.limits)
+        self.news: dict[tuple[bytes, int], list[Output]] = {}
+        self.plans: list[StepPlan] = []
+        self._next = 0
+
+    def add(
+        self, prompt: list[int], client: bytes = CLIENT, namespace: str = "", priority: int = 0, **params: object
+    ) -> int | Refused:
+        """The new request's number, or the refusal."""
+        self._next += 1
+        message = Generate(
+            request=self._next,
+            prompt=Int32.of(prompt),
+            params=SamplingParams(**params),  # type: ignore[arg-type]
+            namespace=namespace,
+            priority=priority,
+        )
+        reply = self.engine.add(client, message)
+        if isinstance(reply, Refused):
+            return reply
+        assert reply == Accepted(request=self._next)
+        self.news[client, self._next] = []
+        return self._next
+
+    def abort(self, *numbers: int, client: bytes = CLIENT) -> None:
+        self.take(client, self.engine.abort(client, numbers))
+        self.engine.check()
+
+    def plan(self) -> StepPlan | None:
+        plan = self.engine.plan()
+        if plan is not None:
+            self.plans.append(plan)
+        self.engine.check()
+        return plan
+
+    def finish(self, plan: StepPlan) -> None:
+        """The worker executes, the engine commits."""
+        for client, outputs in self.engine.commit(self.worker.execute(plan), 0.01).items():
+            self.take(client, outputs.outputs)
+        self.engine.check()
+
+    def step(self) -> dict[int, int] | None:
+        """One whole step: {row's slot: tokens}, or None where there was nothing to do."""
+        plan = self.plan()
+        if plan is None:
+            return None
+        self.finish(plan)
+        return dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
+
+    def run(self, most: int = 100_000) -> None:
+        for _ in range(most):
+            if self.step() is None:
+                return
+        raise AssertionError("the engine does not come to an end")
+
+    def take(self, client: bytes, outputs: list[Output]) -> None:
+        for output in outputs:
+            so_far = self.news[client, output.request]
+            assert not so_far or so_far[-1].finish is None, "news after the end"
+            so_far.append(output)
+
+    def tokens(self, number: int, client: bytes = CLIENT) -> list[int]:
+        return [token for output in self.news[client, number] for token in output.tokens]
+
+    def end(self, number: int, client: bytes = CLIENT) -> Output:
+        return self.news[client, number][-1]

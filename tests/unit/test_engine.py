@@ -1,0 +1,325 @@
+"""The engine as a specification: who computes what, who waits, who yields, how each request ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_core.request import NEXT_PHASE, Event, Phase
+from protocol.arrays import Int32
+from protocol.messages import Generate, Refused
+from protocol.steps import StepResult
+from tests.support.engines import CLIENT, EOS, Bench, answer, next_token
+
+
+def test_an_answer_is_what_the_model_says_and_ends_once() -> None:
+    bench = Bench()
+    number = bench.add([5, 6, 7], max_tokens=10, ignore_eos=True)
+    bench.run()
+    assert len(bench.tokens(number)) == 10
+    assert bench.end(number).finish == "length"
+    assert [output.finish for output in bench.news[CLIENT, number]].count(None) == 9
+
+
+def test_a_stop_token_ends_the_answer_and_is_named() -> None:
+    bench = Bench()
+    expected = answer([5, 6, 7], 190)
+    assert expected[-1] == EOS, "choose another prompt: this one's answer has no end"
+    number = bench.add([5, 6, 7])
+    bench.run()
+    assert bench.tokens(number) == expected
+    assert (bench.end(number).finish, bench.end(number).stop_token) == ("stop", EOS)
+
+
+def test_a_long_prompt_is_computed_in_chunks_while_others_keep_decoding() -> None:
+    bench = Bench(token_budget=8, prefix_cache=False)
+    bench.add([1] * 4, ignore_eos=True)
+    assert bench.step() == {0: 4}
+    bench.add([2] * 20, ignore_eos=True)
+    assert bench.step() == {0: 1, 1: 7}
+    assert bench.step() == {0: 1, 1: 7}
+    assert bench.step() == {0: 1, 1: 6}
+    assert bench.step() == {0: 1, 1: 1}
+
+
+def test_an_older_long_prompt_does_not_stall_a_younger_stream() -> None:
+    bench = Bench(token_budget=8, prefix_cache=False)
+    bench.add([2] * 12, ignore_eos=True)
+    bench.add([1] * 3, ignore_eos=True)
+    assert bench.step() == {0: 8}
+    assert bench.step() == {0: 4, 1: 3}
+    bench.add([3] * 40, ignore_eos=True)
+    assert bench.step() == {0: 1, 1: 1, 2: 6}
+    assert bench.step() == {0: 1, 1: 1, 2: 6}
+
+
+def test_a_sample_is_taken_only_after_the_last_known_token() -> None:
+    bench = Bench(token_budget=8)
+    bench.add([2] * 20)
+    samples = [samples_of_a_step(bench) for _ in range(3)]
+    assert samples == [[0], [0], [1]]
+
+
+def test_an_equal_prompt_is_not_computed_again() -> None:
+    bench = Bench()
+    first = bench.add(list(range(1, 18)), max_tokens=1)
+    bench.run()
+    second = bench.add(list(range(1, 18)), max_tokens=1)
+    assert bench.step() == {0: 1}
+    assert bench.end(second).usage.cached_tokens == 16
+    assert bench.end(first).usage.cached_tokens == 0
+    assert bench.tokens(first) == bench.tokens(second)
+
+
+def test_the_last_token_is_computed_even_when_everything_is_cached() -> None:
+    bench = Bench()
+    bench.add(list(range(1, 17)), max_tokens=1)
+    bench.run()
+    bench.add(list(range(1, 17)), max_tokens=1)
+    assert bench.step() == {0: 4}
+
+
+def test_nothing_is_found_in_another_namespace_or_with_the_cache_off() -> None:
+    for options, namespace in (({}, "other"), ({"prefix_cache": False}, "")):
+        bench = Bench(**options)
+        bench.add([3] * 16, max_tokens=1)
+        bench.run()
+        number = bench.add([3] * 16, max_tokens=1, namespace=namespace)
+        bench.run()
+        assert bench.end(number).usage.cached_tokens == 0
+
+
+def test_a_block_is_findable_only_after_its_step_has_committed() -> None:
+    bench = Bench(max_slots=2, token_budget=16)
+    bench.add([3] * 16, max_tokens=4, ignore_eos=True)
+    plan = bench.plan()
+    assert len(bench.engine._scheduler.cache) == 0
+    bench.finish(plan)
+    assert len(bench.engine._scheduler.cache) == 4
+
+
+def test_every_fresh_block_is_zeroed_and_shared_ones_are_not() -> None:
+    bench = Bench()
+    bench.add([3] * 16, max_tokens=1)
+    bench.run()
+    bench.add([3] * 20, max_tokens=1)
+    plan = bench.plan()
+    assert len(plan.bind[0].blocks) == 5
+    assert plan.zero_blocks.tolist() == plan.bind[0].blocks.tolist()[4:]
+    bench.finish(plan)
+
+
+def test_when_blocks_run_out_the_youngest_yields_and_loses_nothing() -> None:
+    bench = Bench(num_blocks=11, max_slots=4, max_len=40)
+    prompts = [[10 + i] * 8 for i in range(3)]
+    numbers = [bench.add(prompt, max_tokens=20, ignore_eos=True) for prompt in prompts]
+    bench.run()
+    expected = [answer_without_end(prompt, 20) for prompt in prompts]
+    assert [bench.tokens(number) for number in numbers] == expected
+    preemptions = [bench.end(number).usage.preemptions for number in numbers]
+    assert preemptions[0] == 0
+    assert preemptions[2] > 0
+
+
+def test_a_preempted_request_comes_back_before_younger_ones() -> None:
+    bench = Bench(num_blocks=7, max_slots=4, max_len=24)
+    first = bench.add([1] * 8, max_tokens=12, ignore_eos=True)
+    second = bench.add([2] * 8, max_tokens=12, ignore_eos=True)
+    while not bench.engine.stats().num_preemptions:
+        bench.step()
+    bench.add([3] * 8, max_tokens=1, ignore_eos=True)
+    bench.run()
+    bound = [init.tokens.tolist()[0] for plan in bench.plans for init in plan.bind]
+    assert bound[:2] == [1, 2]
+    assert bound.index(3) > bound.index(2, 2)
+    assert bench.end(first).usage.preemptions == 0
+    assert len(bench.tokens(second)) == 12
+
+
+def test_lower_priority_numbers_go_first() -> None:
+    bench = Bench(max_slots=1)
+    bench.add([1], max_tokens=1)
+    late = bench.add([2], max_tokens=1, priority=1)
+    early = bench.add([3], max_tokens=1, priority=-1)
+    ends = []
+    while bench.step() is not None:
+        ends += [n for n in (late, early) if n not in ends and has_ended(bench, n)]
+    assert ends == [early, late]
+
+
+def test_no_more_requests_run_than_the_budget_has_tokens() -> None:
+    bench = Bench(token_budget=2, max_slots=8)
+    for i in range(4):
+        bench.add([i + 1], max_tokens=5, ignore_eos=True)
+    assert bench.step() == {0: 1, 1: 1}
+    assert bench.step() == {0: 1, 1: 1}
+
+
+def test_an_abort_between_steps_gives_everything_back_at_once() -> None:
+    bench = Bench()
+    number = bench.add([1] * 10)
+    bench.step()
+    bench.abort(number)
+    assert bench.end(number).finish == "abort"
+    assert bench.engine.stats().free_blocks == 64
+    assert bench.engine.is_idle
+
+
+def test_an_abort_in_flight_keeps_the_blocks_until_the_step_has_committed() -> None:
+    bench = Bench(num_blocks=11, max_slots=1)
+    number = bench.add([1] * 10)
+    plan = bench.plan()
+    bench.abort(number)
+    assert bench.end(number).finish == "abort"
+    assert bench.engine.stats().free_blocks == 7
+    bench.finish(plan)
+    assert bench.engine.stats().free_blocks == 10
+    other = bench.add([2] * 4, max_tokens=1)
+    bench.run()
+    assert bench.tokens(other) == answer_without_end([2] * 4, 1)
+
+
+def test_aborting_what_is_not_open_is_no_error() -> None:
+    bench = Bench()
+    bench.abort(99)
+    number = bench.add([1], max_tokens=1)
+    bench.run()
+    bench.abort(number)
+    assert bench.end(number).finish == "length"
+
+
+def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.add([1] * 10, client=b"gone")
+    kept = bench.add([2] * 10, max_tokens=2, ignore_eos=True)
+    bench.step()
+    bench.engine.drop(b"gone")
+    bench.run()
+    assert bench.end(kept).finish == "length"
+    assert bench.engine.stats().free_blocks == 64
+
+
+def test_a_request_for_its_prompt_only_ends_without_a_token() -> None:
+    bench = Bench(token_budget=8)
+    number = bench.add([1] * 20, max_tokens=0)
+    bench.run()
+    assert (bench.tokens(number), bench.end(number).finish) == ([], "length")
+
+
+def test_an_answer_ends_where_the_context_does() -> None:
+    bench = Bench(max_len=12)
+    number = bench.add([1] * 10, ignore_eos=True)
+    bench.run()
+    assert (len(bench.tokens(number)), bench.end(number).finish) == (2, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "code", "param"),
+    [
+        ([1] * 200, {}, "context_length_exceeded", "prompt"),
+        ([97], {}, "invalid_request", "prompt"),
+        ([3, -1], {}, "invalid_request", "prompt"),
+        ([1], {"max_tokens": 201}, "context_length_exceeded", "max_tokens"),
+        ([1], {"stop_token_ids": [97]}, "invalid_request", "stop_token_ids"),
+        ([1], {"logit_bias": {500: 1.0}}, "invalid_request", "logit_bias"),
+    ],
+)
+def test_what_can_never_run_is_refused_by_name(
+    prompt: list[int], params: dict[str, object], code: str, param: str
+) -> None:
+    refused = Bench().add(prompt, **params)
+    assert isinstance(refused, Refused)
+    assert (refused.error.code, refused.error.param) == (code, param)
+
+
+def test_both_counts_are_named_when_a_prompt_is_too_long() -> None:
+    refused = Bench().add([1] * 200)
+    assert "200 tokens" in refused.error.message
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    bench = Bench(max_slots=1, max_waiting=2)
+    bench.add([1])
+    bench.step()
+    assert [isinstance(bench.add([1]), Refused) for _ in range(3)] == [False, False, True]
+    refused = bench.add([1])
+    assert refused.error.code == "overloaded"
+    assert refused.error.retry_after_s >= 1
+
+
+def test_the_queue_is_bounded_in_tokens_but_one_long_prompt_may_wait_alone() -> None:
+    bench = Bench(max_waiting_tokens=50)
+    assert not isinstance(bench.add([1] * 100), Refused)
+    assert isinstance(bench.add([1]), Refused)
+
+
+def test_a_draining_engine_finishes_what_it_has_and_refuses_what_is_new() -> None:
+    bench = Bench()
+    number = bench.add([1], max_tokens=3, ignore_eos=True)
+    bench.engine.is_draining = True
+    assert bench.add([1]).error.code == "draining"
+    bench.run()
+    assert bench.end(number).finish == "length"
+    assert bench.engine.is_idle
+
+
+def test_a_row_whose_logits_are_no_numbers_fails_alone() -> None:
+    bench = Bench()
+    bad = bench.add([1] * 4, max_tokens=2, ignore_eos=True)
+    good = bench.add([2] * 4, max_tokens=2, ignore_eos=True)
+    plan = bench.plan()
+    result = bench.worker.execute(plan)
+    spoilt = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
+    for client, outputs in bench.engine.commit(spoilt, 0.01).items():
+        bench.take(client, outputs.outputs)
+    bench.run()
+    assert bench.end(bad).error.code == "step_failed"
+    assert bench.end(good).finish == "length"
+
+
+def test_a_result_of_another_step_is_refused() -> None:
+    bench = Bench()
+    bench.add([1])
+    bench.plan()
+    with pytest.raises(RuntimeError, match="step 7"):
+        bench.engine.commit(StepResult(step=7, tokens=Int32.of([1]), failed=Int32.of([])), 0.0)
+
+
+def test_a_request_without_a_seed_gets_one_and_keeps_it_through_preemption() -> None:
+    seeds = iter(range(100, 200))
+    bench = Bench(num_blocks=11, max_slots=4, max_len=40)
+    bench.engine._draw_seed = lambda: next(seeds)
+    for i in range(3):
+        bench.add([10 + i] * 8, max_tokens=20, ignore_eos=True)
+    bench.run()
+    bound = [(init.tokens.tolist()[0], init.seed) for plan in bench.plans for init in plan.bind]
+    assert len(bound) > 3
+    assert set(bound) == {(10, 100), (11, 101), (12, 102)}
+
+
+def test_illegal_moves_raise_and_change_nothing() -> None:
+    request = Bench().engine._request(CLIENT, Generate(request=1, prompt=Int32.of([1])), [1])
+    for phase in Phase:
+        for event in Event:
+            request.phase = phase
+            if (phase, event) not in NEXT_PHASE:
+                with pytest.raises(RuntimeError, match="illegal"):
+                    request.move(event)
+                assert request.phase is phase
+
+
+def answer_without_end(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def samples_of_a_step(bench: Bench) -> list[int]:
+    bench.step()
+    return bench.plans[-1].row_samples.tolist()
+
+
+def has_ended(bench: Bench, number: int) -> bool:
+    news = bench.news[CLIENT, number]
+    return bool(news) and news[-1].finish is not None
