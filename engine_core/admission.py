@@ -1,6 +1,7 @@
 """Refuse early: what can never run, and what would wait too long.
 
-Pure checks over a `Generate` and the engine's present load. Whatever passes is accepted and will end.
+Pure checks over a `Generate` and the engine's present load. Whatever passes is accepted and will
+end.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
     room = 0 if wanted == 0 else 1  # an answer has at least one token
     if len(prompt) + room > limits.max_len:
         raise ContextTooLong(
-            f"the prompt is {len(prompt):,} tokens; this model takes {limits.max_len:,} tokens of prompt and "
-            "answer together",
+            f"the prompt is {len(prompt):,} tokens; this model takes {limits.max_len:,} tokens of "
+            "prompt and answer together",
             param="prompt",
         )
     if wanted is not None and wanted > limits.max_len:
         raise ContextTooLong(
-            f"max_tokens is {wanted:,}; this model takes {limits.max_len:,} tokens of prompt and answer together",
+            f"max_tokens is {wanted:,}; this model takes {limits.max_len:,} tokens of prompt and "
+            "answer together",
             param="max_tokens",
         )
 
@@ -47,14 +49,17 @@ def check_load(
     max_tokens: int,
     rate: float,
 ) -> None:
-    """Raises Overloaded when the queue is full. `rate`: tokens per second computed of late, 0 if unknown.
+    """Raises Overloaded when the queue is full. `rate`: tokens per second computed of late, 0 if
+    unknown.
 
-    A single prompt larger than `max_tokens` may still wait alone: it is not the queue that is too long.
+    A single prompt larger than `max_tokens` may still wait alone: it is not the queue that is too
+    long.
     """
     if num_waiting < max_waiting and (not num_waiting or waiting_tokens + num_tokens <= max_tokens):
         return
     raise Overloaded(
-        f"{num_waiting:,} requests with {waiting_tokens:,} tokens are waiting already; try again later",
+        f"{num_waiting:,} requests with {waiting_tokens:,} tokens are waiting already; "
+        "try again later",
         retry_after_s=retry_after(waiting_tokens, rate),
     )
 

@@ -1,8 +1,9 @@
 """The identity of a block's content: a chained 256-bit hash.
 
-hash(block i) = SHA-256(hash(block i - 1) + its tokens as int32 LE); the chain starts from a root made of
-everything else that K/V depends on. So equal hashes mean equal tokens from position 0 on, computed by the
-same model for the same namespace. No key of one namespace can find what another computed.
+hash(block i) = SHA-256(hash(block i - 1) + its tokens as int32 LE); the chain starts from a root
+made of everything else that K/V depends on. So equal hashes mean equal tokens from position 0 on,
+computed by the same model for the same namespace. No key of one namespace can find what another
+computed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who holds which block. Every block is free or held, never both; the null block is neither.
 
-Free blocks wait in one line: blocks without findable content in front (used first, last freed first),
-blocks that the prefix cache could still find at the back in order of release, so taking from the front
-evicts the least recently used content last.
+Free blocks wait in one line: blocks without findable content in front (used first, last freed
+first), blocks that the prefix cache could still find at the back in order of release, so taking
+from the front evicts the least recently used content last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from protocol.steps import NULL_BLOCK
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1; block 0 is the null block. All operations are O(blocks touched)."""
+    """Blocks 1 .. num_blocks - 1; block 0 is the null block.
+
+    All operations are O(blocks touched).
+    """
 
     def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
         if num_blocks < 2:
@@ -39,7 +42,9 @@ class BlockPool:
         return block in self._free
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks for new content, each held once; None, and no change, if there are not so many."""
+        """`count` blocks for new content, each held once; None, and no change, if there are not so
+        many.
+        """
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -56,7 +61,9 @@ class BlockPool:
             self.holders[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """One holder less for each. The end of a sequence goes first, so its beginning stays longest."""
+        """One holder less for each. The end of a sequence goes first, so its beginning stays
+        longest.
+        """
         for block in reversed(blocks):
             self.holders[block] -= 1
             assert self.holders[block] >= 0, f"block {block} was released by nobody"

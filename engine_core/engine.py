@@ -5,13 +5,13 @@
     plan()                  -> the next StepPlan, or None if there is nothing to compute
     commit(StepResult)      -> news per client
 
-No socket, no clock (times are arguments), no torch. At most one plan is out at a time. What a step in
-flight may still write (a slot, blocks) is never given to somebody else before that step has committed,
-so requests that end in flight are kept aside until then.
+No socket, no clock (times are arguments), no torch. At most one plan is out at a time. What a step
+in flight may still write (a slot, blocks) is never given to somebody else before that step has
+committed, so requests that end in flight are kept aside until then.
 
-Laws, checked by `check()` and the property tests: every block is free or held, a block's holders are the
-requests that list it, findable content was written by a committed step, slots are unique, and each
-accepted request gets exactly one end.
+Laws, checked by `check()` and the property tests: every block is free or held, a block's holders
+are the requests that list it, findable content was written by a committed step, slots are unique,
+and each accepted request gets exactly one end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def draw_seed() -> int:
 
 
 class Engine:
-    """One replica's decisions. `draw_seed` is called for requests that bring no seed of their own."""
+    """One replica's decisions. `draw_seed` is called for requests that bring no seed of their
+    own.
+    """
 
     def __init__(
         self,
@@ -199,7 +201,9 @@ class Engine:
         }
 
     def _take(self, request: Request, count: int, outcome: Outcome) -> Output | None:
-        """What a committed step means for one request: its news, or None while its prompt is computed."""
+        """What a committed step means for one request: its news, or None while its prompt is
+        computed.
+        """
         if outcome.failed:
             error = StepFailed("the model's output was not a number")
             return self._end(request, "error", error=error)
@@ -233,7 +237,9 @@ class Engine:
         last: Outcome | None = None,
         error: ServingError | None = None,
     ) -> Output:
-        """The one way a request ends; its last news, with the `last` token if the step brought one."""
+        """The one way a request ends; its last news, with the `last` token if the step brought
+        one.
+        """
         del self._open[request.client, request.number]
         self._finished[reason] += 1
         request.move(Event.FINISH)

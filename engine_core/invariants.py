@@ -1,4 +1,7 @@
-"""The laws of slots, blocks and the prefix cache, checked by brute force. For tests and `check()`."""
+"""The laws of slots, blocks and the prefix cache, checked by brute force.
+
+For tests and `check()`.
+"""
 
 from __future__ import annotations
 

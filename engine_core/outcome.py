@@ -1,4 +1,7 @@
-"""StepResult -> what each row of the plan got. The shapes a worker reports are checked here, once."""
+"""StepResult -> what each row of the plan got.
+
+The shapes a worker reports are checked here, once.
+"""
 
 from __future__ import annotations
 

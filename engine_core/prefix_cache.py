@@ -1,7 +1,7 @@
 """Which block holds which content: hash -> block, for blocks whose writing step has committed.
 
-A block stays findable while it is held and while it waits in the pool's free list; it is forgotten at the
-moment the pool hands it out for new content. The cache owns no block.
+A block stays findable while it is held and while it waits in the pool's free list; it is forgotten
+at the moment the pool hands it out for new content. The cache owns no block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class PrefixCache:
         return len(self._hash_of)
 
     def publish(self, content: bytes, block: int) -> None:
-        """`block` holds `content`. If another block does already, that one stays the findable one."""
+        """`block` holds `content`. If another block does already, that one stays the findable
+        one.
+        """
         if content not in self._block_of and block not in self._hash_of:
             self._block_of[content] = block
             self._hash_of[block] = content

@@ -1,7 +1,7 @@
 """Who waits, in which order, and how much work that is.
 
-Order: priority, then arrival. A preempted request keeps its place in the order of arrival, so it comes
-back before everything that arrived after it.
+Order: priority, then arrival. A preempted request keeps its place in the order of arrival, so it
+comes back before everything that arrived after it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from engine_core.request import Request
 
 
 class WaitingQueue:
-    """A heap with lazy removal: push and pop O(log n), remove O(1). `tokens`: known tokens waiting."""
+    """A heap with lazy removal: push and pop O(log n), remove O(1).
+
+    `tokens`: known tokens waiting.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0

@@ -1,8 +1,8 @@
 """One generation in the engine: what is known, what is computed, what it owns.
 
-There are no prefill and decode phases. A request knows `tokens` (its prompt and what was sampled) and has
-K/V for the first `num_computed` of them; a step computes some of the difference. Sampling happens when a
-step computes the last known token.
+There are no prefill and decode phases. A request knows `tokens` (its prompt and what was sampled)
+and has K/V for the first `num_computed` of them; a step computes some of the difference. Sampling
+happens when a step computes the last known token.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ NEXT_PHASE = {
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`order` is the place in the order of arrival, kept through preemption; lower `priority` goes first.
+    """`order` is the place in the order of arrival, kept through preemption; lower `priority` goes
+    first.
 
     client, number   who asked, and the client's number for it
     tokens           [known] int32: prompt, then sampled
-    seed             drawn once; with the position it determines every sample, in any life of the request
+    seed             drawn once; with the position it determines every sample, in any life of the
+                     request
     end              number of known tokens at which it ends with "length"
     stop_ids         tokens that end it with "stop"
     blocks           block ids of positions [0, len(blocks) * block_tokens)

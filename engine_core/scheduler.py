@@ -1,12 +1,12 @@
 """Who computes how many tokens in this step.
 
-One token budget serves all work. Requests that need one token (they stream) go first, oldest first; what
-is left of the budget goes to those that still compute their prompt, then to newcomers. So a long prompt
-never stalls those who stream. When blocks run out, the youngest request is preempted: it gives everything
-back and is computed again later, mostly out of the prefix cache.
+One token budget serves all work. Requests that need one token (they stream) go first, oldest first;
+what is left of the budget goes to those that still compute their prompt, then to newcomers. So a
+long prompt never stalls those who stream. When blocks run out, the youngest request is preempted:
+it gives everything back and is computed again later, mostly out of the prefix cache.
 
-A request is admitted only when blocks for all its known tokens are there; they are taken at once. So only
-requests that stream ever need more, one block at a time, and the oldest can always get it.
+A request is admitted only when blocks for all its known tokens are there; they are taken at once.
+So only requests that stream ever need more, one block at a time, and the oldest can always get it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ class Scheduler:
         step.budget -= count
 
     def _grow(self, request: Request, step: Schedule) -> bool:
-        """Make sure there is a block for the last known token. False if the request had to yield itself."""
+        """Make sure there is a block for the last known token.
+
+        False if the request had to yield itself.
+        """
         if len(request.tokens) <= len(request.blocks) * self.limits.block_tokens:
             return True
         while (blocks := self.pool.take(1)) is None:
@@ -148,7 +151,8 @@ class Scheduler:
     # ---- waiting
 
     def _admit(self, step: Schedule) -> None:
-        # Every running request must get its one token in a step: no more of them than the budget has.
+        # Every running request must get its one token in a step: no more of them than the budget
+        # has.
         most = min(self.limits.max_slots, self.limits.token_budget)
         while step.budget and len(self.running) < most:
             request = self.waiting.first()
@@ -162,7 +166,10 @@ class Scheduler:
             self._compute(request, step)
 
     def _take_blocks(self, request: Request, step: Schedule) -> bool:
-        """Blocks for all known tokens, as many as possible from the cache. False, and no change, if too few."""
+        """Blocks for all known tokens, as many as possible from the cache.
+
+        False, and no change, if too few.
+        """
         needed = -(-len(request.tokens) // self.limits.block_tokens)
         found = self._find_cached(request)
         free_after_sharing = self.pool.num_free - sum(map(self.pool.is_free, found))
@@ -180,7 +187,8 @@ class Scheduler:
         return True
 
     def _find_cached(self, request: Request) -> list[int]:
-        # The last token is always computed: its logits are what a step is for. A request that wants its
+        # The last token is always computed: its logits are what a step is for. A request that wants
+        # its
         # prompt's logprobs computes the whole prompt for the same reason.
         if not self.limits.prefix_cache or request.params.prompt_logprobs is not None:
             return []

@@ -1,8 +1,8 @@
 """Typed, shaped views of raw bytes: how arrays of numbers cross a process boundary.
 
 An `Array` carries a buffer and a shape; its class is its dtype, so a message field declared `Int32`
-refuses floats at decoding time. No arithmetic happens here: the engine reads lists, the worker wraps
-the buffer with `torch.frombuffer`. All items are little-endian, rows are C-contiguous.
+refuses floats at decoding time. No arithmetic happens here: the engine reads lists, the worker
+wraps the buffer with `torch.frombuffer`. All items are little-endian, rows are C-contiguous.
 """
 
 from __future__ import annotations
@@ -48,19 +48,27 @@ class Array:
 
     @classmethod
     def of(cls, values: Iterable[float], shape: Sequence[int] | None = None) -> Self:
-        """Copy `values` (in row order). Raises OverflowError or TypeError on a value of another type."""
-        return cls(array(cls.typecode, values), shape)  # type: ignore[type-var]
+        """Copy `values`, in row order.
+
+        Raises OverflowError or TypeError on a value of another type.
+        """
+        return cls(array(cls.typecode, values), shape)
 
     def tolist(self) -> list[Any]:
         """All items, flat, in row order."""
-        return self.data.cast(self.typecode).tolist() if self.data.nbytes else []  # type: ignore[call-overload, no-any-return]
+        if not self.data.nbytes:
+            return []
+        values: list[Any] = self.data.cast(self.typecode).tolist()  # type: ignore[call-overload]
+        return values
 
     def __len__(self) -> int:
         """Rows, as for a numpy array."""
         return self.shape[0]
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.shape == other.shape and self.data == other.data  # type: ignore[attr-defined]
+        if not isinstance(other, Array) or type(other) is not type(self):
+            return False
+        return self.shape == other.shape and self.data == other.data
 
     def __hash__(self) -> int:
         return hash((type(self), self.shape, bytes(self.data)))

@@ -6,9 +6,9 @@
         for output in engine.generate([504, 3575, 282, 4649], max_tokens=16):
             print(output.tokens, output.finish)
 
-An `Engine` may be used from many threads, and many generations may be open at once: one background thread
-owns the socket, each generation has its own queue. Leaving a generation early (break, close, garbage
-collection) aborts it.
+An `Engine` may be used from many threads, and many generations may be open at once: one background
+thread owns the socket, each generation has its own queue. Leaving a generation early (break, close,
+garbage collection) aborts it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from protocol.stats import EngineStats
 class Generation(Iterator[Output]):
     """The answer to one prompt, as it comes. Iterating ends after the output that carries `finish`.
 
-    Raises, on the next step: RequestError where the engine refused the request, EngineError where it failed.
+    Raises, on the next step: RequestError where the engine refused the request, EngineError where
+    it failed.
     """
 
     def __init__(self, request: int, news: queue.SimpleQueue[Any], close: Any) -> None:
@@ -126,7 +127,9 @@ class Engine:
         priority: int = 0,
         **options: Any,
     ) -> Generation:
-        """Start a generation; `options` are fields of SamplingParams, as an alternative to `params`."""
+        """Start a generation; `options` are fields of SamplingParams, as an alternative to
+        `params`.
+        """
         if params is None:
             try:
                 params = msgspec.convert(options, SamplingParams)
@@ -195,7 +198,9 @@ class Engine:
             self._wake_in.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
-        """The thread that owns the socket: send what is queued, hand out what comes, keep the lease."""
+        """The thread that owns the socket: send what is queued, hand out what comes, keep the
+        lease.
+        """
         decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)

@@ -31,7 +31,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     model: Annotated[
         str,
         about(
-            "model: a Hugging Face directory, a .gguf file, or a name from `tidegate models`",
+            "a Hugging Face directory, a .gguf file, or a name from `tidegate models`",
             wiring=True,
         ),
     ]
@@ -39,9 +39,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], about("where to compute")] = "auto"
     dtype: Annotated[
         Dtype,
-        about(
-            "of weights and KV cache; auto: bfloat16 where the hardware computes in it, else float32"
-        ),
+        about("of weights and KV cache; auto: bfloat16 where the hardware has it, else float32"),
     ] = "auto"
     threads: Annotated[
         int, about("CPU threads for tensor work; 0: one per core allowed to us", ge=0, le=1024)
@@ -60,7 +58,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     kv_memory_gib: Annotated[
         float,
         about(
-            "memory for the KV cache; 0: enough for max-slots average requests, at most a quarter of what is free",
+            "memory for the KV cache; 0: enough for max-slots average requests, "
+            "at most a quarter of what is free",
             ge=0,
             le=1 << 20,
         ),

@@ -10,7 +10,8 @@ ServingError
 │   ├── EngineLost          "engine_lost"               the engine died, restarted or fell silent
 │   ├── EngineNotReady      "engine_not_ready"          it is still loading, or not started
 │   ├── StepFailed          "step_failed"               this request's computation failed
-│   └── Draining            "draining"                  it finishes what it has and takes nothing new
+│   └── Draining            "draining"                  it finishes what it has and takes nothing
+new
 └── WireError             the two ends disagree about bytes; the message is dropped and counted
 
 On the wire an error is `ErrorInfo`; each API family maps `code` to its own status and JSON.

@@ -1,9 +1,9 @@
 """Client <-> engine: every sentence of the conversation.
 
-A client (a gateway, a program using `protocol.client`, a tool) says commands; the engine answers with
-reports. Each `Generate` is answered by `Accepted` or `Refused`, at once. After `Accepted` come `Outputs`
-until one of them carries `finish`: exactly one end each. The engine's own end (`Gone`, or silence beyond
-the lease, or a new epoch) ends all open requests.
+A client (a gateway, a program using `protocol.client`, a tool) says commands; the engine answers
+with reports. Each `Generate` is answered by `Accepted` or `Refused`, at once. After `Accepted` come
+`Outputs` until one of them carries `finish`: exactly one end each. The engine's own end (`Gone`, or
+silence beyond the lease, or a new epoch) ends all open requests.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello: the model, the limits, and which life of the engine this is."""
+    """Engine -> client, answering Hello: the model, the limits, and which life of the engine this
+    is.
+    """
 
     epoch: str
     model: ModelCard
@@ -107,7 +109,10 @@ class Accepted(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Engine -> client. `request` was never queued. Also answers a malformed frame, as request -1."""
+    """Engine -> client. `request` was never queued.
+
+    Also answers a malformed frame, as request -1.
+    """
 
     request: int
     error: ErrorInfo
@@ -163,7 +168,9 @@ class Outputs(Message, frozen=True, kw_only=True):
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Ping. Another epoch than Welcome's: all earlier requests are lost."""
+    """Engine -> client, answering Ping. Another epoch than Welcome's: all earlier requests are
+    lost.
+    """
 
     epoch: str
     stats: EngineStats

@@ -1,7 +1,8 @@
 """What the engine tells every client about the model it serves.
 
 The worker alone opens model files and fills the card; the engine hands it on at the handshake. So a
-gateway needs no model files, imports neither torch nor transformers, and can run on another machine.
+gateway needs no model files, imports neither torch nor transformers, and can run on another
+machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How the next token is chosen: the parameters of one generation and the bounds of each.
 
-The bounds are written here once: HTTP schemas use the same annotated types, so a number that a route
-accepts is a number that the engine accepts. What only text can decide (stop strings, n) is not here.
+The bounds are written here once: HTTP schemas use the same annotated types, so a number that a
+route accepts is a number that the engine accepts. What only text can decide (stop strings, n) is
+not here.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ LogitBias = Annotated[dict[TokenId, BiasValue], Meta(max_length=MAX_LOGIT_BIAS)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One generation's parameters, complete: no default of the model or the server is applied later.
+    """One generation's parameters, complete: no default of the model or the server is applied
+    later.
 
-    max_tokens         None: until the context is full. 0: only compute the prompt (for its logprobs)
+    max_tokens         None: until the context is full. 0: only compute the prompt (for its
+                       logprobs)
     min_tokens         tokens before which no stop token may be chosen
     temperature        0: greedy, the most likely token
     top_k              0 or -1: off
@@ -88,7 +91,9 @@ _FLOATS = (
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidRequest, naming the field, where a token id is beyond the model's vocabulary."""
+    """Raises InvalidRequest, naming the field, where a token id is beyond the model's
+    vocabulary.
+    """
     for field, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias),

@@ -1,11 +1,12 @@
 """The client's half of the conversation with an engine, without I/O.
 
-A session numbers requests, remembers which are open, and turns messages into news for each of them. It is
-shared by the blocking client library and the gateway's green client, so they cannot drift. Time is an
-argument (seconds of any steady clock). Its laws:
+A session numbers requests, remembers which are open, and turns messages into news for each of them.
+It is shared by the blocking client library and the gateway's green client, so they cannot drift.
+Time is an argument (seconds of any steady clock). Its laws:
 
 - a request that was opened gets exactly one end: `Refused`, or an `Output` with `finish`;
-- the end may be the session's own word: when the engine says Gone, falls silent beyond the lease, or comes
+- the end may be the session's own word: when the engine says Gone, falls silent beyond the lease,
+or comes
   back in a new epoch, every open request ends with finish="error";
 - after its end, or after `abort`, a request gets no more news: late frames are dropped.
 """
@@ -74,7 +75,10 @@ class Session:
         namespace: str = "",
         priority: int = 0,
     ) -> Generate:
-        """The message that opens a request. Raises EngineNotReady or EngineLost when there is no engine."""
+        """The message that opens a request.
+
+        Raises EngineNotReady or EngineLost when there is no engine.
+        """
         if not self.is_ready:
             raise type(self.trouble)(self.trouble.message)
         message = Generate(
@@ -113,7 +117,9 @@ class Session:
                 return self._lose(error.message)
 
     def tick(self, now: float) -> tuple[list[ToEngine], list[News]]:
-        """Call about once a second: what to send (at most a greeting or a ping), and news of losses."""
+        """Call about once a second: what to send (at most a greeting or a ping), and news of
+        losses.
+        """
         news: list[News] = []
         if self.is_ready and self.heard_at is not None and now - self.heard_at > self._lease_s:
             news = self._lose(f"the engine has been silent for {now - self.heard_at:.1f} s")

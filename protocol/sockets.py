@@ -1,8 +1,8 @@
 """The only place that makes ZeroMQ sockets and sets their options.
 
-Who binds: the engine, always (a ROUTER for clients, a ROUTER for its workers). Everybody else connects a
-DEALER, so any of them can come and go. Addresses are `ipc://` paths in a directory that only its owner
-can enter; a path that others could write to is refused.
+Who binds: the engine, always (a ROUTER for clients, a ROUTER for its workers). Everybody else
+connects a DEALER, so any of them can come and go. Addresses are `ipc://` paths in a directory that
+only its owner can enter; a path that others could write to is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from protocol.wire import MAX_MESSAGE_BYTES
 MAX_IPC_PATH = 107
 """sockaddr_un holds so many bytes and a terminating zero (man 7 unix)."""
 SEND_QUEUE = 10_000
-"""Frames kept for a peer that does not read; beyond, sends fail at once and the peer counts as gone."""
+"""Frames kept for a peer that does not read; beyond, sends fail at once and the peer counts as
+gone.
+"""
 LINGER_MS = 500
 """A closing socket delivers last words for so long."""
 
 
 def run_directory(port: int) -> Path:
-    """The private directory of the server on HTTP port `port`: its sockets live here. Not created."""
+    """The private directory of the server on HTTP port `port`: its sockets live here.
+
+    Not created.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) if runtime else Path(tempfile.gettempdir())
     return base / f"tidegate-{os.getuid()}" / str(port)
@@ -37,7 +42,9 @@ def engine_address(port: int = 8000) -> str:
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory` and its parent with mode 0700; refuse one that another user made or may enter."""
+    """Create `directory` and its parent with mode 0700; refuse one that another user made or may
+    enter.
+    """
     for path in (directory.parent, directory):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.lstat()
@@ -61,7 +68,8 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
 def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     """A client's or a worker's end. Connects when the engine appears, reconnects when it restarts.
 
-    Frames are only queued for a connected engine (ZMQ_IMMEDIATE): nothing said to a dead engine is heard
+    Frames are only queued for a connected engine (ZMQ_IMMEDIATE): nothing said to a dead engine is
+    heard
     by the next one.
     """
     _checked(address)

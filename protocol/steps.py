@@ -1,10 +1,11 @@
 """Engine <-> worker: one step asked for, one step done.
 
-The engine owns every decision: which slot, which blocks, how many tokens. A plan is complete: a worker
-that executes plans in order computes the same whatever happened before in the slots and blocks, because
-everything of a request that a worker keeps is (re)written by its `SlotInit`.
+The engine owns every decision: which slot, which blocks, how many tokens. A plan is complete: a
+worker that executes plans in order computes the same whatever happened before in the slots and
+blocks, because everything of a request that a worker keeps is (re)written by its `SlotInit`.
 
-Legend: R rows (requests) of the step, decode rows (one token) first; S sampled rows; N, M, K: counts.
+Legend: R rows (requests) of the step, decode rows (one token) first; S sampled rows; N, M, K:
+counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ NULL_BLOCK = 0
 
 
 class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a slot must hold for a request, whether fresh, resumed after preemption or prefilled.
+    """Everything a slot must hold for a request, whether fresh, resumed after preemption or
+    prefilled.
 
     generation     of the slot; grows with each binding
     tokens         [known tokens]: the prompt and whatever was generated already
@@ -29,7 +31,8 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     num_computed   K/V of the first so many positions is in `blocks` already (prefix cache)
     blocks         block ids of positions [0, ...), in order
     seed           the engine's draw or the user's: equal in every life of the request
-    stop_ids       all tokens that would end the answer: masked while fewer than min_tokens are there
+    stop_ids       all tokens that would end the answer: masked while fewer than min_tokens are
+                   there
     """
 
     slot: int
@@ -44,11 +47,13 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(Message, frozen=True, kw_only=True):
-    """Engine -> worker. Do exactly this, in this order: release, bind, extend, zero, compute, sample.
+    """Engine -> worker. Do exactly this, in this order: release, bind, extend, zero, compute,
+    sample.
 
     release        [N]  slots whose request ended or was preempted
     bind                slots newly occupied (a slot may be released and bound in one plan)
-    block_slots, block_indexes, block_ids   [M]  append: table[slot, index] = id, for slots bound earlier
+    block_slots, block_indexes, block_ids   [M]  append: table[slot, index] = id, for slots bound
+                                                 earlier
     zero_blocks    [M]  blocks to fill with zeros before anything is written
     row_slots      [R]  which slot each row is
     row_starts     [R]  first position computed = tokens whose K/V exists already
@@ -94,9 +99,10 @@ class StepResult(Message, frozen=True, kw_only=True):
 
     tokens           [S]  sampled tokens, in row order of the rows with row_samples = 1
     logprobs         of sampled tokens, for rows that asked
-    prompt_logprobs  of prompt tokens at positions row_starts+1 ... (as far as they are prompt), in row
-                     then position order; `rows` then indexes the step's rows
-    failed           [N]  indexes into the sampled rows whose logits were not finite; their token is 0
+    prompt_logprobs  of prompt tokens at positions row_starts+1 ... (as far as they are prompt), in
+                     row then position order; `rows` then indexes the step's rows
+    failed           [N]  indexes into the sampled rows whose logits were not finite; their token is
+                          0
     compute_s        seconds of computation, for the statistics
     """
 

@@ -1,10 +1,10 @@
 """Struct <-> frames: MessagePack with a version byte; large arrays travel as frames of their own.
 
-Frame 0 is the version byte, then the MessagePack map of the message. An `Array` is an extension value:
-`Ext(1, header + bytes)` when small, or `Ext(2, header + frame number)` when its bytes are a later frame.
-A header is the dtype code and the number of dimensions (a byte each), then each dimension (uint32 LE).
-A receiver checks sizes and counts before it allocates; whatever does not fit raises WireError and nothing
-else. No pickle, no code, no callables: data only.
+Frame 0 is the version byte, then the MessagePack map of the message. An `Array` is an extension
+value: `Ext(1, header + bytes)` when small, or `Ext(2, header + frame number)` when its bytes are a
+later frame. A header is the dtype code and the number of dimensions (a byte each), then each
+dimension (uint32 LE). A receiver checks sizes and counts before it allocates; whatever does not fit
+raises WireError and nothing else. No pickle, no code, no callables: data only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An engine and the simplest honest worker, for tests of decisions: no process, no tensor.
 
-`EchoWorker` executes plans as the real worker must (it keeps every slot's tokens and the content of every
-block) and "samples" a token that is a pure function of all tokens so far. So a wrong block, a stale slot or
-a lost token shows as a wrong answer, not only as a broken count.
+`EchoWorker` executes plans as the real worker must (it keeps every slot's tokens and the content of
+every block) and "samples" a token that is a pure function of all tokens so far. So a wrong block, a
+stale slot or a lost token shows as a wrong answer, not only as a broken count.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class EchoWorker:
             self.tables[init.slot] = init.blocks.tolist()
             self.seeds[init.slot] = init.seed
         appended = zip(
-            plan.block_slots.tolist(), plan.block_indexes.tolist(), plan.block_ids.tolist(), strict=True
+            plan.block_slots.tolist(),
+            plan.block_indexes.tolist(),
+            plan.block_ids.tolist(),
+            strict=True,
         )
         for slot, index, block in appended:
             assert len(self.tables[slot]) == index
@@ -129,7 +132,9 @@ class Bench:
             prefix_cache=prefix_cache,
         )
         config = EngineConfig(
-            worker=WorkerConfig(model=""), max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens
+            worker=WorkerConfig(model=""),
+            max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
         )
         self.engine = Engine(config, a_card(), self.limits, draw_seed=lambda: 0)
         self.worker = EchoWorker(self.limits)
@@ -138,7 +143,12 @@ class Bench:
         self._next = 0
 
     def add(
-        self, prompt: list[int], client: bytes = CLIENT, namespace: str = "", priority: int = 0, **params: object
+        self,
+        prompt: list[int],
+        client: bytes = CLIENT,
+        namespace: str = "",
+        priority: int = 0,
+        **params: object,
     ) -> int | Refused:
         """The new request's number, or the refusal."""
         self._next += 1

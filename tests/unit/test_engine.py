@@ -1,4 +1,6 @@
-"""The engine as a specification: who computes what, who waits, who yields, how each request ends."""
+"""The engine as a specification: who computes what, who waits, who yields, how each request
+ends.
+"""
 
 from __future__ import annotations
 

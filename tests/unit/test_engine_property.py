@@ -1,7 +1,8 @@
 """Ten thousand random operations: whatever clients do, every law holds and every answer is right.
 
 After each operation the engine's invariants are checked by brute force, the echo worker checks that
-attention would read exactly each request's own K/V, and at the end each answer is compared with the oracle.
+attention would read exactly each request's own K/V, and at the end each answer is compared with the
+oracle.
 """
 
 from __future__ import annotations

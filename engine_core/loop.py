@@ -1,0 +1,244 @@
+"""The loop that owns the sockets: hear, ask the engine, tell. It contains no decision.
+
+Per turn: every waiting message of every client is taken in (so control never waits behind prompts:
+a prompt is only queued), then a result if there is one, then the next plan is sent if the worker is
+free. The loop sleeps in poll; it never spins.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import zmq
+
+from engine_core.clients import Clients
+from engine_core.engine import Engine
+from engine_core.workers import WorkerLost, Workers
+from protocol import sockets, wire
+from protocol.config import EngineConfig
+from protocol.errors import EngineLost, ErrorInfo, InvalidRequest, WireError
+from protocol.messages import (
+    Abort,
+    Drain,
+    Generate,
+    Gone,
+    Hello,
+    Limits,
+    Message,
+    Outputs,
+    Ping,
+    Pong,
+    Refused,
+    ToEngine,
+    Welcome,
+)
+from protocol.model_card import ModelCard
+from protocol.stats import EngineStats
+from protocol.steps import StepResult, WorkerFailed, WorkerReady
+
+log = logging.getLogger(__name__)
+
+TICK_MS = 250
+"""Leases and the step's deadline are looked at so often."""
+MESSAGES_PER_TURN = 1000
+
+
+class Loop:
+    """One engine_core process at work. `wakeup` is a file descriptor that becomes readable on a
+    signal.
+    """
+
+    def __init__(
+        self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], wakeup: int
+    ) -> None:
+        self._config = config
+        self._wakeup = wakeup
+        self._epoch = os.urandom(8).hex()
+        self._clients = Clients(config.lease_s)
+        self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+        self._socket = sockets.bind_router(context, config.address)
+        self._workers = Workers(context, config.worker, config.address + ".worker")
+        self._engine: Engine | None = None  # until the worker is ready
+        self._model: ModelCard | None = None
+        self._is_draining = False
+        self._step_sent_at = 0.0
+        self._wire_errors = 0
+
+    def run(self) -> None:
+        """Returns when drained. Raises WorkerLost when the worker is."""
+        poller = zmq.Poller()
+        for source in (self._socket, self._workers.socket, self._workers.death, self._wakeup):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._is_done():
+                ready = dict(poller.poll(TICK_MS))
+                self._turn(ready, time.monotonic())
+        except BaseException as error:
+            self._say_gone(str(error) or type(error).__name__)
+            raise
+        finally:
+            self._workers.stop()
+            self._socket.close()
+
+    def _turn(self, ready: dict[object, int], now: float) -> None:
+        if self._wakeup in ready:
+            os.read(self._wakeup, 4096)
+            self._drain()
+        if self._workers.socket in ready:
+            self._hear_worker(now)
+        if self._workers.death in ready:
+            self._hear_worker(now)  # its last words, if any, say more than its exit code
+            raise WorkerLost(self._workers.cause_of_death())
+        if self._socket in ready:
+            self._hear_clients(now)
+        for client in self._clients.expire(now):
+            log.warning("client %s fell silent; its requests are aborted", client.hex())
+            self._drop(client)
+        self._next_step(now)
+
+    def _is_done(self) -> bool:
+        if not self._is_draining or (self._engine is not None and not self._engine.is_idle):
+            return False
+        self._say_gone("the server was shut down")
+        return True
+
+    # ---- clients
+
+    def _hear_clients(self, now: float) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(frames)
+            except WireError as error:
+                self._wire_errors += 1
+                log.warning("client %s sent a malformed message: %s", client.hex(), error)
+                self._tell(client, Refused(request=-1, error=error.info()))
+                continue
+            self._clients.hear(client, now)
+            self._hear(client, message, now)
+
+    def _hear(self, client: bytes, message: ToEngine, now: float) -> None:
+        match message:
+            case Hello():
+                if client in self._clients:
+                    self._drop(client)  # it begins anew: what it had open it has forgotten
+                self._clients.greet(client, now)
+                log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
+                self._welcome(client)
+            case Generate():
+                self._generate(client, message)
+            case Abort(requests=requests):
+                if self._engine is not None:
+                    ends = self._engine.abort(client, requests)
+                    if ends:
+                        self._tell(client, Outputs(step=0, outputs=ends))
+            case Ping():
+                self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
+            case Drain():
+                log.info("client %s asks to drain", client.hex())
+                self._drain()
+
+    def _generate(self, client: bytes, message: Generate) -> None:
+        if client not in self._clients or self._engine is None:
+            error = InvalidRequest("say Hello and wait for Welcome before Generate")
+            self._tell(client, Refused(request=message.request, error=error.info()))
+        else:
+            self._tell(client, self._engine.add(client, message))
+
+    def _welcome(self, client: bytes) -> None:
+        """Once the model is loaded; those who greet earlier are welcomed then."""
+        if self._engine is not None and self._model is not None:
+            self._tell(
+                client, Welcome(epoch=self._epoch, model=self._model, limits=self._engine.limits)
+            )
+
+    def _tell(self, client: bytes, message: Message) -> None:
+        try:
+            self._socket.send_multipart([client, *wire.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Not connected any more, or it does not read: either way it is gone.
+            if client in self._clients:
+                log.warning("client %s cannot be told: %s", client.hex(), error)
+                self._clients.drop(client)
+                self._drop(client)
+
+    def _drop(self, client: bytes) -> None:
+        if self._engine is not None:
+            self._engine.drop(client)
+
+    def _say_gone(self, why: str) -> None:
+        error = ErrorInfo(code=EngineLost.code, message=why)
+        for client in self._clients.all():
+            self._tell(client, Gone(error=error))
+
+    # ---- the worker
+
+    def _hear_worker(self, now: float) -> None:
+        message = self._workers.receive()
+        match message:
+            case StepResult():
+                self._commit(message, now)
+            case WorkerReady():
+                self._start(message)
+            case WorkerFailed():
+                raise WorkerLost(message.message)
+
+    def _start(self, ready: WorkerReady) -> None:
+        limits = Limits(
+            max_len=min(ready.max_len, (ready.num_blocks - 1) * ready.block_tokens),
+            max_slots=ready.max_slots,
+            block_tokens=ready.block_tokens,
+            num_blocks=ready.num_blocks,
+            token_budget=self._config.token_budget,
+            prefix_cache=self._config.prefix_cache,
+        )
+        self._model = ready.model
+        self._engine = Engine(self._config, ready.model, limits)
+        self._engine.is_draining = self._is_draining
+        log.info(
+            "engine ready: %s, %s, %d blocks of %d tokens, %d slots, max_len %d (%s)",
+            ready.model.name,
+            ready.model.dtype,
+            limits.num_blocks,
+            limits.block_tokens,
+            limits.max_slots,
+            limits.max_len,
+            ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.phases),
+        )
+        for client in self._clients.all():
+            self._welcome(client)
+
+    def _next_step(self, now: float) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        if engine.is_stepping:
+            if now - self._step_sent_at > self._config.step_timeout_s:
+                raise WorkerLost(f"the worker has been silent for {now - self._step_sent_at:.0f} s")
+            return
+        plan = engine.plan()
+        if plan is not None:
+            self._step_sent_at = now
+            self._workers.send(plan)
+
+    def _commit(self, result: StepResult, now: float) -> None:
+        assert self._engine is not None
+        for client, outputs in self._engine.commit(result, now - self._step_sent_at).items():
+            self._tell(client, outputs)
+
+    # ---- the engine's own state
+
+    def _drain(self) -> None:
+        self._is_draining = True
+        if self._engine is not None:
+            self._engine.is_draining = True
+
+    def _stats(self) -> EngineStats:
+        if self._engine is None:
+            return EngineStats(clients=len(self._clients))
+        return self._engine.stats(clients=len(self._clients), wire_errors=self._wire_errors)
