@@ -1,0 +1,75 @@
+"""A real model of a few thousand weights: embeddings and one attention layer through the paged cache.
+
+It answers differently for every token and position before it, so a wrong token, block or length shows.
+No dimension equals another, and none is 13: tests recognise per-slot tensors by that length.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.attention.base import Attention, AttentionBatch
+from worker.attention.torch_paged import TorchPagedAttention
+from worker.kv_cache import KVCache
+from worker.runner import Runner
+from worker.slot_fields import slot_fields
+from worker.slots import Poison, SlotTable
+
+VOCAB = 97
+MAX_LEN = 48
+BLOCK_TOKENS = 4
+HEADS, KV_HEADS, HEAD_DIM = 6, 3, 8
+HIDDEN = HEADS * HEAD_DIM
+CPU = torch.device("cpu")
+
+
+class TinyModel:
+    def __init__(
+        self, vocab: int = VOCAB, max_len: int = MAX_LEN, device: torch.device = CPU
+    ) -> None:
+        random = torch.Generator().manual_seed(7)
+
+        def weight(*shape: int, scale: float) -> Tensor:
+            return (torch.randn(shape, generator=random) * scale).to(device)
+
+        self.embedding = weight(vocab, HIDDEN, scale=1.0)
+        self.places = weight(max_len, HIDDEN, scale=0.5)
+        self.query = weight(HIDDEN, HIDDEN, scale=0.3)
+        self.key = weight(HIDDEN, KV_HEADS * HEAD_DIM, scale=0.3)
+        self.value = weight(HIDDEN, KV_HEADS * HEAD_DIM, scale=0.3)
+        self.head = weight(HIDDEN, vocab, scale=0.25)
+
+    def __call__(
+        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+    ) -> Tensor:
+        x = self.embedding[token_ids] + self.places[batch.positions]
+        q = (x @ self.query).view(-1, HEADS, HEAD_DIM)
+        k = (x @ self.key).view(-1, KV_HEADS, HEAD_DIM)
+        v = (x @ self.value).view(-1, KV_HEADS, HEAD_DIM)
+        cache.write(0, k, v, batch.slot_mapping)
+        return x + attention.run(q, *cache.layer(0), attention.plan(batch)).flatten(1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self.head).float()
+
+
+def tiny_cache(num_blocks: int, device: torch.device = CPU) -> KVCache:
+    return KVCache(1, num_blocks, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, torch.float32, device)
+
+
+def tiny_slots(
+    max_slots: int,
+    *,
+    poison: Poison | None = None,
+    kind: type[SlotTable] = SlotTable,
+    device: torch.device = CPU,
+) -> SlotTable:
+    fields = slot_fields(MAX_LEN, -(-MAX_LEN // BLOCK_TOKENS))
+    return kind(fields, max_slots, device, poison=poison)
+
+
+def tiny_runner(slots: SlotTable, cache: KVCache, model: TinyModel | None = None) -> Runner:
+    device = slots.device
+    attention = TorchPagedAttention(BLOCK_TOKENS, torch.float32)
+    return Runner(model or TinyModel(device=device), slots, cache, attention)

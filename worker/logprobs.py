@@ -1,0 +1,149 @@
+"""Logprobs: how likely the model itself found a token, before bias, penalties, temperature and filters.
+
+Computed only for rows that ask, at most CHUNK rows of logits at a time. The normaliser is a sum of
+integers (weights.py): the bits of a logprob do not depend on a row's neighbours.
+
+Legend: N scored tokens, V vocabulary, K most likely tokens told per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from protocol.arrays import Float32, Int32
+from protocol.sampling import MAX_LOGPROBS
+from protocol.steps import Logprobs
+from worker.batch import StepBatch
+from worker.slots import SlotTable
+from worker.staging import upload
+from worker.weights import relative, scale_bits, weigh
+
+CHUNK = 64
+"""Rows of logits held at once: 64 x 150,000 x 4 bytes is 40 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of N tokens: logprobs [N] float32, ranks [N] int64 (1: most likely); and of the K most likely ones
+    top_ids [N, K] int64, top_logprobs [N, K] float32, best first, equal ones by id."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+def score(logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
+    """logits [N, V] float32 as the model made them, tokens [N] int64; num_top up to MAX_LOGPROBS."""
+    peaks = logits.amax(-1)
+    vocab = logits.shape[1]
+    mass = weigh(relative(logits, peaks), vocab).sum(-1)
+    normaliser = peaks.double() + (mass * 2.0 ** -scale_bits(vocab)).log_()
+    chosen = logits.gather(1, tokens[:, None])
+    ranks = (logits > chosen).sum(-1) + 1
+    top, top_ids = _most_likely(logits, num_top)
+    return Scores(
+        (chosen.squeeze(1) - normaliser).float(),
+        ranks,
+        top_ids,
+        (top - normaliser[:, None]).float(),
+    )
+
+
+def sampled_logprobs(
+    logits: Tensor, tokens: Tensor, slots: SlotTable, batch: StepBatch
+) -> Logprobs | None:
+    """Of the tokens [S] just sampled from logits [S, V], for rows that asked; None if none did."""
+    counts = slots.host("num_logprobs")[batch.sampled.host_slots].numpy()
+    rows = np.flatnonzero(counts >= 0)
+    if not len(rows):
+        return None
+    (of,) = upload([rows], slots.device)
+    return _scored(
+        rows, counts[rows], tokens.index_select(0, of), lambda a, b: logits.index_select(0, of[a:b])
+    )
+
+
+def prompt_logprobs(
+    hidden: Tensor, project: Callable[[Tensor], Tensor], slots: SlotTable, batch: StepBatch
+) -> Logprobs | None:
+    """Of prompt tokens that follow a computed position, for rows that asked; None if there are none.
+
+    hidden [T, hidden] of the step; project turns some of its rows into logits.
+    """
+    rows = batch.rows
+    counts = slots.host("num_prompt_logprobs").numpy()[rows.slots]
+    prompt_len = slots.host("prompt_len").numpy()[rows.slots].astype(np.int64)
+    # Position p predicts token p + 1: the last prompt position predicts what is not prompt.
+    scored = np.where(counts >= 0, (prompt_len - 1 - rows.starts).clip(0, rows.counts), 0)
+    if not scored.any():
+        return None
+    row_of = np.repeat(np.arange(len(scored)), scored)
+    nth = np.arange(len(row_of)) - (scored.cumsum() - scored)[row_of]
+    at = (rows.ends - rows.counts)[row_of] + nth
+    target = rows.slots[row_of] * slots.fields["token_ids"].width + rows.starts[row_of] + nth + 1
+    positions, target_items = upload([at, target], slots.device)
+    tokens = slots["token_ids"].view(-1).index_select(0, target_items).long()
+    return _scored(
+        row_of,
+        counts[row_of],
+        tokens,
+        lambda a, b: project(hidden.index_select(0, positions[a:b])),
+    )
+
+
+def _most_likely(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Values and ids of the num_top greatest logits. The same for any num_top: always the first of
+    MAX_LOGPROBS, in falling order, equal ones in rising order of id."""
+    if not num_top:
+        return logits[:, :0], torch.empty_like(logits[:, :0], dtype=torch.int64)
+    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))
+    ids, by_id = ids.sort(-1)
+    values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values[:, :num_top], ids.gather(1, by_value)[:, :num_top]
+
+
+def _scored(
+    rows: NDArray[np.int64],
+    counts: NDArray[np.int32],
+    tokens: Tensor,
+    logits_of: Callable[[int, int], Tensor],
+) -> Logprobs:
+    """Scores of tokens [N], as a message; logits_of(a, b) are the logits of tokens [a, b)."""
+    num_top = int(counts.max())
+    parts = [
+        score(logits_of(start, stop := min(start + CHUNK, len(rows))), tokens[start:stop], num_top)
+        for start in range(0, len(rows), CHUNK)
+    ]
+    return Logprobs(
+        rows=_int32(rows),
+        counts=_int32(counts),
+        ids=_int32(_host(tokens)),
+        logprobs=_float32(_gather([part.logprobs for part in parts])),
+        ranks=_int32(_gather([part.ranks for part in parts])),
+        top_ids=_int32(_gather([part.top_ids for part in parts])),
+        top_logprobs=_float32(_gather([part.top_logprobs for part in parts])),
+    )
+
+
+def _gather(parts: list[Tensor]) -> NDArray[np.generic]:
+    return _host(torch.cat(parts))
+
+
+def _host(tensor: Tensor) -> NDArray[np.generic]:
+    array: NDArray[np.generic] = tensor.cpu().numpy()
+    return array
+
+
+def _int32(values: NDArray[np.generic]) -> Int32:
+    return Int32(values.astype(np.int32).tobytes(), values.shape)
+
+
+def _float32(values: NDArray[np.generic]) -> Float32:
+    return Float32(values.astype(np.float32).tobytes(), values.shape)

@@ -1,0 +1,102 @@
+"""One step: a StepPlan in, a StepResult out. The order of the lines is the law of the worker.
+
+The runner executes plans in order and decides nothing. It holds no request state: that is in the slots
+and in the KV cache alone.
+
+Legend: T tokens in the step, S sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.arrays import Int32
+from protocol.steps import Logprobs, StepPlan, StepResult
+from worker.attention.base import Attention, AttentionBatch
+from worker.batch import StepBatch, build_batch
+from worker.kv_cache import KVCache
+from worker.logits import process_logits
+from worker.logprobs import prompt_logprobs, sampled_logprobs
+from worker.sampler import Choice, sample
+from worker.slots import SlotTable
+from worker.staging import integers, upload
+
+
+class Model(Protocol):
+    """What the runner asks of a model."""
+
+    def __call__(
+        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+    ) -> Tensor:
+        """token_ids [T] int64 -> hidden [T, hidden]; writes the tokens' K/V into the cache."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, hidden] -> [S, V] float32."""
+        ...
+
+
+class Runner:
+    """Owns the slots and the cache of one worker."""
+
+    def __init__(
+        self, model: Model, slots: SlotTable, cache: KVCache, attention: Attention
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self._cache = cache
+        self._attention = attention
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """Do exactly what the plan says. Raises ValueError, before computing, if it contradicts the slots."""
+        started = perf_counter()
+        self._prepare(plan)
+        if not len(plan.row_slots):
+            return StepResult(step=plan.step, tokens=Int32(b""), failed=Int32(b""))
+        batch = build_batch(plan, self._slots, block_tokens=self._cache.block_tokens)
+        hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
+        of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
+        choice, of_sampled = self._sample(hidden, batch)
+        return StepResult(
+            step=plan.step,
+            tokens=_int32(choice.tokens) if choice else Int32(b""),
+            failed=_int32((~choice.finite.cpu()).nonzero()) if choice else Int32(b""),
+            logprobs=of_sampled,
+            prompt_logprobs=of_prompt,
+            compute_s=perf_counter() - started,
+        )
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Slots and blocks, in the order that StepPlan promises."""
+        slots = self._slots
+        for slot in plan.release.tolist():
+            slots.release(slot, slots.occupant(slot).generation)
+        for init in plan.bind:
+            slots.bind(init)
+        appends = (plan.block_slots, plan.block_indexes, plan.block_ids)
+        slots.stage_items("block_table", *(integers(array.data) for array in appends))
+        slots.flush()
+        if len(plan.zero_blocks):
+            (blocks,) = upload([integers(plan.zero_blocks.data)], slots.device)
+            self._cache.zero(blocks)
+
+    def _sample(self, hidden: Tensor, batch: StepBatch) -> tuple[Choice | None, Logprobs | None]:
+        """A token for each sampled row, written where it will be read from, and its logprobs."""
+        rows = batch.sampled
+        if not len(rows.host_slots):
+            return None, None
+        logits = self._model.logits(hidden.index_select(0, rows.last))
+        choice = sample(process_logits(logits, self._slots, rows), self._slots, rows)
+        self._slots.append_tokens(rows.slots, rows.known, choice.tokens)
+        return choice, sampled_logprobs(logits, choice.tokens, self._slots, batch)
+
+
+def _int32(values: Tensor) -> Int32:
+    """Flat, on the host. Waits for the device: the step's one synchronisation is here."""
+    return Int32(values.flatten().to("cpu", torch.int32).numpy().astype(np.int32).tobytes())

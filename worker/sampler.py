@@ -1,0 +1,187 @@
+"""Choosing the next token from processed logits.
+
+Greedy rows (temperature 0) take the argmax, the lowest id among equals; nothing is exponentiated or
+sorted for them. Other rows, in this order and each on what the former left:
+
+    temperature -> top_k -> top_p -> min_p -> draw
+
+    top_k   the k most likely tokens, and all that are as likely as the k-th
+    top_p   the fewest most likely tokens that hold top_p of the mass, and all as likely as the last
+    min_p   tokens at least min_p times as likely as the most likely one
+    draw    inverse of the cumulative distribution in vocabulary order, at u = hash(seed, position)
+
+Every filter is a lower bound on a token's share (its probability relative to the most likely token's),
+so together they are one comparison. A row's token depends on its own logits, parameters, seed and
+position alone, never on its neighbours: sums are over integers (weights.py), and where the work is
+grouped, it is by a row's own parameters.
+
+Legend: S rows, V vocabulary, N rows of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.batch import Sampled
+from worker.randomness import uniform
+from worker.slots import SlotTable
+from worker.staging import upload_one
+from worker.weights import relative, weigh
+
+NUCLEUS_GUESS = 512
+"""A nucleus is looked for among so many tokens before a row is sorted whole (on the CPU)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """tokens [S] int64; finite [S] bool: False where the logits were NaN or infinite, the token is then 0."""
+
+    tokens: Tensor
+    finite: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Parameters of N rows that draw, [N] each: on the device, and the filters on the host as well.
+
+    top_k 0, top_p 1 and min_p 0 are off;   u float64 in [0, 1)
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    u: Tensor
+    host_top_k: Tensor
+    host_top_p: Tensor
+    host_min_p: Tensor
+
+
+def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> Choice:
+    """One token for each row of logits [S, V] float32."""
+    is_greedy = slots.host("temperature")[sampled.host_slots] == 0
+    greedy, drawing = _where(is_greedy), _where(~is_greedy)
+    if not len(drawing):
+        return _checked(*logits.max(-1))
+    if not len(greedy):
+        return _draw_rows(logits, slots, sampled, drawing)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+    for rows in (greedy, drawing):
+        of = upload_one(rows, logits.device)
+        part = logits.index_select(0, of)
+        choice = (
+            _checked(*part.max(-1)) if rows is greedy else _draw_rows(part, slots, sampled, rows)
+        )
+        tokens.index_copy_(0, of, choice.tokens)
+        finite.index_copy_(0, of, choice.finite)
+    return Choice(tokens, finite)
+
+
+def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+    """logits [N, V] float32, peaks [N] their maxima -> tokens [N] int64."""
+    shares = relative(logits, peaks, draws.temperature)
+    weights = weigh(shares, shares.shape[1])
+    bound = keep_from(shares, draws)
+    if bound is not None:
+        weights.masked_fill_(shares < bound[:, None], 0)
+    return _invert(weights, draws.u)
+
+
+def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
+    """The least share [N] that is kept, of shares [N, V]; None where no row filters."""
+    by_count = _where((draws.host_top_k > 0) & (draws.host_top_k < shares.shape[1]))
+    by_mass = _where(draws.host_top_p < 1)
+    if not len(by_count) and not len(by_mass) and not bool((draws.host_min_p > 0).any()):
+        return None
+    bound = torch.zeros_like(draws.min_p)
+    if len(by_count):
+        of = upload_one(by_count, shares.device)
+        most = int(draws.host_top_k[by_count].max())
+        bound.index_copy_(0, of, _kth(_rows(shares, of), draws.top_k[of].long(), most))
+    if len(by_mass):
+        of = upload_one(by_mass, shares.device)
+        part = _rows(shares, of)
+        if len(by_count):
+            part = part.masked_fill(part < bound[of][:, None], 0)
+        bound.index_copy_(0, of, _nucleus(part, draws.top_p[of]))
+    return torch.maximum(bound, draws.min_p)
+
+
+# ---- the pieces
+
+
+def _draw_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> Choice:
+    """logits [N, V] of `rows` [N], which index the step's sampled rows, on the host."""
+    of = upload_one(rows, logits.device)
+    host_at, at, position = sampled.host_slots[rows], sampled.slots[of], sampled.known[of]
+    draws = Draws(
+        temperature=slots["temperature"][at],
+        top_k=slots["top_k"][at],
+        top_p=slots["top_p"][at],
+        min_p=slots["min_p"][at],
+        u=uniform(slots["seed"][at], position),
+        host_top_k=slots.host("top_k")[host_at],
+        host_top_p=slots.host("top_p")[host_at],
+        host_min_p=slots.host("min_p")[host_at],
+    )
+    peaks = logits.amax(-1)
+    return _checked(peaks, draw(logits, peaks, draws))
+
+
+def _checked(peaks: Tensor, tokens: Tensor) -> Choice:
+    """A row's maximum is NaN if any logit is, and infinite if one is or if nothing is possible."""
+    finite = peaks.isfinite()
+    return Choice(torch.where(finite, tokens, 0), finite)
+
+
+def _kth(shares: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """The top_k[n]-th greatest share of each row; `most` is the greatest top_k."""
+    best = shares.topk(most).values
+    return best.gather(1, (top_k - 1)[:, None]).squeeze(1)
+
+
+def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
+    """The greatest bound [N] such that what is not below it holds at least top_p of the row's mass.
+
+    On the CPU the first guess nearly always holds; on a GPU asking whether it does would wait for the
+    device, and sorting is cheap. Both find the same bound: it is a value of the row, found exactly.
+    """
+    vocab = shares.shape[1]
+    mass = weigh(shares, vocab).sum(-1)
+    target = (mass * top_p.double()).ceil_().to(torch.int64).clamp_(min=1).minimum(mass)
+    if shares.device.type != "cpu" or vocab <= NUCLEUS_GUESS:
+        return _reach(shares.sort(-1, descending=True).values, target, vocab)[0]
+    bound, reached = _reach(shares.topk(NUCLEUS_GUESS).values, target, vocab)
+    missed = _where(~reached)
+    if len(missed):
+        best = shares[missed].sort(-1, descending=True).values
+        bound[missed] = _reach(best, target[missed], vocab)[0]
+    return bound
+
+
+def _reach(best: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Where the falling shares best [N, K] first weigh target [N] together: the share, and whether they do."""
+    totals = weigh(best, vocab).cumsum(-1)
+    at = torch.searchsorted(totals, target[:, None]).clamp_(max=best.shape[1] - 1)
+    return best.gather(1, at).squeeze(1), totals[:, -1] >= target
+
+
+def _invert(weights: Tensor, u: Tensor) -> Tensor:
+    """The first token at which the running total of weights [N, V] exceeds u [N] times their sum."""
+    totals = weights.cumsum(-1)
+    point = (totals[:, -1] * u).to(torch.int64)
+    tokens = torch.searchsorted(totals, point[:, None], right=True).squeeze(1)
+    return tokens.clamp_(max=weights.shape[1] - 1)
+
+
+def _rows(matrix: Tensor, of: Tensor) -> Tensor:
+    """The rows `of` (ascending, distinct) of a matrix; not copied where they are all of them."""
+    return matrix if len(of) == len(matrix) else matrix.index_select(0, of)
+
+
+def _where(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1)

@@ -1,0 +1,42 @@
+"""From host arrays to device tensors, without ever waiting for the device.
+
+On a GPU everything of one call travels in one pinned buffer, copied asynchronously; the caching host
+allocator keeps the buffer until the copy is done. On the CPU a tensor is the array itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Words = NDArray[np.int64] | NDArray[np.float64]
+"""What travels together: items of eight bytes."""
+
+
+def upload(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
+    """The arrays, one-dimensional, as tensors of the same dtypes on `device`. On the CPU they share memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    sizes = [array.size for array in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+    np.concatenate([array.view(np.int64) for array in arrays], out=packed.numpy())
+    moved = torch.split(packed.to(device, non_blocking=True), sizes)
+    return [
+        tensor.view(torch.float64) if array.dtype == np.float64 else tensor
+        for tensor, array in zip(moved, arrays, strict=True)
+    ]
+
+
+def upload_one(tensor: Tensor, device: torch.device) -> Tensor:
+    """A one-dimensional int64 or float64 tensor of the host, on `device`."""
+    return upload([tensor.numpy()], device)[0]
+
+
+def integers(buffer: Any) -> NDArray[np.int64]:
+    """The items of a `protocol.arrays.Int32` (its `data`), widened."""
+    return np.frombuffer(buffer, np.int32).astype(np.int64)
