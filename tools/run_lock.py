@@ -1,0 +1,99 @@
+"""One server per port: the lock in the run directory, and who holds a port that is not ours.
+
+The lock is a file that the kernel lets one process lock (flock). The children inherit the locked
+descriptor, so the directory stays taken until the last of them is gone, even if we are killed: a
+new server cannot bind its sockets where an old engine is about to clear up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from protocol.sockets import make_private
+from tools.failure import Failure
+
+LOCK = "pid"
+LISTENING = "0A"  # the state column of /proc/net/tcp
+
+
+def hold(directory: Path) -> int:
+    """Make `directory` private and ours until the returned descriptor is closed. Raises Failure."""
+    try:
+        make_private(directory)
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise Failure(f"no run directory: {error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise Failure(_taken(directory)) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def holder(directory: Path) -> int | None:
+    """The pid of the server that holds `directory`; None if nobody does. May be gone already."""
+    try:
+        with (directory / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with contextlib.suppress(OSError, ValueError):
+            return int((directory / LOCK).read_text())
+    except OSError:
+        pass
+    return None
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raises Failure, naming the holder's pid where the system lets us see it."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, proto) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise Failure(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        who = _listener(port)
+        raise Failure(
+            f"port {port} is in use by {who or 'another program'}; choose another with --port"
+        ) from None
+
+
+def _taken(directory: Path) -> str:
+    pid, port = holder(directory), directory.name
+    if pid is not None and not Path(f"/proc/{pid}").exists():
+        return f"the server on port {port} (pid {pid}) is gone, but its children still stop; wait"
+    whose = f"process {pid}" if pid is not None else "another process"
+    return f"a server already runs on port {port}: {whose}; choose another port with --port"
+
+
+def _listener(port: int) -> str | None:
+    """ "pid 12 (name)" of the process that listens on `port`, if it is one of ours."""
+    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor) in wanted:
+                process = descriptor.parents[1]
+                return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
+    return None
+
+
+def _listening_inodes(port: int) -> list[str]:
+    inodes = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for row in Path(table).read_text().splitlines()[1:]:
+                columns = row.split()
+                if columns[3] == LISTENING and int(columns[1].rpartition(":")[2], 16) == port:
+                    inodes.append(columns[9])
+    return inodes

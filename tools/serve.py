@@ -1,0 +1,206 @@
+"""`tidegate serve`: from the command line to running processes.
+
+    options -> configs -> the run directory's lock -> the model's path -> commands -> the watch loop
+
+What is decided while they run is `tools.supervisor`'s; this file puts the pieces together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.config import EngineConfig, GatewayConfig, ServeConfig, WorkerConfig
+from protocol.sockets import engine_address, run_directory
+from tools import run_lock
+from tools.catalogue import CATALOGUE, DEFAULT
+from tools.children import Child, Command
+from tools.failure import Failure
+from tools.fetch import home
+from tools.flags import add_flags, build
+from tools.models import resolve
+from tools.supervisor import Supervisor
+from tools.watch import Readiness, Watch, say, signals
+from tools.web import Server, local_url
+
+DESCRIPTION = """\
+Serve a model over the OpenAI API (HTTP) and over ZeroMQ. Ctrl-C stops the server after open
+requests have finished; pressed twice, at once.
+"""
+
+EXAMPLES = f"""\
+examples:
+  tidegate serve                                  the default model, {DEFAULT}, on port 8000
+  tidegate serve ~/models/qwen3-4b                a Hugging Face directory (safetensors)
+  tidegate serve model.gguf --port 8001           a GGUF file, on another port
+  tidegate serve --max-len 4096 --max-slots 16    less memory: shorter and fewer requests
+  tidegate serve --served-name small --gateways 2
+"""
+
+ROOMS = (
+    ("the gateway", GatewayConfig),
+    ("the engine", EngineConfig),
+    ("the worker", WorkerConfig),
+    ("the supervisor", ServeConfig),
+)
+NEEDED = {"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch": "worker"}
+"""Libraries that a child would miss at once -> the extra that brings them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is to be started; nothing of it has happened yet."""
+
+    engine: EngineConfig
+    gateway: GatewayConfig
+    serve: ServeConfig
+    directory: Path
+
+    @property
+    def url(self) -> str:
+        return local_url(self.gateway.host, self.gateway.port)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT,
+        metavar="MODEL",
+        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
+        f"(default {DEFAULT})",
+    )
+    for title, config in ROOMS:
+        add_flags(parser, config, title=title)
+
+
+def plan(options: Mapping[str, Any]) -> Plan:
+    """The configs that the options make; `worker.model` is still as the user named it.
+
+    Raises Failure, with the exit code of a usage error, where options contradict each other.
+    """
+    try:
+        gateway = build(GatewayConfig, options)
+        directory = run_directory(gateway.port)
+        address = engine_address(gateway.port)
+        worker_address = f"ipc://{directory / 'worker.sock'}"
+        worker = build(WorkerConfig, options, model=options["model"], address=worker_address)
+        engine = build(EngineConfig, options, worker=worker, address=address)
+        serve = build(ServeConfig, options)
+    except ValueError as error:
+        raise Failure(str(error), exit_code=2) from None
+    names = gateway.served_name or ([worker.model] if worker.model in CATALOGUE else [])
+    gateway = msgspec.structs.replace(gateway, engine=address, served_name=names)
+    return Plan(engine, gateway, serve, directory)
+
+
+def commands(plan: Plan, *, lock: int) -> list[Command]:
+    """How to start the children, in the order in which a drain stops them.
+
+    `-P` keeps the working directory out of sys.path, so that a folder of the user's cannot pass for
+    one of our rooms. gunicorn would put it back; it gets the run directory instead, where only
+    sockets are.
+    """
+    python = [sys.executable, "-P", "-m"]
+    chdir = f"--chdir={plan.directory}"
+    conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
+    engine_json, gateway_json = (
+        msgspec.json.encode(c).decode() for c in (plan.engine, plan.gateway)
+    )
+    return [
+        Command(
+            "gateway",
+            [*python, "gunicorn", chdir, conf, "gateway.app:create_app()"],
+            environment={"TIDEGATE_GATEWAY": gateway_json},
+            keeps_open=[lock],
+        ),
+        Command("engine", [*python, "engine_core", "--config", engine_json], keeps_open=[lock]),
+    ]
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    wanted = plan(vars(options))
+    _check_installation()
+    lock = run_lock.hold(wanted.directory)
+    try:
+        run_lock.check_port_is_free(wanted.gateway.host, wanted.gateway.port)
+        return _serve(_with_model_path(wanted), lock, started)
+    finally:
+        os.close(lock)
+
+
+def _with_model_path(plan: Plan) -> Plan:
+    """The plan with the model's name replaced by its path, fetched if need be."""
+    path = resolve(plan.engine.worker.model, home())
+    worker = msgspec.structs.replace(plan.engine.worker, model=str(path))
+    engine = msgspec.structs.replace(plan.engine, worker=worker)
+    return Plan(engine, plan.gateway, plan.serve, plan.directory)
+
+
+def _serve(plan: Plan, lock: int, started: float) -> int:
+    def phase(text: str) -> None:
+        say(f"{time.monotonic() - started:6.1f} s  {text}")
+
+    phase(f"model {plan.engine.worker.model}")
+    with contextlib.ExitStack() as stack:
+        wakeups = stack.enter_context(signals())
+        supervised = commands(plan, lock=lock)
+        supervisor = Supervisor(
+            [command.name for command in supervised],
+            time.monotonic(),
+            start_timeout_s=plan.serve.start_timeout_s,
+            drain_s=plan.gateway.drain_s,
+        )
+        children = [Child(command) for command in supervised]
+        phase(", ".join(f"{child.name} started (pid {child.pid})" for child in children))
+        readiness = stack.enter_context(Readiness(Server(plan.url)))
+        return Watch(
+            supervisor,
+            children,
+            wakeups=wakeups,
+            readiness=readiness,
+            on_listening=lambda: phase("gateway answers; the model is loading"),
+            on_ready=lambda: say(_welcome(plan, readiness.model, time.monotonic() - started)),
+        ).run()
+
+
+def _welcome(plan: Plan, model: str | None, seconds: float) -> str:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return f"""\
+{seconds:6.1f} s  ready
+
+Tidegate serves {model} at {plan.url}  (ready in {seconds:.1f} s)
+
+  curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{body}'
+
+  tidegate chat --url {plan.url}
+  ZeroMQ: {plan.gateway.engine}
+
+Ctrl-C stops it.
+"""
+
+
+def _check_installation() -> None:
+    for library, extra in NEEDED.items():
+        if importlib.util.find_spec(library) is None:
+            raise Failure(f"{library} is not installed; try: pip install 'tidegate[{extra}]'")
+
+
+def _folder_of(room: str) -> Path:
+    """Where a room lies, without importing it."""
+    spec = importlib.util.find_spec(room)
+    if spec is None or spec.origin is None:
+        raise Failure(f"the {room} package is not installed")
+    return Path(spec.origin).parent

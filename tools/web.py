@@ -1,0 +1,86 @@
+"""HTTP as the tools need it: small GETs and one streamed POST, with the standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+from tools.failure import Failure
+
+
+class Server:
+    """A server at `url` ("http://host:port", perhaps with a path in front of all others)."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise Failure(f"--url {url!r} is no http:// or https:// address", exit_code=2)
+        self.url = parts.geturl().rstrip("/")
+        self._secure = parts.scheme == "https"
+        self._address = (parts.hostname, _port(parts, url))
+        self._path = parts.path.rstrip("/")
+
+    def connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        host, port = self._address
+        return kind(host, port, timeout=timeout_s)
+
+    def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, bytes] | None:
+        """(status, body), or None where nobody answers."""
+        connection = self.connect(timeout_s)
+        try:
+            connection.request("GET", self._path + path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def post(
+        self, connection: http.client.HTTPConnection, path: str, body: Any
+    ) -> http.client.HTTPResponse:
+        """The response, its body not read yet."""
+        connection.request(
+            "POST",
+            self._path + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Accept": "text/event-stream"},
+        )
+        return connection.getresponse()
+
+    def first_model(self) -> str | None:
+        """The name of the model it serves; None where nobody answers as a model server would."""
+        answer = self.get("/v1/models")
+        if answer is None or answer[0] != http.client.OK:
+            return None
+        try:
+            return str(json.loads(answer[1])["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            return None
+
+
+def local_url(host: str, port: int) -> str:
+    """Where a program on this machine reaches a server that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def hang_up(connection: http.client.HTTPConnection) -> None:
+    """End a conversation in the middle of an answer, so that the server sees it at once."""
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _port(parts: Any, url: str) -> int | None:
+    try:
+        port: int | None = parts.port
+    except ValueError:
+        raise Failure(f"--url {url!r} has a port that is no port", exit_code=2) from None
+    return port
