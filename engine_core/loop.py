@@ -20,6 +20,7 @@ from protocol import sockets, wire
 from protocol.config import EngineConfig
 from protocol.errors import EngineLost, ErrorInfo, InvalidRequest, WireError
 from protocol.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Drain,
     Generate,
@@ -153,9 +154,13 @@ class Loop:
     def _welcome(self, client: bytes) -> None:
         """Once the model is loaded; those who greet earlier are welcomed then."""
         if self._engine is not None and self._model is not None:
-            self._tell(
-                client, Welcome(epoch=self._epoch, model=self._model, limits=self._engine.limits)
+            welcome = Welcome(
+                protocol=PROTOCOL_VERSION,
+                epoch=self._epoch,
+                model=self._model,
+                limits=self._engine.limits,
             )
+            self._tell(client, welcome)
 
     def _tell(self, client: bytes, message: Message) -> None:
         try:

@@ -35,7 +35,7 @@ class Message(
 class Hello(Message, frozen=True, kw_only=True):
     """Client -> engine, first of all and again after a restart: who I am."""
 
-    protocol: int = PROTOCOL_VERSION
+    protocol: int  # always sent: a default would be read as the receiver's own
     name: str = ""
     pid: int = 0
 
@@ -96,10 +96,10 @@ class Welcome(Message, frozen=True, kw_only=True):
     is.
     """
 
+    protocol: int
     epoch: str
     model: ModelCard
     limits: Limits
-    protocol: int = PROTOCOL_VERSION
 
 
 class Accepted(Message, frozen=True, kw_only=True):

@@ -128,7 +128,7 @@ class Session:
         self._said_at = now
         if self.is_ready:
             return [Ping()], news
-        return [Hello(name=self._name, pid=os.getpid())], news
+        return [Hello(protocol=PROTOCOL_VERSION, name=self._name, pid=os.getpid())], news
 
     def _outputs(self, message: Outputs) -> list[News]:
         news: list[News] = []

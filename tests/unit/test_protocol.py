@@ -1,0 +1,139 @@
+"""Arrays, errors, sampling bounds and configs: the small words."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol import errors, sockets
+from protocol.arrays import Float32, Int32, UInt8
+from protocol.config import Config, EngineConfig, GatewayConfig, ServeConfig, WorkerConfig
+from protocol.sampling import SamplingParams, check_vocabulary
+
+
+def test_an_array_keeps_values_and_shape() -> None:
+    table = Int32.of([1, 2, 3, 4, 5, 6], (2, 3))
+    assert (table.shape, len(table), table.tolist()) == ((2, 3), 2, [1, 2, 3, 4, 5, 6])
+    assert table == Int32(bytes(table.data), (2, 3))
+    assert table != Int32(bytes(table.data), (3, 2))
+    assert Int32.of([]) != Float32.of([])
+    assert Int32.of([]).tolist() == []
+    assert UInt8.of([True, False]).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2), (-1, 1), (1, 1, 1, 1, 1)])
+def test_an_array_refuses_a_shape_that_does_not_fit(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="shape"):
+        Int32(b"abcd", shape)
+
+
+def test_an_array_refuses_numbers_that_do_not_fit() -> None:
+    with pytest.raises(OverflowError):
+        Int32.of([1 << 31])
+    with pytest.raises(TypeError):
+        Int32.of([1.5])
+
+
+def test_every_error_survives_the_wire() -> None:
+    kinds = [kind for kind in vars(errors).values() if is_leaf(kind)]
+    assert len(kinds) >= 9
+    for kind in kinds:
+        error = kind("why", param="field", retry_after_s=1.5)
+        copy = errors.error_from(error.info())
+        assert type(copy) is kind
+        assert (copy.message, copy.param, copy.retry_after_s) == ("why", "field", 1.5)
+
+
+def is_leaf(kind: Any) -> bool:
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, errors.ServingError)
+        and kind not in (errors.ServingError, errors.RequestError)
+    )
+
+
+def test_an_unknown_code_is_the_engines_fault() -> None:
+    error = errors.error_from(errors.ErrorInfo(code="from_the_future", message="?"))
+    assert isinstance(error, errors.EngineError)
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("max_tokens", [0, 1, None], [-1, 1 << 25]),
+        ("min_tokens", [0, 1], [-1]),
+        ("temperature", [0, 0.5, 2], [-0.1, 2.1, math.nan, math.inf]),
+        ("top_p", [0.001, 1], [0, 1.1, math.nan]),
+        ("top_k", [-1, 0, 1, 1 << 20], [-2, 1 << 30]),
+        ("min_p", [0, 1], [-0.1, 1.1]),
+        ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
+        ("presence_penalty", [-2, 2], [-2.1, 2.1]),
+        ("repetition_penalty", [0.01, 10], [0, -1, 10.1]),
+        ("seed", [-(1 << 63), (1 << 63) - 1, None], [1 << 63]),
+        ("stop_token_ids", [[], [0] * 128], [[-1], [0] * 129, [1 << 31]]),
+        ("logit_bias", [{}, {5: 100}, {5: -100}], [{5: 101}, {-1: 1}, {5: math.nan}]),
+        ("logprobs", [0, 20, None], [-1, 21]),
+        ("prompt_logprobs", [0, 20, None], [-1, 21]),
+    ],
+)
+def test_every_number_has_its_bounds(field: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        assert getattr(msgspec.convert({field: value}, SamplingParams), field) == value
+    for value in bad:
+        with pytest.raises(msgspec.ValidationError, match=field):
+            msgspec.convert({field: value}, SamplingParams)
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    with pytest.raises(msgspec.ValidationError, match="min_tokens"):
+        msgspec.convert({"min_tokens": 3, "max_tokens": 2}, SamplingParams)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused_by_field() -> None:
+    check_vocabulary(SamplingParams(stop_token_ids=[96], logit_bias={96: 1.0}), 97)
+    for field, params in (
+        ("stop_token_ids", SamplingParams(stop_token_ids=[97])),
+        ("logit_bias", SamplingParams(logit_bias={97: 1.0})),
+    ):
+        with pytest.raises(errors.InvalidRequest, match="97") as caught:
+            check_vocabulary(params, 97)
+        assert caught.value.param == field
+
+
+@pytest.mark.parametrize("config", [WorkerConfig, EngineConfig, GatewayConfig, ServeConfig])
+def test_every_config_field_is_described(config: type[Config]) -> None:
+    properties = msgspec.json.schema(config)["$defs"][config.__name__]["properties"]
+    undescribed = [name for name, schema in properties.items() if not described(schema)]
+    assert undescribed == []
+
+
+def described(schema: dict[str, Any]) -> bool:
+    return "description" in schema
+
+
+def test_configs_name_the_field_that_is_wrong() -> None:
+    with pytest.raises(msgspec.ValidationError, match="block_tokens"):
+        msgspec.convert({"model": "m", "block_tokens": 12}, WorkerConfig)
+    with pytest.raises(msgspec.ValidationError, match="max_slotz"):
+        msgspec.convert({"model": "m", "max_slotz": 12}, WorkerConfig)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:5555", "ipc://", "/tmp/x", "ipc://" + "x" * 108]
+)
+def test_only_private_addresses_are_accepted(address: str) -> None:
+    with pytest.raises(ValueError, match=r"ipc|longer"):
+        sockets._checked(address)
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    private = tmp_path / "private" / "run"
+    sockets.make_private(private)
+    assert private.stat().st_mode & 0o777 == 0o700
+    private.chmod(0o755)
+    with pytest.raises(PermissionError, match="0700"):
+        sockets.make_private(private)

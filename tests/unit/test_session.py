@@ -1,0 +1,157 @@
+"""The client's half of the conversation: exactly one end for each request, come what may."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Gone,
+    Hello,
+    Limits,
+    Output,
+    Outputs,
+    Ping,
+    Pong,
+    Refused,
+    Welcome,
+)
+from protocol.sampling import SamplingParams
+from protocol.session import Session
+from protocol.stats import EngineStats
+from tests.support.engines import a_card
+
+LIMITS = Limits(
+    max_len=64, max_slots=2, block_tokens=4, num_blocks=9, token_budget=8, prefix_cache=True
+)
+OVERLOADED = ErrorInfo(code="overloaded", message="later")
+
+
+def welcome(epoch: str = "e1", protocol: int = PROTOCOL_VERSION) -> Welcome:
+    return Welcome(protocol=protocol, epoch=epoch, model=a_card(), limits=LIMITS)
+
+
+def connected() -> Session:
+    session = Session("test", lease_s=6.0)
+    assert isinstance(session.tick(0.0)[0][0], Hello)
+    session.receive(welcome(), 0.0)
+    return session
+
+
+def opened(session: Session) -> int:
+    return session.generate([1, 2], SamplingParams()).request
+
+
+def ends(news: list[tuple[int, object]]) -> dict[int, str]:
+    """request -> code of the error that ended it."""
+    return {request: output.error.code for request, output in news if isinstance(output, Output)}
+
+
+def test_before_the_engine_has_answered_nothing_can_be_asked() -> None:
+    session = Session("test")
+    assert not session.is_ready
+    with pytest.raises(EngineNotReady):
+        opened(session)
+
+
+def test_the_welcome_brings_the_model_and_the_limits() -> None:
+    session = connected()
+    assert session.is_ready
+    assert (session.model, session.limits) == (a_card(), LIMITS)
+
+
+def test_an_engine_that_speaks_another_protocol_is_not_used() -> None:
+    session = Session("test")
+    session.receive(welcome(protocol=99), 0.0)
+    assert not session.is_ready
+    assert "protocol 99" in session.trouble.message
+
+
+def test_news_reach_their_requests_in_order_until_the_end() -> None:
+    session = connected()
+    one, two = opened(session), opened(session)
+    first = Output(request=one, tokens=[5])
+    last = Output(request=one, tokens=[6], finish="stop")
+    other = Output(request=two, tokens=[7])
+    assert session.receive(Accepted(request=one), 0.1) == [(one, Accepted(request=one))]
+    news = session.receive(Outputs(step=1, outputs=[first, other]), 0.2)
+    assert news == [(one, first), (two, other)]
+    assert session.receive(Outputs(step=2, outputs=[last]), 0.3) == [(one, last)]
+    assert session.open == {two}
+
+
+def test_nothing_comes_after_an_end_or_an_abort() -> None:
+    session = connected()
+    one, two, three = opened(session), opened(session), opened(session)
+    session.receive(Outputs(step=1, outputs=[Output(request=one, finish="stop")]), 0.1)
+    session.receive(Refused(request=two, error=OVERLOADED), 0.1)
+    assert session.abort(three) == Abort(requests=[three])
+    late = [Output(request=number, tokens=[5]) for number in (one, two, three)]
+    assert session.receive(Outputs(step=2, outputs=late), 0.2) == []
+    assert session.receive(Accepted(request=three), 0.2) == []
+    assert session.receive(Refused(request=three, error=OVERLOADED), 0.2) == []
+
+
+def test_aborting_twice_or_after_the_end_says_nothing() -> None:
+    session = connected()
+    request = opened(session)
+    assert session.abort(request) is not None
+    assert session.abort(request) is None
+
+
+def test_an_engine_that_says_it_is_gone_ends_every_open_request() -> None:
+    session = connected()
+    requests = [opened(session), opened(session)]
+    news = session.receive(Gone(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    assert ends(news) == dict.fromkeys(requests, "engine_lost")
+    assert news[0][1].error.message == "worker died"
+    with pytest.raises(EngineLost, match="worker died"):
+        opened(session)
+
+
+def test_silence_beyond_the_lease_ends_every_open_request_once() -> None:
+    session = connected()
+    request = opened(session)
+    assert session.tick(5.9)[1] == []
+    assert ends(session.tick(6.1)[1]) == {request: "engine_lost"}
+    assert session.tick(7.2)[1] == []
+
+
+def test_after_a_silence_the_session_greets_again() -> None:
+    session = connected()
+    messages, _ = session.tick(6.1)
+    assert isinstance(messages[0], Hello)
+    session.receive(welcome(), 6.2)
+    assert session.is_ready
+
+
+def test_a_pong_of_another_epoch_means_that_everything_is_lost() -> None:
+    session = connected()
+    request = opened(session)
+    news = session.receive(Pong(epoch="e2", stats=EngineStats()), 1.0)
+    assert ends(news) == {request: "engine_lost"}
+    assert isinstance(session.tick(1.0)[0][0], Hello)
+
+
+def test_a_new_welcome_of_another_epoch_ends_what_was_open() -> None:
+    session = connected()
+    request = opened(session)
+    assert ends(session.receive(welcome("e2"), 1.0)) == {request: "engine_lost"}
+    assert session.is_ready
+    assert opened(session) != request
+
+
+def test_a_ping_is_said_about_once_a_second() -> None:
+    session = connected()
+    said = [message for i in range(40) for message in session.tick(i / 10)[0]]
+    assert all(isinstance(message, Ping) for message in said)
+    assert 3 <= len(said) <= 4
+
+
+def test_a_pong_brings_the_statistics() -> None:
+    session = connected()
+    session.receive(Pong(epoch="e1", stats=EngineStats(running=3)), 1.0)
+    assert session.stats.running == 3

@@ -1,0 +1,175 @@
+"""The wire: golden bytes of every message, refusal of everything else, large arrays not copied.
+
+After an intended change of the format, write the golden bytes anew with
+`python -m tests.unit.test_wire` and review the difference.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, get_args
+
+import msgpack
+import pytest
+
+from protocol import messages, steps, wire
+from protocol.arrays import Int32
+from protocol.errors import WireError
+from protocol.messages import Generate, Message
+from tests.support.samples import MESSAGES
+
+GOLDEN = Path(__file__).parents[1] / "data" / "wire"
+DIRECTIONS = (messages.ToEngine, messages.ToClient, steps.ToWorker, steps.FromWorker)
+
+
+def name_of(message: Message) -> str:
+    return type(message).__name__.lower()
+
+
+def direction_of(message: Message) -> Any:
+    return next(union for union in DIRECTIONS if type(message) in get_args(union))
+
+
+def unpacked(frame: bytes) -> dict[str, Any]:
+    return msgpack.unpackb(frame[1:], strict_map_key=False)
+
+
+def joined(frames: list[Any]) -> bytes:
+    return b"".join(len(frame).to_bytes(4, "little") + bytes(frame) for frame in frames)
+
+
+def test_every_kind_of_message_has_a_sample() -> None:
+    kinds = {kind for union in DIRECTIONS for kind in get_args(union)}
+    assert kinds == {type(message) for message in MESSAGES}
+
+
+def test_every_field_of_every_sample_is_set() -> None:
+    """A field at its default would not appear in the golden bytes, nor would its renaming."""
+    for message in MESSAGES:
+        frame = wire.encode(message)[0]
+        assert set(unpacked(frame)) - {"kind"} == set(message.__struct_fields__)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=name_of)
+def test_the_bytes_of_a_message_do_not_change(message: Message) -> None:
+    assert joined(wire.encode(message)) == (GOLDEN / f"{name_of(message)}.bin").read_bytes()
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=name_of)
+def test_what_is_sent_is_what_arrives(message: Message) -> None:
+    decoder: wire.Decoder[Message] = wire.Decoder(direction_of(message))
+    assert decoder.decode(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=name_of)
+def test_a_message_on_the_wrong_socket_is_refused(message: Message) -> None:
+    for union in DIRECTIONS:
+        if type(message) not in get_args(union):
+            with pytest.raises(WireError, match="kind"):
+                wire.Decoder(union).decode(wire.encode(message))
+
+
+def test_the_plain_msgpack_package_reads_our_frames() -> None:
+    frames = wire.encode(Generate(request=7, prompt=Int32.of([1, 258])))
+    assert frames[0][0] == wire.WIRE_VERSION
+    fields = unpacked(frames[0])
+    assert (fields["kind"], fields["request"]) == ("generate", 7)
+    assert fields["prompt"].data == b"\x01\x01\x02\x00\x00\x00" + b"\x01\0\0\0\x02\x01\0\0"
+
+
+def test_a_large_array_is_a_frame_of_its_own_and_not_copied() -> None:
+    prompt = Int32.of(range(5000))
+    frames = wire.encode(Generate(request=7, prompt=prompt))
+    assert len(frames) == 2
+    assert frames[1].obj is prompt.data.obj
+    received = [bytes(frame) for frame in frames]
+    message = wire.Decoder(messages.ToEngine).decode(received)
+    assert message.prompt.data.obj is received[1]
+    assert message.prompt == prompt
+
+
+def test_fields_of_a_newer_version_are_tolerated() -> None:
+    frame = wire.encode(messages.Accepted(request=3))[0]
+    newer = msgpack.packb(unpacked(frame) | {"mood": "good"})
+    decoded = wire.Decoder(messages.ToClient).decode([frame[:1] + newer])
+    assert decoded == messages.Accepted(request=3)
+
+
+def prompt_as(value: Any) -> list[bytes]:
+    return [b"\x01" + msgpack.packb({"kind": "generate", "request": 1, "prompt": value})]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\x01"],
+        [b"\x02\x80"],
+        [b"\x01\x80"],
+        [b"x"] * 65,
+        prompt_as([1, 2]),
+        prompt_as(None),
+        prompt_as(msgpack.ExtType(9, b"\x01\x01\0\0\0\0")),
+        prompt_as(msgpack.ExtType(1, b"")),
+        prompt_as(msgpack.ExtType(1, b"\x01\x01\x02\0\0\0aaaa")),
+        prompt_as(msgpack.ExtType(1, b"\x02\x01\x01\0\0\0aaaa")),
+        prompt_as(msgpack.ExtType(1, b"\x01\x00")),
+        prompt_as(msgpack.ExtType(1, b"\x01\x02\x01\0\0\0\x01\0\0\0aaaa")),
+        prompt_as(msgpack.ExtType(2, b"\x01\x01\x05\0\0\0\x01\0\0\0")),
+        prompt_as(msgpack.ExtType(2, b"\x01\x01\x05\0\0\0")),
+        [*prompt_as(msgpack.ExtType(2, b"\x01\x01\x05\0\0\0\x00\0\0\0")), b"a" * 20],
+        [*prompt_as(msgpack.ExtType(2, b"\x01\x01\xff\xff\xff\xff\x01\0\0\0")), b"a" * 20],
+        [b"\x01" + b"\x91" * 5000],
+    ],
+)
+def test_what_is_malformed_is_a_wire_error(frames: list[bytes]) -> None:
+    with pytest.raises(WireError):
+        wire.Decoder(messages.ToEngine).decode(frames)
+
+
+def test_an_oversized_message_is_refused_before_it_is_decoded(monkeypatch: Any) -> None:
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
+    with pytest.raises(WireError, match="limit"):
+        wire.Decoder(messages.ToEngine).decode([b"\x01" + b"a" * 100])
+
+
+def test_mutated_frames_raise_wire_errors_only() -> None:
+    """Twenty thousand damaged messages: each is refused as such, or still is a message."""
+    dice = random.Random(5)
+    samples = [[bytes(frame) for frame in wire.encode(message)] for message in MESSAGES]
+    decoders = [wire.Decoder(union) for union in DIRECTIONS]
+    survived = 0
+    for _ in range(20_000):
+        frames = [bytearray(frame) for frame in dice.choice(samples)]
+        damage(dice, frames)
+        try:
+            dice.choice(decoders).decode([bytes(frame) for frame in frames])
+            survived += 1
+        except WireError:
+            pass
+    assert 0 < survived < 10_000
+
+
+def damage(dice: random.Random, frames: list[bytearray]) -> None:
+    frame = dice.choice(frames)
+    for _ in range(dice.randrange(1, 4)):
+        position = dice.randrange(1, len(frame)) if len(frame) > 1 else 0
+        match dice.randrange(4):
+            case 0:
+                frame[position] = dice.randrange(256)
+            case 1:
+                del frame[position:]
+            case 2:
+                frame[position:position] = dice.randbytes(dice.randrange(1, 9))
+            case 3:
+                frame[position] ^= 1 << dice.randrange(8)
+        if not frame:
+            return
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for sample in MESSAGES:
+        (GOLDEN / f"{name_of(sample)}.bin").write_bytes(joined(wire.encode(sample)))
