@@ -39,8 +39,8 @@ class ByteState(msgspec.Struct, frozen=True, tag="bytes"):
 
 
 class WindowState(msgspec.Struct, frozen=True, tag="window"):
-    """ids   the tokens whose text may still change, after `context` tokens that give them
-    context"""
+    """Of a WindowDetokenizer: `context` tokens whose text is out, then those whose text may
+    change."""
 
     ids: list[int]
     context: int

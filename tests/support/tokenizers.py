@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -109,3 +110,14 @@ def card_of(tokenizer: bytes, **fields: Any) -> ModelCard:
         "eos_token_ids": [],
     }
     return ModelCard(tokenizer=tokenizer, **(known | fields))
+
+
+def cuts(items: Any, seed: int) -> list[Any]:
+    """`items` (a string or a list) cut at random places; joined again they are the same."""
+    rng = random.Random(seed)
+    pieces, start = [], 0
+    while start < len(items):
+        end = start + rng.choice((1, 1, 2, 3, 7))
+        pieces.append(items[start:end])
+        start = end
+    return pieces

@@ -1,0 +1,271 @@
+"""Where chat templates run: Hugging Face's dialect of Jinja, with every step counted.
+
+A template comes with the model's files, and model files come from anywhere. So it runs in Jinja's
+immutable sandbox (no attribute of Python's own, nothing it is given can be changed) and under a
+`Budget`. Bounded are:
+
+- steps: each item of each loop, each operator that can make something large, and each call of a
+  function, macro or method is one, and at each one the clock is looked at; so loops that write
+  nothing end too;
+- `range` (100,000 numbers, Jinja's own bound), and recursion, by Python's limit;
+- what is written, piece by piece, and the size of every string or list made by `+`, `~`, `*`, `%`
+or a
+  call; of `*`, `**`, `replace`, `join`, paddings and formats before it is made.
+
+Not bounded is what one call of any other built-in filter does with values that are themselves
+within these bounds: a `sort` or a `list` of the largest string takes about a second, and is not
+interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_OUTPUT_CHARS = 16_000_000
+MAX_STEPS = 2_000_000
+MAX_SECONDS = 5.0
+MAX_WIDTH = 10_000
+MAX_POWER_BITS = 10_000
+_WIDE_FORMAT = re.compile(r"%[-+ #0]*(\d{5}|\*|\d*\.(\d{5}|\*))|\{[^{}]*(\d{5}|\{)")
+
+_BUDGET = " budget"
+_COUNTED = " counted"
+_SIZED = " sized"
+"""Names with a blank: no template can spell them."""
+
+Now = Callable[[], datetime]
+
+
+class BudgetExceeded(jinja2.TemplateError):
+    """The template took too long or wrote too much."""
+
+
+class Budget:
+    """What one rendering may still use. `clock` counts seconds."""
+
+    def __init__(
+        self,
+        *,
+        max_chars: int = MAX_OUTPUT_CHARS,
+        max_steps: int = MAX_STEPS,
+        max_seconds: float = MAX_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._chars = max_chars
+        self._max_chars = max_chars
+        self._steps = max_steps
+        self._clock = clock
+        self._deadline = clock() + max_seconds
+
+    def step(self) -> None:
+        self._steps -= 1
+        if self._steps < 0:
+            raise BudgetExceeded("the chat template takes too many steps")
+        self.look()
+
+    def look(self) -> None:
+        if self._clock() > self._deadline:
+            raise BudgetExceeded("the chat template takes too long")
+
+    def write(self, piece: str) -> None:
+        self._chars -= len(piece)
+        if self._chars < 0:
+            raise BudgetExceeded("the chat template writes too much")
+
+    def check_size(self, size: int) -> None:
+        if size > self._max_chars:
+            raise BudgetExceeded("the chat template makes a value that is too large")
+
+    def sized(self, value: Any) -> Any:
+        if isinstance(value, str | list | tuple):
+            self.check_size(len(value))
+        return value
+
+
+def budget_of(context: Context) -> Budget:
+    budget: Budget = context.parent[_BUDGET]
+    return budget
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles and runs templates as Hugging Face does, counting steps."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, now: Now = datetime.now) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
+        )
+        self.globals.pop("lipsum", None)
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: now().strftime(format)
+        self.filters["tojson"] = _tojson
+        for name in ("center", "indent", "wordwrap", "format", "replace", "join"):
+            self.filters[name] = _checked(name, self.filters[name])
+        self.filters[_COUNTED] = _counted
+        self.filters[_SIZED] = _sized
+
+    def template(self, source: str) -> jinja2.Template:
+        """Raises jinja2.TemplateSyntaxError."""
+        tree = Counting().visit(self.parse(source))
+        tree.set_environment(self)
+        code = self.compile(tree)
+        return self.template_class.from_code(self, code, self.make_globals(None))
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        budget = budget_of(context)
+        budget.step()
+        text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        if isinstance(text, str):
+            check_growth(budget, function.__name__, text, [*args, *kwargs.values()])
+        return budget.sized(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget = budget_of(context)
+        budget.step()
+        if operator == "*":
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, str | list | tuple) and isinstance(times, int):
+                    budget.check_size(len(value) * times)
+        elif operator == "**" and _power_bits(left, right) > MAX_POWER_BITS:
+            raise BudgetExceeded("the chat template makes a number that is too large")
+        elif operator == "%" and isinstance(left, str):
+            check_growth(budget, "format", left, [])
+        return budget.sized(super().call_binop(context, operator, left, right))
+
+
+def run(template: jinja2.Template, variables: dict[str, Any], budget: Budget) -> str:
+    """Render within the budget. Raises jinja2.TemplateError, or whatever the template's code
+    raises."""
+    context = template.new_context({**variables, _BUDGET: budget})
+    pieces = []
+    for piece in template.root_render_func(context):
+        budget.write(piece)
+        budget.look()
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+class Counting(NodeTransformer):
+    """Rewrites a template so that each item of a loop is one step and each `a ~ b` is measured."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, _COUNTED)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, _SIZED)
+
+
+def _filtered(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+@jinja2.pass_context
+def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    budget = budget_of(context)
+    for item in items:
+        budget.step()
+        yield item
+
+
+@jinja2.pass_context
+def _sized(context: Context, value: Any) -> Any:
+    return budget_of(context).sized(value)
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what the model wrote, for those who train on it; here it is only a
+    scope."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Hugging Face's: Jinja's own would escape for HTML."""
+    _check_widths([indent])
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of Jinja's, whose growth is checked like that of the method of the same name."""
+    passes = getattr(function, "jinja_pass_arg", None)
+
+    @jinja2.pass_context
+    def checked(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = budget_of(context)
+        budget.step()
+        if name == "join":
+            value = list(value)
+            separator = str(args[0] if args else kwargs.get("d", ""))
+            budget.check_size(len(separator) * len(value))
+        elif isinstance(value, str):
+            check_growth(budget, name, value, [*args, *kwargs.values()])
+        first = (
+            ()
+            if passes is None
+            else (context.eval_ctx if "eval" in passes.name else context.environment,)
+        )
+        return budget.sized(function(*first, value, *args, **kwargs))
+
+    return checked
+
+
+def check_growth(budget: Budget, method: str, text: str, args: Sequence[Any]) -> None:
+    """Refuse `text.method(*args)` where the result would be too large to be made and looked at."""
+    if method in ("format", "format_map"):
+        if _WIDE_FORMAT.search(text):
+            raise BudgetExceeded("the chat template formats with a width that is too large")
+    elif method == "replace":
+        old, new = [*map(str, args[:2]), "", ""][:2]
+        budget.check_size(len(text) + text.count(old) * len(new))
+    elif method == "join" and args and isinstance(args[0], Sized):
+        budget.check_size(len(text) * len(args[0]))
+    else:
+        _check_widths(args)
+
+
+def _check_widths(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, int) and value > MAX_WIDTH:
+            raise BudgetExceeded(f"the chat template pads to more than {MAX_WIDTH} characters")
+
+
+def _power_bits(base: Any, exponent: Any) -> float:
+    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
+        return base.bit_length() * exponent
+    return 0

@@ -1,0 +1,152 @@
+"""A model's chat template: compiled once, rendered under a budget, asked what it can take.
+
+What a template does with a message is known for certain only from what it writes; so `Habits` come
+from rendering a few tiny conversations when the template is loaded, not from reading its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import msgspec
+
+from gateway.chat.sandbox import Budget, ChatEnvironment, Now, run
+from protocol.errors import InvalidRequest
+
+Message = Mapping[str, Any]
+
+_RAISED_BY_TEMPLATES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What code of a template can raise when a message is not what it expects."""
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """How a template wants its messages.
+
+    parts             content may be a list of parts; else it must be one string
+    strings           content may be a string; else it must be a list
+    null_content      an assistant's message that is only calls has content None; else ""
+    string_arguments  a call's arguments are JSON text; else an object
+    developer         it knows this role; else the message goes in as `system`
+    """
+
+    parts: bool = False
+    strings: bool = True
+    null_content: bool = False
+    string_arguments: bool = False
+    developer: bool = False
+
+
+class ChatTemplate:
+    """Raises ValueError where `source` does not compile.
+
+    special_tokens  the names templates use -> text: bos_token, eos_token, ...
+    new_budget      makes the budget of one rendering
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        now: Now = datetime.now,
+        new_budget: Callable[[], Budget] = Budget,
+    ) -> None:
+        self._special_tokens = dict(special_tokens or {})
+        self._new_budget = new_budget
+        try:
+            self._template = ChatEnvironment(now).template(source)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            raise ValueError(f"the model's chat template does not compile: {error}") from error
+        self.habits = _habits(self, source)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+        budget: Budget | None = None,
+    ) -> str:
+        """`messages` as the template wants them (see `habits`). Raises InvalidRequest."""
+        variables = {
+            **self._special_tokens,
+            **(kwargs or {}),
+            "messages": messages,
+            "tools": tools or None,
+            "documents": documents or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return run(self._template, variables, budget or self._new_budget())
+        except _RAISED_BY_TEMPLATES as error:
+            raise InvalidRequest(
+                f"the model's chat template cannot render these messages: {error}", param="messages"
+            ) from error
+
+
+_NEEDLE = "n33dle"
+TRIAL_SECONDS = 1.0
+
+
+def _habits(template: ChatTemplate, source: str) -> Habits:
+    parts = _takes_parts(template)
+    null_content, string_arguments = _call_style(template)
+    return Habits(
+        parts=parts,
+        strings=not parts or _NEEDLE in _tried(template, [{"role": "user", "content": _NEEDLE}]),
+        null_content=null_content,
+        string_arguments=string_arguments,
+        developer="'developer'" in source or '"developer"' in source,
+    )
+
+
+def _tried(template: ChatTemplate, messages: Sequence[Message]) -> str:
+    """What the template writes; nothing, where it refuses."""
+    try:
+        return template.render(messages, budget=Budget(max_seconds=TRIAL_SECONDS))
+    except InvalidRequest:
+        return ""
+
+
+def _takes_parts(template: ChatTemplate) -> bool:
+    """It writes a part's text, and not the list itself as Python or JSON spell it."""
+    part = {"type": "text", "text": _NEEDLE}
+    text = _tried(template, [{"role": "user", "content": [part]}])
+    return _NEEDLE in text and "'type'" not in text and '"type"' not in text
+
+
+def _call_style(template: ChatTemplate) -> tuple[bool, bool]:
+    """(null_content, string_arguments): the first way in which a call's arguments get through."""
+    for string_arguments in (False, True):
+        for null_content in (False, True):
+            text = _tried(template, _conversation_with_call(null_content, string_arguments))
+            if _NEEDLE in text and f"'{_NEEDLE}'" not in text:
+                return null_content, string_arguments
+    return False, False
+
+
+def _conversation_with_call(null_content: bool, string_arguments: bool) -> list[Message]:
+    arguments: Any = f'{{"{_NEEDLE}": 1}}' if string_arguments else {_NEEDLE: 1}
+    function = {"name": "find", "arguments": arguments}
+    return [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": None if null_content else "",
+            "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "call00000", "name": "find", "content": "!"},
+    ]
