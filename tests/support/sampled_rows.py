@@ -1,0 +1,45 @@
+"""Sampled rows with parameters of their own, without a plan or a model: for tests of what follows logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from protocol.sampling import SamplingParams
+from tests.support.plans import slot_init
+from tests.support.tiny_model import tiny_slots
+from worker.batch import Sampled
+from worker.slots import Poison, SlotTable
+
+
+@dataclass
+class Asker:
+    """A request that gets a token now: what it knows, and how it wants the next one chosen."""
+
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=lambda: [1])
+    prompt_tokens: int = 1
+    seed: int = 0
+    stop_ids: list[int] = field(default_factory=list)
+
+
+def asking(askers: Sequence[Asker]) -> tuple[SlotTable, Sampled]:
+    """Slots that hold the askers, in falling order so that no row is its own slot; and their rows."""
+    slots = tiny_slots(len(askers) + 2, poison=Poison.WILD)
+    at = [len(askers) + 1 - row for row in range(len(askers))]
+    for slot, asker in zip(at, askers, strict=True):
+        init = slot_init(
+            slot,
+            asker.tokens,
+            prompt_tokens=asker.prompt_tokens,
+            seed=asker.seed,
+            stop_ids=asker.stop_ids,
+            params=asker.params,
+        )
+        slots.bind(init)
+    slots.flush()
+    host_slots = torch.tensor(at)
+    host_known = torch.tensor([len(asker.tokens) for asker in askers])
+    return slots, Sampled(host_slots, host_known, host_slots, host_known, torch.arange(len(at)))

@@ -1,0 +1,186 @@
+"""Logprobs against torch's log_softmax in float64, for sampled tokens and for prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from protocol.sampling import SamplingParams
+from tests.support.plans import GREEDY, slot_init, step_plan
+from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots
+from worker.logprobs import CHUNK, score
+
+
+def logits_of(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 5
+
+
+@pytest.mark.parametrize("vocab", [7, 97, 49_152])
+def test_scores_are_those_of_the_softmax(vocab):
+    logits = logits_of(6, vocab)
+    tokens = torch.arange(6) % vocab
+    scores = score(logits, tokens, 5)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(
+        scores.logprobs.double(), expected.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=1e-6
+    )
+    best = expected.sort(-1, descending=True)
+    assert torch.equal(scores.top_ids, best.indices[:, :5])
+    torch.testing.assert_close(
+        scores.top_logprobs.double(), best.values[:, :5], rtol=1e-6, atol=1e-6
+    )
+    places = (best.indices == tokens[:, None]).nonzero()[:, 1]
+    assert scores.ranks.tolist() == (places + 1).tolist()
+
+
+def test_scores_have_the_same_bits_alone_and_among_others_and_for_any_number_of_tops():
+    logits, tokens = logits_of(7, 40_001), torch.arange(7) * 100
+    together = score(logits, tokens, 20)
+    for row in range(7):
+        alone = score(logits[row : row + 1], tokens[row : row + 1], 3)
+        assert torch.equal(alone.logprobs[0], together.logprobs[row])
+        assert torch.equal(alone.top_logprobs[0], together.top_logprobs[row, :3])
+        assert torch.equal(alone.top_ids[0], together.top_ids[row, :3])
+
+
+def test_equally_likely_tokens_are_told_by_rising_id_and_share_a_rank():
+    logits = torch.zeros(1, 50)
+    logits[0, [40, 10, 30]] = 2.0
+    scores = score(logits, torch.tensor([30]), 4)
+    assert scores.top_ids[0, :3].tolist() == [10, 30, 40]
+    assert scores.ranks.tolist() == [1]
+
+
+def test_no_tops_may_be_asked_for():
+    scores = score(logits_of(2, 97), torch.tensor([0, 1]), 0)
+    assert scores.top_ids.shape == scores.top_logprobs.shape == (2, 0)
+
+
+# ---- through the runner
+
+
+@dataclass
+class Counting(TinyModel):
+    """Remembers how many rows of logits were made at once."""
+
+    def __init__(self) -> None:
+        super().__init__(max_len=400)
+        self.sizes: list[int] = []
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(hidden))
+        return super().logits(hidden)
+
+
+def runner_of(model: TinyModel | None = None):
+    return tiny_runner(tiny_slots(4), tiny_cache(40), model)
+
+
+def blocks_for(slot: int) -> range:
+    return range(1 + 9 * slot, 10 + 9 * slot)
+
+
+def bound(slot: int, tokens: list[int], params: SamplingParams, **more):
+    return slot_init(slot, tokens, blocks=blocks_for(slot), params=params, **more)
+
+
+PROMPT = [5, 9, 2, 77, 31, 8, 64, 3, 3, 90]
+
+
+def reference(tokens: list[int]) -> torch.Tensor:
+    """log_softmax after every position of `tokens`, each computed by a step of its own."""
+    rows = []
+    for position in range(len(tokens)):
+        runner = runner_of()
+        kept: list[torch.Tensor] = []
+        make = runner._model.logits
+        runner._model.logits = lambda hidden, make=make, kept=kept: (
+            kept.append(make(hidden)) or kept[0]
+        )
+        prompt = tokens[: position + 1]
+        runner.step(step_plan(bind=[bound(0, prompt, GREEDY)], rows=[(0, 0, len(prompt), True)]))
+        rows.append(kept[0][0].double().log_softmax(-1))
+    return torch.stack(rows)
+
+
+def test_prompt_logprobs_are_of_each_prompt_token_after_the_first_however_it_is_chunked():
+    expected = reference(PROMPT)
+    asks = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    for cuts in ([0, 10], [0, 4, 10], [0, 1, 2, 9, 10]):
+        runner = runner_of()
+        ids, values, tops = [], [], []
+        for nth, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            plan = step_plan(
+                bind=[bound(2, PROMPT, asks)] if not nth else [],
+                rows=[(2, start, stop - start, stop == len(PROMPT))],
+            )
+            told = runner.step(plan).prompt_logprobs
+            if told is None:
+                assert start == len(PROMPT) - 1
+                continue
+            assert set(told.rows.tolist()) == {0}
+            assert set(told.counts.tolist()) == {2}
+            ids += told.ids.tolist()
+            values += told.logprobs.tolist()
+            tops += told.top_ids.tolist()
+        assert ids == PROMPT[1:]
+        best = expected.argsort(-1, descending=True)[:-1, :2]
+        assert tops == best.flatten().tolist()
+        wanted = expected[torch.arange(9), PROMPT[1:]]
+        torch.testing.assert_close(torch.tensor(values).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_only_rows_that_ask_are_told_and_only_about_their_prompt():
+    asks = SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=1)
+    runner = runner_of()
+    result = runner.step(
+        step_plan(
+            bind=[
+                bound(0, PROMPT, GREEDY),
+                bound(1, PROMPT, asks, prompt_tokens=4),
+                bound(3, [4, 4, 4], asks),
+            ],
+            rows=[(0, 0, 10, True), (1, 0, 10, True), (3, 0, 3, True)],
+        )
+    )
+    told = result.prompt_logprobs
+    assert told.rows.tolist() == [1, 1, 1, 2, 2]
+    assert told.ids.tolist() == [9, 2, 77, 4, 4]
+    assert told.top_ids.shape == (5, 0)
+    assert result.logprobs.rows.tolist() == [1, 2]
+    assert result.logprobs.ids.tolist() == result.tokens.tolist()[1:]
+    assert result.logprobs.ranks.tolist() == [1, 1]
+    assert result.logprobs.top_ids.tolist() == result.tokens.tolist()[1:]
+
+
+def test_logprobs_are_the_models_own_whatever_the_parameters_make_of_them():
+    plain = SamplingParams(temperature=0.0, logprobs=3)
+    bent = SamplingParams(
+        temperature=0.0, logprobs=3, logit_bias={50: 100.0}, repetition_penalty=1.5
+    )
+    told = []
+    for params in (plain, bent):
+        plan = step_plan(bind=[bound(0, PROMPT, params)], rows=[(0, 0, 10, True)])
+        told.append(runner_of().step(plan))
+    assert told[1].tokens.tolist() == [50]
+    assert told[0].logprobs.top_ids == told[1].logprobs.top_ids
+    assert told[0].logprobs.top_logprobs == told[1].logprobs.top_logprobs
+    assert told[1].logprobs.ranks.tolist()[0] > 1
+
+
+def test_long_prompts_are_scored_a_chunk_of_logits_at_a_time():
+    model = Counting()
+    slots = tiny_slots(4)
+    runner = tiny_runner(slots, tiny_cache(40), model)
+    asks = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    tokens = [[(7 * i + slot) % 97 for i in range(36)] for slot in range(4)]
+    plan = step_plan(
+        bind=[bound(slot, tokens[slot], asks) for slot in range(4)],
+        rows=[(slot, 0, 36, True) for slot in range(4)],
+    )
+    told = runner.step(plan).prompt_logprobs
+    assert told.ids.tolist() == [token for row in tokens for token in row[1:]]
+    assert max(model.sizes) <= CHUNK
+    assert sum(model.sizes) == 4 * 35 + 4

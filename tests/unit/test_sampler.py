@@ -1,0 +1,228 @@
+"""Choosing tokens: against a plain per-row reference, and never dependent on a row's neighbours."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from protocol.sampling import SamplingParams
+from tests.support.sampled_rows import Asker, asking
+from worker.randomness import uniform
+from worker.sampler import NUCLEUS_GUESS, Draws, draw, keep_from, sample
+from worker.weights import relative
+
+SMALL, LARGE = 61, 3 * NUCLEUS_GUESS + 7
+GREEDY = SamplingParams(temperature=0.0)
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.3),
+    SamplingParams(temperature=1e-3),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=1.3, top_k=7),
+    SamplingParams(temperature=2.0, top_k=600),
+    SamplingParams(temperature=1.0, top_k=10_000_000),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=2.0, top_p=0.99),
+    SamplingParams(temperature=0.8, top_p=1e-6),
+    SamplingParams(temperature=1.0, min_p=0.05),
+    SamplingParams(temperature=1.0, min_p=1.0),
+    SamplingParams(temperature=1.1, top_k=20, top_p=0.8),
+    SamplingParams(temperature=1.5, top_k=700, top_p=0.95, min_p=0.01),
+    SamplingParams(temperature=1.5, top_p=0.7, min_p=0.2),
+]
+
+
+def logits_of(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
+    """Token -> probability after all filters, for one row, in plain Python: what the words say."""
+    peak = max(logits)
+    mass = {t: math.exp((x - peak) / params.temperature) for t, x in enumerate(logits)}
+    best = sorted(mass, key=lambda t: -mass[t])
+    if 0 < params.top_k < len(best):
+        best = best[: params.top_k]
+    total, so_far, nucleus = sum(mass[t] for t in best), 0.0, []
+    for token in best:
+        nucleus.append(token)
+        so_far += mass[token]
+        if so_far >= params.top_p * total and params.top_p < 1:
+            break
+    chosen = sorted(t for t in nucleus if mass[t] >= params.min_p * mass[best[0]])
+    total = sum(mass[t] for t in chosen)
+    return {t: mass[t] / total for t in chosen}
+
+
+def reference(logits: list[float], params: SamplingParams, u: float) -> int:
+    """The token whose stretch of [0, 1) holds u, in vocabulary order."""
+    if params.temperature == 0:
+        return logits.index(max(logits))
+    so_far = 0.0
+    for token, share in kept(logits, params).items():
+        so_far += share
+        if u < so_far:
+            return token
+    return token
+
+
+def tokens_of(logits: torch.Tensor, askers: list[Asker]) -> list[int]:
+    choice = sample(logits, *asking(askers))
+    assert choice.finite.all()
+    return choice.tokens.tolist()
+
+
+@pytest.mark.parametrize("vocab", [SMALL, LARGE])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_every_row_of_a_mixed_batch_gets_the_token_of_the_reference(vocab, spread):
+    for trial in range(2):
+        askers = [
+            Asker(params, tokens=[1] * (1 + row % 5), seed=trial * 1000 + row)
+            for row, params in enumerate(PARAMS)
+        ]
+        logits = logits_of(len(askers), vocab, spread=spread, seed=trial)
+        known = torch.tensor([len(asker.tokens) for asker in askers])
+        draws = uniform(torch.tensor([asker.seed for asker in askers]), known).tolist()
+        expected = [
+            reference(row, asker.params, u)
+            for row, asker, u in zip(logits.tolist(), askers, draws, strict=True)
+        ]
+        assert tokens_of(logits, askers) == expected
+
+
+@pytest.mark.parametrize("vocab", [SMALL, LARGE])
+@pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
+@pytest.mark.parametrize("params", [p for p in PARAMS if p.temperature > 0])
+def test_the_filters_keep_exactly_the_tokens_of_the_reference(params, spread, vocab):
+    logits = logits_of(5, vocab, spread=spread, seed=3)
+    shares = relative(logits, logits.amax(-1), torch.full((5,), params.temperature))
+    bound = keep_from(shares, draws_of([params] * 5))
+    mask = torch.ones_like(shares, dtype=torch.bool) if bound is None else shares >= bound[:, None]
+    for row, keeps in zip(logits.tolist(), mask, strict=True):
+        assert set(keeps.nonzero().flatten().tolist()) == set(kept(row, params))
+
+
+def draws_of(params: list[SamplingParams]) -> Draws:
+    """As the sampler reads them from slots, which hold top_p and min_p in float32."""
+    top_k = torch.tensor([p.top_k for p in params], dtype=torch.int32)
+    top_p, min_p, temperature = (
+        torch.tensor([getattr(p, name) for p in params], dtype=torch.float32)
+        for name in ("top_p", "min_p", "temperature")
+    )
+    u = torch.zeros(len(params), dtype=torch.float64)
+    return Draws(temperature, top_k, top_p, min_p, u, top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize("vocab", [SMALL, 64, LARGE])
+def test_a_rows_token_is_the_same_in_every_subset_and_order_of_the_batch(vocab):
+    askers = [Asker(params, seed=row) for row, params in enumerate(PARAMS)]
+    logits = logits_of(len(askers), vocab, spread=1.0, seed=5)
+    together = tokens_of(logits, askers)
+    rng = random.Random(vocab)
+    groups = [[row] for row in range(len(askers))]
+    groups += [rng.sample(range(len(askers)), size) for size in (2, 3, 7, 11, 16)]
+    for rows in groups:
+        alone = tokens_of(logits[rows], [askers[row] for row in rows])
+        assert alone == [together[row] for row in rows]
+
+
+@pytest.mark.parametrize("vocab", [SMALL, LARGE])
+def test_a_rows_filter_has_the_same_bits_in_every_subset_of_the_batch(vocab):
+    params = [p for p in PARAMS if p.temperature > 0]
+    logits = logits_of(len(params), vocab, spread=1.0, seed=6)
+    temperature = torch.tensor([p.temperature for p in params])
+    shares = relative(logits, logits.amax(-1), temperature)
+    together = keep_from(shares, draws_of(params))
+    for row, one in enumerate(params):
+        alone = relative(logits[row : row + 1], logits[row : row + 1].amax(-1), temperature[[row]])
+        assert torch.equal(alone[0], shares[row])
+        bound = keep_from(alone, draws_of([one]))
+        assert (0.0 if bound is None else bound.item()) == together[row].item()
+
+
+def test_equally_likely_tokens_at_the_cut_are_all_kept():
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
+    shares = relative(logits, logits.amax(-1), torch.ones(1))
+    for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.6)):
+        bound = keep_from(shares, draws_of([params]))
+        assert (shares >= bound[:, None]).tolist() == [[True, False, True, True, True, False]]
+
+
+def test_greedy_takes_the_lowest_id_among_equals():
+    logits = torch.zeros(1, 40_000)
+    logits[0, [39_999, 777, 20_000]] = 5.0
+    assert tokens_of(logits, [Asker(GREEDY)]) == [777]
+    assert tokens_of(logits.repeat(3, 1), [Asker(GREEDY)] * 3) == [777] * 3
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_k=2, top_p=0.9)])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_row_of_broken_logits_is_reported_and_spoils_no_other(params, poison):
+    logits = logits_of(3, SMALL)
+    clean = tokens_of(logits, [Asker(params)] * 3)
+    logits[1, 5] = poison
+    choice = sample(logits, *asking([Asker(params)] * 3))
+    assert choice.finite.tolist() == [True, False, True]
+    assert choice.tokens.tolist() == [clean[0], 0, clean[2]]
+
+
+def test_a_row_in_which_nothing_is_possible_is_reported():
+    logits = torch.full((2, SMALL), float("-inf"))
+    choice = sample(logits, *asking([Asker(GREEDY), Asker(SamplingParams(temperature=1.0))]))
+    assert choice.finite.tolist() == [False, False]
+
+
+def test_an_impossible_token_is_never_drawn():
+    logits = torch.zeros(500, SMALL)
+    logits[:, ::2] = float("-inf")
+    askers = [Asker(SamplingParams(temperature=2.0), seed=seed) for seed in range(500)]
+    assert {token % 2 for token in tokens_of(logits, askers)} == {1}
+
+
+def test_the_same_seed_draws_the_same_and_positions_draw_anew():
+    params = SamplingParams(temperature=1.0)
+    logits = torch.zeros(30, LARGE)
+    askers = [Asker(params, tokens=[1] * (1 + row), seed=9) for row in range(30)]
+    first = tokens_of(logits, askers)
+    assert first == tokens_of(logits, askers)
+    assert len(set(first)) > 25
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.6),
+        SamplingParams(temperature=1.4, top_k=9),
+        SamplingParams(temperature=1.2, top_p=0.8),
+        SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.1),
+    ],
+)
+def test_sampled_tokens_follow_the_filtered_softmax(params):
+    """Chi-square over 40,000 draws, seeds in a row; cells that expect fewer than 5 are joined."""
+    draws = 40_000
+    logits = logits_of(1, 37, spread=1.5, seed=8)
+    shares = kept(logits[0].tolist(), params)
+    counts = torch.bincount(drawn(logits, params, draws), minlength=37)
+    assert set(counts.nonzero().flatten().tolist()) <= set(shares)
+    cells = sorted((share * draws, int(counts[token])) for token, share in shares.items())
+    while len(cells) > 1 and cells[0][0] < 5:
+        joined = (cells[0][0] + cells[1][0], cells[0][1] + cells[1][1])
+        cells = sorted([joined, *cells[2:]])
+    chi_square = sum((seen - expected) ** 2 / expected for expected, seen in cells)
+    freedom = len(cells) - 1
+    # Wilson and Hilferty's approximation of the 99.9 % point
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert chi_square < limit
+
+
+def drawn(logits: torch.Tensor, params: SamplingParams, draws: int) -> torch.Tensor:
+    """`draws` tokens from one row of logits, under seeds 0, 1, 2, ..."""
+    seeds = torch.arange(draws)
+    settings = replace(draws_of([params] * draws), u=uniform(seeds, torch.ones_like(seeds)))
+    return draw(logits.expand(draws, -1), logits.amax(-1).expand(draws), settings)

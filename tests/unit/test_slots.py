@@ -1,0 +1,244 @@
+"""The slot table: one entry, one declared list, generations, and no value that outlives its owner."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from protocol.sampling import SamplingParams
+from protocol.steps import SlotInit
+from tests.support.plans import slot_init
+from tests.support.tiny_model import BLOCK_TOKENS, CPU, MAX_LEN, tiny_slots
+from worker.slots import Poison, Rest, SlotField, SlotRef, SlotTable
+
+
+def scalar(name: str, **more: object) -> SlotField:
+    settings = {"dtype": torch.int32, "rest": Rest.FILL, "init": lambda init: init.slot, **more}
+    return SlotField(name=name, **settings)
+
+
+def rows(table: SlotTable, slot: int) -> dict[str, list[object]]:
+    """What readers may see of a slot's row: guarded rows up to their count."""
+    seen = {}
+    for name, field in table.fields.items():
+        row = table[name][slot]
+        seen[name] = (row[: int(table[field.guard][slot])] if field.guard else row).tolist()
+    return seen
+
+
+FULL = SamplingParams(
+    temperature=0.5,
+    top_p=0.25,
+    top_k=9,
+    min_p=0.125,
+    frequency_penalty=1.5,
+    presence_penalty=-0.5,
+    repetition_penalty=2.0,
+    min_tokens=3,
+    max_tokens=9,
+    logit_bias={4: 1.5, 2: -2.0},
+    logprobs=3,
+    prompt_logprobs=0,
+)
+
+
+def test_binding_writes_every_field_of_the_row():
+    table = tiny_slots(3)
+    init = slot_init(1, [7, 8, 9], prompt_tokens=2, blocks=[5], seed=-3, stop_ids=[1], params=FULL)
+    assert table.bind(init) == SlotRef(1, 1)
+    table.flush()
+    no_blocks = [0] * (MAX_LEN // BLOCK_TOKENS - 1)
+    assert rows(table, 1) == {
+        "token_ids": [7, 8, 9],
+        "len": 3,
+        "block_table": [5, *no_blocks],
+        "prompt_len": 2,
+        "generation": 1,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "frequency_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 2.0,
+        "top_k": 9,
+        "seed": -3,
+        "min_len": 5,
+        "num_logprobs": 3,
+        "num_prompt_logprobs": 0,
+        "num_bias": 2,
+        "bias_ids": [4, 2],
+        "bias_values": [1.5, -2.0],
+        "num_stop_ids": 1,
+        "stop_ids": [1],
+    }
+
+
+@pytest.mark.parametrize("poison", [None, *Poison])
+def test_a_row_shows_nothing_of_its_former_owner(poison):
+    table = tiny_slots(2, poison=poison)
+    table.bind(slot_init(0, range(20), blocks=[1, 2, 3, 4, 5], stop_ids=[5, 6, 7], params=FULL))
+    table.flush()
+    table.release(0, 1)
+    table.bind(slot_init(0, [3], generation=2, blocks=[9]))
+    table.flush()
+    fresh = tiny_slots(2)
+    fresh.bind(slot_init(0, [3], generation=2, blocks=[9]))
+    fresh.flush()
+    assert rows(table, 0) == rows(fresh, 0)
+
+
+def test_many_slots_are_bound_in_one_flush_and_others_are_left_alone():
+    table = tiny_slots(5)
+    for slot in (3, 0, 4):
+        table.bind(slot_init(slot, [slot, slot + 1], blocks=[slot + 1]))
+    table.flush()
+    assert table["token_ids"][:, :3].tolist() == [
+        [0, 1, 0],
+        [0, 0, 0],
+        [0, 0, 0],
+        [3, 4, 0],
+        [4, 5, 0],
+    ]
+
+
+def test_appended_blocks_stand_where_the_plan_says():
+    table = tiny_slots(3)
+    table.bind(slot_init(0, [1], blocks=[7]))
+    table.flush()
+    table.bind(slot_init(2, [1], blocks=[8]))
+    table.stage_items("block_table", np.array([0, 2, 0]), np.array([1, 1, 2]), np.array([4, 5, 6]))
+    table.flush()
+    assert table["block_table"][:, :4].tolist() == [[7, 4, 6, 0], [0, 0, 0, 0], [8, 5, 0, 0]]
+
+
+def test_a_sampled_token_is_the_token_at_its_position():
+    table = tiny_slots(3)
+    for slot in (0, 2):
+        table.bind(slot_init(slot, [1, 2, 3]))
+    table.flush()
+    table.append_tokens(torch.tensor([2, 0]), torch.tensor([3, 3]), torch.tensor([50, 60]))
+    assert rows(table, 0)["token_ids"] == [1, 2, 3, 60]
+    assert rows(table, 2)["token_ids"] == [1, 2, 3, 50]
+
+
+def test_a_late_arrival_of_an_earlier_generation_frees_nothing():
+    table = tiny_slots(1)
+    old = table.bind(slot_init(0, [1], generation=4))
+    assert table.release(0, 4)
+    new = table.bind(slot_init(0, [2], generation=5))
+    assert not table.release(old.slot, old.generation)
+    assert not table.is_current(old)
+    assert table.is_current(new)
+    assert table.occupant(0) == new
+
+
+def test_a_binding_released_before_the_flush_leaves_no_trace():
+    table = tiny_slots(1)
+    table.bind(slot_init(0, [9, 9, 9], generation=1))
+    table.release(0, 1)
+    table.bind(slot_init(0, [1], generation=2))
+    table.flush()
+    assert table["token_ids"][0, :3].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("init", "says"),
+    [
+        (slot_init(2, [1]), "slot 2 of 2"),
+        (slot_init(-1, [1]), "slot -1"),
+        (slot_init(0, [1], generation=9), "bound already"),
+        (slot_init(1, [1], generation=3), "not new"),
+        (slot_init(1, [1] * (MAX_LEN + 1), generation=4), "do not fit token_ids"),
+        (slot_init(1, [1], generation=4, blocks=[1] * 13), "do not fit block_table"),
+        (slot_init(1, [1], generation=4, stop_ids=[1] * 200), "do not fit stop_ids"),
+    ],
+)
+def test_a_plan_that_contradicts_the_table_is_refused_and_changes_nothing(init: SlotInit, says):
+    table = tiny_slots(2)
+    table.bind(slot_init(0, [5], generation=3))
+    table.bind(slot_init(1, [6], generation=3))
+    table.flush()
+    table.release(1, 3)
+    before = [tensor.clone() for tensor in table.tensors()]
+    with pytest.raises(ValueError, match=says):
+        table.bind(init)
+    table.flush()
+    assert all(map(torch.equal, before, table.tensors()))
+
+
+@pytest.mark.parametrize(("slot", "index"), [(1, 0), (0, -1), (0, MAX_LEN // BLOCK_TOKENS)])
+def test_items_of_free_slots_or_beyond_the_row_are_refused(slot, index):
+    table = tiny_slots(2)
+    table.bind(slot_init(0, [5]))
+    with pytest.raises(ValueError, match="block_table"):
+        table.stage_items("block_table", np.array([slot]), np.array([index]), np.array([1]))
+
+
+@pytest.mark.parametrize("poison", Poison)
+def test_poison_covers_the_whole_row_of_a_freed_slot_and_no_other(poison):
+    table = tiny_slots(2, poison=poison)
+    for slot in (0, 1):
+        table.bind(slot_init(slot, range(MAX_LEN), params=FULL))
+    table.flush()
+    kept = rows(table, 1)
+    table.release(0, 1)
+    for field in table.fields.values():
+        value = poison.value[field.dtype.is_floating_point]
+        row = table[field.name][0].double()
+        assert torch.equal(row.nan_to_num(-1), torch.full_like(row, value).nan_to_num(-1))
+    assert rows(table, 1) == kept
+
+
+# ---- declaring a field
+
+
+def test_a_field_must_say_what_becomes_of_the_rest_of_its_row():
+    with pytest.raises(TypeError, match="rest"):
+        SlotField(name="x", dtype=torch.int32, init=lambda init: 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rest": Rest.GUARDED},
+        {"rest": Rest.GUARDED, "guard": "n"},
+        {"guard": "n"},
+        {"rest": Rest.DERIVED},
+        {"rest": Rest.DERIVED, "derive": print},
+        {"derive": print},
+        {"init": None},
+        {"shape": (2, 2)},
+        {"shape": (2,), "host": True},
+        {"written_by": ("sampler",), "host": True},
+    ],
+)
+def test_a_contradictory_field_cannot_be_declared(wrong):
+    with pytest.raises(ValueError, match="slot field x"):
+        scalar("x", **wrong)
+
+
+def test_a_guard_is_a_filled_scalar_of_the_table():
+    row = scalar("x", shape=(4,), rest=Rest.GUARDED, guard="n", init=lambda init: [1])
+    with pytest.raises(ValueError, match="guard"):
+        SlotTable([row], 1, CPU)
+    with pytest.raises(ValueError, match="guard"):
+        SlotTable([row, scalar("n", shape=(2,), init=lambda init: [1])], 1, CPU)
+    SlotTable([row, scalar("n", init=lambda init: 1)], 1, CPU)
+
+
+def test_a_derived_field_is_rebuilt_from_the_new_owners_fields():
+    def doubled(table: SlotTable, slots: torch.Tensor) -> None:
+        table["twice"][slots] = table["once"][slots] * 2
+
+    twice = scalar("twice", rest=Rest.DERIVED, init=None, derive=doubled)
+    table = SlotTable([twice, scalar("once", init=lambda init: init.seed)], 2, CPU)
+    init = slot_init(1, [1], seed=21)
+    table.bind(init)
+    table.flush()
+    assert table["twice"].tolist() == [0, 42]
+    table.release(1, 1)
+    table.bind(replace(init, generation=2, seed=4))
+    table.flush()
+    assert table["twice"].tolist() == [0, 8]
