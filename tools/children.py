@@ -49,7 +49,7 @@ class Child:
             env={**os.environ, **command.environment},
             process_group=0,
             pass_fds=command.keeps_open,
-            preexec_fn=dies_with_us(),
+            preexec_fn=_dies_with_us(),
         )
         assert self._process.stdout is not None
         self.pid = self._process.pid
@@ -101,7 +101,7 @@ class Child:
         return data
 
 
-def dies_with_us() -> Callable[[], None]:
+def _dies_with_us() -> Callable[[], None]:
     """For `preexec_fn`: the kernel sends the child SIGTERM when we die, however we die."""
     us = os.getpid()
     prctl = ctypes.CDLL(None, use_errno=True).prctl

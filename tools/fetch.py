@@ -31,7 +31,6 @@ from typing import BinaryIO, NoReturn
 from tqdm import tqdm
 
 from tools.catalogue import Entry
-from tools.children import dies_with_us
 from tools.failure import Failure
 
 PIECE_BYTES = 1 << 20
@@ -119,7 +118,6 @@ def _download(entry: Entry, folder: Path) -> Path:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "TMPDIR": str(partial)},
-            preexec_fn=dies_with_us(),
         )
         try:
             _watch(pip, folder, entry)
@@ -213,6 +211,7 @@ def _largest_file(folder: Path) -> int:
 
 
 def _bar(total: int, what: str) -> tqdm[NoReturn]:
+    tqdm.monitor_interval = 0  # no thread of its own: the children are forked from this process
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=True)
 
 

@@ -8,12 +8,11 @@ What is decided while they run is `tools.supervisor`'s; this file puts the piece
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ from tools.failure import Failure
 from tools.fetch import home
 from tools.flags import add_flags, build
 from tools.models import resolve
-from tools.supervisor import Supervisor
-from tools.watch import Readiness, Watch, say, signals
+from tools.watch import say, supervise
 from tools.web import Server, local_url
 
 DESCRIPTION = """\
@@ -152,27 +150,19 @@ def _serve(plan: Plan, lock: int, started: float) -> int:
     def phase(text: str) -> None:
         say(f"{time.monotonic() - started:6.1f} s  {text}")
 
-    phase(f"model {plan.engine.worker.model}")
-    with contextlib.ExitStack() as stack:
-        wakeups = stack.enter_context(signals())
-        supervised = commands(plan, lock=lock)
-        supervisor = Supervisor(
-            [command.name for command in supervised],
-            time.monotonic(),
-            start_timeout_s=plan.serve.start_timeout_s,
-            drain_s=plan.gateway.drain_s,
-        )
-        children = [Child(command) for command in supervised]
+    def started_all(children: Sequence[Child]) -> None:
         phase(", ".join(f"{child.name} started (pid {child.pid})" for child in children))
-        readiness = stack.enter_context(Readiness(Server(plan.url)))
-        return Watch(
-            supervisor,
-            children,
-            wakeups=wakeups,
-            readiness=readiness,
-            on_listening=lambda: phase("gateway answers; the model is loading"),
-            on_ready=lambda: say(_welcome(plan, readiness.model, time.monotonic() - started)),
-        ).run()
+
+    phase(f"model {plan.engine.worker.model}")
+    return supervise(
+        commands(plan, lock=lock),
+        Server(plan.url),
+        start_timeout_s=plan.serve.start_timeout_s,
+        drain_s=plan.gateway.drain_s,
+        on_started=started_all,
+        on_listening=lambda: phase("gateway answers; the model is loading"),
+        on_ready=lambda model: say(_welcome(plan, model, time.monotonic() - started)),
+    )
 
 
 def _welcome(plan: Plan, model: str | None, seconds: float) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from tools.children import Child
+from tools.children import Child, Command
 from tools.supervisor import End, Order, Say, Send, Supervisor
 from tools.web import Server
 
@@ -181,6 +181,39 @@ class Watch:
                 case End(code):
                     return code
         return None
+
+
+def supervise(
+    commands: Sequence[Command],
+    server: Server,
+    *,
+    start_timeout_s: float,
+    drain_s: float,
+    on_started: Callable[[Sequence[Child]], None],
+    on_listening: Callable[[], None],
+    on_ready: Callable[[str | None], None],
+) -> int:
+    """Start `commands` together and stay with them to the end; the exit code.
+
+    commands   in the order in which a drain stops them
+    on_*       called once each, as the start gets so far; `on_ready` with the served model's name
+    """
+    names = [command.name for command in commands]
+    with signals() as wakeups:
+        supervisor = Supervisor(
+            names, time.monotonic(), start_timeout_s=start_timeout_s, drain_s=drain_s
+        )
+        children = [Child(command) for command in commands]
+        on_started(children)
+        with Readiness(server) as readiness:  # a thread, so only after the last fork
+            return Watch(
+                supervisor,
+                children,
+                wakeups=wakeups,
+                readiness=readiness,
+                on_listening=on_listening,
+                on_ready=lambda: on_ready(readiness.model),
+            ).run()
 
 
 def say(text: str, *, is_failure: bool = False) -> None:

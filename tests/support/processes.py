@@ -1,0 +1,133 @@
+"""Programs under test: started, listened to, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ROOT = Path(__file__).parents[2]
+
+
+class Program:
+    """A running program; its two outputs are kept as lines. Killed at the end of its `with`."""
+
+    def __init__(
+        self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self._news = threading.Condition()
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, kept))
+            for stream, kept in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        for reader in self._readers:
+            reader.join(10)
+
+    @property
+    def said(self) -> str:
+        return "\n".join(["-- stdout", *self.out, "-- stderr", *self.err])
+
+    def line_with(self, words: str, *, timeout_s: float = 30.0) -> str:
+        """Wait for a line on stdout that contains `words`; that line."""
+
+        def found() -> list[str]:
+            return [line for line in list(self.out) if words in line]
+
+        with self._news:
+            self._news.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
+        if not found():
+            time.sleep(0.2)  # it has ended: let the readers catch up
+        assert found(), f"no line with {words!r}:\n{self.said}"
+        return found()[0]
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, *, timeout_s: float = 30.0) -> int:
+        """Wait for the exit code, and for all that was printed."""
+        code = self.process.wait(timeout_s)
+        for reader in self._readers:
+            reader.join(10)
+        return code
+
+    def _read(self, stream: object, kept: list[str]) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            with self._news:
+                kept.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+        stream.close()  # type: ignore[attr-defined]
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+def is_alive(pid: int) -> bool:
+    """It runs; a zombie, which only waits to be counted, does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """The direct children: command line -> pid."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            words = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, ValueError):
+            continue
+        if parent == pid:
+            found[words] = int(stat.parent.name)
+    return found
+
+
+def eventually(claim: Callable[[], object], *, within_s: float = 10.0) -> bool:
+    """Whether `claim` becomes true in time; looks every 20 ms."""
+    give_up = time.monotonic() + within_s
+    while time.monotonic() < give_up:
+        if claim():
+            return True
+        time.sleep(0.02)
+    return bool(claim())

@@ -1,0 +1,30 @@
+"""A supervisor of its own process, over small children: run as a program by the tests.
+
+argv: JSON {"port": int, "drain_s": float, "commands": [[name, python source], ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tools.children import Command
+from tools.watch import say, supervise
+from tools.web import Server
+
+
+def main() -> int:
+    wanted = json.loads(sys.argv[1])
+    return supervise(
+        [Command(name, [sys.executable, "-P", "-c", code]) for name, code in wanted["commands"]],
+        Server(f"http://127.0.0.1:{wanted['port']}"),
+        start_timeout_s=wanted.get("start_timeout_s", 30.0),
+        drain_s=wanted.get("drain_s", 30.0),
+        on_started=lambda children: say("started " + " ".join(str(c.pid) for c in children)),
+        on_listening=lambda: say("listening"),
+        on_ready=lambda model: say(f"ready {model}"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

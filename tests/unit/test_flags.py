@@ -1,0 +1,126 @@
+"""Options come from the config structs, all of them, with their bounds, and with nothing added."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from protocol.config import GatewayConfig, WorkerConfig, about
+from tools.__main__ import main, parser
+from tools.failure import Failure
+from tools.flags import Flag, OneLineParser, add_flags, build, flags_of
+from tools.serve import ROOMS, plan
+
+FLAGS = [flag for _, config in ROOMS for flag in flags_of(config)]
+NUMBERS = [flag for flag in FLAGS if hasattr(flag.shape, "ge")]
+
+
+def options(*words: str) -> dict[str, object]:
+    return vars(parser().parse_args(["serve", *words]))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which `tidegate serve WORDS` ends, with the exit code of a usage error."""
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *words])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_every_field_but_wiring_is_an_option() -> None:
+    for _, config in ROOMS:
+        fields = {field.name for field in msgspec.structs.fields(config)}
+        wiring = {"model", "address", "worker", "engine"}
+        assert {flag.field for flag in flags_of(config)} == fields - wiring
+
+
+def test_no_two_structs_share_an_options_name() -> None:
+    names = [flag.field for flag in FLAGS]
+    assert len(set(names)) == len(names)
+    assert not {"model", "run"} & set(names)
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_help_tells_what_each_option_is_for(
+    flag: Flag, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # as wide as it takes not to break a word
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert flag.name in words
+    assert " ".join(flag.description.split()) in words
+
+
+def test_options_that_are_not_given_leave_the_defaults_alone() -> None:
+    made = plan(options())
+    worker = made.engine.worker
+    assert worker == WorkerConfig(model="smollm2-135m", address=worker.address)
+    assert made.gateway == GatewayConfig(engine=made.engine.address, served_name=["smollm2-135m"])
+
+
+@pytest.mark.parametrize("flag", NUMBERS, ids=lambda flag: flag.name)
+def test_a_number_beyond_its_bounds_is_one_line_that_names_option_and_bounds(
+    flag: Flag, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for bound, step in ((flag.shape.ge, -1), (flag.shape.le, 1)):
+        line = refusal(capsys, f"{flag.name}={bound + step}")
+        assert flag.name in line
+        assert f"from {flag.shape.ge:g} to {int(flag.shape.le)}" in line
+        assert flag.read(str(bound)) == bound
+
+
+@pytest.mark.parametrize("text", ["", "many", "1.5", "nan", " 8"])
+def test_what_is_no_whole_number_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--max-slots takes a whole number" in refusal(capsys, f"--max-slots={text}")
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "one of auto, bfloat16, float32, not 'int3'" in refusal(capsys, "--dtype=int3")
+
+
+def test_an_unknown_or_shortened_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--max-slo" in refusal(capsys, "--max-slo", "4")
+
+
+def test_what_a_struct_refuses_as_a_whole_is_told_in_the_names_of_options() -> None:
+    with pytest.raises(Failure, match="--block-tokens") as refused:
+        plan(options("--block-tokens", "24"))
+    assert refused.value.exit_code == 2
+
+
+def test_a_switch_that_is_on_by_default_is_switched_off() -> None:
+    assert plan(options()).engine.prefix_cache
+    assert not plan(options("--no-prefix-cache")).engine.prefix_cache
+
+
+def test_a_list_is_given_by_repeating_its_option() -> None:
+    given = options("--served-name", "a", "--served-name", "b")
+    assert plan(given).gateway.served_name == ["a", "b"]
+
+
+def test_any_struct_can_be_given_options() -> None:
+    class Oven(msgspec.Struct, frozen=True):
+        light: Annotated[bool, about("lights up")] = False
+        rack: Annotated[list[str], about("what lies on a rack")] = []
+        heat: Annotated[float, about("100% is 250 degrees", ge=0.5)] = 180
+
+    made = OneLineParser(prog="oven")
+    add_flags(made, Oven, title="oven")
+    given = vars(made.parse_args(["--light", "--rack=bread", "--rack=cake", "--heat=0.5"]))
+    assert build(Oven, given) == Oven(light=True, rack=["bread", "cake"], heat=0.5)
+    assert build(Oven, vars(made.parse_args([]))) == Oven()
+    assert "100% is 250 degrees (of at least 0.5; default 180)" in made.format_help()
+
+
+def test_the_text_of_an_option_is_checked_by_the_fields_own_type() -> None:
+    (port,) = [flag for flag in flags_of(GatewayConfig) if flag.field == "port"]
+    assert port.read("8001") == 8001
+    with pytest.raises(argparse.ArgumentTypeError, match="from 1 to 65535, not '0'"):
+        port.read("0")

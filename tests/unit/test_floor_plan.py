@@ -1,0 +1,102 @@
+"""The star: a room imports itself, `protocol`, the standard library and its own libraries."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+LIBRARIES = {
+    "protocol": {"msgspec", "zmq"},
+    "gateway": {
+        *("msgspec", "zmq", "gevent", "flask", "jinja2", "tokenizers"),
+        *("prometheus_client", "gunicorn", "werkzeug", "markupsafe"),
+    },
+    "engine_core": {"msgspec", "zmq"},
+    "worker": {"msgspec", "zmq", "numpy", "torch", "safetensors", "gguf"},
+    "tools": {"msgspec", "tqdm"},
+}
+ROOMS = list(LIBRARIES)
+UNSAFE = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
+"""Formats that run code while they are read."""
+
+FLASK_IN = {"app.py", "body.py", "sse.py", "routes.py"}
+"""In the gateway, only these know that HTTP is spoken by Flask."""
+
+HEAVY = {"torch", "transformers", "numpy", "gguf", "safetensors"}
+LIGHT_ENTRANCES = {
+    "gateway.app": HEAVY,
+    "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
+    "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
+    "tools.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
+}
+"""What people and processes enter by -> what must not have been loaded then, however indirectly."""
+
+
+def files(room: str) -> Iterator[Path]:
+    found = sorted((ROOT / room).rglob("*.py"))
+    assert found, f"room {room} is empty"
+    yield from found
+
+
+def imported_by(path: Path) -> set[str]:
+    """The top-level packages that a file imports, anywhere in it."""
+    own = path.relative_to(ROOT).parts[0]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(own if node.level else (node.module or "").partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_itself_protocol_and_its_own_libraries(room: str) -> None:
+    allowed = {room, "protocol", "__future__"} | LIBRARIES[room] | sys.stdlib_module_names
+    for path in files(room):
+        strangers = imported_by(path) - allowed
+        assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_room_reads_a_format_that_runs_code(room: str) -> None:
+    for path in files(room):
+        found = imported_by(path) & UNSAFE
+        assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
+
+
+def test_in_the_gateway_only_its_doors_know_flask() -> None:
+    for path in files("gateway"):
+        if path.name not in FLASK_IN:
+            assert "flask" not in imported_by(path), f"{path.relative_to(ROOT)} imports flask"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_file_says_what_its_law_is(room: str) -> None:
+    for path in files(room):
+        law = ast.get_docstring(ast.parse(path.read_text()))
+        assert law, f"{path.relative_to(ROOT)} has no docstring"
+
+
+@pytest.mark.parametrize("entrance", LIGHT_ENTRANCES)
+def test_a_light_process_loads_no_heavy_library(entrance: str) -> None:
+    code = f"import sys, {entrance}; print(*{{m.partition('.')[0] for m in sys.modules}})"
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert not set(ran.stdout.split()) & LIGHT_ENTRANCES[entrance]
+
+
+def test_our_rooms_win_over_folders_of_the_same_name(tmp_path: Path) -> None:
+    for room in ROOMS:
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").write_text("raise SystemExit('the wrong room')")
+    code = "import " + ", ".join(ROOMS)
+    ran = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True)
+    assert ran.returncode == 0, ran.stderr
