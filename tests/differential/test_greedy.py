@@ -1,0 +1,107 @@
+"""Greedy output in float32 equals `transformers`' own generate, token for token, however it is computed.
+
+The reference answers are in tests/data (tests/support/reference.py made them); one test checks that they
+are what transformers says today. Where an answer differs, it is accepted only if the reference itself was
+undecided there: its two best logits within TIE. Such ties are counted and printed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from tests.support.model import smollm2_gguf
+from tests.support.prompts import NUM_TOKENS, PROMPTS
+from tests.support.reference import GOLDEN, greedy, load_reference
+from tests.support.replica import Replica, load
+from worker.models.load import LoadedModel
+
+TIE = 1e-4
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load(smollm2_gguf())
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(GOLDEN.read_text())
+    assert len(rows) == len(PROMPTS) == 32
+    assert {len(row["tokens"]) for row in rows} == {NUM_TOKENS}
+    return rows
+
+
+def check(answers: list[list[int]], reference: list[dict[str, Any]]) -> None:
+    """Raises AssertionError where an answer differs and the reference was sure."""
+    ties = 0
+    for row, answer in zip(reference, answers, strict=True):
+        expected = row["tokens"]
+        if answer == expected:
+            continue
+        at = next(i for i in range(NUM_TOKENS) if answer[i] != expected[i])
+        assert row["gaps"][at] <= TIE, (
+            f"prompt {row['prompt'][:8]}...: token {at} is {answer[at]}, transformers says "
+            f"{expected[at]} by a margin of {row['gaps'][at]}"
+        )
+        ties += 1
+    print(f"{len(answers)} answers of {NUM_TOKENS} tokens are equal; {ties} by a tie")
+
+
+def prompts_of(reference: list[dict[str, Any]]) -> list[list[int]]:
+    return [row["prompt"] for row in reference]
+
+
+def test_the_reference_is_what_transformers_says(reference: list[dict[str, Any]]) -> None:
+    model, tokenizer = load_reference(smollm2_gguf())
+    for place in (0, 13, 27):
+        prompt = tokenizer(PROMPTS[place], add_special_tokens=False).input_ids
+        assert prompt == reference[place]["prompt"]
+        assert greedy(model, prompt, 16)[0] == reference[place]["tokens"][:16]
+
+
+def test_one_at_a_time(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+    replica = Replica(loaded, max_slots=1)
+    check([replica.answers([prompt], GREEDY)[0] for prompt in prompts_of(reference)], reference)
+
+
+def test_sixteen_at_once(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+    replica = Replica(loaded, max_slots=16)
+    check(replica.answers(prompts_of(reference), GREEDY), reference)
+    assert max(len(plan.row_slots) for plan in replica.plans) == 16
+
+
+def test_with_a_token_budget_of_32(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+    replica = Replica(loaded, max_slots=16, token_budget=32)
+    check(replica.answers(prompts_of(reference), GREEDY), reference)
+    steps = [plan.row_tokens.tolist() for plan in replica.plans]
+    assert max(map(sum, steps)) <= 32
+    assert any(1 in step and max(step) > 1 for step in steps), "prompts and streams never shared"
+
+
+def test_without_the_prefix_cache(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+    replica = Replica(loaded, prefix_cache=False)
+    check(replica.answers(prompts_of(reference), GREEDY), reference)
+
+
+def test_out_of_the_prefix_cache(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+    """A second time: every prompt is found as far as it fills blocks."""
+    replica = Replica(loaded)
+    for _ in range(2):
+        check(replica.answers(prompts_of(reference), GREEDY), reference)
+    stats = replica.engine.stats()
+    found = sum((len(prompt) - 1) // 16 * 16 for prompt in prompts_of(reference))
+    assert stats.num_cached_tokens >= found > 0
+
+
+def test_with_so_few_blocks_that_requests_are_preempted(
+    loaded: LoadedModel, reference: list[dict[str, Any]]
+) -> None:
+    for prefix_cache in (True, False):
+        replica = Replica(loaded, num_blocks=25, prefix_cache=prefix_cache)
+        check(replica.answers(prompts_of(reference), GREEDY), reference)
+        assert replica.engine.stats().num_preemptions > 0
