@@ -42,9 +42,7 @@ def _message(message: Any, habits: Habits, at: str) -> dict[str, Any]:
     result["content"] = _content(message.get("content"), habits, f"{at}.content")
     if not result["content"] and calls and habits.null_content:
         result["content"] = None
-    if role == "assistant":
-        result |= _reasoning(message, at)
-    return result
+    return result | _reasoning(result, at)
 
 
 def _role(message: Mapping[str, Any], habits: Habits, at: str) -> str:
@@ -67,16 +65,12 @@ def _optional_text(message: dict[str, Any], field: str, at: str) -> None:
         raise InvalidRequest(f"{at}.{field} must be a string", param=f"{at}.{field}")
 
 
-def _reasoning(message: Mapping[str, Any], at: str) -> dict[str, str]:
+def _reasoning(message: dict[str, Any], at: str) -> dict[str, str]:
     """Both names in use, whichever the caller wrote."""
-    for field in ("reasoning", "reasoning_content"):
-        value = message.get(field)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise InvalidRequest(f"{at}.{field} must be a string", param=f"{at}.{field}")
-        return {"reasoning": value, "reasoning_content": value}
-    return {}
+    for field in ("reasoning_content", "reasoning"):
+        _optional_text(message, field, at)
+    value = message.get("reasoning", message.get("reasoning_content"))
+    return {} if value is None else {"reasoning": value, "reasoning_content": value}
 
 
 def _content(content: Any, habits: Habits, at: str) -> Any:

@@ -35,8 +35,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_OUTPUT_CHARS = 16_000_000
-MAX_STEPS = 2_000_000
-MAX_SECONDS = 5.0
+MAX_STEPS = 1_000_000
+MAX_SECONDS = 2.0
 MAX_WIDTH = 10_000
 MAX_POWER_BITS = 10_000
 _WIDE_FORMAT = re.compile(r"%[-+ #0]*(\d{5}|\*|\d*\.(\d{5}|\*))|\{[^{}]*(\d{5}|\{)")

@@ -98,7 +98,11 @@ class ChatTemplate:
 
 
 _NEEDLE = "n33dle"
-TRIAL_SECONDS = 1.0
+
+
+def _trial_budget() -> Budget:
+    """Generous for a conversation of three lines."""
+    return Budget(max_chars=100_000, max_steps=10_000, max_seconds=1)
 
 
 def _habits(template: ChatTemplate, source: str) -> Habits:
@@ -116,7 +120,7 @@ def _habits(template: ChatTemplate, source: str) -> Habits:
 def _tried(template: ChatTemplate, messages: Sequence[Message]) -> str:
     """What the template writes; nothing, where it refuses."""
     try:
-        return template.render(messages, budget=Budget(max_seconds=TRIAL_SECONDS))
+        return template.render(messages, budget=_trial_budget())
     except InvalidRequest:
         return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -14,15 +13,14 @@ from gateway.output.reader import ReaderFactory, ReaderState, ReadOptions
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ErrorInfo
 from protocol.messages import Output, TokenLogprobs
-from tests.support.tokenizers import card_of, cuts, smollm2_tokenizer_json
+from tests.support.tokenizers import cuts, real_tokenizer
 
 EOS = 2  # <|im_end|>
 TEXT = "Hello, 👩🏽‍🚀! One, two, three.\n\nUser: four 語 five"
 
 
-@cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer(card_of(smollm2_tokenizer_json(), eos_token_ids=[EOS]))
+    return real_tokenizer("smollm2")
 
 
 def factory(**options: Any) -> ReaderFactory:

@@ -10,9 +10,7 @@ import pytest
 from gateway.output.events import Content, Finished, Reasoning, ToolArguments, ToolCall, merged
 from gateway.output.finish import finish_reason
 
-ROWS = re.findall(
-    r"\| ([\w ]+?) +\| (\w+) +\| (\w+) +\| `(\w+)` +\|", finish_reason.__doc__ or ""
-)
+ROWS = re.findall(r"\| ([\w ]+?) +\| (\w+) +\| (\w+) +\| `(\w+)` +\|", finish_reason.__doc__ or "")
 ENGINE = ("stop", "length", "abort", "error")
 
 

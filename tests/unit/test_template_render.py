@@ -1,0 +1,97 @@
+"""Conversation -> prompt, with a real tokenizer."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from gateway.chat.render import ChatRenderer, Conversation
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import ContextTooLong, InvalidRequest
+from tests.support.tokenizers import card_of, family, real_tokenizer, smollm2_tokenizer_json
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@cache
+def renderer(template: str | None = CHATML) -> ChatRenderer:
+    card = card_of(
+        smollm2_tokenizer_json(),
+        chat_template=template,
+        special_tokens={"bos_token": "<|endoftext|>"},
+    )
+    return ChatRenderer(card, real_tokenizer("smollm2"))
+
+
+def text(messages: Any = HELLO, template: str | None = CHATML, **options: Any) -> str:
+    return renderer(template).text(Conversation(messages=messages, **options))
+
+
+def test_a_conversation_becomes_ids_with_special_tokens_written_by_the_template_only() -> None:
+    ids = renderer().tokens(Conversation(messages=HELLO))
+    assert ids[:2] == [0, 1]
+    assert (ids.count(0), ids.count(1), ids.count(2)) == (1, 2, 1)
+    assert text() == "<|endoftext|><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_bos_is_not_doubled_where_the_tokenizer_would_add_one() -> None:
+    config = family("llama3_1")[1]
+    card = card_of(
+        b"",
+        chat_template=config["chat_template"],
+        special_tokens={"bos_token": config["bos_token"]},
+    )
+    tokenizer = real_tokenizer("llama3_1")
+    ids = ChatRenderer(card, tokenizer).tokens(Conversation(messages=HELLO))
+    assert ids.count(tokenizer.token_id("<|begin_of_text|>") or 0) == 1
+
+
+def test_an_answer_can_go_on_where_the_final_message_ends_blanks_and_all() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Hello there, "}]
+    going_on = {"add_generation_prompt": False, "continue_final_message": True}
+    expected = "<|im_start|>assistant\nHello there, "
+    assert text(messages, **going_on).endswith(expected)
+    parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Hello there, "}]}]
+    assert text(parts, **going_on).endswith(expected)
+    assert text([*HELLO, {"role": "assistant", "content": None}], **going_on).endswith("nt\n")
+
+
+def test_an_answer_either_goes_on_or_begins() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        text(continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_a_template_that_leaves_the_final_message_out_cannot_continue_it() -> None:
+    with pytest.raises(InvalidRequest, match="leaves the final message out"):
+        text(template="x", add_generation_prompt=False, continue_final_message=True)
+
+
+def test_kwargs_tools_and_documents_reach_the_template() -> None:
+    template = "{{ enable_thinking }} {{ tools[0].function.name }} {{ documents[0].title }}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    options = {"kwargs": {"enable_thinking": False}, "tools": tools, "documents": [{"title": "d"}]}
+    assert text(template=template, **options) == "False f d"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"), [(None, "has no chat template"), ("{% if %}", "does not compile")]
+)
+def test_a_model_without_a_usable_template_says_so(template: str | None, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{said}.*use the completions API") as caught:
+        text(template=template)
+    assert caught.value.param == "messages"
+
+
+def test_a_prompt_that_is_too_long_names_the_messages() -> None:
+    card = card_of(smollm2_tokenizer_json(), chat_template=CHATML, context_tokens=8)
+    renderer = ChatRenderer(card, Tokenizer(card))
+    with pytest.raises(ContextTooLong, match=r"messages is [\d,]+ bytes long") as caught:
+        renderer.tokens(Conversation(messages=[{"role": "user", "content": "x" * 1000}]))
+    assert caught.value.param == "messages"

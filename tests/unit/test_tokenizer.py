@@ -1,0 +1,124 @@
+"""The shared tokenizer: exact bytes for every id, and no text too long for the loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import tokenizers as hf
+
+from gateway.text.tokenizer import INLINE_BYTES, Tokenizer
+from protocol.errors import ContextTooLong, InvalidRequest
+from tests.support.tokenizers import (
+    FAMILY_NAMES,
+    byte_fallback_json,
+    card_of,
+    real_tokenizer,
+    smollm2_tokenizer_json,
+)
+
+
+def smollm2() -> Tokenizer:
+    return real_tokenizer("smollm2")
+
+
+def test_a_real_text_is_encoded_and_decoded_back() -> None:
+    ids = smollm2().encode("Hello world 123", False)
+    assert ids == [19556, 905, 216, 33, 34, 35]
+    assert smollm2().decode(ids) == "Hello world 123"
+
+
+def test_a_short_text_is_encoded_here_and_a_long_one_where_offload_says() -> None:
+    calls: list[int] = []
+
+    def offload(work: Callable[[], list[int]]) -> list[int]:
+        calls.append(1)
+        return work()
+
+    short, long = "a b " * 100, "a b 👍 " * INLINE_BYTES
+    tok = Tokenizer(card_of(smollm2_tokenizer_json(), context_tokens=100_000))
+    assert tok.encode(short, False, offload=offload) == tok.encode(short, False)
+    assert not calls
+    assert tok.encode(long, False, offload=offload) == tok.encode(long, False)
+    assert calls == [1]
+
+
+def test_a_text_that_is_too_long_is_refused_unread_with_the_numbers() -> None:
+    tok = Tokenizer(card_of(smollm2_tokenizer_json(), context_tokens=8), max_text_bytes=9)
+    assert tok.encode("é" * 4, False)
+    with pytest.raises(ContextTooLong, match=r"messages is 10 bytes .* takes 8 tokens") as caught:
+        tok.encode("é" * 5, False, param="messages")
+    assert caught.value.param == "messages"
+
+
+def test_half_a_surrogate_pair_is_the_callers_mistake() -> None:
+    with pytest.raises(InvalidRequest, match="half of a surrogate pair") as caught:
+        smollm2().encode("a\ud83d", False, param="prompt[1]")
+    assert caught.value.param == "prompt[1]"
+
+
+def test_bytes_that_are_no_tokenizer_are_refused_when_it_is_made() -> None:
+    with pytest.raises(ValueError, match="tokenizer cannot be read"):
+        Tokenizer(card_of(smollm2_tokenizer_json()).__replace__(tokenizer=b"{}"))
+
+
+def test_truncation_and_padding_of_training_are_gone() -> None:
+    described = json.loads(smollm2_tokenizer_json())
+    described["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    described["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    tok = Tokenizer(card_of(json.dumps(described).encode()))
+    text = "one two three four five six"
+    assert tok.encode(text, True) == smollm2().encode(text, True)
+
+
+def test_special_ids_and_spellings_come_from_the_vocabulary() -> None:
+    tok = smollm2()
+    assert tok.token_id("<|im_end|>") == 2
+    assert 2 in tok.special_ids
+    assert tok.token_id("no such token") is None
+    assert tok.decode([2, 19556]) == "Hello"
+    assert tok.decode([2, 19556], skip_special_tokens=False) == "<|im_end|>Hello"
+
+
+@pytest.mark.parametrize("name", ["smollm2", *FAMILY_NAMES])
+def test_the_bytes_of_single_tokens_make_up_the_text_exactly(name: str) -> None:
+    tok = real_tokenizer(name)
+    for text in ("naïve 👩🏽‍🚀 語 \u0301", "\x00\x7f\xa0\xad ĠĊ", " a  b\t\n"):
+        ids = tok.encode(text, False)
+        spelled = b"".join(tok.token_bytes(i) for i in ids)
+        assert spelled.decode() == tok.decode(ids, skip_special_tokens=False)
+
+
+def test_each_letter_of_the_byte_alphabet_is_one_byte_of_its_own() -> None:
+    inner = hf.Tokenizer.from_buffer(smollm2_tokenizer_json())
+    ids = [inner.token_to_id(letter) for letter in hf.pre_tokenizers.ByteLevel.alphabet()]
+    single = [smollm2().token_bytes(i) for i in ids if i is not None]
+    assert len(single) > 200
+    assert {len(data) for data in single} == {1}
+    assert len(set(single)) == len(single)
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_keep_their_blank_and_their_byte() -> None:
+    tok = Tokenizer(card_of(byte_fallback_json()))
+    assert tok.token_bytes(tok.token_id("▁Hello") or 0) == b" Hello"
+    assert tok.token_bytes(tok.token_id("<0xE2>") or 0) == b"\xe2"
+    assert tok.token_text(tok.token_id("<0xE2>") or 0) == "\ufffd"
+    assert tok.token_bytes(10**6) == b""
+
+
+def test_tokens_of_a_decoder_that_is_not_understood_are_spelled_by_the_library() -> None:
+    tok = Tokenizer(card_of(byte_fallback_json(decoder="wordpiece")))
+    assert tok.token_bytes(tok.token_id("語") or 0) == "語".encode()
