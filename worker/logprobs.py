@@ -22,7 +22,7 @@ from protocol.steps import Logprobs
 from worker.batch import StepBatch
 from worker.slots import SlotTable
 from worker.staging import upload
-from worker.weights import relative, scale_bits, weigh
+from worker.weights import relative, rows_at_once, scale_bits, weigh
 
 CHUNK = 64
 """Rows of logits held at once: 64 x 150,000 x 4 bytes is 40 MB."""
@@ -116,11 +116,12 @@ def _scored(
     logits_of: Callable[[int, int], Tensor],
 ) -> Logprobs:
     """Scores of tokens [N], as a message; logits_of(a, b) are the logits of tokens [a, b)."""
-    num_top = int(counts.max())
-    parts = [
-        score(logits_of(start, stop := min(start + CHUNK, len(rows))), tokens[start:stop], num_top)
-        for start in range(0, len(rows), CHUNK)
-    ]
+    num_top, size = int(counts.max()), rows_at_once(tokens.device)
+    parts = []
+    for start, chunk in zip(range(0, len(rows), CHUNK), tokens.split(CHUNK), strict=True):
+        logits = logits_of(start, start + len(chunk))
+        pieces = zip(logits.split(size), chunk.split(size), strict=True)
+        parts += [score(piece, some, num_top) for piece, some in pieces]
     return Logprobs(
         rows=_int32(rows),
         counts=_int32(counts),

@@ -20,6 +20,7 @@ Legend: S rows, V vocabulary, N rows of a group.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from worker.batch import Sampled
 from worker.randomness import uniform
 from worker.slots import SlotTable
 from worker.staging import upload_one
-from worker.weights import relative, weigh
+from worker.weights import relative, rows_at_once, weigh
 
 NUCLEUS_GUESS = 512
 """A nucleus is looked for among so many tokens before a row is sorted whole (on the CPU)."""
@@ -59,6 +60,11 @@ class Draws:
     host_top_p: Tensor
     host_min_p: Tensor
 
+    def split(self, size: int) -> Iterator[Draws]:
+        """The same, `size` rows at a time."""
+        columns = (getattr(self, name).split(size) for name in self.__slots__)
+        return (Draws(*values) for values in zip(*columns, strict=True))
+
 
 def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> Choice:
     """One token for each row of logits [S, V] float32."""
@@ -83,6 +89,10 @@ def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> Choice:
 
 def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
     """logits [N, V] float32, peaks [N] their maxima -> tokens [N] int64."""
+    size = rows_at_once(logits.device)
+    if len(logits) > size:
+        parts = zip(logits.split(size), peaks.split(size), draws.split(size), strict=True)
+        return torch.cat([draw(*part) for part in parts])
     shares = relative(logits, peaks, draws.temperature)
     weights = weigh(shares, shares.shape[1])
     bound = keep_from(shares, draws)

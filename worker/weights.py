@@ -17,6 +17,15 @@ EXACT_FLOAT_BITS = 52
 """A row's total stays below 2**52, so that it and its product with u in [0, 1) fit a float64."""
 
 
+CACHED_ROWS = 8
+"""Rows worked on together on the CPU: what is computed for them stays in its cache."""
+
+
+def rows_at_once(device: torch.device) -> int:
+    """Into how many rows work is cut. Whatever the number, a row's result has the same bits."""
+    return CACHED_ROWS if device.type == "cpu" else 1 << 30
+
+
 def scale_bits(vocab: int) -> int:
     """The most likely token weighs 2**scale_bits; one 2**scale_bits times less likely weighs nothing."""
     return EXACT_FLOAT_BITS - vocab.bit_length()

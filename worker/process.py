@@ -1,0 +1,132 @@
+"""The worker process: command line, logging, the conversation with the engine, exit code.
+
+It connects, loads, says WorkerReady, then answers each StepPlan with a StepResult until Stop. Exit
+codes: 0 stopped as asked; 1 our own failure, told to the engine as WorkerFailed; 2 a bad command line.
+It never outlives the engine. torch is imported in here, after logging, so that its time is told too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+import zmq
+
+from protocol import sockets, wire
+from protocol.config import WorkerConfig
+from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed
+from worker.phases import Phases
+
+log = logging.getLogger("worker")
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+PR_SET_PDEATHSIG = 1  # man 2 prctl
+PARENT_CHECK_MS = 5_000
+SEND_WAIT_MS = 30_000
+LAST_WORD_MS = 2_000
+
+
+def main(arguments: list[str] | None = None) -> int:
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname).1s %(name)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
+    parser.add_argument("--config", required=True, help="a WorkerConfig as JSON")
+    try:
+        config = msgspec.json.decode(parser.parse_args(arguments).config, type=WorkerConfig)
+        if not config.address:
+            raise ValueError("address is missing: where does the engine await this worker?")
+    except (msgspec.MsgspecError, ValueError) as error:
+        log.error("bad --config: %s", error)
+        return EXIT_USAGE
+    # Ctrl-C at a terminal reaches us as well; the engine decides when we stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+    die_with_parent()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        return run(config, Connection(context, config.address, parent))
+    finally:
+        context.term()
+
+
+def run(config: WorkerConfig, engine: Connection) -> int:
+    """Load, then execute plans until told to stop."""
+    try:
+        phases = Phases()
+        with phases("import torch"):
+            from worker.assembly import assemble
+        runner, ready = assemble(config, phases)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: later collections need not look at it
+        engine.send(ready)
+        log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
+        while not isinstance(plan := engine.receive(), Stop):
+            engine.send(runner.step(plan))
+        return 0
+    except ParentGone:
+        log.error("the engine is gone")
+        return EXIT_FAILED
+    except Exception as error:
+        log.exception("the worker failed")
+        engine.send_last_word(WorkerFailed(message=in_one_line(error)))
+        return EXIT_FAILED
+    finally:
+        engine.close()
+
+
+class ParentGone(Exception):
+    """The process that started us has ended."""
+
+
+class Connection:
+    """The engine, as the worker hears it. Waiting costs nothing: a blocking poll, no spinning."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
+        self._socket = sockets.connect_dealer(context, address)
+        self._decoder: wire.Decoder[ToWorker] = wire.Decoder(ToWorker)
+        self._parent = parent
+
+    def receive(self) -> ToWorker:
+        """The next message. Raises ParentGone where the death signal could not reach us."""
+        while not self._socket.poll(PARENT_CHECK_MS):
+            if os.getppid() != self._parent:
+                raise ParentGone
+        return self._decoder.decode(self._socket.recv_multipart())
+
+    def send(self, message: FromWorker) -> None:
+        """Raises ParentGone where nobody takes messages any more."""
+        if not self._socket.poll(SEND_WAIT_MS, zmq.POLLOUT):
+            raise ParentGone
+        self._socket.send_multipart(wire.encode(message))
+
+    def send_last_word(self, message: FromWorker) -> None:
+        """As `send`, but an engine that is gone is not waited for."""
+        if self._socket.poll(LAST_WORD_MS, zmq.POLLOUT):
+            with contextlib.suppress(zmq.Again):
+                self._socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def in_one_line(error: Exception) -> str:
+    """The cause, as an operator reads it: the first line of the message, or the error's name."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill us when the thread that started us ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
