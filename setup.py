@@ -1,5 +1,44 @@
-"""Tidegate's packaging; what there is to say stands in setup.cfg."""
+"""Tidegate's extras, one per need; all else about the package stands in setup.cfg.
+
+They are here because `all` and `test` are sums. Written as `tidegate[worker]`, a sum is looked into
+late, and pip may fetch half a gigabyte of some other torch before it learns which one we take.
+"""
 
 from setuptools import setup
 
-setup()
+GATEWAY = [
+    "flask>=3.1,<4",
+    "gevent>=25.5",
+    "gunicorn>=23,<28",
+    "jinja2>=3.1.6,<4",
+    "prometheus-client>=0.21,<1",
+    "tokenizers>=0.21,<1",
+]
+WORKER = [
+    "gguf>=0.17,<1",
+    "numpy>=2,<3",
+    "safetensors>=0.5,<1",
+    "torch>=2.11,<2.14",
+]
+TEST = [
+    "accelerate>=1.7,<2",
+    "hypothesis>=6.130,<7",
+    "msgpack>=1.1,<2",
+    "mypy>=1.16,<3",
+    "openai>=1.80,<4",
+    "psutil>=7,<8",
+    "pytest>=8.4,<10",
+    "pytest-timeout>=2.4,<3",
+    "ruff>=0.14,<1",
+    "transformers>=4.56,<6",
+    "types-tqdm>=4.66,<5",
+]
+
+setup(
+    extras_require={
+        "gateway": GATEWAY,
+        "worker": WORKER,
+        "all": GATEWAY + WORKER,
+        "test": GATEWAY + WORKER + TEST,
+    }
+)
