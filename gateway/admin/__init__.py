@@ -1,0 +1,1 @@
+"""Routes for those who run, watch and discover a server."""

@@ -1,0 +1,66 @@
+"""For those who run, watch and discover the server: health, version, metrics, models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flask
+import msgspec
+from flask import Blueprint, Response
+
+from gateway.metrics import CONTENT_TYPE
+from gateway.service import ServedModel, Service, version
+
+
+def blueprint(service: Service) -> Blueprint:
+    """
+    /livez      200 while this process answers at all
+    /readyz     200 when requests can be served now; the body says who, since when, and why not
+    /health     the same, as clients of other servers expect it
+    """
+    routes = Blueprint("admin", __name__)
+    routes.get("/livez", endpoint="livez")(lambda: _json({"live": True}))
+    routes.get("/readyz", endpoint="readyz")(lambda: ready(service))
+    routes.get("/health", endpoint="health")(lambda: ready(service))
+    routes.get("/version", endpoint="version")(lambda: _json({"version": version()}))
+    routes.get("/metrics", endpoint="metrics")(
+        lambda: flask.Response(service.metrics.text(), content_type=CONTENT_TYPE)
+    )
+    routes.get("/v1/models", endpoint="models")(lambda: models(service))
+    routes.get("/v1/models/<path:name>", endpoint="model")(lambda name: model(service, name))
+    return routes
+
+
+def ready(service: Service) -> Response:
+    is_ready, facts = service.readiness()
+    response = _json(facts, 200 if is_ready else 503)
+    if not is_ready:
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+def models(service: Service) -> Response:
+    served = service.model()
+    return _json({"object": "list", "data": [_model(served, name) for name in served.names]})
+
+
+def model(service: Service, name: str) -> Response:
+    return _json(_model(service.model(name), name))
+
+
+def _model(served: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.since,
+        "owned_by": "tidegate",
+        "root": served.card.name,
+        "parent": None,
+        "max_model_len": served.limits.max_len,
+    }
+
+
+def _json(value: dict[str, Any], status: int = 200) -> Response:
+    return flask.Response(
+        msgspec.json.encode(value), status=status, content_type="application/json"
+    )

@@ -1,0 +1,297 @@
+"""The middle of every route: ask the engine for all choices, read what comes, tell a sink.
+
+An `Answer` is n generations seen as one. Its laws:
+
+- nothing is said before every choice is accepted; if one is refused, the others are aborted;
+- a sink hears each choice's deltas in order and then exactly one of `end` and `fail`, or nothing
+  more at all when the client has gone;
+- after `close` none of its generations is open.
+
+A stream and a whole answer differ in the sink alone: `Fold` keeps what it hears. Reports are taken
+in the hub, so sinks must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from gevent.event import Event
+
+from gateway.engine_client import EngineClient, Report
+from gateway.output.events import Delta, Failed, Finished
+from gateway.output.reader import Reader, ReaderFactory
+from protocol.arrays import Int32
+from protocol.errors import EngineError, ServingError, error_from
+from protocol.messages import Accepted, Output, Refused, TokenLogprobs
+from protocol.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client hung up: there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one prompt needs: its tokens, and the parameters of each of its choices."""
+
+    prompt_ids: list[int]
+    choices: list[SamplingParams]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the answers. `index` counts over all prompts, `prompt_index` is its ask's place."""
+
+    index: int
+    prompt_index: int
+    ask: Ask
+    params: SamplingParams
+    reader: Reader
+    request: int = 0
+    is_accepted: bool = False
+    is_ended: bool = False
+    num_generated: int = 0
+    num_cached: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Sink(Protocol):
+    """Called from the hub."""
+
+    def delta(self, choice: Choice, delta: Delta) -> None: ...
+    def end(self) -> None: ...
+    def fail(self, error: ServingError) -> None: ...
+
+
+class Answer:
+    """All choices of one HTTP request. `close` it, whatever happens."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        asks: Sequence[Ask],
+        readers: ReaderFactory,
+        *,
+        namespace: str = "",
+        priority: int = 0,
+    ) -> None:
+        self.asks = asks
+        self.choices: list[Choice] = []
+        for place, ask in enumerate(asks):
+            for params in ask.choices:
+                choice = Choice(len(self.choices), place, ask, params, readers.new())
+                self.choices.append(choice)
+        self.opened_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self.finish: str | None = (
+            None  # how it ended, for the log: a choice's reason, or our own word
+        )
+        self._engine = engine
+        self._namespace = namespace
+        self._priority = priority
+        self._error: ServingError | None = None
+        self.is_gone = False
+        self._num_unaccepted = len(self.choices)
+        self._num_open = len(self.choices)
+        self._sink: Sink | None = None
+        self._early: list[Callable[[Sink], None]] = []
+        self._accepted = Event()
+        self._ended = Event()
+
+    # ---- for the request's greenlet
+
+    def open(self) -> None:
+        """Send everything and wait until the engine has accepted all of it.
+
+        Raises what the engine says against it, or ClientGone.
+        """
+        prompts = [Int32.of(ask.prompt_ids) for ask in self.asks]
+        for choice in self.choices:
+            choice.request = self._engine.generate(
+                prompts[choice.prompt_index],
+                choice.params,
+                partial(self._take, choice),
+                namespace=self._namespace,
+                priority=self._priority,
+            )
+        self._accepted.wait()
+        self._raise_troubles()
+
+    def attach(self, sink: Sink) -> None:
+        """Tell `sink` what was said so far, and from now on everything at once. Nothing if
+        `is_gone`.
+        """
+        if self.is_gone:
+            return
+        early, self._early = self._early, []
+        self._sink = sink
+        for say in early:
+            say(sink)
+
+    def wait(self) -> None:
+        """Until the end. Raises what made it fail, or ClientGone."""
+        self._ended.wait()
+        self._raise_troubles()
+
+    def _raise_troubles(self) -> None:
+        if self.is_gone:
+            raise ClientGone
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Abort what is open. Whoever made the answer calls this, however it went."""
+        self._close()
+
+    # ---- for anyone, the hub included
+
+    def abandon(self) -> None:
+        """The client has gone: abort what is open, say nothing more."""
+        if not self._ended.is_set():
+            self.is_gone = True
+            self.finish = "disconnected"
+            self._sink, self._early = _Nobody(), []
+            self._close()
+
+    def fail(self, error: ServingError) -> None:
+        """End it now; `error` is its end."""
+        if not self._ended.is_set():
+            self._error = error
+            self.finish = "error"
+            self._close()
+            self._tell(lambda sink: sink.fail(error))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(ask.prompt_ids) for ask in self.asks)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of each prompt once, however many choices it has: what the luckiest of them found."""
+        best = [0] * len(self.asks)
+        for choice in self.choices:
+            place = choice.prompt_index
+            best[place] = max(best[place], choice.num_cached)
+        return sum(best)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(choice.num_generated for choice in self.choices)
+
+    # ---- for the engine client, in the hub
+
+    def _take(self, choice: Choice, report: Report) -> None:
+        """The per-request boundary: whatever goes wrong with one answer stays with it."""
+        try:
+            self._read(choice, report)
+        except Exception:
+            log.exception("reading an answer failed")
+            self.fail(EngineError("reading the answer failed"))
+
+    def _read(self, choice: Choice, report: Report) -> None:
+        match report:
+            case Output():
+                self._output(choice, report)
+            case Accepted():
+                self._accept(choice)
+            case Refused(error=error):
+                choice.is_ended = True
+                self.fail(error_from(error))
+
+    def _accept(self, choice: Choice) -> None:
+        if not choice.is_accepted:
+            choice.is_accepted = True
+            self._num_unaccepted -= 1
+            if not self._num_unaccepted:
+                self._accepted.set()
+
+    def _output(self, choice: Choice, output: Output) -> None:
+        self._count(choice, output)
+        delta = choice.reader.push(output)
+        if not delta:
+            return
+        last = delta.events[-1]
+        if self._sink is not None:
+            self._sink.delta(choice, delta)
+        else:
+            self._early.append(lambda sink: sink.delta(choice, delta))
+        if self._ended.is_set():  # the sink has cut off a client that does not read
+            return
+        if isinstance(last, Finished):
+            self._finish(choice, output, last.reason)
+        elif isinstance(last, Failed):
+            choice.is_ended = True
+            self.fail(error_from(last.error))
+
+    def _count(self, choice: Choice, output: Output) -> None:
+        if output.tokens:
+            choice.num_generated += len(output.tokens)
+            if self.first_token_at is None:
+                self.first_token_at = time.monotonic()
+        if output.usage is not None:
+            choice.num_cached = output.usage.cached_tokens
+        if output.prompt_logprobs:
+            choice.prompt_logprobs = output.prompt_logprobs
+
+    def _finish(self, choice: Choice, output: Output, reason: str) -> None:
+        choice.is_ended = True
+        self.finish = reason
+        if output.finish is None:  # a stop string ended the text; the engine does not know
+            self._engine.abort(choice.request)
+        self._num_open -= 1
+        if not self._num_open:
+            self._close()
+            self._tell(lambda sink: sink.end())
+
+    def _tell(self, say: Callable[[Sink], None]) -> None:
+        if self._sink is not None:
+            say(self._sink)
+        else:
+            self._early.append(say)
+
+    def _close(self) -> None:
+        for choice in self.choices:
+            if not choice.is_ended:
+                choice.is_ended = True
+                self._engine.abort(choice.request)
+        self._accepted.set()
+        self._ended.set()
+
+
+class _Nobody:
+    """The sink of a client that has gone."""
+
+    def delta(self, choice: Choice, delta: Delta) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def fail(self, error: ServingError) -> None:
+        pass
+
+
+class Fold:
+    """The sink of a whole answer: each choice's deltas, joined into one."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.whole = [Delta([], [], []) for _ in range(num_choices)]
+
+    def delta(self, choice: Choice, delta: Delta) -> None:
+        whole = self.whole[choice.index]
+        whole.events.extend(delta.events)
+        whole.token_ids.extend(delta.token_ids)
+        whole.logprobs.extend(delta.logprobs)
+
+    def end(self) -> None:
+        pass
+
+    def fail(self, error: ServingError) -> None:
+        pass

@@ -1,0 +1,101 @@
+"""Request bytes -> a checked struct. Whatever is wrong with a body is said here, with the field's
+name.
+
+Sizes are checked before anything is read, types and bounds while decoding (msgspec), nesting after
+it. Nothing here knows what a field means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from flask import Request
+from werkzeug.exceptions import ClientDisconnected, RequestEntityTooLarge, UnsupportedMediaType
+
+from protocol.errors import InvalidRequest
+
+MAX_DEPTH = 64
+"""Levels of objects and arrays in a value that a request may hold freely (tools, template
+arguments).
+"""
+MAX_LISTED_FIELDS = 16
+
+T = TypeVar("T")
+_WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read_json(request: Request, max_bytes: int) -> bytes:
+    """The body of a JSON request. A request without a content type is taken to be JSON.
+
+    Raises 413 when it is longer than `max_bytes`, 415 when it says that it is something else.
+    """
+    if request.mimetype and not request.is_json:
+        raise UnsupportedMediaType(f"the body must be application/json, not {request.mimetype}")
+    too_large = RequestEntityTooLarge(f"the body is larger than {max_bytes:,} bytes")
+    if request.content_length is not None and request.content_length > max_bytes:
+        raise too_large
+    try:
+        data = request.stream.read(max_bytes + 1)
+    except ClientDisconnected:
+        raise InvalidRequest("the body ended before its announced length") from None
+    if len(data) > max_bytes:
+        raise too_large
+    return bytes(data)
+
+
+def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Raises InvalidRequest; `param` is the path of the field at fault, where it is known."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is no valid JSON: {error}") from None
+
+
+def _invalid_field(text: str) -> InvalidRequest:
+    """From msgspec's words, which end in the path: "Expected `int` >= 1 - at `$.n`"."""
+    where = _WHERE.search(text)
+    path = where[1] if where else ""
+    message = text[: where.start()] if where else text
+    if missing := _MISSING.search(message):
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequest(f"{path}: this field is required", param=path)
+    param = path.replace("[...]", "") or None
+    return InvalidRequest(f"{param}: {message}" if param else message, param=param)
+
+
+def check_depth(value: Any, param: str) -> None:
+    """Raises InvalidRequest where `value` is nested deeper than MAX_DEPTH. Needs no stack of its
+    own.
+    """
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise InvalidRequest(f"{param}: nested deeper than {MAX_DEPTH} levels", param=param)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def unknown_fields(data: bytes, kind: type[msgspec.Struct]) -> list[str]:
+    """Names of top-level fields that `kind` does not have: accepted, without effect, and listed.
+
+    Only names that are safe in a header, and not more than MAX_LISTED_FIELDS of them.
+    """
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    names = [name for name in _top_level.decode(data) if name not in known]
+    return [name for name in names if _FIELD_NAME.fullmatch(name)][:MAX_LISTED_FIELDS]

@@ -1,0 +1,222 @@
+"""The client's TCP socket while a request is open: noticing a hang-up, writing a stream to it.
+
+Both are done from gevent's hub, so nothing here blocks except in the request's own greenlet
+(`SocketOutlet.run`). A client that closes, resets, or closes its sending half is gone. A client
+that does not read is cut off when more than MAX_BUFFERED_BYTES wait for it, or after STALL_S
+without progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import gevent
+from gevent import get_hub
+from gevent.event import Event
+from gevent.socket import wait_write
+
+MAX_BUFFERED_BYTES = 1 << 20
+STALL_S = 60.0
+
+_PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
+_READ = 1
+
+
+def client_socket(environ: Mapping[str, Any]) -> Any | None:
+    """The gevent socket under a WSGI request, where the server shows it and it is plain TCP."""
+    sock = environ.get("gunicorn.socket")
+    is_plain = type(sock) is gevent.socket.socket and environ.get("wsgi.url_scheme") == "http"
+    return sock if is_plain else None
+
+
+def can_take_over(environ: Mapping[str, Any]) -> bool:
+    """Whether we may write the response ourselves: HTTP/1.1 on a socket of our own."""
+    return client_socket(environ) is not None and environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
+
+
+class HangUp:
+    """Calls `then`, once and from the hub, when the client hangs up. `close` when the request is
+    over.
+
+    Bytes that come instead belong to the next request: watching ends there, since a level-triggered
+    watcher would fire for them without pause.
+    """
+
+    def __init__(self, environ: Mapping[str, Any], then: Callable[[], None]) -> None:
+        self.then = then
+        self._socket = client_socket(environ)
+        self._watcher: Any = None
+        if self._socket is not None:
+            self._watcher = get_hub().loop.io(self._socket.fileno(), _READ)
+            self._watcher.start(self._readable)
+
+    def _readable(self) -> None:
+        assert self._socket is not None
+        try:
+            is_gone = self._socket._sock.recv(1, _PEEK) == b""
+        except BlockingIOError:
+            return
+        except OSError:
+            is_gone = True
+        self.close()
+        if is_gone:
+            self.then()
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher.close()
+            self._watcher = None
+
+
+class IdleConnections:
+    """Kept-alive connections between two requests: what a drain closes at once rather than wait
+    for.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add(self, sock: Any) -> None:
+        if sock is not None:
+            self._sockets.add(sock)
+
+    def discard(self, sock: Any) -> None:
+        self._sockets.discard(sock)
+
+    def close(self) -> None:
+        """The server, which waits for the next request, reads the end of the connection."""
+        for sock in list(self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._sockets.clear()
+
+
+class Outlet:
+    """Where a stream's bytes go. `write` and `finish` may be called from the hub; `run` drives it.
+
+    on_overflow   called when the client is cut off because it does not read
+    keep_alive    what `run` writes after `keep_alive_s` of silence
+    """
+
+    def __init__(
+        self, on_overflow: Callable[[], None], *, keep_alive: bytes, keep_alive_s: float
+    ) -> None:
+        self.is_cut = False
+        self._on_overflow = on_overflow
+        self._keep_alive = keep_alive
+        self._keep_alive_s = keep_alive_s
+        self._buffer = bytearray()
+        self._wake = Event()
+        self._is_finished = False
+        self._wrote_at = time.monotonic()
+
+    def write(self, data: bytes) -> None:
+        if self.is_cut:
+            return
+        self._wrote_at = time.monotonic()
+        self._put(data)
+
+    def finish(self) -> None:
+        """Nothing more will be written."""
+        self._is_finished = True
+        self._wake.set()
+
+    def cut(self) -> None:
+        """The client is gone, or is to be: drop what waits, write nothing more."""
+        self.is_cut = True
+        self._buffer.clear()
+        self.finish()
+
+    def _put(self, data: bytes) -> None:
+        if len(self._buffer) + len(data) > MAX_BUFFERED_BYTES:
+            self.cut()
+            self._on_overflow()
+            return
+        self._buffer += data
+        self._wake.set()
+
+    def _await_news(self) -> None:
+        """Until there are bytes to send, or the end has come; writes keep-alives meanwhile."""
+        while not self._wake.is_set():
+            silent_s = time.monotonic() - self._wrote_at
+            if silent_s >= self._keep_alive_s:
+                self.write(self._keep_alive)
+            else:
+                self._wake.wait(self._keep_alive_s - silent_s)
+        self._wake.clear()
+
+
+class SocketOutlet(Outlet):
+    """Writes straight to the socket, in HTTP chunks; only what it does not take waits here."""
+
+    def __init__(self, sock: Any, head: bytes, **options: Any) -> None:
+        super().__init__(**options)
+        self._socket = sock
+        self._send = sock._sock.send
+        self._write_raw(head)
+
+    def write(self, data: bytes) -> None:
+        if self.is_cut:
+            return
+        self._wrote_at = time.monotonic()
+        self._write_raw(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def finish(self) -> None:
+        if not self.is_cut and not self._is_finished:
+            self._write_raw(b"0\r\n\r\n")
+        super().finish()
+
+    def _write_raw(self, data: bytes) -> None:
+        if not self._buffer:
+            try:
+                sent = self._send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self.cut()
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self._put(data)
+
+    def run(self) -> None:
+        """Block until all is sent, or the client is cut off. For the request's greenlet."""
+        while True:
+            self._await_news()
+            self._flush()
+            if self._is_finished:
+                return
+
+    def _flush(self) -> None:
+        while self._buffer:
+            try:
+                wait_write(self._socket.fileno(), timeout=STALL_S)
+                del self._buffer[: self._send(self._buffer)]
+            except BlockingIOError:
+                continue
+            except OSError:  # gone, or (TimeoutError) not reading
+                was_finished = self._is_finished
+                self.cut()
+                if not was_finished:
+                    self._on_overflow()
+
+
+class IteratorOutlet(Outlet):
+    """The same bytes for any WSGI server, which iterates and frames them itself."""
+
+    def run(self) -> Iterator[bytes]:
+        while True:
+            self._await_news()
+            if self._buffer:
+                data = bytes(self._buffer)
+                self._buffer.clear()
+                yield data
+            if self._is_finished and not self._buffer:
+                return

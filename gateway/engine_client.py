@@ -1,0 +1,184 @@
+"""`protocol.session` over a socket, for greenlets: who asked for a generation is called with its
+news.
+
+One DEALER per process, made after the fork, on first use. Its file descriptor is edge-triggered: it
+says "something happened", once. So each event drains the socket until it is empty, a bounded number
+of messages at a time so that other greenlets run, and every send is followed by a drain, since
+sending swallows the edge. Callbacks run in gevent's hub and must not block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+from gevent import get_hub
+
+from protocol import sockets, wire
+from protocol.arrays import Int32
+from protocol.errors import EngineNotReady, ServingError, WireError
+from protocol.messages import Accepted, Output, Refused, ToClient, ToEngine
+from protocol.sampling import SamplingParams
+from protocol.session import News, Session
+
+log = logging.getLogger(__name__)
+
+Report = Accepted | Refused | Output
+Subscriber = Callable[[Report], None]
+
+MAX_MESSAGES_PER_CALLBACK = 64
+TICK_S = 0.25
+CONNECT_TICK_S = 0.02
+"""How often we look whether the engine is there, until it has welcomed us."""
+
+_NOBLOCK = int(zmq.NOBLOCK)
+_POLLOUT = int(zmq.POLLOUT)
+_READ = 1
+
+
+class EngineClient:
+    """A gateway process's line to its engine. All methods are for the greenlets of one thread."""
+
+    def __init__(self, address: str) -> None:
+        self.session = Session(f"gateway-{os.getpid()}")
+        self.num_wire_errors = 0
+        self._address = address
+        self._subscribers: dict[int, Subscriber] = {}
+        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
+        self._socket: zmq.Socket[bytes] | None = None
+        self._loop: Any = None
+        self._watchers: list[Any] = []
+        self._drain_is_due = False
+        self._next_tick = 0.0
+
+    def start(self) -> None:
+        """Connect, once. Called after the fork, in the process that will use the socket."""
+        if self._socket is not None:
+            return
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = sockets.connect_dealer(self._context, self._address)
+        self._loop = get_hub().loop
+        readable = self._loop.io(self._socket.getsockopt(zmq.FD), _READ)
+        readable.start(self._drain)
+        clock = self._loop.timer(CONNECT_TICK_S, repeat=CONNECT_TICK_S)
+        clock.start(self._tick)
+        self._watchers = [readable, clock]
+
+    def close(self) -> None:
+        """Abort what is open and leave."""
+        for request in list(self.session.open):
+            self.abort(request)
+        for watcher in self._watchers:
+            watcher.stop()
+            watcher.close()
+        self._watchers = []
+        if self._socket is not None:
+            self._context.destroy(linger=sockets.LINGER_MS)
+            self._socket = None
+
+    def generate(
+        self,
+        prompt: Sequence[int] | Int32,
+        params: SamplingParams,
+        subscriber: Subscriber,
+        *,
+        namespace: str = "",
+        priority: int = 0,
+    ) -> int:
+        """Open a request; `subscriber` is called with each report until its end. Its number.
+
+        Raises EngineNotReady or EngineLost where there is no engine to ask.
+        """
+        self.start()
+        message = self.session.generate(prompt, params, namespace=namespace, priority=priority)
+        self._subscribers[message.request] = subscriber
+        try:
+            self._send(message)
+        except zmq.Again:
+            self.session.abort(message.request)
+            del self._subscribers[message.request]
+            raise EngineNotReady("the engine does not take requests at the moment") from None
+        return message.request
+
+    def abort(self, request: int) -> None:
+        """End `request` if it is open; its subscriber hears nothing more."""
+        self._subscribers.pop(request, None)
+        message = self.session.abort(request)
+        if message is not None and self._socket is not None:
+            with contextlib.suppress(zmq.Again):  # an engine that is gone needs no telling
+                self._send(message)
+
+    def trouble(self) -> ServingError | None:
+        """Why no request can be opened now; None where one can."""
+        return None if self.session.is_ready else self.session.trouble
+
+    @property
+    def silence_s(self) -> float | None:
+        """Since the engine last said anything; None if it never did."""
+        heard_at = self.session.heard_at
+        return None if heard_at is None else time.monotonic() - heard_at
+
+    def _send(self, message: ToEngine) -> None:
+        """Raises zmq.Again where the engine is not connected or does not read."""
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart(wire.encode(message), _NOBLOCK)
+        finally:
+            self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if not self._drain_is_due:
+            self._drain_is_due = True
+            self._loop.run_callback(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_is_due = False
+        for _ in range(MAX_MESSAGES_PER_CALLBACK):
+            if self._socket is None:
+                return
+            try:
+                frames = self._socket.recv_multipart(_NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._drain_soon()
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            message = self._decoder.decode(frames)
+        except WireError as error:
+            self.num_wire_errors += 1
+            log.warning("dropped a frame from the engine: %s", error)
+            return
+        self._hand_out(self.session.receive(message, time.monotonic()))
+
+    def _hand_out(self, news: list[News]) -> None:
+        for request, report in news:
+            subscriber = self._subscribers.get(request)
+            if subscriber is None:
+                continue
+            if request not in self.session.open:
+                del self._subscribers[request]
+            subscriber(report)
+
+    def _tick(self) -> None:
+        """The heartbeat. Until the engine is connected nothing is said, so that the first greeting
+        leaves in the moment it can."""
+        assert self._socket is not None
+        now = time.monotonic()
+        if now < self._next_tick:
+            return
+        if not self.session.is_ready and not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLOUT:
+            self._drain_soon()  # reading EVENTS swallows the edge, as sending does
+            return
+        self._next_tick = now + (TICK_S if self.session.is_ready else CONNECT_TICK_S)
+        messages, news = self.session.tick(now)
+        for message in messages:
+            with contextlib.suppress(zmq.Again):
+                self._send(message)
+        self._hand_out(news)

@@ -1,0 +1,98 @@
+"""gunicorn's settings, all derived from the GatewayConfig.
+
+    gunicorn -c gateway/gunicorn_conf.py 'gateway.app:create_app()'
+
+Everything that owns a socket or a thread is made in the workers, after the fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import msgspec
+
+from protocol.config import GatewayConfig
+
+_config = msgspec.json.decode(os.environ.get("TIDEGATE_GATEWAY", "{}"), type=GatewayConfig)
+
+bind = (
+    f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
+)
+workers = _config.gateways
+worker_class = "gevent"
+worker_connections = 10_000
+backlog = 2048
+preload_app = False
+# Longer than common clients keep an idle connection (5 s), so that it is theirs to close first.
+keepalive = 15
+# Our own end of a drain comes first: clients get a last event rather than a reset.
+graceful_timeout = math.ceil(_config.drain_s) + 2
+timeout = 60
+control_socket_disable = True
+accesslog = None  # streams are written past gunicorn, so we log for ourselves
+errorlog = "-"
+loglevel = "info"
+proc_name = "tidegate-gateway"
+worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+_metrics_directory = ""
+if workers > 1:  # before prometheus_client is imported: see gateway/metrics.py
+    _metrics_directory = tempfile.mkdtemp(prefix="tidegate-metrics-")
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = _metrics_directory
+
+
+def post_worker_init(worker: Any) -> None:
+    """In the worker, after the application was made."""
+    _set_up_logging()
+    service = _service(worker)
+    service.is_draining = lambda: not worker.alive
+    service.start()
+
+
+def pre_request(worker: Any, req: Any) -> None:
+    _service(worker).idle_connections.discard(req.unreader.sock)
+
+
+def post_request(worker: Any, req: Any, environ: Any, _resp: Any) -> None:
+    _service(worker).idle_connections.add(environ.get("gunicorn.socket"))
+
+
+def worker_exit(_server: Any, worker: Any) -> None:
+    """In the worker, at its end: the engine hears that our requests are over, not from silence."""
+    if worker.wsgi is not None:
+        _service(worker).close()
+
+
+def _service(worker: Any) -> Any:
+    """Nothing of ours is imported by the master: a worker's modules are its own."""
+    return worker.wsgi.extensions["tidegate"]
+
+
+def child_exit(_server: Any, worker: Any) -> None:
+    """In the master: the gauges of a process that is gone no longer count."""
+    if _metrics_directory:
+        from prometheus_client import multiprocess
+
+        multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
+
+
+def on_exit(_server: Any) -> None:
+    if _metrics_directory:
+        shutil.rmtree(_metrics_directory, ignore_errors=True)
+
+
+def _set_up_logging() -> None:
+    """Our own lines, beside gunicorn's, on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s gateway[%(process)d] %(levelname)s %(message)s", "%H:%M:%S")
+    )
+    root = logging.getLogger("gateway")
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+    root.propagate = False

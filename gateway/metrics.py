@@ -1,0 +1,131 @@
+"""What a gateway counts, and what its engine tells, as Prometheus text.
+
+Gateway series add up over all processes on the port: with more than one, `gunicorn_conf` names a
+directory in PROMETHEUS_MULTIPROC_DIR before this module is imported, prometheus_client keeps the
+values in files there, and whichever process is scraped reads all of them. Engine series come from
+the last heartbeat, so any process tells the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from protocol.stats import EngineStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+MULTIPROCESS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class Metrics:
+    """engine_stats  the engine's last word, or None while it has not welcomed us"""
+
+    def __init__(self, engine_stats: Callable[[], EngineStats | None]) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "tidegate_requests",
+            "HTTP requests by route and status",
+            ["route", "status"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "tidegate_prompt_tokens", "Tokens of accepted prompts", registry=registry
+        )
+        self.generated_tokens = Counter(
+            "tidegate_generated_tokens", "Tokens generated for clients", registry=registry
+        )
+        self.finishes = Counter(
+            "tidegate_answers", "Answers by how they ended", ["finish"], registry=registry
+        )
+        self.first_token_s = Histogram(
+            "tidegate_time_to_first_token_seconds",
+            "From reading the request to its first token",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.request_s = Histogram(
+            "tidegate_request_seconds",
+            "From reading an inference request to its end",
+            ["route"],
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.open_answers = Gauge(
+            "tidegate_open_answers",
+            "Inference requests being answered now",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._engine = _EngineCollector(engine_stats)
+
+    def text(self) -> bytes:
+        if os.environ.get(MULTIPROCESS_DIRECTORY):
+            everybody = CollectorRegistry()
+            MultiProcessCollector(everybody)  # type: ignore[no-untyped-call]
+        else:
+            everybody = self._registry
+        engine = CollectorRegistry()
+        engine.register(self._engine)
+        return generate_latest(everybody) + generate_latest(engine)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine_stats: Callable[[], EngineStats | None]) -> None:
+        self._engine_stats = engine_stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine_stats()
+        yield GaugeMetricFamily(
+            "tidegate_engine_up",
+            "1 while the engine takes requests",
+            value=float(stats is not None),
+        )
+        if stats is None:
+            return
+        for name, about in _GAUGES.items():
+            yield GaugeMetricFamily(f"tidegate_engine_{name}", about, value=getattr(stats, name))
+        for field, (name, about) in _COUNTERS.items():
+            yield CounterMetricFamily(f"tidegate_engine_{name}", about, value=getattr(stats, field))
+        finished = CounterMetricFamily(
+            "tidegate_engine_finished", "Requests ended, by reason", labels=["reason"]
+        )
+        for reason, count in sorted(stats.num_finished.items()):
+            finished.add_metric([reason], count)
+        yield finished
+
+
+_GAUGES = {
+    "running": "Requests that hold a slot",
+    "waiting": "Requests that wait for a slot",
+    "waiting_tokens": "Prompt tokens of the requests that wait",
+    "free_blocks": "KV blocks that are free or may be reused",
+    "total_blocks": "KV blocks in all",
+    "clients": "Connected clients",
+}
+"""field of EngineStats, and end of the series' name -> its help"""
+_COUNTERS = {
+    "num_steps": ("steps", "Steps computed"),
+    "num_accepted": ("accepted", "Requests accepted"),
+    "num_refused": ("refused", "Requests refused"),
+    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests"),
+    "num_cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache"),
+    "num_generated_tokens": ("generated_tokens", "Tokens sampled"),
+    "num_preemptions": ("preemptions", "Requests that gave their blocks back to be computed again"),
+    "num_wire_errors": ("wire_errors", "Frames that were no message"),
+    "busy_s": ("busy_seconds", "Time spent waiting for workers' results"),
+}
+"""field of EngineStats -> (end of the series' name, its help)"""

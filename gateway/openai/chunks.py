@@ -1,0 +1,136 @@
+"""An answer as a stream of chunks, in OpenAI's order.
+
+    [role chunk per choice]  [content chunk ...]  [finish chunk per choice]  [usage chunk]  [DONE]
+
+Choices interleave as their tokens come. The first chunks (a chat's role, an echoed prompt) are sent
+with the first token, so the first byte of the body never makes a server look faster than it is.
+After an error, one `{"error": ...}` event and [DONE] close the stream. JSON is put together from
+parts encoded once per answer: in the common case only the new text is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway import sse
+from gateway.answering import Answer, Choice
+from gateway.openai.errors import http_error
+from gateway.openai.shapes import Dialect, Origin, encode, usage_of
+from gateway.output.events import Content, Delta, Finished
+from protocol.errors import ServingError
+
+
+class ChunkStream:
+    """The sink of a stream.
+
+    write            takes frames as they are made
+    finish           called after the last one
+    includes_usage   a chunk with the whole usage before [DONE]; `"usage":null` in the others
+    repeats_usage    usage so far in every chunk
+    tells_ids        token ids in the chunks that bring them, prompt ids in the first
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        dialect: Dialect,
+        origin: Origin,
+        *,
+        write: Callable[[bytes], None],
+        finish: Callable[[], None],
+        includes_usage: bool = False,
+        repeats_usage: bool = False,
+        tells_ids: bool = False,
+    ) -> None:
+        self._answer = answer
+        self._dialect = dialect
+        self._write = write
+        self._finish = finish
+        self._includes_usage = includes_usage
+        self._repeats_usage = repeats_usage
+        self._tells_ids = tells_ids
+        self._has_begun = False
+        self._is_plain = not (repeats_usage or tells_ids or dialect.num_logprobs is not None)
+        shared = encode(origin.fields(dialect.chunk_kind))[:-1]
+        self._head = b"data: " + shared + b',"choices":['
+        self._heads = [self._head + b'{"index":%d,' % c.index for c in answer.choices]
+        usage = b',"usage":null' if includes_usage else b""
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+
+    def delta(self, choice: Choice, delta: Delta) -> None:
+        frames: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            frames += filter(None, map(self._opening, self._answer.choices))
+        for event in delta.events:
+            if isinstance(event, Content):
+                frames.append(self._said(choice, event.text, delta))
+                delta = _TOLD
+            elif isinstance(event, Finished):
+                frames.append(self._finished(choice, event, delta))
+        if frames:
+            self._write(b"".join(frames) if len(frames) > 1 else frames[0])
+
+    def end(self) -> None:
+        usage = b""
+        if self._includes_usage:
+            usage = self._head + b'],"usage":%b}\n\n' % encode(usage_of(self._answer))
+        self._write(usage + sse.DONE)
+        self._finish()
+
+    def fail(self, error: ServingError) -> None:
+        self._write(sse.frame(http_error(error).body) + sse.DONE)
+        self._finish()
+
+    def _opening(self, choice: Choice) -> bytes | None:
+        members = self._dialect.opening(choice)
+        if members is None:
+            if not self._tells_ids:
+                return None
+            members = self._dialect.nothing()
+        logprobs = encode(self._dialect.echo_logprobs(choice))
+        on_top = in_choice = b""
+        if self._tells_ids:
+            ids = b',"prompt_token_ids":%b' % encode(choice.ask.prompt_ids)
+            on_top, in_choice = (ids, b"") if self._dialect.prompt_ids_on_top else (b"", ids)
+        return self._chunk(choice, members, logprobs, b"null", in_choice, on_top)
+
+    def _said(self, choice: Choice, text: str, delta: Delta) -> bytes:
+        members = self._dialect.said(text)
+        if self._is_plain:
+            return self._heads[choice.index] + members + self._plain_tail
+        return self._chunk(
+            choice, members, self._logprobs(choice, delta), b"null", self._ids(delta)
+        )
+
+    def _finished(self, choice: Choice, event: Finished, delta: Delta) -> bytes:
+        """Tokens that end an answer without text of their own are told here."""
+        logprobs = b"null" if delta is _TOLD else self._logprobs(choice, delta)
+        more = self._ids(delta) + b',"stop_reason":%b' % encode(event.stop_reason)
+        return self._chunk(choice, self._dialect.nothing(), logprobs, encode(event.reason), more)
+
+    def _logprobs(self, choice: Choice, delta: Delta) -> bytes:
+        return encode(self._dialect.logprobs(choice, delta))
+
+    def _ids(self, delta: Delta) -> bytes:
+        return b',"token_ids":%b' % encode(delta.token_ids) if self._tells_ids else b""
+
+    def _chunk(
+        self,
+        choice: Choice,
+        members: bytes,
+        logprobs: bytes,
+        reason: bytes,
+        in_choice: bytes,
+        on_top: bytes = b"",
+    ) -> bytes:
+        """`in_choice` and `on_top`: more members, each with a comma before it."""
+        usage = b',"usage":null' if self._includes_usage else b""
+        if self._repeats_usage:
+            usage = b',"usage":%b' % encode(usage_of(self._answer))
+        inner = b'%b,"logprobs":%b,"finish_reason":%b%b}' % (members, logprobs, reason, in_choice)
+        return b"%b%b]%b%b}\n\n" % (self._heads[choice.index], inner, on_top, usage)
+
+
+_TOLD = Delta()
+"""A delta whose tokens have been told with an earlier chunk."""

@@ -1,0 +1,85 @@
+"""A request's fields, the model's defaults, OpenAI's defaults -> what the engine is asked for.
+Pure.
+
+Whoever speaks first wins: the request, then the model's generation_config, then the API.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from gateway.answering import Ask
+from gateway.openai.schema import ChatBody, CompletionBody, GenerationBody
+from gateway.output.reader import ReadOptions
+from protocol.errors import InvalidRequest
+from protocol.model_card import SamplingDefaults
+from protocol.sampling import SamplingParams
+
+T = TypeVar("T")
+_SEEDS = 1 << 64
+
+
+def first(*values: T | None, default: T) -> T:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), default)
+
+
+def choices_of(body: ChatBody | CompletionBody, model: SamplingDefaults) -> list[SamplingParams]:
+    """The parameters of each of a prompt's n answers. Raises InvalidRequest."""
+    echoes = isinstance(body, CompletionBody) and bool(body.echo)
+    try:
+        return [_params(body, model, place, echoes) for place in range(body.n or 1)]
+    except ValueError as error:  # a cross-check, in words that begin with the field's name
+        message = str(error)
+        raise InvalidRequest(message, param=message.split()[0]) from None
+
+
+def _params(
+    body: ChatBody | CompletionBody, model: SamplingDefaults, place: int, echoes: bool
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=body.answer_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=first(body.temperature, model.temperature, default=1.0),
+        top_p=first(body.top_p, model.top_p, default=1.0),
+        top_k=first(body.top_k, model.top_k, default=0),
+        min_p=first(body.min_p, model.min_p, default=0.0),
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=first(body.repetition_penalty, model.repetition_penalty, default=1.0),
+        seed=_seed(body.seed, place),
+        stop_token_ids=body.stop_token_ids or [],
+        ignore_eos=bool(body.ignore_eos),
+        logit_bias=body.logit_bias or {},
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_logprobs if echoes else None,
+    )
+
+
+def _seed(seed: int | None, place: int) -> int | None:
+    """Answer `place` of n has the next seed, so answers differ and can be repeated one by one."""
+    if seed is None or seed == -1:
+        return None
+    return (seed + place + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+
+
+def check_counts(asks: list[Ask], body: GenerationBody, max_n: int, max_answers: int) -> None:
+    """Raises InvalidRequest where one body asks for too many answers."""
+    if (body.n or 1) > max_n:
+        raise InvalidRequest(f"n: {body.n} is above this server's limit of {max_n}", param="n")
+    answers = sum(len(ask.choices) for ask in asks)
+    if answers > max_answers:
+        raise InvalidRequest(
+            f"n: {answers:,} answers (prompts times n); at most {max_answers:,} are given",
+            param="n",
+        )
+
+
+def read_options(body: GenerationBody, *, continues: bool) -> ReadOptions:
+    return ReadOptions(
+        stop=body.stop_strings,
+        include_stop=bool(body.include_stop_str_in_output),
+        min_tokens=body.min_tokens or 0,
+        skip_special_tokens=first(body.skip_special_tokens, default=True),
+        continues=continues,
+    )

@@ -1,0 +1,229 @@
+"""What a client may ask, field by field: types and bounds, none of the meaning.
+
+Types are those of `protocol.sampling`, so a number this route accepts is a number the engine
+accepts. A field that is null is a field that is absent: None everywhere, and every default is
+applied later, in `parameters`. Fields that are not here are accepted without effect (proxies add
+their own) and named in the response's `x-ignored-fields`. Fields that would change what an answer
+means, and that this server cannot honour, are here so that they can be refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gateway.body import check_depth
+from gateway.text.stop import MAX_STOP_STRINGS
+from protocol.errors import InvalidRequest
+from protocol.sampling import (
+    MAX_TOKENS,
+    AdditivePenalty,
+    LogitBias,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    NumLogprobs,
+    RepetitionPenalty,
+    Seed,
+    StopTokenIds,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+)
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_PRIORITY = 1 << 31
+
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+Count = Annotated[int, Meta(ge=1, le=1024)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=128)]
+Object = dict[str, Any]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """continuous_usage_stats   usage so far in every chunk"""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What both routes understand.
+
+    n                   answers per prompt; answer i is drawn with `seed` + i
+    seed                -1 is no seed
+    cache_salt          cached prompts are shared only between requests with an equal salt
+    priority            lower goes first
+    return_token_ids    also give the ids of prompt and answer
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    frequency_penalty: AdditivePenalty | None = None
+    presence_penalty: AdditivePenalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
+    user: str | None = None
+    best_of: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def repeats_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Any], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: Object | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The most likely tokens to tell beside the chosen one; None: no logprobs at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def answer_tokens(self) -> int | None:
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt` is a text, texts, a list of token ids, or several of those."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    suffix: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def answer_tokens(self) -> int:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's, for completions only: a chat goes on until it ends or the context is full."""
+
+Prompt = str | list[int]
+
+chat_decoder = msgspec.json.Decoder(ChatBody)
+completion_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+def prompts_of(body: CompletionBody, max_prompts: int) -> list[Prompt]:
+    """One or many, all of one kind. Raises InvalidRequest."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt: must not be an empty list", param="prompt")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise InvalidRequest(
+            "prompt: texts, token ids and lists of token ids cannot be mixed", param="prompt"
+        )
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > max_prompts:
+        raise InvalidRequest(
+            f"prompt: {len(prompt):,} prompts; at most {max_prompts:,} are taken", param="prompt"
+        )
+    return prompt  # type: ignore[return-value]
+
+
+def empty_prompt(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: this prompt has no tokens", param=param)
+
+
+def check_chat(body: ChatBody) -> None:
+    """What one field alone cannot tell. Raises InvalidRequest."""
+    _check_common(body)
+    for field in ("messages", "tools", "documents", "chat_template_kwargs"):
+        check_depth(getattr(body, field), field)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "only 'none' and 'auto' are")
+    if body.modalities not in (None, ["text"]):
+        raise _unsupported("modalities", "only text is")
+    for field in ("functions", "function_call", "audio"):
+        if getattr(body, field):
+            raise _unsupported(field)
+
+
+def check_completion(body: CompletionBody) -> None:
+    """Raises InvalidRequest."""
+    _check_common(body)
+    if body.suffix:
+        raise _unsupported("suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens: 0 needs echo, or there is no answer", param="max_tokens")
+
+
+def _check_common(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
+    if body.best_of not in (None, body.n or 1):
+        raise _unsupported("best_of", "only a value equal to n is")
+    kind = body.response_format
+    if kind is not None and not (isinstance(kind, dict) and kind.get("type") == "text"):
+        raise _unsupported("response_format", "only the type 'text' is")
+    if body.structured_outputs:
+        raise _unsupported("structured_outputs")
+
+
+def _unsupported(field: str, instead: str = "") -> InvalidRequest:
+    but = f"; {instead}" if instead else ""
+    return InvalidRequest(f"{field}: not supported by this server{but}", param=field)

@@ -1,0 +1,189 @@
+"""What a stream's chunks and a whole answer have in common, so that they cannot differ.
+
+An `Origin` is the part of the JSON that is the same in all chunks of an answer. Logprobs and usage
+are shaped here for both, and the dialects of the two routes: where a choice's text stands, how
+logprobs look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from gateway.answering import Answer, Choice
+from gateway.output.events import Delta
+from gateway.output.reader import ReadOptions
+from gateway.text.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from gateway.text.tokenizer import Tokenizer
+from protocol.messages import TokenLogprobs
+
+encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """id as told to the client; model as the client named it."""
+
+    id: str
+    model: str
+    fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def usage_of(answer: Answer) -> dict[str, Any]:
+    """So far, or in all: what each prompt cost once, and all choices."""
+    prompt, generated = answer.num_prompt_tokens, answer.num_generated_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+    }
+
+
+class Dialect(Protocol):
+    """What differs between the routes. One object serves one answer."""
+
+    kind: str
+    chunk_kind: str
+    num_logprobs: int | None
+    prompt_ids_on_top: bool  # beside the choices, not in each of them
+
+    def said(self, text: str) -> bytes:
+        """A bit of text, as members of a choice in a chunk."""
+
+    def opening(self, choice: Choice) -> bytes | None:
+        """Members of the chunk that comes before all others of this choice, if there is one."""
+
+    def nothing(self) -> bytes:
+        """The same members where nothing is said: the chunk that only tells the end."""
+
+    def whole(self, choice: Choice, text: str) -> dict[str, Any]:
+        """Members of a choice in a whole answer."""
+
+    def logprobs(self, choice: Choice, delta: Delta) -> Any:
+        """Of the delta's tokens; None where none were asked for."""
+
+    def echo_logprobs(self, choice: Choice) -> Any:
+        """Of the prompt's tokens, where the prompt is told again; None where there are none."""
+
+    def echo(self, choice: Choice) -> str:
+        """The prompt's text, where it is to be told again; else nothing."""
+
+
+class ChatDialect:
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prompt_ids_on_top = True
+
+    def __init__(self, tokenizer: Tokenizer, num_logprobs: int | None) -> None:
+        self._tokenizer = tokenizer
+        self.num_logprobs = num_logprobs
+
+    def said(self, text: str) -> bytes:
+        return b'"delta":{"content":%b}' % encode(text)
+
+    def opening(self, choice: Choice) -> bytes | None:
+        return b'"delta":{"role":"assistant","content":""}'
+
+    def nothing(self) -> bytes:
+        return b'"delta":{}'
+
+    def whole(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, choice: Choice, delta: Delta) -> Any:
+        if self.num_logprobs is None:
+            return None
+        items = chat_logprobs(self._tokenizer, delta.logprobs, num_top=self.num_logprobs)
+        return {"content": items, "refusal": None}
+
+    def echo_logprobs(self, choice: Choice) -> Any:
+        return None
+
+    def echo(self, choice: Choice) -> str:
+        return ""
+
+
+class CompletionDialect:
+    """prompts  the texts to tell again, one per prompt; None where none are"""
+
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    prompt_ids_on_top = False
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        num_logprobs: int | None,
+        options: ReadOptions,
+        prompts: Sequence[str] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._prompts = prompts
+        self._offsets: dict[int, TextOffsets] = {}
+        self.num_logprobs = num_logprobs
+
+    def said(self, text: str) -> bytes:
+        return b'"text":%b' % encode(text)
+
+    def opening(self, choice: Choice) -> bytes | None:
+        return None if self._prompts is None else self.said(self.echo(choice))
+
+    def nothing(self) -> bytes:
+        return b'"text":""'
+
+    def whole(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"text": self.echo(choice) + text}
+
+    def echo(self, choice: Choice) -> str:
+        return "" if self._prompts is None else self._prompts[choice.prompt_index]
+
+    def logprobs(self, choice: Choice, delta: Delta) -> Any:
+        if self.num_logprobs is None:
+            return None
+        return self._shaped(choice, delta.token_ids, delta.logprobs)
+
+    def echo_logprobs(self, choice: Choice) -> Any:
+        if self.num_logprobs is None or self._prompts is None:
+            return None
+        return self._shaped(choice, choice.ask.prompt_ids, [None, *choice.prompt_logprobs])
+
+    def _shaped(
+        self, choice: Choice, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    ) -> Any:
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            detokenizer = self._tokenizer.detokenizer(
+                skip_special_tokens=self._options.skip_special_tokens,
+                continues=self._prompts is None,
+            )
+            offsets = self._offsets[choice.index] = TextOffsets(detokenizer)
+        return completion_logprobs(
+            self._tokenizer, ids, entries, offsets=offsets, num_top=self.num_logprobs or 0
+        )
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Logprobs of consecutive tokens as one; None where there are none."""
+    found = [msgspec.to_builtins(part) for part in parts if part is not None]
+    if not found:
+        return None
+    return {
+        name: [item for part in found for item in part[name]] if value is not None else None
+        for name, value in found[0].items()
+    }

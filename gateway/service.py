@@ -1,0 +1,197 @@
+"""What all routes share: the engine, the model as it is served, the metrics, and whether we are
+ready.
+
+One `Service` per process, made by `app.create_app` and handed to every blueprint; there is no other
+place where state lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import gevent
+from gevent import get_hub
+
+from gateway.answering import Answer, Ask
+from gateway.chat.render import ChatRenderer
+from gateway.connection import IdleConnections
+from gateway.engine_client import EngineClient
+from gateway.metrics import Metrics
+from gateway.output.reader import ReaderFactory
+from gateway.text.tokenizer import Tokenizer
+from protocol.config import GatewayConfig
+from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
+from protocol.messages import Limits
+from protocol.model_card import ModelCard
+from protocol.session import PING_EVERY_S
+from protocol.sockets import engine_address
+from protocol.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.1
+FRESH_S = 3 * PING_EVERY_S
+"""A heartbeat is older than this: not ready, though the lease may still hold."""
+
+
+def version() -> str:
+    try:
+        return metadata.version("tidegate")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "0+source"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model card made usable: once per model, shared by all requests.
+
+    names   what the API calls it; the first is its name, the others are aliases
+    """
+
+    card: ModelCard
+    limits: Limits
+    names: Sequence[str]
+    tokenizer: Tokenizer
+    renderer: ChatRenderer
+    fingerprint: str
+    since: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, card: ModelCard, limits: Limits, served_names: Sequence[str]) -> ServedModel:
+        """Raises ValueError where the card's tokenizer cannot be used."""
+        tokenizer = Tokenizer(card)
+        return cls(
+            card=card,
+            limits=limits,
+            names=served_names or [card.name],
+            tokenizer=tokenizer,
+            renderer=ChatRenderer(card, tokenizer),
+            fingerprint=f"tidegate-{version()}-{card.digest[:8]}",
+        )
+
+
+def offload(work: Callable[[], list[int]]) -> list[int]:
+    """Run in gevent's thread pool; other greenlets go on meanwhile."""
+    result: list[int] = get_hub().threadpool.apply(work)
+    return result
+
+
+class Service:
+    """is_draining   whether this process is on its way out; set by whoever runs it"""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.engine = EngineClient(config.engine or engine_address(config.port))
+        self.metrics = Metrics(self._engine_stats)
+        self.is_draining: Callable[[], bool] = lambda: False
+        self.idle_connections = IdleConnections()
+        self._answers: set[Answer] = set()
+        self._watch: gevent.Greenlet[..., None] | None = None
+        self._served: ServedModel | None = None
+
+    def start(self) -> None:
+        """Begin to live, once: in the process that serves, after any fork."""
+        if self._watch is None:
+            self.engine.start()
+            self._watch = gevent.spawn(self._keep_watch)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.kill()
+        self.engine.close()
+
+    def _keep_watch(self) -> None:
+        """Prepare a model as soon as the engine tells of it, not when the first request comes; see
+        a drain to its end."""
+        draining_since: float | None = None
+        while True:
+            gevent.sleep(WATCH_S)
+            self.trouble()
+            if not self.is_draining():
+                continue
+            draining_since = draining_since or time.monotonic()
+            self.idle_connections.close()
+            if time.monotonic() - draining_since >= self.config.drain_s:
+                self._end_answers()
+
+    def _end_answers(self) -> None:
+        for answer in list(self._answers):
+            answer.fail(Draining("this server was shut down before the answer was complete"))
+
+    def model(self, name: str | None = None) -> ServedModel:
+        """Raises EngineNotReady, EngineLost or Draining where nothing can be served now, and
+        UnknownModel where we serve none of that name. No name means the one that is served."""
+        trouble = self.trouble()
+        if trouble is not None:
+            raise trouble
+        served = self._current()
+        if name is not None and name not in served.names:
+            raise UnknownModel(
+                f"the model {name!r} does not exist; this server has {', '.join(served.names)}",
+                param="model",
+            )
+        return served
+
+    def trouble(self) -> ServingError | None:
+        """Why nothing can be served now; None when all is well. A fresh exception each time."""
+        if self.is_draining():
+            return Draining("this server is shutting down", retry_after_s=1)
+        trouble = self.engine.trouble()
+        if trouble is not None:
+            return type(trouble)(f"the engine is not ready: {trouble.message}", retry_after_s=1)
+        try:
+            self._current()
+        except ValueError as error:
+            log.error("the engine's model cannot be served: %s", error)
+            return EngineNotReady("the engine's model cannot be served by this gateway")
+        return None
+
+    def _current(self) -> ServedModel:
+        """Made anew with each Welcome: the engine may have come back with another model."""
+        card, limits = self.engine.session.model, self.engine.session.limits
+        assert card is not None
+        assert limits is not None
+        served = self._served
+        if served is None or served.limits is not limits or served.card is not card:
+            started_at = time.monotonic()
+            served = self._served = ServedModel.of(card, limits, self.config.served_name)
+            took_s = time.monotonic() - started_at
+            log.info("serving %s after %.2f s of preparation", served.names[0], took_s)
+        return served
+
+    def answer(
+        self, asks: Sequence[Ask], readers: ReaderFactory, *, namespace: str, priority: int
+    ) -> Answer:
+        """A new answer, not yet opened; `forget` it when it is over."""
+        answer = Answer(self.engine, asks, readers, namespace=namespace, priority=priority)
+        self._answers.add(answer)
+        return answer
+
+    def forget(self, answer: Answer) -> None:
+        self._answers.discard(answer)
+
+    def readiness(self) -> tuple[bool, dict[str, object]]:
+        """Whether to send us requests, and the facts behind it."""
+        trouble = self.trouble()
+        silence_s = self.engine.silence_s
+        why = trouble.message if trouble is not None else None
+        if why is None and silence_s is not None and silence_s > FRESH_S:
+            why = f"the engine has been silent for {silence_s:.1f} s"
+        facts: dict[str, object] = {
+            "ready": why is None,
+            "why": why,
+            "gateway": {"pid": os.getpid(), "draining": self.is_draining()},
+            "engine": {
+                "epoch": self.engine.session.epoch,
+                "silence_s": None if silence_s is None else round(silence_s, 3),
+            },
+        }
+        return why is None, facts
+
+    def _engine_stats(self) -> EngineStats | None:
+        return self.engine.session.stats if self.engine.session.is_ready else None

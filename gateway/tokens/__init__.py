@@ -1,0 +1,1 @@
+"""Routes that speak of tokens rather than answers."""

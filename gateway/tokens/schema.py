@@ -1,0 +1,30 @@
+"""/tokenize and /detokenize: what may be asked."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.sampling import TokenId
+
+MAX_TOKENS = 1 << 20
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """return_token_strs   also the text of each token"""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    model: str | None = None
+
+
+tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)

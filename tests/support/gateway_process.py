@@ -1,0 +1,93 @@
+"""A real gateway for tests: gunicorn and its workers as child processes, on a free port."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import requests
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class GatewayProcess:
+    """`with GatewayProcess(engine=address, ...)`: config fields by name. `log` is what it wrote."""
+
+    def __init__(self, *, command: list[str] | None = None, **config: Any) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._config = {"port": self.port, **config}
+        self._command = command or [
+            *("-m", "gunicorn", "-c", str(CONFIG), "gateway.app:create_app()"),
+        ]
+        self._log = b""
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "TIDEGATE_GATEWAY": json.dumps(self._config)}
+        environment["PYTHONPATH"] = str(ROOT)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", *self._command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.wait()
+
+    def wait(self, timeout_s: float = 15.0) -> int:
+        """Until it has ended; its exit code."""
+        try:
+            _, log = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            _, log = self.process.communicate()
+            raise
+        self._log += log or b""
+        return self.process.returncode
+
+    @property
+    def log(self) -> str:
+        """All of it, after the end."""
+        return self._log.decode()
+
+    def await_status(self, path: str, status: int, timeout_s: float = 15.0) -> requests.Response:
+        """Ask until the answer has this status."""
+        deadline = time.monotonic() + timeout_s
+        last: object = None
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                response = requests.get(self.url + path, timeout=5)
+            except requests.ConnectionError as error:
+                last = error
+            else:
+                if response.status_code == status:
+                    return response
+                last = (response.status_code, response.text)
+            time.sleep(0.02)
+        raise AssertionError(f"{path} never answered {status}; last: {last}")
+
+    def await_ready(self) -> Self:
+        self.await_status("/readyz", 200)
+        return self
+
+    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, timeout=20, **options)

@@ -1,0 +1,305 @@
+"""An engine that speaks our real protocol over a real ROUTER socket and says what a script tells
+it.
+
+For tests of the gateway: the conversation, the frames and the clock are real, the tokens are not.
+It runs in a thread of the test, which reads what was asked (`generates`, `aborts`) and decides what
+is answered.
+
+    with ScriptedEngine(address) as engine:
+        engine.script = lambda generate: says("Hello", size=2)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+import tokenizers
+import zmq
+from tokenizers import decoders, models, pre_tokenizers
+
+from protocol import sockets, wire
+from protocol.errors import ErrorInfo
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Drain,
+    Generate,
+    Hello,
+    Limits,
+    Output,
+    Outputs,
+    Ping,
+    Pong,
+    Refused,
+    TokenLogprobs,
+    ToEngine,
+    Usage,
+    Welcome,
+)
+from protocol.model_card import ModelCard, SamplingDefaults
+from protocol.stats import EngineStats
+
+BOS, EOS, END = 256, 257, 258
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """One token per byte, and three special ones: what a test reads in ids it can read as text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_byte = _letters_by_byte(letters)
+    vocab = {letter: byte for byte, letter in by_byte.items()}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<bos>", "<eos>", "<end>"])
+    return inner
+
+
+def _letters_by_byte(letters: Iterable[str]) -> dict[int, str]:
+    """GPT-2's spelling: printable bytes are themselves, the others follow from U+0100, in order."""
+    own = {ord(letter): letter for letter in letters if ord(letter) < 256}
+    others = (byte for byte in range(256) if byte not in own)
+    return own | {byte: chr(0x100 + place) for place, byte in enumerate(others)}
+
+
+def scripted_card(**changes: Any) -> ModelCard:
+    fields: dict[str, Any] = {
+        "name": "scripted",
+        "architecture": "Scripted",
+        "digest": "0123456789abcdef",
+        "vocab_size": 259,
+        "context_tokens": 4096,
+        "tokenizer": byte_tokenizer().to_str().encode(),
+        "eos_token_ids": [EOS],
+        "bos_token_id": BOS,
+        "special_tokens": {"bos_token": "<bos>", "eos_token": "<eos>"},
+        "chat_template": TEMPLATE,
+        "defaults": SamplingDefaults(temperature=0.7, top_k=40),
+    }
+    return ModelCard(**(fields | changes))
+
+
+def ids_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def text_of(ids: Iterable[int]) -> str:
+    return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+@dataclass
+class Says:
+    """Token ids step by step, then an end. `per_step` steps may be empty: nothing is said in them."""
+
+    steps: list[list[int]]
+    finish: str = "stop"
+    stop_token: int | None = EOS
+    error: ErrorInfo | None = None
+
+
+Reply = Says | ErrorInfo
+Script = Callable[[Generate], Reply]
+
+
+def says(text: str, *, size: int = 1, finish: str = "stop", error: ErrorInfo | None = None) -> Says:
+    """`text`, `size` bytes a step, and an ordinary end."""
+    ids = ids_of(text)
+    steps = [ids[at : at + size] for at in range(0, len(ids), size)]
+    return Says(steps, finish, EOS if finish == "stop" else None, error)
+
+
+@dataclass
+class _Talk:
+    client: bytes
+    message: Generate
+    steps: deque[list[int]]
+    reply: Says
+    num_generated: int = 0
+    has_spoken: bool = False
+
+
+@dataclass
+class ScriptedEngine:
+    """script      what is answered to a Generate
+    step_s      the time between two steps
+    is_paused   no step is made; everything else goes on
+    is_silent   nothing is answered at all, as if the process hung
+    welcomes    whether Hello is answered: False while "loading"
+    """
+
+    address: str
+    script: Script = lambda generate: says("Hello, world!")
+    card: ModelCard = field(default_factory=scripted_card)
+    step_s: float = 0.0005
+    max_len: int = 512
+    is_paused: bool = False
+    is_silent: bool = False
+    welcomes: bool = True
+    generates: list[Generate] = field(default_factory=list)
+    aborts: dict[int, float] = field(default_factory=dict)
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.epoch = f"epoch-{time.monotonic_ns()}"
+        self.stats = EngineStats(running=1, free_blocks=7, num_finished={"stop": 3})
+        self._talks: dict[tuple[bytes, int], _Talk] = {}
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+
+    def __enter__(self) -> Self:
+        self._stopping = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = sockets.bind_router(self._context, self.address)
+        self._thread = threading.Thread(target=self._run, name="scripted-engine")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Leave without a word. The test fails here if the engine did."""
+        self._stopping = True
+        self._thread.join()
+        self._context.destroy(linger=0)
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def open_requests(self) -> list[int]:
+        return [number for _, number in list(self._talks)]
+
+    def await_abort(self, number: int, timeout_s: float = 5.0) -> float:
+        """When the Abort of request `number` came, on time.monotonic's clock."""
+        deadline = time.monotonic() + timeout_s
+        while number not in self.aborts:
+            assert time.monotonic() < deadline, f"request {number} was not aborted"
+            time.sleep(0.001)
+        return self.aborts[number]
+
+    def await_generates(self, count: int, timeout_s: float = 5.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(self.generates) < count:
+            assert time.monotonic() < deadline, f"{len(self.generates)} of {count} requests came"
+            time.sleep(0.001)
+
+    def _run(self) -> None:
+        try:
+            next_step = time.monotonic()
+            while not self._stopping:
+                wait_s = next_step - time.monotonic() if self._talks else 0.02
+                if self._socket.poll(max(0, int(wait_s * 1000 + 0.5))):
+                    self._receive()
+                if time.monotonic() >= next_step and not self.is_paused and not self.is_silent:
+                    self._step()
+                    next_step = max(next_step + self.step_s, time.monotonic())
+        except BaseException as error:
+            self._failure = error
+
+    def _receive(self) -> None:
+        client, *frames = self._socket.recv_multipart()
+        if self.is_silent:
+            return
+        message = self._decoder.decode(frames)
+        match message:
+            case Hello():
+                if self.welcomes:
+                    self._send(client, self._welcome())
+            case Ping():
+                self._send(client, Pong(epoch=self.epoch, stats=self.stats))
+            case Generate():
+                self._generate(client, message)
+            case Abort(requests=numbers):
+                for number in numbers:
+                    self.aborts[number] = time.monotonic()
+                    self._talks.pop((client, number), None)
+            case Drain():
+                raise AssertionError("a gateway does not drain its engine")
+
+    def _welcome(self) -> Welcome:
+        limits = Limits(
+            max_len=self.max_len,
+            max_slots=8,
+            block_tokens=16,
+            num_blocks=64,
+            token_budget=256,
+            prefix_cache=True,
+        )
+        return Welcome(protocol=PROTOCOL_VERSION, epoch=self.epoch, model=self.card, limits=limits)
+
+    def _generate(self, client: bytes, message: Generate) -> None:
+        self.generates.append(message)
+        reply = self.script(message)
+        if isinstance(reply, ErrorInfo):
+            self._send(client, Refused(request=message.request, error=reply))
+            return
+        steps = deque(list(step) for step in reply.steps)
+        self._talks[client, message.request] = _Talk(client, message, steps, reply)
+        self._send(client, Accepted(request=message.request))
+
+    def _step(self) -> None:
+        news: dict[bytes, list[Output]] = {}
+        for key, talk in list(self._talks.items()):
+            output = _output(talk)
+            news.setdefault(talk.client, []).append(output)
+            if output.finish is not None:
+                del self._talks[key]
+        if news:
+            self.num_steps += 1
+        for client, outputs in news.items():
+            self._send(client, Outputs(step=self.num_steps, outputs=outputs))
+
+    def _send(self, client: bytes, message: msgspec.Struct) -> None:
+        try:
+            self._socket.send_multipart([client, *wire.encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # a gateway that is gone
+                raise
+
+
+def _output(talk: _Talk) -> Output:
+    params, prompt = talk.message.params, talk.message.prompt.tolist()
+    tokens = talk.steps.popleft() if talk.steps else []
+    room = None if params.max_tokens is None else params.max_tokens - talk.num_generated
+    finish, stop_token, error = None, None, None
+    if room is not None and len(tokens) >= room:
+        tokens, finish = tokens[:room], "length"
+    elif not talk.steps:
+        finish, stop_token, error = talk.reply.finish, talk.reply.stop_token, talk.reply.error
+        if stop_token is not None:
+            tokens = [*tokens, stop_token]
+    talk.num_generated += len(tokens)
+    is_first, talk.has_spoken = not talk.has_spoken, True
+    count, top = params.prompt_logprobs, params.logprobs
+    return Output(
+        request=talk.message.request,
+        tokens=tokens,
+        logprobs=[] if top is None else [scripted_logprob(t, top) for t in tokens],
+        prompt_logprobs=[scripted_logprob(t, count) for t in prompt[1:]]
+        if is_first and count is not None
+        else [],
+        finish=finish,  # type: ignore[arg-type]
+        stop_token=stop_token,
+        usage=Usage(
+            prompt_tokens=len(prompt), generated_tokens=talk.num_generated, cached_tokens=2
+        ),
+        error=error,
+    )
+
+
+def scripted_logprob(token: int, num_top: int) -> TokenLogprobs:
+    """A made-up one that a test can predict: the id says how likely the token was."""
+    ids = [(token + place) % 256 for place in range(num_top)]
+    likelihoods = [-token / 64 - place for place in range(num_top)]
+    return TokenLogprobs(token, -token / 64, 1, ids, likelihoods)
