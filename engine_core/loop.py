@@ -60,7 +60,8 @@ class Loop:
         self._clients = Clients(config.lease_s)
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
         self._socket = sockets.bind_router(context, config.address)
-        self._workers = Workers(context, config.worker, config.address + ".worker")
+        worker_address = config.worker.address or config.address + ".worker"
+        self._workers = Workers(context, config.worker, worker_address)
         self._engine: Engine | None = None  # until the worker is ready
         self._model: ModelCard | None = None
         self._is_draining = False

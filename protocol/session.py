@@ -40,7 +40,7 @@ from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
 
 PING_EVERY_S = 1.0
-LEASE_S = 6.0
+LEASE_S = 4.0
 
 News = tuple[int, Accepted | Refused | Output]
 """(request, what happened to it)"""

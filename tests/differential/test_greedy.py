@@ -1,8 +1,9 @@
-"""Greedy output in float32 equals `transformers`' own generate, token for token, however it is computed.
+"""Greedy output in float32 equals `transformers`' own generate, token for token, however it is
+computed.
 
-The reference answers are in tests/data (tests/support/reference.py made them); one test checks that they
-are what transformers says today. Where an answer differs, it is accepted only if the reference itself was
-undecided there: its two best logits within TIE. Such ties are counted and printed.
+The reference answers are in tests/data (tests/support/reference.py made them); one test checks that
+they are what transformers says today. Where an answer differs, it is accepted only if the reference
+itself was undecided there: its two best logits within TIE. Such ties are counted and printed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,235 @@
+"""The whole house with a real model: HTTP in, HTTP out, many at once, seeds, disconnects."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from protocol.client import Engine
+from tests.support.processes import free_port
+from tests.support.prompts import NUM_TOKENS
+from tests.support.reference import GOLDEN
+from tests.support.server import EngineView, RunningServer, running_server
+
+STREAMS, STREAM_TOKENS = 64, 128
+DISCONNECTS = 200
+MODEL = "tidegate-test"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """float32, so that answers do not depend on who else is in the batch."""
+    options = ["--dtype", "float32", "--served-name", MODEL, "--max-len", "2048"]
+    with running_server(tmp_path_factory.mktemp("run"), options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+@pytest.fixture
+def view(server: RunningServer) -> Iterator[EngineView]:
+    view = EngineView(server.engine_address)
+    yield view
+    view.close()
+
+
+def test_the_capital_of_france_streamed_by_the_official_sdk(client: OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert "Paris" in text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+def test_whole_and_streamed_answers_are_equal(client: OpenAI) -> None:
+    question: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell me a story with an emoji 🙂."}],
+        "temperature": 0.8,
+        "seed": 11,
+        "max_tokens": 60,
+        "n": 2,
+    }
+    whole = client.chat.completions.create(**question)
+    told = {0: "", 1: ""}
+    for chunk in client.chat.completions.create(**question, stream=True):
+        for choice in chunk.choices:
+            told[choice.index] += choice.delta.content or ""
+    assert {choice.index: choice.message.content for choice in whole.choices} == told
+
+
+def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: EngineView) -> None:
+    """Each asks, by a bias that leaves no choice, for its own token 128 times."""
+
+    def ask(number: int) -> tuple[list[int], str, Any]:
+        wanted = 1000 + 7 * number
+        stream = client.completions.create(
+            model=MODEL,
+            prompt=[5 + number] * (1 + 3 * number),
+            max_tokens=STREAM_TOKENS,
+            temperature=1,
+            logit_bias={str(wanted): 100},
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+        tokens, finish, usage = [], "", None
+        for chunk in stream:
+            for choice in chunk.choices:
+                tokens += choice.token_ids or []
+                finish = choice.finish_reason or finish
+            usage = chunk.usage or usage
+        return tokens, finish, usage
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        answers = list(pool.map(ask, range(STREAMS)))
+    for number, (tokens, finish, usage) in enumerate(answers):
+        assert tokens == [1000 + 7 * number] * STREAM_TOKENS
+        assert finish == "length"
+        assert usage.completion_tokens == STREAM_TOKENS
+        assert usage.prompt_tokens == 1 + 3 * number
+    view.wait_until_free(1.0)
+
+
+def test_greedy_answers_over_http_equal_transformers(client: OpenAI) -> None:
+    """Thirty-two at once; ties of the reference are accepted as in tests/differential."""
+    rows = json.loads(GOLDEN.read_text())
+
+    def ask(row: dict[str, Any]) -> list[int]:
+        answer = client.completions.create(
+            model=MODEL,
+            prompt=row["prompt"],
+            max_tokens=NUM_TOKENS,
+            temperature=0,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+        tokens: list[int] = answer.choices[0].token_ids
+        return tokens
+
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(ask, rows))
+    for row, answer in zip(rows, answers, strict=True):
+        if answer != row["tokens"]:
+            at = next(i for i in range(NUM_TOKENS) if answer[i] != row["tokens"][i])
+            assert row["gaps"][at] <= 1e-4
+
+
+def sampled(client: OpenAI, seed: int, n: int = 1) -> list[list[int]]:
+    answer = client.completions.create(
+        model=MODEL,
+        prompt="Once upon a time",
+        max_tokens=24,
+        temperature=1,
+        top_p=0.95,
+        seed=seed,
+        n=n,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    return [choice.token_ids for choice in answer.choices]
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(client: OpenAI) -> None:
+    alone = [sampled(client, seed)[0] for seed in range(4)]
+    with ThreadPoolExecutor(16) as pool:
+        crowd = list(pool.map(lambda i: sampled(client, i % 4)[0], range(16)))
+    assert crowd == alone * 4
+    assert len({tuple(tokens) for tokens in alone}) == 4
+
+
+def test_four_choices_with_a_seed_differ_and_repeat(client: OpenAI) -> None:
+    first, second = sampled(client, 5, n=4), sampled(client, 5, n=4)
+    assert first == second
+    assert len({tuple(tokens) for tokens in first}) == 4
+
+
+def hang_up_somewhere(server: RunningServer, dice: random.Random) -> None:
+    """Ask for a long answer, read for a random while, close."""
+    body = json.dumps(
+        {
+            "model": MODEL,
+            "prompt": [dice.randrange(1000)] * dice.randrange(1, 400),
+            "max_tokens": 1000,
+            "ignore_eos": True,
+            "stream": dice.random() < 0.5,
+            "n": dice.choice([1, 1, 2]),
+        }
+    ).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+        sock.sendall(head.encode() + body)
+        sock.settimeout(dice.random() * 0.5)
+        try:
+            for _ in range(dice.randrange(1, 6)):
+                sock.recv(4096)
+        except TimeoutError:
+            pass
+
+
+def test_after_two_hundred_disconnects_nothing_is_held(
+    server: RunningServer, view: EngineView
+) -> None:
+    before = view.stats()
+
+    def storm(seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(DISCONNECTS // 8):
+            hang_up_somewhere(server, dice)
+
+    threads = [threading.Thread(target=storm, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took = view.wait_until_free(1.0)
+    after = view.stats()
+    accepted = after.num_accepted - before.num_accepted
+    ended = sum(after.num_finished.values()) - sum(before.num_finished.values())
+    assert accepted == ended >= DISCONNECTS * 0.5
+    print(f"{accepted} requests were open; all was free after {took:.3f} s")
+
+
+def test_the_zeromq_client_speaks_token_ids(server: RunningServer) -> None:
+    row = json.loads(GOLDEN.read_text())[0]
+    with Engine(server.engine_address) as engine:
+        assert engine.model.vocab_size == 49152
+        answer = engine.generate(row["prompt"], temperature=0, max_tokens=8, ignore_eos=True)
+        assert answer.tokens() == row["tokens"][:8]
+
+
+def test_leaving_a_generation_early_aborts_it(server: RunningServer, view: EngineView) -> None:
+    aborted = view.stats().num_finished.get("abort", 0)
+    with Engine(server.engine_address) as engine:
+        for output in engine.generate([1, 2, 3], max_tokens=1000, ignore_eos=True):
+            assert output.tokens
+            break
+        view.wait_until_free(1.0)
+    assert view.stats().num_finished["abort"] == aborted + 1
+
+
+def test_a_port_that_nobody_serves_is_said_plainly(tmp_path: Any) -> None:
+    from protocol.errors import EngineNotReady
+
+    with pytest.raises(EngineNotReady, match="no engine answered"):
+        Engine(f"ipc://{tmp_path}/{free_port()}.sock", wait_s=0.3)

@@ -1,0 +1,266 @@
+"""The engine_core process, a real worker and a tiny model: what is said, and how things end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+from tests.support.checkpoints import write_checkpoint
+
+from protocol import sockets, wire
+from protocol.arrays import Int32
+from protocol.client import Engine
+from protocol.errors import (
+    ContextTooLong,
+    Draining,
+    EngineLost,
+    EngineNotReady,
+    InvalidRequest,
+    ServingError,
+)
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Generate,
+    Hello,
+    Message,
+    Output,
+    Outputs,
+    Ping,
+    Pong,
+    Refused,
+    ToClient,
+    Welcome,
+)
+from protocol.sampling import SamplingParams
+from tests.support.processes import Program, children_of, eventually, is_alive
+
+LEASE_S = 1.0
+
+
+class Process:
+    """An engine_core and its worker."""
+
+    def __init__(self, program: Program, address: str) -> None:
+        self.program = program
+        self.address = address
+
+    @property
+    def worker_pid(self) -> int:
+        found = children_of(self.program.process.pid)
+        (pid,) = [pid for words, pid in found.items() if "-m worker" in words]
+        return pid
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def start(checkpoint: Path, directory: Path) -> Program:
+    config = {
+        "address": f"ipc://{directory}/run/engine.sock",
+        "lease_s": LEASE_S,
+        "token_budget": 64,
+        "max_waiting": 64,
+        "worker": {
+            "model": str(checkpoint),
+            "dtype": "float32",
+            "max_slots": 8,
+            "kv_blocks": 129,
+            "threads": 1,
+        },
+    }
+    (directory / "run").mkdir(mode=0o700)
+    directory.chmod(0o700)
+    return Program(["-P", "-m", "engine_core", "--config", json.dumps(config)])
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """For tests that leave it as they found it."""
+    directory = tmp_path_factory.mktemp("shared")
+    with start(checkpoint, directory) as program:
+        yield Process(program, f"ipc://{directory}/run/engine.sock")
+
+
+@pytest.fixture
+def own(checkpoint: Path, tmp_path: Path) -> Iterator[Process]:
+    """For tests that end it."""
+    with start(checkpoint, tmp_path) as program:
+        yield Process(program, f"ipc://{tmp_path}/run/engine.sock")
+
+
+def connect(process: Process) -> Engine:
+    return Engine(process.address, wait_s=60)
+
+
+class RawClient:
+    """A client that says just what a test wants it to say."""
+
+    def __init__(self, process: Process) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = sockets.connect_dealer(self._context, process.address)
+        self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
+
+    def say(self, message: Message) -> None:
+        self.socket.send_multipart(wire.encode(message))
+
+    def hear(self) -> ToClient:
+        return self._decoder.decode(self.socket.recv_multipart())
+
+    def hear_all(self, kind: type[ToClient]) -> ToClient:
+        """The next message of a kind; others are passed over."""
+        while not isinstance(message := self.hear(), kind):
+            pass
+        return message
+
+    def greet(self) -> None:
+        self.say(Hello(protocol=PROTOCOL_VERSION, name="raw"))
+        assert isinstance(self.hear_all(Welcome), Welcome)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def raw(shared: Process) -> Iterator[RawClient]:
+    connect(shared).close()  # wait until it is ready
+    client = RawClient(shared)
+    yield client
+    client.close()
+
+
+def a_generate(request: int, max_tokens: int = 400) -> Generate:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Generate(request=request, prompt=Int32.of([5, 6]), params=params)
+
+
+def test_many_threads_get_each_their_own_answer(shared: Process) -> None:
+    with connect(shared) as engine:
+
+        def ask(number: int) -> list[int]:
+            bias = {number: 100.0}
+            answer = engine.generate([3], max_tokens=20, logit_bias=bias, ignore_eos=True)
+            return answer.tokens()
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(ask, range(10, 42)))
+    assert answers == [[number] * 20 for number in range(10, 42)]
+
+
+def test_what_is_refused_is_raised_as_what_it_is(shared: Process) -> None:
+    with connect(shared) as engine:
+        with pytest.raises(ContextTooLong, match="tokens"):
+            engine.generate([1] * 100_000).tokens()
+        with pytest.raises(InvalidRequest, match="vocabulary"):
+            engine.generate([1 << 30]).tokens()
+        with pytest.raises(InvalidRequest, match="temperature"):
+            engine.generate([1], temperature=9)
+
+
+def test_a_malformed_frame_is_answered_and_counted_and_nothing_else(raw: RawClient) -> None:
+    raw.socket.send_multipart([b"\x01nonsense"])
+    refused = raw.hear()
+    assert isinstance(refused, Refused)
+    assert (refused.request, refused.error.code) == (-1, "wire")
+    raw.say(Ping())
+    pong = raw.hear()
+    assert isinstance(pong, Pong)
+    assert pong.stats.num_wire_errors >= 1
+
+
+def test_generate_before_hello_is_refused(raw: RawClient) -> None:
+    raw.say(a_generate(1))
+    refused = raw.hear()
+    assert isinstance(refused, Refused)
+    assert "Hello" in refused.error.message
+
+
+def test_a_second_hello_forgets_what_was_open(raw: RawClient) -> None:
+    raw.greet()
+    raw.say(a_generate(1))
+    assert raw.hear_all(Accepted) == Accepted(request=1)
+    raw.greet()
+    raw.say(a_generate(1, max_tokens=2))
+    assert raw.hear_all(Accepted) == Accepted(request=1)
+    tokens = 0
+    while True:
+        outputs = raw.hear_all(Outputs)
+        tokens += sum(len(output.tokens) for output in outputs.outputs)
+        if outputs.outputs[0].finish:
+            break
+    assert tokens == 2
+
+
+def test_a_client_that_falls_silent_loses_its_requests(shared: Process, raw: RawClient) -> None:
+    raw.greet()
+    for number in range(20):
+        raw.say(a_generate(number))
+    with connect(shared) as engine:
+        assert eventually(lambda: engine.stats.running + engine.stats.waiting > 0)
+        assert eventually(lambda: engine.stats.running + engine.stats.waiting == 0)
+        assert engine.stats.free_blocks == engine.stats.total_blocks
+        assert engine.stats.clients == 1
+
+
+def test_sigterm_finishes_what_is_open_refuses_what_is_new_and_exits_0(own: Process) -> None:
+    with connect(own) as engine:
+        answer = engine.generate([5], max_tokens=300, ignore_eos=True)
+        first: Output = next(answer)
+        own.program.signal(signal.SIGTERM)
+        refusals: list[ServingError] = []
+
+        def try_again() -> bool:
+            try:
+                engine.generate([5], max_tokens=1).tokens()
+            except (Draining, EngineLost, EngineNotReady) as error:
+                refusals.append(error)
+            return bool(refusals)
+
+        assert eventually(try_again)
+        assert len(first.tokens) + len(answer.tokens()) == 300
+    assert own.program.end() == 0
+    assert isinstance(refusals[0], Draining)
+
+
+def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> None:
+    with connect(own) as engine:
+        answer = engine.generate([5], max_tokens=400, ignore_eos=True)
+        next(answer)
+        killer = threading.Timer(0.05, os.kill, (own.worker_pid, signal.SIGKILL))
+        killer.start()
+        started = time.monotonic()
+        with pytest.raises(EngineLost, match="killed by SIGKILL"):
+            answer.tokens()
+        assert time.monotonic() - started < 2
+    assert own.program.end() == 3
+    assert "killed by SIGKILL" in own.program.err[-1]
+
+
+def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: Process) -> None:
+    with connect(own) as engine:
+        answer = engine.generate([5], max_tokens=400, ignore_eos=True)
+        next(answer)
+        worker = own.worker_pid
+        own.program.process.kill()
+        started = time.monotonic()
+        with pytest.raises(EngineLost):
+            answer.tokens()
+        assert time.monotonic() - started < 6
+        assert eventually(lambda: not is_alive(worker), within_s=5)
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_3(tmp_path: Path) -> None:
+    with start(tmp_path / "no-such-model", tmp_path) as program:
+        assert program.end(timeout_s=60) == 3
+        assert "no-such-model" in program.err[-1]
