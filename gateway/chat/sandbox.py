@@ -8,13 +8,13 @@ immutable sandbox (no attribute of Python's own, nothing it is given can be chan
   function, macro or method is one, and at each one the clock is looked at; so loops that write
   nothing end too;
 - `range` (100,000 numbers, Jinja's own bound), and recursion, by Python's limit;
-- what is written, piece by piece, and the size of every string or list made by `+`, `~`, `*`, `%`
-or a
-  call; of `*`, `**`, `replace`, `join`, paddings and formats before it is made.
+- what is written in all, into the prompt, a macro's result or a variable;
+- the size of every string or list made by `+`, `~`, `*`, `%` or a call; of `*`, `**`, `replace`,
+  `join`, paddings and formats before it is made.
 
 Not bounded is what one call of any other built-in filter does with values that are themselves
-within these bounds: a `sort` or a `list` of the largest string takes about a second, and is not
-interrupted.
+within these bounds: a `sort` of the largest list may take a second or two before the clock is
+looked at again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,26 @@ MAX_OUTPUT_CHARS = 16_000_000
 MAX_STEPS = 1_000_000
 MAX_SECONDS = 2.0
 MAX_WIDTH = 10_000
-MAX_POWER_BITS = 10_000
+MAX_INT_BITS = 10_000
 _WIDE_FORMAT = re.compile(r"%[-+ #0]*(\d{5}|\*|\d*\.(\d{5}|\*))|\{[^{}]*(\d{5}|\{)")
+
+_GROWING = (
+    "batch",
+    "center",
+    "format",
+    "indent",
+    "join",
+    "replace",
+    "round",
+    "slice",
+    "wordwrap",
+)
+"""Filters of Jinja's that can make much out of little."""
 
 _BUDGET = " budget"
 _COUNTED = " counted"
 _SIZED = " sized"
+_WRITTEN = " written"
 """Names with a blank: no template can spell them."""
 
 Now = Callable[[], datetime]
@@ -115,10 +129,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: now().strftime(format)
         self.filters["tojson"] = _tojson
-        for name in ("center", "indent", "wordwrap", "format", "replace", "join"):
+        for name in _GROWING:
             self.filters[name] = _checked(name, self.filters[name])
         self.filters[_COUNTED] = _counted
         self.filters[_SIZED] = _sized
+        self.filters[_WRITTEN] = _written
 
     def template(self, source: str) -> jinja2.Template:
         """Raises jinja2.TemplateSyntaxError."""
@@ -138,12 +153,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = budget_of(context)
         budget.step()
-        if operator == "*":
-            for value, times in ((left, right), (right, left)):
-                if isinstance(value, str | list | tuple) and isinstance(times, int):
-                    budget.check_size(len(value) * times)
-        elif operator == "**" and _power_bits(left, right) > MAX_POWER_BITS:
-            raise BudgetExceeded("the chat template makes a number that is too large")
+        if operator in ("*", "**"):
+            _check_product(budget, operator, left, right)
         elif operator == "%" and isinstance(left, str):
             check_growth(budget, "format", left, [])
         return budget.sized(super().call_binop(context, operator, left, right))
@@ -155,14 +166,14 @@ def run(template: jinja2.Template, variables: dict[str, Any], budget: Budget) ->
     context = template.new_context({**variables, _BUDGET: budget})
     pieces = []
     for piece in template.root_render_func(context):
-        budget.write(piece)
         budget.look()
         pieces.append(piece)
     return "".join(pieces)
 
 
 class Counting(NodeTransformer):
-    """Rewrites a template so that each item of a loop is one step and each `a ~ b` is measured."""
+    """Rewrites a template so that each item of a loop is one step, each `a ~ b` is measured, and
+    each bit of output is counted wherever it goes."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -172,6 +183,11 @@ class Counting(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _filtered(node, _SIZED)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        node.nodes = [_filtered(bit, _WRITTEN) for bit in node.nodes]
+        return node
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:
@@ -189,6 +205,13 @@ def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 @jinja2.pass_context
 def _sized(context: Context, value: Any) -> Any:
     return budget_of(context).sized(value)
+
+
+@jinja2.pass_context
+def _written(context: Context, value: Any) -> str:
+    text = str(value)
+    budget_of(context).write(text)
+    return text
 
 
 class GenerationTag(Extension):
@@ -223,7 +246,12 @@ def _tojson(
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter of Jinja's, whose growth is checked like that of the method of the same name."""
-    passes = getattr(function, "jinja_pass_arg", None)
+    wants = getattr(function, "jinja_pass_arg", None)
+
+    def _first(context: Context) -> tuple[Any, ...]:
+        if wants is None:
+            return ()
+        return (context.eval_ctx if wants.name == "eval_context" else context.environment,)
 
     @jinja2.pass_context
     def checked(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,12 +263,9 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             budget.check_size(len(separator) * len(value))
         elif isinstance(value, str):
             check_growth(budget, name, value, [*args, *kwargs.values()])
-        first = (
-            ()
-            if passes is None
-            else (context.eval_ctx if "eval" in passes.name else context.environment,)
-        )
-        return budget.sized(function(*first, value, *args, **kwargs))
+        else:
+            _check_widths([*args, *kwargs.values()])
+        return budget.sized(function(*_first(context), value, *args, **kwargs))
 
     return checked
 
@@ -265,7 +290,12 @@ def _check_widths(values: Iterable[Any]) -> None:
             raise BudgetExceeded(f"the chat template pads to more than {MAX_WIDTH} characters")
 
 
-def _power_bits(base: Any, exponent: Any) -> float:
-    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
-        return base.bit_length() * exponent
-    return 0
+def _check_product(budget: Budget, operator: str, left: Any, right: Any) -> None:
+    """Refuse `left * right` or `left ** right` where the result would be too large to be made."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits, other = left.bit_length(), right.bit_length()
+        if (bits * right if operator == "**" else bits + other) > MAX_INT_BITS:
+            raise BudgetExceeded("the chat template makes a number that is too large")
+    for value, times in ((left, right), (right, left)):
+        if isinstance(value, str | list | tuple) and isinstance(times, int):
+            budget.check_size(len(value) * times)

@@ -44,6 +44,11 @@ def rendered(source: str, messages: Any = USER, **options: Any) -> str:
         ("{{ '%s=%d' | format('a', 3) }}{{ '%5s' % 'x' }}{{ '{:>3}'.format(7) }}", "a=3    x  7"),
         ("{{ 'a' ~ 1 ~ none }}{{ [1] + [2] }}{{ 2 ** 5 }}{{ '-' * 3 }}", "a1None[1, 2]32---"),
         ("{{ 'x\ny' | indent(2) }}", "x\n  y"),
+        (
+            "{% set x %}a{{ 1 }}{% endset %}{{ x }}{{ nothing }}{{ none }}{{ 1.5 | round }}",
+            "a1None2.0",
+        ),
+        ("{{ [1, 2, 3] | batch(2) | list }}", "[[1, 2], [3]]"),
         ("{% macro m(a) %}<{{ a }}>{% endmacro %}{{ m(1) }}", "<1>"),
         ("{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}", "TrueTrueTrue"),
     ],
@@ -106,6 +111,13 @@ def test_a_template_that_fails_or_reaches_out_is_an_error_of_the_request(source:
         "{% set x = 'a' * 10000000 %}{{ range(1000) | join(x) }}",
         "{{ range(10 ** 9) | list }}",
         "{{ [1] | tojson(indent=10 ** 9) }}",
+        "{{ [1] | batch(10 ** 12, 0) | list }}",
+        "{{ 5 | round(10 ** 9, 'ceil') }}",
+        "{% set n=namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% set x = 'a' * 9999999 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}"
+        "{% endset %}",
+        "{% set x = 'a' * 9999999 %}{% macro m() %}{% for i in range(9999) %}{{ x }}{% endfor %}"
+        "{% endmacro %}{{ m() | length }}",
     ],
 )
 def test_a_hostile_template_ends_soon_and_small(source: str) -> None:
