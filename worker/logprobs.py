@@ -118,9 +118,9 @@ def _scored(
     """Scores of tokens [N], as a message; logits_of(a, b) are the logits of tokens [a, b)."""
     num_top, size = int(counts.max()), rows_at_once(tokens.device)
     parts = []
-    for start, chunk in zip(range(0, len(rows), CHUNK), tokens.split(CHUNK), strict=True):
+    for start, chunk in zip(range(0, len(rows), CHUNK), torch.split(tokens, CHUNK), strict=True):
         logits = logits_of(start, start + len(chunk))
-        pieces = zip(logits.split(size), chunk.split(size), strict=True)
+        pieces = zip(torch.split(logits, size), torch.split(chunk, size), strict=True)
         parts += [score(piece, some, num_top) for piece, some in pieces]
     return Logprobs(
         rows=_int32(rows),

@@ -1,8 +1,8 @@
 """The worker process: command line, logging, the conversation with the engine, exit code.
 
-It connects, loads, says WorkerReady, then answers each StepPlan with a StepResult until Stop. Exit
-codes: 0 stopped as asked; 1 our own failure, told to the engine as WorkerFailed; 2 a bad command line.
-It never outlives the engine. torch is imported in here, after logging, so that its time is told too.
+It connects, loads, says WorkerReady, then answers each StepPlan with a StepResult until Stop.
+Exit codes: 0 stopped as asked; 1 our own failure, told to the engine as WorkerFailed; 2 a bad
+command line. It never outlives the engine. torch is imported late, so that its time is told too.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Draws:
 
     def split(self, size: int) -> Iterator[Draws]:
         """The same, `size` rows at a time."""
-        columns = (getattr(self, name).split(size) for name in self.__slots__)
+        columns = (torch.split(getattr(self, name), size) for name in self.__slots__)
         return (Draws(*values) for values in zip(*columns, strict=True))
 
 
@@ -91,7 +91,9 @@ def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
     """logits [N, V] float32, peaks [N] their maxima -> tokens [N] int64."""
     size = rows_at_once(logits.device)
     if len(logits) > size:
-        parts = zip(logits.split(size), peaks.split(size), draws.split(size), strict=True)
+        parts = zip(
+            torch.split(logits, size), torch.split(peaks, size), draws.split(size), strict=True
+        )
         return torch.cat([draw(*part) for part in parts])
     shares = relative(logits, peaks, draws.temperature)
     weights = weigh(shares, shares.shape[1])
