@@ -2,60 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers as hf
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models
 
 from gateway.text.tokenizer import Tokenizer
 from protocol.model_card import ModelCard
+from tests.support.model import smollm2_gguf
+from worker.loading.fields import Fields
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_tokenizer import tokenizer_json
 
 FAMILIES = Path(__file__).parents[3] / "shared" / "tokenizers"
 """Present on developers' machines only; tests that want one of these skip where it is absent."""
 FAMILY_NAMES = ("qwen3", "llama3_1", "deepseek_v3")
-
-
-def gguf_tokenizer_json(path: Path) -> bytes:
-    """The byte-level BPE tokenizer inside a GGUF file; kept in the temporary directory, since
-    reading it takes a second."""
-    stamp = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
-    kept = Path(tempfile.gettempdir()) / f"tidegate-test-{os.getuid()}"
-    kept.mkdir(mode=0o700, exist_ok=True)
-    file = kept / f"tokenizer-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.json"
-    if not file.exists():
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(_read_gguf(path))
-        part.rename(file)
-    return file.read_bytes()
-
-
-def _read_gguf(path: Path) -> str:
-    from gguf import GGUFReader
-
-    fields = GGUFReader(path).fields
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    kinds = fields["tokenizer.ggml.token_type"].contents()
-    merges = [tuple(line.split(" ")) for line in fields["tokenizer.ggml.merges"].contents()]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    inner = hf.Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    inner.decoder = decoders.ByteLevel()
-    control = 3
-    inner.add_special_tokens([t for t, kind in zip(tokens, kinds, strict=True) if kind == control])
-    return inner.to_str()
 
 
 def family(name: str) -> tuple[bytes, dict[str, Any]]:
@@ -102,9 +68,9 @@ def real_tokenizer(name: str) -> Tokenizer:
 
 @cache
 def smollm2_tokenizer_json() -> bytes:
-    from tests.support.model import smollm2_gguf
-
-    return gguf_tokenizer_json(Path(smollm2_gguf()))
+    """As the worker exports it from the model's file; skips where that is absent."""
+    path = smollm2_gguf()
+    return tokenizer_json(Fields(GGUFFile(path).metadata, str(path)))
 
 
 def card_of(tokenizer: bytes, **fields: Any) -> ModelCard:
