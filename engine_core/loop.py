@@ -129,8 +129,9 @@ class Loop:
             case Hello():
                 if client in self._clients:
                     self._drop(client)  # it begins anew: what it had open it has forgotten
+                else:
+                    log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
                 self._clients.greet(client, now)
-                log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
                 self._welcome(client)
             case Generate():
                 self._generate(client, message)
