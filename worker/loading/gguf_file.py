@@ -101,7 +101,10 @@ class _Header:
 
     def _read_tensors(self, count: int) -> None:
         """Offsets in the table count from the first aligned byte after it."""
-        table = [(self._string(), self._shape(), self._unsigned(4), self._unsigned(8)) for _ in range(count)]
+        table = [
+            (self._string(), self._shape(), self._unsigned(4), self._unsigned(8))
+            for _ in range(count)
+        ]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"alignment {alignment!r} is not a power of two")

@@ -123,7 +123,9 @@ def _config(file: GGUFFile) -> LlamaConfig:
     fields = Fields(file.metadata, str(file.path))
     architecture = fields.text("general.architecture")
     if architecture != "llama":
-        raise UnusableModel(f"architecture {architecture!r} is not supported in GGUF files, only 'llama'")
+        raise UnusableModel(
+            f"architecture {architecture!r} is not supported in GGUF files, only 'llama'"
+        )
     if fields.integer("llama.expert_count", 0):
         raise UnusableModel("mixtures of experts are not supported")
     context_tokens = fields.integer("llama.context_length")

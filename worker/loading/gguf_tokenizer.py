@@ -139,7 +139,9 @@ def _post_processor(fields: Fields, *, adds_bos: bool) -> Part | None:
     after = _marker(fields, "eos", wanted=fields.flag("tokenizer.ggml.add_eos_token", False))
     if not before and not after:
         return None
-    first, second = (_template(before, name, after, type_id) for name, type_id in (("A", 0), ("B", 1)))
+    first, second = (
+        _template(before, name, after, type_id) for name, type_id in (("A", 0), ("B", 1))
+    )
     return {
         "type": "TemplateProcessing",
         "single": first,
@@ -159,7 +161,9 @@ def _marker(fields: Fields, name: str, *, wanted: bool) -> dict[str, int]:
 
 
 def _template(before: dict[str, int], name: str, after: dict[str, int], type_id: int) -> list[Part]:
-    special = [[{"SpecialToken": {"id": t, "type_id": type_id}} for t in part] for part in (before, after)]
+    special = [
+        [{"SpecialToken": {"id": t, "type_id": type_id}} for t in part] for part in (before, after)
+    ]
     return [*special[0], {"Sequence": {"id": name, "type_id": type_id}}, *special[1]]
 
 
@@ -172,6 +176,10 @@ def _strings(fields: Fields, name: str) -> list[str]:
 
 def _numbers(fields: Fields, name: str, count: int) -> list[Any]:
     values = fields.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list) or len(values) != count or any(isinstance(v, str) for v in values):
+    if (
+        not isinstance(values, list)
+        or len(values) != count
+        or any(isinstance(v, str) for v in values)
+    ):
         raise UnusableModel(f"tokenizer.ggml.{name} is not a list of {count:,} numbers")
     return values

@@ -99,7 +99,9 @@ def _text(path: Path, config: Fields, vocab_size: int) -> TextFacts:
     if special.get("eos_token") in ids:
         ends.append(ids[special["eos_token"]])
     if too_large := [end for end in ends if end >= vocab_size]:
-        raise UnusableModel(f"eos_token_id {too_large[0]} is outside the vocabulary of {vocab_size:,}")
+        raise UnusableModel(
+            f"eos_token_id {too_large[0]} is outside the vocabulary of {vocab_size:,}"
+        )
     return TextFacts(
         tokenizer=tokenizer,
         eos_token_ids=list(dict.fromkeys(ends)),

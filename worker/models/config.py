@@ -50,7 +50,9 @@ class LlamaConfig:
         sizes = (self.vocab_size, self.hidden, self.intermediate, self.num_layers, self.num_heads)
         sizes += (self.num_kv_heads, self.head_dim, self.context_tokens)
         if not all(0 < size <= MAX_DIMENSION for size in sizes):
-            raise UnusableModel(f"a dimension of the model is not within 1..{MAX_DIMENSION}: {self}")
+            raise UnusableModel(
+                f"a dimension of the model is not within 1..{MAX_DIMENSION}: {self}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UnusableModel(
                 f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly"
@@ -98,7 +100,9 @@ def _refuse_the_unknown(fields: Fields) -> None:
     if activation != "silu":
         raise UnusableModel(f"hidden_act {activation!r} is not supported, only 'silu'")
     if fields.get("quantization_config") is not None:
-        method = Fields(fields.get("quantization_config"), "quantization_config").get("quant_method")
+        method = Fields(fields.get("quantization_config"), "quantization_config").get(
+            "quant_method"
+        )
         raise UnusableModel(f"safetensors quantised with {method!r} are not supported")
     window = fields.get("sliding_window")
     if window is not None and window < fields.integer("max_position_embeddings", 2048):

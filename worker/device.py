@@ -1,0 +1,87 @@
+"""Where and in what precision to compute, and with how many threads: read once, before any tensor.
+
+Facts about the machine are read by functions without decisions; decisions are pure.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from protocol.config import Dtype
+from worker.loading.errors import UnusableModel
+
+BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""As /proc/cpuinfo spells them; the last is ARM's. Without one, bfloat16 is emulated and slow."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def choose_device(wanted: str) -> torch.device:
+    """wanted: "auto", "cpu" or "cuda". Raises UnusableModel where cuda is wanted and absent."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UnusableModel("device cuda was asked for, but torch sees no CUDA device")
+    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def choose_dtype(wanted: Dtype, device: torch.device, *, cpu_flags: frozenset[str]) -> torch.dtype:
+    """`cpu_flags`: what `cpu_flags()` reads."""
+    if wanted == "auto":
+        computes = device.type == "cuda" or bool(cpu_flags & BFLOAT16_CPU_FLAGS)
+        return torch.bfloat16 if computes else torch.float32
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+
+
+def choose_threads(wanted: int, *, cores: int, quota: float | None) -> int:
+    """`cores` we may run on, `quota` in cores where the container has one; at least one thread."""
+    if wanted:
+        return wanted
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def set_threads(threads: int) -> None:
+    """Once per process and before its first tensor operation: torch fixes its pools then."""
+    torch.set_num_threads(threads)
+    torch.set_num_interop_threads(1)
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Of the first core; empty where the system does not say."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(flags.split())
+    return frozenset()
+
+
+def allowed_cores() -> int:
+    """Cores in our CPU set."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_quota(cgroup: Path = CGROUP) -> float | None:
+    """Cores that the control group (version 2, then 1) grants; None where it does not limit them."""
+    try:
+        limit, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        limit = _text(cgroup / "cpu" / "cpu.cfs_quota_us")
+        period = _text(cgroup / "cpu" / "cpu.cfs_period_us")
+    if not limit.isdigit() or not period.isdigit() or not int(period):
+        return None  # "max", "-1" or nothing at all
+    return int(limit) / int(period)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
