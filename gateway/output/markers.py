@@ -139,10 +139,8 @@ class Scanner:
         text = self._held + delta
         end = self._read(text, len(self._held))
         if end == NONE and not final:
-            keep = self._set.depth[self._node]
-            if self._best != NONE:
-                keep = max(keep, len(text) - self._start)
-            released, self._held = _cut(text, len(text) - keep)
+            # A best marker that is not certain begins no earlier than what is alive: it is kept too.
+            released, self._held = _cut(text, len(text) - self._set.depth[self._node])
             self._start -= len(released)
             return released, None, ""
         if self._best == NONE:

@@ -143,6 +143,15 @@ def test_a_decoder_that_is_not_understood_goes_through_a_window_and_still_joins(
         assert joined(tok, cuts(ids, seed), skip=True) == tok.decode(ids)
 
 
+def test_the_window_does_not_grow_with_tokens_that_have_no_text() -> None:
+    tok = tokenizer("wordpiece")
+    hello, end = tok.token_id("Hello") or 0, tok.token_id("</s>") or 0
+    detokenizer = tok.detokenizer()
+    text = detokenizer.push([hello] + [end] * 10_000)
+    assert len(msgspec.msgpack.encode(detokenizer.state())) < 100
+    assert text + detokenizer.push([hello]) == "Hello Hello"
+
+
 def test_the_window_holds_broken_characters_back_but_not_forever() -> None:
     spelled = {0: b"\xe8", 1: b"\xaa", 2: b"\x9e", 3: b"a"}
 

@@ -136,6 +136,15 @@ def test_a_stop_string_is_not_looked_for_in_the_first_min_tokens() -> None:
         ]
 
 
+def test_the_end_of_the_first_min_tokens_is_not_searched_either() -> None:
+    half = ids_of("語")[:1]
+    for min_tokens, end in ((1, Finished("length")), (0, Finished("stop", "\ufffd"))):
+        deltas = read(
+            factory(stop=["\ufffd"], min_tokens=min_tokens), outputs([half], finish="length")
+        )
+        assert events(deltas)[-1] == end
+
+
 def test_an_error_is_told_even_when_it_comes_without_tokens() -> None:
     error = ErrorInfo(code="step_failed", message="no")
     deltas = read(factory(stop=["Yes!"]), outputs([ids_of("Yes"), []], finish="error", error=error))
