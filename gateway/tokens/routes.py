@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in plain text; the gateway has the tokenizer, no engine is asked."""
+"""/tokenize and /detokenize, in plain text. The gateway has the tokenizer: no engine is asked."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ from protocol.messages import (
     Ping,
     Pong,
     Refused,
-    TokenLogprobs,
     ToEngine,
+    TokenLogprobs,
     Usage,
     Welcome,
 )
@@ -99,7 +99,7 @@ def text_of(ids: Iterable[int]) -> str:
 
 @dataclass
 class Says:
-    """Token ids step by step, then an end. `per_step` steps may be empty: nothing is said in them."""
+    """Token ids step by step, then an end. In an empty step nothing is said."""
 
     steps: list[list[int]]
     finish: str = "stop"
@@ -154,6 +154,7 @@ class ScriptedEngine:
         self.stats = EngineStats(running=1, free_blocks=7, num_finished={"stop": 3})
         self._talks: dict[tuple[bytes, int], _Talk] = {}
         self._stopping = False
+        self._next_step = 0.0
         self._failure: BaseException | None = None
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
 
@@ -176,9 +177,12 @@ class ScriptedEngine:
         if self._failure is not None:
             raise self._failure
 
-    @property
-    def open_requests(self) -> list[int]:
-        return [number for _, number in list(self._talks)]
+    def await_idle(self, timeout_s: float = 2.0) -> None:
+        """Until no request is open: each has ended or was aborted."""
+        deadline = time.monotonic() + timeout_s
+        while self._talks:
+            assert time.monotonic() < deadline, f"still open: {[n for _, n in self._talks]}"
+            time.sleep(0.001)
 
     def await_abort(self, number: int, timeout_s: float = 5.0) -> float:
         """When the Abort of request `number` came, on time.monotonic's clock."""
@@ -196,16 +200,26 @@ class ScriptedEngine:
 
     def _run(self) -> None:
         try:
-            next_step = time.monotonic()
             while not self._stopping:
-                wait_s = next_step - time.monotonic() if self._talks else 0.02
-                if self._socket.poll(max(0, int(wait_s * 1000 + 0.5))):
-                    self._receive()
-                if time.monotonic() >= next_step and not self.is_paused and not self.is_silent:
-                    self._step()
-                    next_step = max(next_step + self.step_s, time.monotonic())
+                self._round()
         except BaseException as error:
             self._failure = error
+
+    def _round(self) -> None:
+        """Read all there is; make a step when it is due. The first is due a whole `step_s` after the
+        first request, so that requests sent together are answered together."""
+        wait_s = self._next_step - time.monotonic() if self._talks else 0.02
+        was_idle = not self._talks
+        timeout_ms = max(0, int(wait_s * 1000 + 0.5))
+        while self._socket.poll(timeout_ms):
+            self._receive()
+            timeout_ms = 0
+        now = time.monotonic()
+        if was_idle:
+            self._next_step = now + self.step_s
+        elif now >= self._next_step and not self.is_paused and not self.is_silent:
+            self._step()
+            self._next_step = max(self._next_step + self.step_s, now)
 
     def _receive(self) -> None:
         client, *frames = self._socket.recv_multipart()

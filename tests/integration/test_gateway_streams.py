@@ -1,0 +1,329 @@
+"""What a client hears: the order of a stream, its bytes, and the whole answer it folds to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import events_of, exchange, folded, unfolded
+from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+PYWSGI = """
+from gevent import monkey; monkey.patch_all()
+from gevent.pywsgi import WSGIServer
+from gateway.app import config_from_environment, create_app
+WSGIServer(("127.0.0.1", config_from_environment().port), create_app(), log=None).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address, keep_alive_s=0.2) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture(scope="module")
+def pywsgi(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(command=["-c", PYWSGI], engine=engine.address) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(engine: ScriptedEngine) -> Iterator[None]:
+    engine.generates.clear()
+    engine.script = lambda generate: says("Hello, world!")
+    yield
+    engine.is_paused = False
+    engine.await_idle()
+
+
+def stream(gateway: GatewayProcess, path: str, body: dict[str, Any], **options: Any) -> list[Any]:
+    status, headers, data = exchange(gateway.port, path, {**body, "stream": True}, **options)
+    assert status == 200, data
+    assert headers["content-type"].startswith("text/event-stream")
+    return events_of(data)
+
+
+def test_a_chat_stream_is_role_then_content_then_finish_then_usage(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says("abc")
+    body = {"messages": HI, "stream_options": {"include_usage": True}}
+    events = stream(gateway, CHAT, body, headers={"X-Request-Id": "mine"})
+    shared = {name: events[0][name] for name in ("created", "model", "system_fingerprint")}
+    for event in events:
+        assert event["id"] == "chatcmpl-mine"
+        assert event["object"] == "chat.completion.chunk"
+        assert shared.items() <= event.items()
+    told = [(e["choices"][0]["delta"], e["choices"][0]["finish_reason"]) for e in events[:-1]]
+    assert told == [
+        ({"role": "assistant", "content": ""}, None),
+        ({"content": "a"}, None),
+        ({"content": "b"}, None),
+        ({"content": "c"}, None),
+        ({}, "stop"),
+    ]
+    assert [event["usage"] for event in events[:-1]] == [None] * 5
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == {
+        "prompt_tokens": 21,
+        "completion_tokens": 4,
+        "total_tokens": 25,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+def test_without_include_usage_no_chunk_speaks_of_usage(gateway: GatewayProcess) -> None:
+    assert all("usage" not in event for event in stream(gateway, CHAT, {"messages": HI}))
+
+
+def test_continuous_usage_counts_up_in_every_chunk(gateway: GatewayProcess) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = stream(gateway, COMPLETIONS, {"prompt": "p", "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 14
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": HI}),
+    "chat with logprobs": (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 2}),
+    "chat with ids": (CHAT, {"messages": HI, "return_token_ids": True}),
+    "chat, three answers": (CHAT, {"messages": HI, "n": 3, "seed": 5}),
+    "chat, stop string": (CHAT, {"messages": HI, "stop": ["nowhere", "o, w"], "logprobs": True}),
+    "chat, stop included": (
+        CHAT,
+        {"messages": HI, "stop": "lo", "include_stop_str_in_output": True},
+    ),
+    "chat, length": (CHAT, {"messages": HI, "max_completion_tokens": 3}),
+    "text": (COMPLETIONS, {"prompt": "Say:"}),
+    "text, four prompts": (COMPLETIONS, {"prompt": ["a", "b", "c", "d"], "n": 2}),
+    "text with logprobs": (COMPLETIONS, {"prompt": [72, 105], "logprobs": 1}),
+    "text with ids": (COMPLETIONS, {"prompt": [[72], [105]], "return_token_ids": True}),
+    "text, echo": (COMPLETIONS, {"prompt": "Say:", "echo": True}),
+    "text, echo with logprobs": (COMPLETIONS, {"prompt": "Say:", "echo": True, "logprobs": 2}),
+    "text, score": (COMPLETIONS, {"prompt": "Say:", "echo": True, "logprobs": 0, "max_tokens": 0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_whole_answer_is_the_stream_folded(
+    case: str, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    path, body = CASES[case]
+    engine.script = lambda generate: says(f"Hello, wörld {generate.params.seed}! 👋", size=2)
+    events = stream(gateway, path, body)
+    whole = gateway.post(path, body).json()
+    assert folded(events) == unfolded(whole)
+    assert all(choice["finish"] for choice in folded(events).values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stream_has_the_same_bytes_written_by_us_or_by_the_server(
+    case: str, engine: ScriptedEngine, gateway: GatewayProcess, pywsgi: GatewayProcess
+) -> None:
+    """HTTP/1.0 cannot be taken over under gunicorn; pywsgi does not show its sockets."""
+    path, body = CASES[case]
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    engine.step_s = 0.01  # all requests of one body arrive between two steps
+    bodies = []
+    for port, version in ((gateway.port, "1.1"), (gateway.port, "1.0"), (pywsgi.port, "1.1")):
+        status, headers, data = exchange(
+            port, path, body, version=version, headers={"X-Request-Id": "same"}
+        )
+        assert status == 200
+        assert headers["x-accel-buffering"] == "no"
+        bodies.append(re.sub(rb'"created":\d+', b'"created":0', data))
+    engine.step_s = 0.0005
+    by_choice = [sorted(data.split(b"\n\n")) for data in bodies]
+    assert by_choice[0] == by_choice[1] == by_choice[2]
+    if "n" not in body and not isinstance(body.get("prompt"), list):
+        assert bodies[0] == bodies[1] == bodies[2]
+
+
+def test_streams_follow_each_other_on_one_connection(gateway: GatewayProcess) -> None:
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key="-", max_retries=0) as client:
+        for _ in range(3):
+            chunks = list(client.completions.create(model="scripted", prompt="x", stream=True))
+            assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello, world!"
+            whole = client.completions.create(model="scripted", prompt="x")
+            assert whole.choices[0].text == "Hello, world!"
+
+
+def test_the_official_client_streams_a_chat(gateway: GatewayProcess) -> None:
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key="-", max_retries=0) as client:
+        chunks = client.chat.completions.create(
+            model="scripted",
+            messages=[{"role": "user", "content": "hi"}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        said, usage, finish = "", None, None
+        for chunk in chunks:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                said += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+    assert (said, finish) == ("Hello, world!", "stop")
+    assert usage is not None
+    assert usage.total_tokens == 21 + 14
+
+
+def test_a_stop_string_ends_the_text_wherever_tokens_are_cut_and_the_engine_is_told(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    for size in (1, 2, 3, 50):
+        engine.script = lambda generate, size=size: says("one two END three" * 50, size=size)
+        body = {"messages": HI, "stop": ["END"], "max_tokens": 400}
+        choice = folded(stream(gateway, CHAT, body))[0]
+        assert choice["text"] == "one two "
+        assert choice["finish"] == ("stop", "END")
+        engine.await_abort(engine.generates[-1].request)
+
+
+def test_answers_of_one_request_interleave_and_are_never_mixed_up(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    texts = {7: "alpha alpha alpha", 8: "beta beta beta", 9: "gamma"}
+    engine.script = lambda generate: says(texts[generate.params.seed or 0])
+    engine.step_s = 0.01
+    events = stream(gateway, CHAT, {"messages": HI, "n": 3, "seed": 7})
+    engine.step_s = 0.0005
+    choices = folded(events)
+    assert [choices[index]["text"] for index in range(3)] == list(texts.values())
+    heads = [event["choices"][0] for event in events[:3]]
+    assert [(head["index"], head["delta"].get("role")) for head in heads] == [
+        (0, "assistant"),
+        (1, "assistant"),
+        (2, "assistant"),
+    ]
+    order = [event["choices"][0]["index"] for event in events[3:]]
+    assert order[:6] == [0, 1, 2, 0, 1, 2]
+
+
+def test_no_delta_ends_inside_a_character(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    text = "né 日本語 👩‍👩‍👧‍👦 🂡 é"
+    engine.script = lambda generate: says(text)
+    deltas = [
+        e["choices"][0]["delta"].get("content") for e in stream(gateway, CHAT, {"messages": HI})
+    ]
+    assert "".join(filter(None, deltas)) == text
+    assert not any("\ufffd" in (delta or "") for delta in deltas)
+
+
+def test_a_broken_character_becomes_a_replacement_character_in_the_end(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: Says([[104], [0xE6, 0x97]], finish="length", stop_token=None)
+    assert folded(stream(gateway, CHAT, {"messages": HI}))[0]["text"] == "h\ufffd"
+
+
+def test_a_silent_stream_is_kept_alive_with_comments(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: Says([[], *([i] for i in ids_of("ok"))])
+    engine.step_s = 0.5
+    body = {"messages": HI, "stream": True}
+    for version in ("1.1", "1.0"):
+        _, _, data = exchange(gateway.port, CHAT, body, version=version)
+        assert b": keep-alive\n\n" in data
+        assert folded(events_of(data))[0]["text"] == "ok"
+    engine.step_s = 0.0005
+
+
+def test_every_parameter_reaches_the_engine(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    body = {
+        "messages": HI,
+        "max_tokens": 9,
+        "max_completion_tokens": 8,
+        "min_tokens": 2,
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.125,
+        "seed": 11,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "logit_bias": {"5": -100, "6": 1.5},
+        "stop_token_ids": [3, 4],
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "cache_salt": "pepper",
+        "priority": -4,
+        "user": "somebody",
+    }
+    assert gateway.post(CHAT, body).status_code == 200
+    (generate,) = engine.generates
+    assert generate.namespace == "pepper"
+    assert generate.priority == -4
+    params = generate.params
+    assert text_of(generate.prompt.tolist()) == "<user>hi\n<assistant>"
+    assert (params.max_tokens, params.min_tokens, params.temperature) == (8, 2, 0.25)
+    assert (params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 7, 0.125, 11)
+    assert (params.frequency_penalty, params.presence_penalty) == (0.5, -0.5)
+    assert (params.repetition_penalty, params.logit_bias) == (1.25, {5: -100.0, 6: 1.5})
+    assert (params.stop_token_ids, params.ignore_eos, params.logprobs) == ([3, 4], True, 3)
+
+
+def test_what_the_request_leaves_open_the_model_decides_and_then_the_api(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    gateway.post(CHAT, {"messages": HI, "top_p": None})
+    gateway.post(COMPLETIONS, {"prompt": "x", "temperature": 0})
+    chat, text = (generate.params for generate in engine.generates)
+    assert (chat.temperature, chat.top_k, chat.top_p, chat.max_tokens) == (0.7, 40, 1.0, None)
+    assert (text.temperature, text.top_k, text.max_tokens) == (0, 40, 16)
+
+
+def test_a_conversation_is_rendered_as_it_was_asked_for(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    begun = [*HI, {"role": "assistant", "content": "I beg"}]
+    gateway.post(CHAT, {"messages": begun, "continue_final_message": True})
+    gateway.post(CHAT, {"messages": HI, "add_generation_prompt": False})
+    prompts = [text_of(generate.prompt.tolist()) for generate in engine.generates]
+    assert prompts == ["<user>hi\n<assistant>I beg", "<user>hi\n"]
+
+
+def test_fields_without_effect_are_named_in_the_response(gateway: GatewayProcess) -> None:
+    response = gateway.post(CHAT, {"messages": HI, "max_completion_token": 5, "metadata": {}})
+    assert response.headers["x-ignored-fields"] == "max_completion_token, metadata"
+
+
+def test_a_text_is_tokenized_and_back(gateway: GatewayProcess) -> None:
+    answer = gateway.post("/tokenize", {"prompt": "né", "return_token_strs": True}).json()
+    assert answer["count"] == 3
+    assert answer["tokens"] == list("né".encode())
+    assert answer["max_model_len"] == 512
+    assert len(answer["token_strs"]) == 3
+    back = gateway.post("/detokenize", {"model": "scripted", "tokens": answer["tokens"]}).json()
+    assert back == {"prompt": "né"}
+
+
+def test_what_the_stream_says_is_json_whatever_is_in_the_text(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    text = 'quote " back \\ slash / line \n tab \t zero \x00 separator \u2028 end'
+    engine.script = lambda generate: says(text, size=7)
+    assert folded(stream(gateway, CHAT, {"messages": HI}))[0]["text"] == text
+    assert json.dumps(text) == json.dumps(
+        gateway.post(CHAT, {"messages": HI}).json()["choices"][0]["message"]["content"]
+    )

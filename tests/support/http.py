@@ -1,0 +1,108 @@
+"""HTTP as tests want to see it: raw bytes over a socket, and streams taken apart."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+
+def connect(port: int, **options: int) -> socket.socket:
+    """`rcvbuf`: how little the kernel may read ahead for a client that does not read."""
+    client = socket.socket()
+    client.settimeout(20)
+    if "rcvbuf" in options:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options["rcvbuf"])
+    client.connect(("127.0.0.1", port))
+    return client
+
+
+def send_post(
+    client: socket.socket,
+    path: str,
+    body: Any,
+    *,
+    version: str = "1.1",
+    headers: dict[str, str] | None = None,
+) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    fields = {"Host": "test", "Content-Type": "application/json", "Content-Length": str(len(data))}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (fields | (headers or {})).items())
+    client.sendall(f"POST {path} HTTP/{version}\r\n{lines}\r\n".encode() + data)
+
+
+def read_head(file: Any) -> tuple[int, dict[str, str]]:
+    """The status and the headers, names in lower case."""
+    status = int(file.readline().split()[1])
+    headers = {}
+    while (line := file.readline().strip()) != b"":
+        name, _, value = line.decode().partition(":")
+        headers[name.lower()] = value.strip()
+    return status, headers
+
+
+def read_body(file: Any, headers: dict[str, str]) -> bytes:
+    """All of it, without HTTP's own chunks."""
+    if headers.get("transfer-encoding") != "chunked":
+        length = headers.get("content-length")
+        data: bytes = file.read() if length is None else file.read(int(length))
+        return data
+    parts = []
+    while size := int(file.readline(), 16):
+        parts.append(file.read(size))
+        assert file.readline() == b"\r\n"
+    assert file.readline() == b"\r\n"
+    return b"".join(parts)
+
+
+def exchange(port: int, path: str, body: Any, **options: Any) -> tuple[int, dict[str, str], bytes]:
+    """One request on a connection of its own: status, headers, body."""
+    with connect(port) as client, client.makefile("rb") as file:
+        send_post(client, path, body, **options)
+        status, headers = read_head(file)
+        return status, headers, read_body(file, headers)
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The events of a stream, parsed, without comments and the [DONE] it must end with."""
+    frames = body.split(b"\n\n")
+    assert frames.pop() == b"", "a stream ends with an empty line"
+    data = [frame.removeprefix(b"data: ") for frame in frames if not frame.startswith(b":")]
+    assert data.pop() == b"[DONE]"
+    return [json.loads(item) for item in data]
+
+
+def folded(events: list[Any]) -> dict[int, dict[str, Any]]:
+    """What a client that joins a stream ends up with, by choice: text, logprobs, ids, finish."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for bit in event["choices"]:
+            whole = choices.setdefault(
+                bit["index"], {"text": "", "logprobs": None, "token_ids": [], "finish": None}
+            )
+            assert whole["finish"] is None, "news after the end"
+            whole["text"] += bit["delta"].get("content", "") if "delta" in bit else bit["text"]
+            whole["logprobs"] = _joined(whole["logprobs"], bit["logprobs"])
+            whole["token_ids"] += bit.get("token_ids", [])
+            if bit["finish_reason"] is not None:
+                whole["finish"] = (bit["finish_reason"], bit["stop_reason"])
+    return choices
+
+
+def _joined(left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return left if right is None else right
+    return {name: left[name] + right[name] if left[name] is not None else None for name in left}
+
+
+def unfolded(response: Any) -> dict[int, dict[str, Any]]:
+    """A whole answer in the same shape."""
+    return {
+        choice["index"]: {
+            "text": choice["message"]["content"] if "message" in choice else choice["text"],
+            "logprobs": choice["logprobs"],
+            "token_ids": choice.get("token_ids", []),
+            "finish": (choice["finish_reason"], choice["stop_reason"]),
+        }
+        for choice in response["choices"]
+    }
