@@ -139,7 +139,7 @@ class Scanner:
         text = self._held + delta
         end = self._read(text, len(self._held))
         if end == NONE and not final:
-            # A best marker that is not certain begins no earlier than what is alive: it is kept too.
+            # An uncertain best marker begins no earlier than what is alive, so it is kept too.
             released, self._held = _cut(text, len(text) - self._set.depth[self._node])
             self._start -= len(released)
             return released, None, ""
