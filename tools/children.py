@@ -17,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tools.supervisor import Exit
 
@@ -28,11 +29,17 @@ LOOKS_LIKE_AN_ERROR = re.compile(r"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|F
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to start. `environment` is added to ours; `keeps_open` are descriptors it inherits."""
+    """What to start.
+
+    environment   added to ours
+    directory     to start in; None: where we are
+    keeps_open    descriptors that it inherits
+    """
 
     name: str
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    directory: Path | None = None
     keeps_open: Sequence[int] = ()
 
 
@@ -47,6 +54,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **command.environment},
+            cwd=command.directory,
             process_group=0,
             pass_fds=command.keeps_open,
             preexec_fn=_dies_with_us(),

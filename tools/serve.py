@@ -106,11 +106,10 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
     """How to start the children, in the order in which a drain stops them.
 
     `-P` keeps the working directory out of sys.path, so that a folder of the user's cannot pass for
-    one of our rooms. gunicorn would put it back; it gets the run directory instead, where only
+    one of our rooms. gunicorn puts it back, so the gateway works in the run directory, where only
     sockets are.
     """
     python = [sys.executable, "-P", "-m"]
-    chdir = f"--chdir={plan.directory}"
     conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
     engine_json, gateway_json = (
         msgspec.json.encode(c).decode() for c in (plan.engine, plan.gateway)
@@ -118,8 +117,9 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
     return [
         Command(
             "gateway",
-            [*python, "gunicorn", chdir, conf, "gateway.app:create_app()"],
+            [*python, "gunicorn", conf, "gateway.app:create_app()"],
             environment={"TIDEGATE_GATEWAY": gateway_json},
+            directory=plan.directory,
             keeps_open=[lock],
         ),
         Command("engine", [*python, "engine_core", "--config", engine_json], keeps_open=[lock]),

@@ -18,8 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-STOP_S = 10.0
-"""After a failure, how long the others have to leave by themselves."""
+STOP_S = 5.0
+"""After a failure, how long the others have to leave by themselves: to tell their clients."""
+UNUSED_STOP_S = 1.0
+"""The same before the server was ready: nobody waits for an answer."""
+SAME_WISH_S = 0.5
+"""Signals so close together are one wish: `timeout` and service managers may send it twice."""
 GRACE_S = 5.0
 """In a drain, what a child has on top of the time its open requests may take."""
 
@@ -94,6 +98,7 @@ class Supervisor:
         self._drain_s = drain_s
         self._told: set[str] = set()
         self._code = OK
+        self._wished_at = float("-inf")
 
     def ready(self) -> list[Order]:
         """The server answers that it is ready."""
@@ -113,6 +118,9 @@ class Supervisor:
 
     def interrupted(self, by: signal.Signals, now: float) -> list[Order]:
         """Somebody wants us gone: politely the first time, at once the second time."""
+        if now - self._wished_at < SAME_WISH_S:
+            return []
+        self._wished_at = now
         if self.phase in (Phase.STARTING, Phase.SERVING):
             self.phase = Phase.DRAINING
             again = "; Ctrl-C again stops at once" if by is signal.SIGINT else ""
@@ -128,13 +136,16 @@ class Supervisor:
             return []
         if self.phase is Phase.STARTING:
             return self._fail(f"not ready after {self._start_timeout_s:g} s", now)
+        if self.phase is Phase.STOPPING:  # the cause has been told; this is no news
+            return self._kill()
         late = [child for child in self.alive if child in self._told]
         self._code = FAILED
         words = f"{' and '.join(late)} did not stop in time and will be killed"
         return [Say(words, is_failure=True), *self._kill()]
 
     def _fail(self, cause: str, now: float) -> list[Order]:
-        self.phase, self.deadline, self._code = Phase.STOPPING, now + STOP_S, FAILED
+        patience_s = UNUSED_STOP_S if self.phase is Phase.STARTING else STOP_S
+        self.phase, self.deadline, self._code = Phase.STOPPING, now + patience_s, FAILED
         self._told.update(self.alive)
         stops = [Send(child, signal.SIGTERM) for child in self.alive]
         return [Say(cause, is_failure=True), *stops]

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from tools.children import Child, Command
-from tools.supervisor import End, Order, Say, Send, Supervisor
+from tools.supervisor import End, Order, Phase, Say, Send, Supervisor
 from tools.web import Server
 
 PROBE_EVERY_S = 0.1
@@ -162,8 +162,11 @@ class Watch:
         return orders
 
     def _hear_readiness(self) -> list[Order]:
+        words = self._readiness.news.recv(8)
+        if self._supervisor.phase is not Phase.STARTING:
+            return []  # it comes too late to be good news
         orders: list[Order] = []
-        for word in self._readiness.news.recv(8):
+        for word in words:
             if word == READY[0]:
                 self._on_ready()
                 orders += self._supervisor.ready()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
 from textwrap import dedent
@@ -11,6 +12,7 @@ from textwrap import dedent
 import pytest
 
 from tests.support.processes import Program, eventually, free_port, is_alive
+from tools.supervisor import SAME_WISH_S
 
 SUPERVISED = str(Path(__file__).parents[1] / "support" / "supervised.py")
 
@@ -104,6 +106,7 @@ def test_a_second_ctrl_c_ends_a_child_that_does_not_listen() -> None:
         program.line_with("ready")
         program.signal(SIGINT)
         assert eventually(lambda: "gateway stops" in program.err)
+        time.sleep(SAME_WISH_S)
         program.signal(SIGINT)
         assert program.end() == 128 + SIGINT
         assert eventually(lambda: not any(map(is_alive, pids(program))))

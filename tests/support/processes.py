@@ -21,11 +21,15 @@ class Program:
     """A running program; its two outputs are kept as lines. Killed at the end of its `with`."""
 
     def __init__(
-        self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
-            cwd=ROOT,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -109,18 +113,18 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def children_of(pid: int) -> dict[str, int]:
-    """The direct children: command line -> pid."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def descendants_of(pid: int) -> list[tuple[int, str]]:
+    """(pid, command line) of its children, their children and so on; parents before children."""
+    found = []
+    for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             words = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except (OSError, ValueError):
-            continue
+            continue  # it has ended since
         if parent == pid:
-            found[words] = int(stat.parent.name)
-    return found
+            found.append((int(stat.parent.name), words))
+    return found + [each for child, _ in found for each in descendants_of(child)]
 
 
 def eventually(claim: Callable[[], object], *, within_s: float = 10.0) -> bool:

@@ -1,80 +1,39 @@
-"""A real server with the real model, as a person starts it, and a view of its engine."""
+"""A whole server for tests: `tidegate serve` with the real model on a port of its own."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
 from pathlib import Path
+from typing import Self
 
-import zmq
-
-from protocol import sockets, wire
-from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, ToClient, ToEngine
-from protocol.stats import EngineStats
 from tests.support.model import smollm2_gguf
-from tests.support.processes import Program, free_port
+from tests.support.processes import ROOT, Program, free_port
+
+START_TIMEOUT_S = 90.0
 
 
-@dataclass(frozen=True)
-class RunningServer:
-    port: int
-    engine_address: str
-    program: Program
+class Server(Program):
+    """Running and ready inside its `with`. `options` are those of `tidegate serve`.
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-
-@contextmanager
-def running_server(directory: Path, options: Sequence[str] = ()) -> Iterator[RunningServer]:
-    """`tidegate serve MODEL options`, until ready; stopped at the end.
-
-    Sockets are in `directory`.
+    url        of HTTP
+    address    of the engine (ZeroMQ)
+    ready_s    how long the start took, as the server tells it
     """
-    port = free_port()
-    arguments = ["-m", "tools", "serve", str(smollm2_gguf()), "--port", str(port), *options]
-    environment = {"XDG_RUNTIME_DIR": str(directory), "PYTHONUNBUFFERED": "1"}
-    with Program(arguments, environment=environment) as program:
-        program.line_with("(ready in", timeout_s=120)
-        address = program.line_with("ZeroMQ:").partition("ZeroMQ:")[2].strip()
-        yield RunningServer(port, address, program)
-        program.process.terminate()
-        assert program.end() == 0, program.said
 
+    def __init__(self, *options: str, model: str | None = None, cwd: Path = ROOT) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        name = model or str(smollm2_gguf())
+        arguments = ["-P", "-m", "tools", "serve", name, "--port", str(self.port), *options]
+        super().__init__(arguments, cwd=cwd)
 
-class EngineView:
-    """Asks an engine for its numbers of this moment, not of the last heartbeat."""
-
-    def __init__(self, address: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.connect_dealer(self._context, address)
-        self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
-        self._socket.setsockopt(zmq.SNDTIMEO, 10_000)
-        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
-        self._ask(Hello(protocol=PROTOCOL_VERSION, name="test"))
-
-    def stats(self) -> EngineStats:
-        while True:
-            reply = self._ask(Ping())
-            if isinstance(reply, Pong):
-                return reply.stats
-
-    def wait_until_free(self, timeout_s: float) -> float:
-        """Seconds until nothing runs or waits and every block is free. Raises TimeoutError."""
-        started = time.monotonic()
-        while (took := time.monotonic() - started) < timeout_s:
-            now = self.stats()
-            if not now.running and not now.waiting and now.free_blocks == now.total_blocks:
-                return took
-            time.sleep(0.01)
-        raise TimeoutError(f"still busy after {timeout_s} s: {self.stats()}")
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-    def _ask(self, message: ToEngine) -> ToClient:
-        self._socket.send_multipart(wire.encode(message))
-        return self._decoder.decode(self._socket.recv_multipart())
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self.address = self.line_with("ZeroMQ:", timeout_s=START_TIMEOUT_S).split()[1]
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        (ready,) = re.findall(r"ready in ([0-9.]+) s", "\n".join(self.out))
+        self.ready_s = float(ready)
+        return self

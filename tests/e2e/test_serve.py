@@ -1,0 +1,141 @@
+"""`tidegate serve` and the commands around it: the real model, real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
+
+import pytest
+
+from tests.support.processes import descendants_of, eventually, is_alive
+from tests.support.server import Server
+from tools.conversation import Conversation
+from tools.web import Server as Address
+
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(model="smollm2-135m") as running:
+        yield running
+
+
+def tidegate(*words: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "tools", *words]
+    return subprocess.run(command, input=said, capture_output=True, text=True, timeout=60)
+
+
+def conversation(server: Server, **options: object) -> Conversation:
+    address = Address(server.url)
+    model = address.first_model()
+    assert model is not None
+    return Conversation(address, model, options=dict(options))
+
+
+def test_the_start_is_told_in_phases_and_ends_with_what_to_do_next(server: Server) -> None:
+    told = "\n".join(server.out)
+    assert "engine started (pid" in told
+    assert f"Tidegate serves smollm2-135m at {server.url}" in told
+    assert f"curl {server.url}/v1/chat/completions" in told
+    assert server.ready_s < 60
+
+
+def test_a_question_on_standard_input_is_answered_on_standard_output(server: Server) -> None:
+    ran = tidegate("chat", "--url", server.url, "--temperature", "0", said=QUESTION + "\n")
+    assert ran.returncode == 0, ran.stderr
+    assert "Paris" in ran.stdout
+
+
+def test_a_chat_remembers_what_was_said_until_it_is_reset(server: Server, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    said = f"My name is Ottilie.\n/save {saved}\n/reset\n/save {saved}.2\n/nonsense\n"
+    ran = tidegate("chat", "--url", server.url, "--max-tokens", "8", said=said)
+    assert ran.returncode == 1  # no /nonsense
+    assert "no command /nonsense" in ran.stderr
+    assert saved.read_text().count('"role"') == 2
+    assert Path(f"{saved}.2").read_text().count('"role"') == 0
+
+
+def test_an_answer_is_counted_and_timed(server: Server) -> None:
+    talk = conversation(server, temperature=0, max_tokens=12)
+    pieces = list(talk.ask("Count from one to fifty."))
+    assert len(pieces) > 1
+    assert "".join(pieces) == talk.last.text
+    assert (talk.last.tokens, talk.last.finish_reason) == (12, "length")
+    assert talk.last.tokens_per_s > 0
+
+
+def test_an_answer_that_is_left_early_stays_in_the_history_as_far_as_it_came(
+    server: Server,
+) -> None:
+    talk = conversation(server, temperature=0)
+    answer = talk.ask("Tell me a very long story.")
+    first = next(answer)
+    answer.close()  # type: ignore[attr-defined]
+    assert talk.messages[-1]["content"].startswith(first)
+    assert eventually(lambda: "running  0 of" in tidegate("status", *port(server)).stdout)
+
+
+def test_status_shows_a_server_that_is_ready(server: Server) -> None:
+    ran = tidegate("status", *port(server))
+    assert ran.returncode == 0, ran.stderr
+    assert f"pid {server.process.pid}" in ran.stdout
+    assert "http     ready" in ran.stdout
+    assert "waiting  0" in ran.stdout
+
+
+def test_a_second_server_on_the_same_port_is_refused_and_told_whose_it_is(server: Server) -> None:
+    ran = tidegate("serve", *port(server))
+    assert ran.returncode == 1
+    assert ran.stderr.count("\n") == 1
+    assert f"process {server.process.pid}" in ran.stderr
+
+
+def test_a_refused_request_is_told_in_words_and_not_remembered(server: Server) -> None:
+    ran = tidegate("chat", "--url", server.url, "--model", "no-such-model", said="hello\n")
+    assert ran.returncode == 1
+    assert "no-such-model" in ran.stderr
+
+
+@pytest.mark.parametrize("victim", ["-m gunicorn", "-m engine_core", "-m worker"])
+def test_when_one_process_dies_all_stop_and_the_cause_is_told(victim: str) -> None:
+    with Server() as server:
+        family = descendants_of(server.process.pid)
+        os.kill(next(pid for pid, words in family if victim in words), SIGKILL)
+        assert server.end() == 1
+        causes = [line for line in server.err if line.startswith("tidegate:")]
+        assert len(causes) == 1, server.said
+        name = "gateway" if "gunicorn" in victim else "engine"
+        assert causes[0].startswith(f"tidegate: {name} ")
+        assert eventually(lambda: not any(is_alive(pid) for pid, _ in family)), server.said
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_drain_lets_an_open_stream_finish_and_ends_well(number: int) -> None:
+    with Server() as server:
+        family = descendants_of(server.process.pid)
+        talk = conversation(server, temperature=0, max_tokens=60, ignore_eos=True)
+        answer = talk.ask("Count from one to fifty.")
+        next(answer)
+        server.signal(number)  # type: ignore[arg-type]
+        rest = list(answer)
+        assert talk.last.finish_reason == "length", rest
+        assert server.end() == 0, server.said
+        assert eventually(lambda: not any(is_alive(pid) for pid, _ in family))
+
+
+def test_a_folder_of_the_users_that_is_called_worker_does_no_harm(tmp_path: Path) -> None:
+    for room in ("protocol", "gateway", "engine_core", "worker", "tools"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").write_text("raise SystemExit('the wrong room')")
+    with Server(cwd=tmp_path) as server:
+        assert "".join(conversation(server, temperature=0, max_tokens=4).ask(QUESTION))
+
+
+def port(server: Server) -> list[str]:
+    return ["--port", str(server.port)]
