@@ -1,0 +1,216 @@
+"""The worker as a process: it loads, says so, executes plans, and ends as it should."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from protocol import sockets, wire
+from protocol.config import WorkerConfig
+from protocol.sampling import SamplingParams
+from protocol.steps import FromWorker, StepPlan, StepResult, Stop, WorkerFailed, WorkerReady
+from tests.support.plans import slot_init, step_plan
+from tests.support.tiny_checkpoint import CONFIG, write_tiny_llama
+
+ROOT = Path(__file__).parents[2]
+START_S, STEP_S = 60, 20
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Engine:
+    """The other end of the conversation, and the process."""
+
+    socket: zmq.Socket[bytes]
+    process: subprocess.Popen[str]
+    identity: bytes = b""
+
+    def hear(self, timeout_s: float = STEP_S) -> WorkerReady | StepResult | WorkerFailed:
+        assert self.socket.poll(timeout_s * 1000), f"nothing heard: {self.process.poll()}"
+        self.identity, *frames = self.socket.recv_multipart()
+        return wire.Decoder(FromWorker).decode(frames)
+
+    def say(self, *frames: bytes) -> None:
+        self.socket.send_multipart([self.identity, *frames])
+
+    def step(self, plan: StepPlan) -> StepResult | WorkerFailed:
+        self.say(*wire.encode(plan))
+        return self.hear()
+
+    def exit_code(self) -> int:
+        return self.process.wait(STEP_S)
+
+
+@dataclass
+class Starter:
+    """Starts workers, and leaves none behind."""
+
+    folder: Path
+    context: zmq.Context[zmq.Socket[bytes]]
+    engines: list[Engine]
+
+    def __call__(self, model: Path | str, **settings: object) -> Engine:
+        sockets.make_private(self.folder / "run")
+        address = f"ipc://{self.folder / 'run' / f'w{len(self.engines)}'}"
+        socket = sockets.bind_router(self.context, address)
+        config = WorkerConfig(model=str(model), address=address, dtype="float32", **settings)
+        process = subprocess.Popen(command(config), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.engines.append(Engine(socket, process))
+        return self.engines[-1]
+
+
+def command(config: WorkerConfig) -> list[str]:
+    return [sys.executable, "-P", "-m", "worker", "--config", msgspec.json.encode(config).decode()]
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch) -> Iterator[Starter]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    starter = Starter(tmp_path, zmq.Context(), [])
+    yield starter
+    for engine in starter.engines:
+        engine.process.kill()
+        engine.process.communicate()
+        engine.socket.close(linger=0)
+    starter.context.term()
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+PROMPT = list(range(3, 12))
+
+
+def first_step(step: int = 1, **more: object) -> StepPlan:
+    init = slot_init(0, PROMPT, blocks=[3], params=GREEDY)
+    return step_plan(step, bind=[init], rows=[(0, 0, len(PROMPT), True)], zero=[3], **more)
+
+
+def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start, tiny_llama):
+    engine = start(tiny_llama, max_slots=5, block_tokens=16)
+    ready = engine.hear(START_S)
+    assert isinstance(ready, WorkerReady), ready
+    assert ready.model.context_tokens == ready.max_len == CONFIG["max_position_embeddings"]
+    assert ready.model.eos_token_ids == [2]
+    assert (ready.max_slots, ready.block_tokens) == (5, 16)
+    assert [name for name, _ in ready.phases] == [
+        "import torch",
+        "load weights",
+        "reserve memory",
+        "warm up",
+    ]
+    first = engine.step(first_step())
+    again = engine.step(step_plan(2, rows=[(0, len(PROMPT), 1, True)]))
+    assert (first.step, again.step) == (1, 2)
+    assert len(first.tokens) == len(again.tokens) == 1
+    assert first.compute_s > 0
+    # What was sampled is the next input: a fresh slot that is told both tokens agrees with it.
+    known = PROMPT + first.tokens.tolist()
+    init = slot_init(4, known, blocks=[5], params=GREEDY)
+    plan = step_plan(3, bind=[init], rows=[(4, 0, len(known), True)], zero=[5], release=[0])
+    assert engine.step(plan).tokens == again.tokens
+    engine.say(*wire.encode(Stop()))
+    assert engine.exit_code() == 0
+
+
+def test_a_small_cache_lowers_the_longest_request(start, tiny_llama):
+    ready = start(tiny_llama, kv_blocks=4, block_tokens=16, max_slots=2).hear(START_S)
+    assert (ready.num_blocks, ready.max_len) == (4, 48)
+
+
+def test_a_plan_that_contradicts_the_slots_ends_the_worker_and_names_the_cause(start, tiny_llama):
+    engine = start(tiny_llama)
+    assert isinstance(engine.hear(START_S), WorkerReady)
+    engine.step(first_step())
+    failed = engine.step(first_step(step=2))
+    assert failed == WorkerFailed(message="slot 0 is bound already")
+    assert engine.exit_code() == 1
+
+
+def test_a_malformed_message_ends_the_worker_and_is_told(start, tiny_llama):
+    engine = start(tiny_llama)
+    assert isinstance(engine.hear(START_S), WorkerReady)
+    engine.say(b"\x01\xc1")
+    assert isinstance(engine.hear(), WorkerFailed)
+    assert engine.exit_code() == 1
+
+
+def test_a_model_that_is_not_there_is_told_in_one_line(start, tmp_path):
+    engine = start(tmp_path / "nothing")
+    failed = engine.hear(START_S)
+    assert isinstance(failed, WorkerFailed)
+    assert "nothing does not exist" in failed.message
+    assert "\n" not in failed.message
+    assert engine.exit_code() == 1
+
+
+@pytest.mark.parametrize("settings", ["{}", '{"model": "x"}', '{"model": "x", "slots": 3}', "no"])
+def test_a_bad_command_line_ends_with_code_2_and_says_why(settings):
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "worker", "--config", settings],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "bad --config" in ended.stderr
+
+
+def test_ctrl_c_is_left_to_the_engine_and_an_idle_worker_uses_no_cpu(start, tiny_llama):
+    engine = start(tiny_llama, threads=2)
+    assert isinstance(engine.hear(START_S), WorkerReady)
+    engine.process.send_signal(signal.SIGINT)
+    engine.step(first_step())
+    idle = psutil.Process(engine.process.pid)
+    before = sum(idle.cpu_times()[:2])
+    time.sleep(1.0)
+    assert sum(idle.cpu_times()[:2]) - before <= 0.03
+    assert engine.process.poll() is None
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen(sys.argv[1:])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_does_not_outlive_the_process_that_started_it(start, tiny_llama, tmp_path):
+    sockets.make_private(tmp_path / "run")
+    address = f"ipc://{tmp_path / 'run' / 'orphan'}"
+    socket = sockets.bind_router(start.context, address)
+    config = WorkerConfig(model=str(tiny_llama), address=address)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *command(config)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        worker = psutil.Process(int(parent.stdout.readline()))
+        assert socket.poll(START_S * 1000), "the worker never spoke"
+    finally:
+        parent.kill()
+        parent.communicate()
+        socket.close(linger=0)
+    gone, _ = psutil.wait_procs([worker], timeout=5)
+    assert gone == [worker] or worker.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,71 @@
+"""A Llama of a few thousand random weights as files on disk, for tests that start real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB = 97
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def write_tiny_llama(folder: Path) -> Path:
+    """config.json, tokenizer.json and model.safetensors in `folder`."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _tokenizer() -> dict[str, object]:
+    """One word a token."""
+    vocab = {f"w{number}": number for number in range(VOCAB)}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
+    }
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+
+    def weight(out: int, width: int) -> torch.Tensor:
+        return torch.randn(out, width, generator=random) * 0.2
+
+    weights = {"model.embed_tokens.weight": weight(VOCAB, 32), "model.norm.weight": torch.ones(32)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        weights[f"{at}.input_layernorm.weight"] = torch.ones(32)
+        weights[f"{at}.post_attention_layernorm.weight"] = torch.ones(32)
+        for name, out, width in (
+            ("self_attn.q_proj", 32, 32),
+            ("self_attn.k_proj", 16, 32),
+            ("self_attn.v_proj", 16, 32),
+            ("self_attn.o_proj", 32, 32),
+            ("mlp.gate_proj", 48, 32),
+            ("mlp.up_proj", 48, 32),
+            ("mlp.down_proj", 32, 48),
+        ):
+            weights[f"{at}.{name}.weight"] = weight(out, width)
+    return weights
