@@ -77,7 +77,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     address: Annotated[str, about("where clients find this engine (ZeroMQ)", wiring=True)] = ""
     token_budget: Annotated[
         int, about("most tokens computed in one step, over all requests", ge=1, le=1 << 20)
-    ] = 512
+    ] = 256
     prefix_cache: Annotated[bool, about("reuse computed blocks of equal prompts")] = True
     max_waiting: Annotated[
         int, about("requests that may wait; more are refused with 429", ge=1, le=1 << 20)
