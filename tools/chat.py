@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.conversation import Conversation, no_server
+from tools.conversation import Answer, Conversation, no_server
 from tools.failure import Failure
 from tools.web import Server
 
@@ -96,11 +96,7 @@ class Terminal:
             except KeyboardInterrupt:
                 stopped = True
         print(flush=True)
-        answer = self._conversation.last
-        if self._explains:
-            speed = f", {answer.tokens_per_s:.1f} tokens/s" if answer.tokens_per_s else ""
-            how = "stopped by you" if stopped else answer.finish_reason
-            self._faintly(f"[{answer.tokens or 'some'} tokens{speed}, {how}]")
+        self._faintly(_summary(self._conversation.last, stopped=stopped))
 
     def _command(self, name: str = "", argument: str = "") -> None:
         conversation = self._conversation
@@ -156,3 +152,10 @@ class Terminal:
     def _faintly(self, text: str) -> None:
         if self._explains:
             print(f"{FAINT}{text}{PLAIN}")
+
+
+def _summary(answer: Answer, *, stopped: bool) -> str:
+    """What is known about an answer; a stopped one never heard its count."""
+    facts = [f"{answer.tokens} tokens"] if answer.tokens else []
+    facts += [f"{answer.tokens_per_s:.1f} tokens/s"] if answer.tokens_per_s else []
+    return f"[{', '.join([*facts, 'stopped by you' if stopped else str(answer.finish_reason)])}]"
