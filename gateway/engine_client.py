@@ -22,9 +22,10 @@ from gevent import get_hub
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.errors import EngineNotReady, ServingError, WireError
-from protocol.messages import Accepted, Output, Refused, ToClient, ToEngine
+from protocol.messages import Accepted, Output, Ping, Pong, Refused, ToClient, ToEngine, Welcome
 from protocol.sampling import SamplingParams
 from protocol.session import News, Session
+from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class EngineClient:
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: Any = None
         self._watchers: list[Any] = []
+        self._stats: tuple[str, EngineStats] | tuple[None, None] = (None, None)
         self._drain_is_due = False
         self._next_tick = 0.0
 
@@ -123,6 +125,12 @@ class EngineClient:
         heard_at = self.session.heard_at
         return None if heard_at is None else time.monotonic() - heard_at
 
+    @property
+    def stats(self) -> EngineStats | None:
+        """As of the last heartbeat; None before the first of the engine's present life."""
+        epoch, stats = self._stats
+        return stats if self.session.is_ready and epoch == self.session.epoch else None
+
     def _send(self, message: ToEngine) -> None:
         """Raises zmq.Again where the engine is not connected or does not read."""
         assert self._socket is not None
@@ -156,6 +164,11 @@ class EngineClient:
             log.warning("dropped a frame from the engine: %s", error)
             return
         self._hand_out(self.session.receive(message, time.monotonic()))
+        if isinstance(message, Pong):
+            self._stats = (message.epoch, message.stats)
+        elif isinstance(message, Welcome):
+            with contextlib.suppress(zmq.Again):
+                self._send(Ping())  # its stats now, not with the next heartbeat
 
     def _hand_out(self, news: list[News]) -> None:
         for request, report in news:

@@ -32,9 +32,13 @@ MULTIPROCESS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metrics:
-    """engine_stats  the engine's last word, or None while it has not welcomed us"""
+    """is_up   the engine takes requests
+    stats   the engine's last word on itself, if it has spoken
+    """
 
-    def __init__(self, engine_stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self, *, is_up: Callable[[], bool], stats: Callable[[], EngineStats | None]
+    ) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "tidegate_requests",
@@ -70,7 +74,7 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
-        self._engine = _EngineCollector(engine_stats)
+        self._engine = _EngineCollector(is_up, stats)
 
     def text(self) -> bytes:
         if os.environ.get(MULTIPROCESS_DIRECTORY):
@@ -84,16 +88,15 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engine_stats: Callable[[], EngineStats | None]) -> None:
-        self._engine_stats = engine_stats
+    def __init__(self, is_up: Callable[[], bool], stats: Callable[[], EngineStats | None]) -> None:
+        self._is_up = is_up
+        self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine_stats()
         yield GaugeMetricFamily(
-            "tidegate_engine_up",
-            "1 while the engine takes requests",
-            value=float(stats is not None),
+            "tidegate_engine_up", "1 while the engine takes requests", value=float(self._is_up())
         )
+        stats = self._stats()
         if stats is None:
             return
         for name, about in _GAUGES.items():

@@ -30,7 +30,6 @@ from protocol.messages import Limits
 from protocol.model_card import ModelCard
 from protocol.session import PING_EVERY_S
 from protocol.sockets import engine_address
-from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,9 @@ class Service:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.engine = EngineClient(config.engine or engine_address(config.port))
-        self.metrics = Metrics(self._engine_stats)
+        self.metrics = Metrics(
+            is_up=lambda: self.engine.session.is_ready, stats=lambda: self.engine.stats
+        )
         self.is_draining: Callable[[], bool] = lambda: False
         self.idle_connections = IdleConnections()
         self._answers: set[Answer] = set()
@@ -192,6 +193,3 @@ class Service:
             },
         }
         return why is None, facts
-
-    def _engine_stats(self) -> EngineStats | None:
-        return self.engine.session.stats if self.engine.session.is_ready else None

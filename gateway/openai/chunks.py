@@ -59,17 +59,18 @@ class ChunkStream:
 
     def delta(self, choice: Choice, delta: Delta) -> None:
         frames: list[bytes] = []
-        if not self._has_begun:
-            self._has_begun = True
-            frames += filter(None, map(self._opening, self._answer.choices))
         for event in delta.events:
             if isinstance(event, Content):
                 frames.append(self._said(choice, event.text, delta))
                 delta = _TOLD
             elif isinstance(event, Finished):
                 frames.append(self._finished(choice, event, delta))
-        if frames:
-            self._write(b"".join(frames) if len(frames) > 1 else frames[0])
+        if not frames:  # a failure is told by `fail`
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            frames[:0] = filter(None, map(self._opening, self._answer.choices))
+        self._write(b"".join(frames) if len(frames) > 1 else frames[0])
 
     def end(self) -> None:
         usage = b""

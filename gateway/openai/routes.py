@@ -98,15 +98,13 @@ def completions(service: Service) -> Response:
 
 
 def _prompt_ids(prompt: schema.Prompt, model: ServedModel) -> list[int]:
-    """A text of no tokens is the beginning of a text, where the model has a token for that."""
-    if isinstance(prompt, list):
-        ids = prompt
-    else:
-        ids = model.tokenizer.encode(prompt, True, offload=offload)
+    """An empty text is the beginning of a text, where the model has a token for that."""
+    ids = prompt
+    if isinstance(ids, str):
+        bos = model.card.bos_token_id
+        ids = model.tokenizer.encode(ids, True, offload=offload) or ([] if bos is None else [bos])
     if not ids:
-        if model.card.bos_token_id is None:
-            raise schema.empty_prompt("prompt")
-        ids = [model.card.bos_token_id]
+        raise schema.empty_prompt("prompt")
     return ids
 
 

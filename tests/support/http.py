@@ -13,7 +13,11 @@ def connect(port: int, **options: int) -> socket.socket:
     client.settimeout(20)
     if "rcvbuf" in options:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options["rcvbuf"])
-    client.connect(("127.0.0.1", port))
+    try:
+        client.connect(("127.0.0.1", port))
+    except OSError:
+        client.close()
+        raise
     return client
 
 

@@ -206,8 +206,9 @@ class ScriptedEngine:
             self._failure = error
 
     def _round(self) -> None:
-        """Read all there is; make a step when it is due. The first is due a whole `step_s` after the
-        first request, so that requests sent together are answered together."""
+        """Read all there is; make a step when it is due. The first is due a whole `step_s` after
+        the first request, so that requests sent together are answered together.
+        """
         wait_s = self._next_step - time.monotonic() if self._talks else 0.02
         was_idle = not self._talks
         timeout_ms = max(0, int(wait_s * 1000 + 0.5))

@@ -1,0 +1,445 @@
+"""What is refused, with which words; and what happens when a client or the engine goes away."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from protocol.errors import ErrorInfo
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import connect, exchange, read_head, send_post
+from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(
+        engine=engine.address, served_name=["main", "alias"], max_body_mib=1, max_n=8, max_prompts=4
+    ) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(engine: ScriptedEngine) -> Iterator[None]:
+    engine.generates.clear()
+    engine.script = lambda generate: says("Hello, world!")
+    yield
+    engine.is_paused = False
+    engine.await_idle()
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": HI, **fields}
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "x", **fields}
+
+
+def deep(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+BAD_BODIES: list[tuple[str, Any, str | None]] = [
+    (CHAT, b"", None),
+    (CHAT, b"{", None),
+    (CHAT, b"[]", None),
+    (CHAT, b'"text"', None),
+    (CHAT, b'{"messages": NaN}', None),
+    (CHAT, b'{"model": "\xff", "messages": []}', None),
+    (CHAT, b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}", None),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": HI * 10_000}, "messages"),
+    (CHAT, {"messages": [1]}, "messages[0]"),
+    (CHAT, {"messages": [{"role": "martian", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
+    (CHAT, {"messages": [{"role": "user", "content": deep(100)}]}, "messages"),
+    (CHAT, chat(model=5), "model"),
+    (CHAT, chat(n=0), "n"),
+    (CHAT, chat(n=9), "n"),
+    (CHAT, chat(n=10**30), "n"),
+    (CHAT, chat(n=1.5), "n"),
+    (CHAT, chat(n="1"), "n"),
+    (CHAT, chat(max_tokens=0), "max_tokens"),
+    (CHAT, chat(max_tokens=-1), "max_tokens"),
+    (CHAT, chat(max_tokens=True), "max_tokens"),
+    (CHAT, chat(max_completion_tokens=10**400), "max_completion_tokens"),
+    (CHAT, chat(min_tokens=5, max_tokens=4), "min_tokens"),
+    (CHAT, chat(temperature=-0.1), "temperature"),
+    (CHAT, chat(temperature=2.1), "temperature"),
+    (CHAT, chat(temperature="hot"), "temperature"),
+    (CHAT, b'{"messages": [], "temperature": 1e999}', "messages"),
+    (CHAT, b'{"temperature": 1e999, "messages": []}', "temperature"),
+    (CHAT, chat(top_p=0), "top_p"),
+    (CHAT, chat(top_p=1.01), "top_p"),
+    (CHAT, chat(top_k=-2), "top_k"),
+    (CHAT, chat(min_p=2), "min_p"),
+    (CHAT, chat(seed=1 << 63), "seed"),
+    (CHAT, chat(frequency_penalty=3), "frequency_penalty"),
+    (CHAT, chat(presence_penalty=-3), "presence_penalty"),
+    (CHAT, chat(repetition_penalty=0), "repetition_penalty"),
+    (CHAT, chat(logit_bias={"x": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"1": 101}), "logit_bias"),
+    (CHAT, chat(logit_bias={"-1": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias=[1]), "logit_bias"),
+    (CHAT, chat(stop=[str(i) for i in range(17)]), "stop"),
+    (CHAT, chat(stop=""), "stop"),
+    (CHAT, chat(stop=["a", ""]), "stop[1]"),
+    (CHAT, chat(stop=[1]), "stop[0]"),
+    (CHAT, chat(stop_token_ids=[-1]), "stop_token_ids[0]"),
+    (CHAT, chat(stop_token_ids=list(range(200))), "stop_token_ids"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+    (CHAT, chat(top_logprobs=2), "top_logprobs"),
+    (CHAT, chat(logprobs=3), "logprobs"),
+    (CHAT, chat(stream="yes"), "stream"),
+    (CHAT, chat(stream_options={}), "stream_options"),
+    (CHAT, chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
+    (CHAT, chat(priority=1 << 40), "priority"),
+    (CHAT, chat(cache_salt=""), "cache_salt"),
+    (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
+    (CHAT, chat(tool_choice="required"), "tool_choice"),
+    (CHAT, chat(tools=[1]), "tools[0]"),
+    (CHAT, chat(tools=[{"deep": deep(100)}]), "tools"),
+    (CHAT, chat(chat_template_kwargs={"tools": []}), "chat_template_kwargs.tools"),
+    (CHAT, chat(reasoning_effort="enormous"), "reasoning_effort"),
+    (CHAT, chat(add_generation_prompt=True, continue_final_message=True), "continue_final_message"),
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, text(prompt=[]), "prompt"),
+    (COMPLETIONS, text(prompt=[[]]), "prompt"),
+    (COMPLETIONS, text(prompt=None), "prompt"),
+    (COMPLETIONS, text(prompt=[1, "x"]), "prompt"),
+    (COMPLETIONS, text(prompt=[1.5]), "prompt[0]"),
+    (COMPLETIONS, text(prompt=[[1], [-1]]), "prompt[1][0]"),
+    (COMPLETIONS, text(prompt=["x"] * 5), "prompt"),
+    (COMPLETIONS, text(prompt=["x"] * 4, n=8), "n"),
+    (COMPLETIONS, text(max_tokens=0), "max_tokens"),
+    (COMPLETIONS, text(logprobs=True), "logprobs"),
+    (COMPLETIONS, text(logprobs=21), "logprobs"),
+    (COMPLETIONS, text(suffix="end"), "suffix"),
+    (COMPLETIONS, text(best_of=2), "best_of"),
+    ("/tokenize", {}, "prompt"),
+    ("/detokenize", {"tokens": [259]}, "tokens"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("path", "body", "param"), BAD_BODIES, ids=[f"{p[4:]} {str(b)[:60]}" for p, b, _ in BAD_BODIES]
+)
+def test_a_bad_body_is_refused_by_name_and_never_reaches_the_engine(
+    path: str,
+    body: Any,
+    param: str | None,
+    is_stream: bool,
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    if (
+        is_stream
+        and isinstance(body, dict)
+        and "stream_options" not in body
+        and "stream" not in body
+    ):
+        body = {**body, "stream": True}
+    status, headers, data = exchange(gateway.port, path, body)
+    assert (status, headers["content-type"]) == (400, "application/json")
+    error = json.loads(data)["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] is None
+    assert error["message"]
+    assert "$" not in error["message"]
+    assert len(error["message"]) < 500
+    assert engine.generates == []
+
+
+def error_of(response: requests.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_errors_of_http_itself_have_the_same_shape(gateway: GatewayProcess) -> None:
+    plain = {"Content-Type": "text/plain"}
+    answers = {
+        404: requests.post(gateway.url + "/v1/nothing", timeout=5),
+        405: requests.get(gateway.url + CHAT, timeout=5),
+        413: requests.post(gateway.url + CHAT, data=b" " * (2 << 20), timeout=5),
+        415: requests.post(gateway.url + CHAT, data=b"{}", headers=plain, timeout=5),
+    }
+    for status, response in answers.items():
+        assert response.status_code == status
+        assert error_of(response)["type"] == "invalid_request_error"
+        assert response.headers["x-request-id"]
+    assert "POST" in answers[405].headers["Allow"]
+
+
+def test_a_body_of_unannounced_length_is_bounded_too(gateway: GatewayProcess) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(64):
+            yield b" " * 65536
+
+    try:
+        status = requests.post(gateway.url + CHAT, data=chunks(), timeout=5).status_code
+    except requests.ConnectionError:  # refused while we were still sending
+        status = 413
+    assert status == 413
+    body = json.dumps(text()).encode()
+    assert requests.post(gateway.url + COMPLETIONS, data=iter([body]), timeout=5).status_code == 200
+
+
+def test_an_unknown_model_is_not_found_and_the_names_are_told(gateway: GatewayProcess) -> None:
+    for response in (
+        gateway.post(CHAT, chat(model="other")),
+        gateway.post(COMPLETIONS, text(model="other", stream=True)),
+        gateway.post("/tokenize", text(model="other")),
+        requests.get(gateway.url + "/v1/models/other", timeout=5),
+    ):
+        assert response.status_code == 404
+        error = error_of(response)
+        assert error["code"] == "model_not_found"
+        assert "main" in error["message"]
+        assert "alias" in error["message"]
+
+
+def test_every_served_name_works_and_is_echoed(gateway: GatewayProcess) -> None:
+    listed = requests.get(gateway.url + "/v1/models", timeout=5).json()
+    assert [model["id"] for model in listed["data"]] == ["main", "alias"]
+    assert listed["data"][0]["max_model_len"] == 512
+    for name in ("main", "alias"):
+        assert gateway.post(CHAT, chat(model=name)).json()["model"] == name
+        assert requests.get(gateway.url + f"/v1/models/{name}", timeout=5).json()["id"] == name
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_busy_engine_is_429_with_the_time_to_wait_before_any_header_of_a_stream(
+    is_stream: bool, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    busy = ErrorInfo(code="overloaded", message="1,024 requests are waiting", retry_after_s=2.5)
+    engine.script = lambda generate: busy
+    response = gateway.post(CHAT, chat(stream=is_stream))
+    assert response.status_code == 429
+    assert response.headers["Retry-After"] == "3"
+    assert response.headers["Content-Type"] == "application/json"
+    assert error_of(response)["code"] == "overloaded"
+
+
+def test_if_one_of_n_is_refused_the_others_are_aborted(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    busy = ErrorInfo(code="overloaded", message="full")
+    engine.is_paused = True
+    engine.script = lambda generate: busy if generate.params.seed == 6 else says("x" * 99)
+    assert gateway.post(CHAT, chat(n=4, seed=5, stream=True)).status_code == 429
+    engine.await_generates(4)
+    first = engine.generates[0].request
+    for number in (first, first + 2, first + 3):
+        engine.await_abort(number)
+
+
+def test_what_the_engine_says_about_the_prompt_is_said_about_the_messages(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    words = "the prompt is 600 tokens; this model takes 512 tokens of prompt and answer together"
+    engine.script = lambda generate: ErrorInfo(
+        code="context_length_exceeded", message=words, param="prompt"
+    )
+    for path, body, param in ((CHAT, chat(), "messages"), (COMPLETIONS, text(), "prompt")):
+        response = gateway.post(path, body)
+        assert response.status_code == 400
+        error = error_of(response)
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == param
+        assert error["message"] == words
+
+
+def test_a_failed_step_is_500_with_an_id_and_no_detail(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    secret = ErrorInfo(code="step_failed", message="CUDA error at /secret/path")
+    engine.script = lambda generate: says("some text", finish="error", error=secret)
+    response = gateway.post(CHAT, chat())
+    assert response.status_code == 500
+    error = error_of(response)
+    assert "error id" in error["message"]
+    assert "secret" not in response.text
+    assert error["type"] == "server_error"
+
+
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    failure = ErrorInfo(code="step_failed", message="it broke")
+    engine.script = lambda generate: (
+        says("some text", finish="error", error=failure)
+        if generate.params.seed == 1
+        else says("y" * 4000)
+    )
+    status, _, data = exchange(gateway.port, CHAT, chat(stream=True, n=2, seed=1))
+    assert status == 200
+    *_, error, done, end = data.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
+    said = "".join(
+        event["choices"][0]["delta"].get("content", "")
+        for event in map(json.loads, (f[6:] for f in data.split(b"\n\n")[:-3]))
+        if event["choices"][0]["index"] == 0
+    )
+    assert said == "some text"
+    engine.await_abort(engine.generates[-1].request)
+
+
+LINGER_RESET = struct.pack("ii", 1, 0)
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half close"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_hangs_up_is_noticed_within_100_ms(
+    is_stream: bool, how: str, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.is_paused = True  # a long prefill: nothing is written that could fail
+    with connect(gateway.port) as client:
+        send_post(client, CHAT, chat(stream=is_stream, n=2))
+        if is_stream:
+            with client.makefile("rb") as file:
+                assert read_head(file)[0] == 200
+        engine.await_generates(2)
+        time.sleep(0.05)
+        if how == "reset":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_RESET)
+        if how == "half close":
+            client.shutdown(socket.SHUT_WR)
+        else:
+            client.close()
+        left_at = time.monotonic()
+        for generate in engine.generates:
+            assert engine.await_abort(generate.request) - left_at < 0.1
+
+
+def test_a_client_that_pipelines_its_next_request_has_not_hung_up(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.is_paused = True
+    with connect(gateway.port) as client, client.makefile("rb") as file:
+        for _ in range(2):
+            send_post(client, COMPLETIONS, text())
+        engine.await_generates(1)
+        time.sleep(0.05)
+        engine.is_paused = False
+        for _ in range(2):
+            status, headers = read_head(file)
+            assert status == 200
+            file.read(int(headers["content-length"]))
+
+
+def test_a_client_that_never_reads_is_cut_off_and_costs_bounded_memory(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    flood = ids_of("0123456789abcdef") * 4096
+    engine.script = lambda generate: (
+        says("quick") if text_of(generate.prompt.tolist()) == "x" else Says([flood] * 1000)
+    )
+    with connect(gateway.port, rcvbuf=4096) as client:
+        send_post(client, COMPLETIONS, text(prompt="flood", stream=True, max_tokens=1 << 24))
+        engine.await_generates(1)
+        assert gateway.post(COMPLETIONS, text()).json()["choices"][0]["text"] == "quick"
+        engine.await_abort(engine.generates[0].request, timeout_s=20)
+
+
+def test_a_slow_reader_gets_every_byte(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    """More than the kernel buffers take, less than we do: the rest waits for the reader."""
+    piece = ids_of("0123456789abcdef") * 2048
+    engine.script = lambda generate: Says([piece] * 20)
+    with connect(gateway.port, rcvbuf=4096) as client, client.makefile("rb") as file:
+        send_post(client, COMPLETIONS, text(stream=True, max_tokens=1 << 24))
+        engine.await_generates(1)
+        engine.await_idle()
+        time.sleep(0.1)
+        assert read_head(file)[0] == 200
+        said = 0
+        while not (line := file.readline()).startswith(b"data: [DONE]"):
+            if line.startswith(b"data: "):
+                said += len(json.loads(line[6:])["choices"][0]["text"])
+    assert said == 20 * len(piece)
+
+
+def test_an_engine_that_restarts_fails_what_was_open_and_serves_what_comes(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
+    with GatewayProcess(engine=address) as gateway:
+        with ScriptedEngine(address, is_paused=True) as engine:
+            gateway.await_ready()
+            results: list[Any] = []
+            waiting = [
+                threading.Thread(
+                    target=lambda body=body: results.append(exchange(gateway.port, CHAT, body))
+                )
+                for body in (chat(), chat(stream=True))
+            ]
+            for thread in waiting:
+                thread.start()
+            engine.await_generates(2)
+        with ScriptedEngine(address):
+            for thread in waiting:
+                thread.join()
+            gateway.await_ready()
+            assert gateway.post(CHAT, chat()).status_code == 200
+    by_status = {status: (headers, data) for status, headers, data in results}
+    assert by_status[503][0]["retry-after"] == "1"
+    assert json.loads(by_status[503][1])["error"]["code"] == "engine_lost"
+    error, done, _ = by_status[200][1].split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
+    assert done == b"data: [DONE]"
+
+
+def test_an_engine_that_falls_silent_is_given_up_within_its_lease(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:
+        gateway.await_ready()
+        engine.step_s = 0.02
+        engine.script = lambda generate: says("x" * 4000)
+        with connect(gateway.port) as client, client.makefile("rb") as file:
+            send_post(client, CHAT, chat(stream=True))
+            assert read_head(file)[0] == 200
+            for _ in range(8):
+                file.readline()
+            engine.is_silent = True
+            silent_since = time.monotonic()
+            rest = []
+            while not (line := file.readline()).startswith(b"data: [DONE]"):
+                rest.append(line)
+            took_s = time.monotonic() - silent_since
+        errors = [json.loads(line[6:]) for line in rest if line.startswith(b'data: {"error"')]
+        assert [error["error"]["code"] for error in errors] == ["engine_lost"]
+        assert took_s < 8
+        refused = gateway.post(CHAT, chat(stream=True))
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"]
+        assert gateway.await_status("/readyz", 503).json()["why"]
+        assert requests.get(gateway.url + "/livez", timeout=5).status_code == 200

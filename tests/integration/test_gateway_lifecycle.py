@@ -1,0 +1,179 @@
+"""A gateway's life: before its engine is there, with others on one port, until it has drained."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import connect, events_of, exchange, folded, read_body, read_head, send_post
+from tests.support.scripted_engine import ScriptedEngine, says, scripted_card
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "a secret question"}]
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path / 'engine.sock'}"
+
+
+def test_before_the_engine_is_ready_everything_says_so_and_when_to_come_back(address: str) -> None:
+    with GatewayProcess(engine=address) as gateway:
+        gateway.await_status("/livez", 200)
+        requests_made = [
+            gateway.post(CHAT, {"messages": HI}),
+            gateway.post(COMPLETIONS, {"prompt": "x", "stream": True}),
+            gateway.post("/tokenize", {"prompt": "x"}),
+            requests.get(gateway.url + "/v1/models", timeout=5),
+        ]
+        for response in requests_made:
+            assert response.status_code == 503
+            assert response.headers["Retry-After"] == "1"
+            assert response.json()["error"]["code"] == "engine_not_ready"
+        for path in ("/health", "/readyz"):
+            assert requests.get(gateway.url + path, timeout=5).status_code == 503
+        assert "tidegate_engine_up 0.0" in requests.get(gateway.url + "/metrics", timeout=5).text
+        with ScriptedEngine(address, welcomes=False) as engine:  # it is there, but still loads
+            time.sleep(0.2)
+            assert requests.get(gateway.url + "/readyz", timeout=5).status_code == 503
+            engine.welcomes = True
+            facts = gateway.await_status("/readyz", 200).json()
+            assert facts["engine"]["epoch"] == engine.epoch
+            assert facts["gateway"]["pid"] != gateway.process.pid
+            assert gateway.post(CHAT, {"messages": HI}).status_code == 200
+
+
+def test_a_model_that_cannot_be_served_is_not_ready_and_never_500(address: str) -> None:
+    broken = scripted_card(tokenizer=b"not a tokenizer")
+    with ScriptedEngine(address, card=broken), GatewayProcess(engine=address) as gateway:
+        gateway.await_status("/livez", 200)
+        time.sleep(0.3)
+        assert requests.get(gateway.url + "/readyz", timeout=5).status_code == 503
+        response = gateway.post(CHAT, {"messages": HI})
+        assert response.status_code == 503
+        assert "cannot be served" in response.json()["error"]["message"]
+
+
+def test_a_model_without_a_chat_template_still_completes_text(address: str) -> None:
+    plain = scripted_card(chat_template=None)
+    with ScriptedEngine(address, card=plain), GatewayProcess(engine=address) as gateway:
+        gateway.await_ready()
+        assert gateway.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
+        response = gateway.post(CHAT, {"messages": HI})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+
+
+def test_several_gateways_share_a_port_and_count_together(address: str) -> None:
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=address, gateways=2) as gateway:
+        gateway.await_ready()
+        deadline = time.monotonic() + 20
+        pids: set[int] = set()
+        while len(pids) < 2 and time.monotonic() < deadline:
+            facts = requests.get(gateway.url + "/readyz", timeout=5).json()
+            if facts["ready"]:
+                pids.add(facts["gateway"]["pid"])
+        assert len(pids) == 2
+        statuses = [gateway.post(COMPLETIONS, {"prompt": "x"}).status_code for _ in range(20)]
+        assert statuses == [200] * 20
+        metrics = {requests.get(gateway.url + "/metrics", timeout=5).text for _ in range(6)}
+        for text in metrics:
+            assert 'tidegate_requests_total{route="/v1/completions",status="200"} 20.0' in text
+            assert "tidegate_generated_tokens_total 280.0" in text
+            assert "tidegate_time_to_first_token_seconds_count 20.0" in text
+            assert "tidegate_open_answers 0.0" in text
+            assert "tidegate_engine_free_blocks 7.0" in text
+            assert 'tidegate_engine_finished_total{reason="stop"} 3.0' in text
+        assert len(engine.generates) == 20
+
+
+def test_one_log_line_tells_of_a_request_and_never_what_was_said(address: str) -> None:
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:
+        engine.script = lambda generate: says("a secret answer")
+        gateway.await_ready()
+        body = {"messages": HI, "max_tokens": 5}
+        headers = {"X-Request-Id": "abc-1"}
+        gateway.post(CHAT, body, headers=headers)
+        gateway.post(CHAT, {**body, "stream": True}, headers={"X-Request-Id": "abc-2"})
+        forged = gateway.post(CHAT, {**body, "n": 0}, headers={"X-Request-Id": "two words"})
+        assert forged.headers["x-request-id"] != "two words"
+    lines = [line for line in gateway.log.splitlines() if "POST" in line]
+    assert len(lines) == 3
+    said = (
+        r"POST /v1/chat/completions 200 id=abc-%d prompt_tokens=36 generated_tokens=5 "
+        r"finish=length ms=[\d.]+$"
+    )
+    for number, line in enumerate(lines[:2], 1):
+        assert re.search(said % number, line), line
+    assert "POST /v1/chat/completions 400 id=" in lines[2]
+    assert "secret" not in gateway.log
+
+
+def test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new(
+    address: str,
+) -> None:
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=20) as gateway:
+        gateway.await_ready()
+        engine.script = lambda generate: says("z" * 50)
+        engine.step_s = 0.03
+        with connect(gateway.port) as idle, connect(gateway.port) as client:
+            with idle.makefile("rb") as file:
+                send_post(idle, "/tokenize", {"prompt": "x"})
+                read_body(file, read_head(file)[1])
+            with client.makefile("rb") as file:
+                send_post(client, CHAT, {"messages": HI, "stream": True})
+                _, headers = read_head(file)
+                gateway.process.send_signal(signal.SIGTERM)
+                assert idle.recv(1) == b""
+                choice = folded(events_of(read_body(file, headers)))[0]
+                assert (choice["text"], choice["finish"]) == ("z" * 50, ("stop", None))
+                assert client.recv(1) == b""
+        assert gateway.wait(timeout_s=6) == 0
+        with pytest.raises(OSError, match="refused"):
+            connect(gateway.port)
+
+
+def test_a_stream_that_outlasts_the_drain_is_told_so_as_its_last_event(address: str) -> None:
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=0.5) as gateway:
+        gateway.await_ready()
+        engine.script = lambda generate: says("z" * 4000)
+        engine.step_s = 0.05
+        bodies: list[bytes] = []
+        body = {"messages": HI, "stream": True}
+        reader = threading.Thread(
+            target=lambda: bodies.append(exchange(gateway.port, CHAT, body)[2])
+        )
+        reader.start()
+        engine.await_generates(1)
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.wait(timeout_s=6) == 0
+        reader.join()
+        last: Any = events_of(bodies[0])[-1]
+        assert last["error"]["code"] == "draining"
+        engine.await_abort(engine.generates[0].request)
+
+
+def test_a_gateway_starts_without_the_heavy_libraries(address: str) -> None:
+    """What a process has loaded is seen from outside, once it serves."""
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:
+        pid = gateway.await_ready().await_status("/readyz", 200).json()["gateway"]["pid"]
+        assert gateway.post(CHAT, {"messages": HI}).status_code == 200
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
+        resident = re.search(r"VmRSS:\s+(\d+) kB", status)
+        assert resident is not None
+        print(f"gateway: {int(resident[1]) / 1024:.0f} MiB resident")
+        assert "torch" not in maps
+        assert "numpy" not in maps
+        assert int(resident[1]) < 110 * 1024
+        assert len(os.listdir(f"/proc/{pid}/fd")) < 60
+        assert engine.generates
