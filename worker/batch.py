@@ -1,4 +1,4 @@
-"""This step's tensors, from the plan and the slots. The shapes of the worker's inputs are told here.
+"""This step's tensors, from the plan and the slots. The shapes of all inputs are told here.
 
 Legend: T tokens in the step, R rows (requests), S sampled rows, M most blocks of any row.
 

@@ -1,9 +1,9 @@
-"""What a request's parameters do to its logits before a token is drawn: bias, penalties, end tokens.
+"""What parameters do to logits before a token is drawn: bias, penalties, end tokens.
 
-Each function changes, in place, only the rows that it is given; which rows those are is decided on the
-host from the slots' host twins, so that nothing is launched for what no row uses. Order: bias, repetition
-penalty, frequency and presence penalty, mask of end tokens. Penalties keep no state: what a request has
-said is read from its own tokens each time.
+Each function changes, in place, only the rows that it is given; which rows those are is decided on
+the host from the slots' host twins, so that nothing is launched for what no row uses. Order: bias,
+repetition penalty, frequency and presence penalty, mask of end tokens. Penalties keep no state:
+what a request has said is read from its own tokens each time.
 
 Legend: S sampled rows, V vocabulary, N rows that use a function, L tokens of the longest of them,
 K items of the longest list.
@@ -20,7 +20,7 @@ from worker.staging import upload_one
 
 
 def process_logits(logits: Tensor, slots: SlotTable, sampled: Sampled) -> Tensor:
-    """logits [S, V] float32, left as they are -> the same tensor, or a changed copy where a row asks."""
+    """logits [S, V] float32, unchanged -> the same tensor, or a changed copy if a row asks."""
     biased = slots.host("num_bias")[sampled.host_slots] > 0
     repeats = slots.host("repetition_penalty")[sampled.host_slots] != 1
     adds = (slots.host("frequency_penalty")[sampled.host_slots] != 0) | (
@@ -52,7 +52,7 @@ def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> None:
 
 
 def penalise_repetition(logits: Tensor, tokens: Tensor, penalty: Tensor) -> None:
-    """Make each of tokens [N, L] less likely by penalty [N]: divide what is positive, multiply the rest.
+    """Make tokens [N, L] less likely by penalty [N]: divide what is positive, multiply the rest.
 
     A token that occurs twice is penalised once: both writes carry the same value.
     """
@@ -66,8 +66,8 @@ def penalise_counts(
 ) -> None:
     """logits -= frequency * count + presence * (count > 0), for the counts of tokens where `said`.
 
-    tokens [N, L]; said [N, L] bool; frequency, presence [N]. Only columns in `tokens` are written, with
-    values that depend on the column alone, so equal tokens write the same.
+    tokens [N, L]; said [N, L] bool; frequency, presence [N]. Only columns in `tokens` are written,
+    with values that depend on the column alone, so equal tokens write the same.
     """
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     counts.scatter_add_(1, tokens, said.to(torch.int32))
@@ -132,7 +132,7 @@ def _rows_and_slots(slots: SlotTable, sampled: Sampled, rows: Tensor) -> tuple[T
 def _known_tokens(
     slots: SlotTable, sampled: Sampled, rows: Tensor, at: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """tokens [N, L] int64 of each row and where they are real [N, L]; beyond its end, its first token."""
+    """tokens [N, L] int64 and where they are real [N, L]; beyond a row's end, its first token."""
     longest = int(sampled.host_known[rows].max())
     tokens = slots["token_ids"][:, :longest].index_select(0, at).long()
     return _bounded(tokens, slots["len"].index_select(0, at))
@@ -148,7 +148,7 @@ def _list(
 
 
 def _bounded(items: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Items [N, K] beyond counts [N] >= 1 are unknown: replaced by the row's first; and a mask of the known."""
+    """Items [N, K], beyond counts [N] >= 1 replaced by the row's first; and which are known."""
     known = torch.arange(items.shape[1], device=items.device) < counts[:, None]
     return torch.where(known, items, items[:, :1]), known
 

@@ -1,4 +1,4 @@
-"""Logprobs: how likely the model itself found a token, before bias, penalties, temperature and filters.
+"""Logprobs: how likely the model itself found a token, before any parameter of the request.
 
 Computed only for rows that ask, at most CHUNK rows of logits at a time. The normaliser is a sum of
 integers (weights.py): the bits of a logprob do not depend on a row's neighbours.
@@ -30,7 +30,7 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of N tokens: logprobs [N] float32, ranks [N] int64 (1: most likely); and of the K most likely ones
+    """Of N tokens: logprobs [N] float32, ranks [N] int64 (1: most likely). Of the K most likely:
     top_ids [N, K] int64, top_logprobs [N, K] float32, best first, equal ones by id."""
 
     logprobs: Tensor
@@ -40,7 +40,7 @@ class Scores:
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
-    """logits [N, V] float32 as the model made them, tokens [N] int64; num_top up to MAX_LOGPROBS."""
+    """logits [N, V] float32, the model's own; tokens [N] int64; num_top up to MAX_LOGPROBS."""
     peaks = logits.amax(-1)
     vocab = logits.shape[1]
     mass = weigh(relative(logits, peaks), vocab).sum(-1)
@@ -73,7 +73,7 @@ def sampled_logprobs(
 def prompt_logprobs(
     hidden: Tensor, project: Callable[[Tensor], Tensor], slots: SlotTable, batch: StepBatch
 ) -> Logprobs | None:
-    """Of prompt tokens that follow a computed position, for rows that asked; None if there are none.
+    """Of prompt tokens that follow a computed position, for rows that asked; None without any.
 
     hidden [T, hidden] of the step; project turns some of its rows into logits.
     """

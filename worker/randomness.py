@@ -1,7 +1,7 @@
 """Random numbers without a generator: u = hash(seed, position, draw).
 
-There is no state to leak, to save at preemption or to reset; the number drawn for a position is the same
-in every batch, in every life of a request, on every rank and every device. Three rounds of the
+There is no state to leak, to save at preemption or to reset; the number drawn for a position is the
+same in every batch, in every life of a request, on every rank and every device. Three rounds of the
 SplitMix64 finaliser, one per word of the key, all in wrapping 64-bit integers.
 
 `draw` tells apart the numbers needed for one position (0: the sampler's).

@@ -1,7 +1,7 @@
 """One step: a StepPlan in, a StepResult out. The order of the lines is the law of the worker.
 
-The runner executes plans in order and decides nothing. It holds no request state: that is in the slots
-and in the KV cache alone.
+The runner executes plans in order and decides nothing. It holds no request state: that is in the
+slots and in the KV cache alone.
 
 Legend: T tokens in the step, S sampled rows, V vocabulary.
 """
@@ -54,7 +54,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
-        """Do exactly what the plan says. Raises ValueError, before computing, if it contradicts the slots."""
+        """Do exactly what the plan says. Raises ValueError if it contradicts the slots."""
         started = perf_counter()
         self._prepare(plan)
         if not len(plan.row_slots):

@@ -10,10 +10,10 @@ sorted for them. Other rows, in this order and each on what the former left:
     min_p   tokens at least min_p times as likely as the most likely one
     draw    inverse of the cumulative distribution in vocabulary order, at u = hash(seed, position)
 
-Every filter is a lower bound on a token's share (its probability relative to the most likely token's),
-so together they are one comparison. A row's token depends on its own logits, parameters, seed and
-position alone, never on its neighbours: sums are over integers (weights.py), and where the work is
-grouped, it is by a row's own parameters.
+Every filter is a lower bound on a token's share (its probability relative to the most likely
+token's), so together they are one comparison. A row's token depends on its own logits, parameters,
+seed and position alone, never on its neighbours: sums are over integers (weights.py), and where the
+work is grouped, it is by a row's own parameters.
 
 Legend: S rows, V vocabulary, N rows of a group.
 """
@@ -38,7 +38,7 @@ NUCLEUS_GUESS = 512
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """tokens [S] int64; finite [S] bool: False where the logits were NaN or infinite, the token is then 0."""
+    """tokens [S] int64; finite [S] bool: False where logits were NaN or infinite; token 0."""
 
     tokens: Tensor
     finite: Tensor
@@ -159,8 +159,9 @@ def _kth(shares: Tensor, top_k: Tensor, most: int) -> Tensor:
 def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
     """The greatest bound [N] such that what is not below it holds at least top_p of the row's mass.
 
-    On the CPU the first guess nearly always holds; on a GPU asking whether it does would wait for the
-    device, and sorting is cheap. Both find the same bound: it is a value of the row, found exactly.
+    On the CPU the first guess nearly always holds; on a GPU asking whether it does would wait for
+    the device, and sorting is cheap. Both find the same bound: it is a value of the row, found
+    exactly.
     """
     vocab = shares.shape[1]
     mass = weigh(shares, vocab).sum(-1)
@@ -176,14 +177,14 @@ def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _reach(best: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Where the falling shares best [N, K] first weigh target [N] together: the share, and whether they do."""
+    """Where falling shares best [N, K] together weigh target [N]: that share, and if they do."""
     totals = weigh(best, vocab).cumsum(-1)
     at = torch.searchsorted(totals, target[:, None]).clamp_(max=best.shape[1] - 1)
     return best.gather(1, at).squeeze(1), totals[:, -1] >= target
 
 
 def _invert(weights: Tensor, u: Tensor) -> Tensor:
-    """The first token at which the running total of weights [N, V] exceeds u [N] times their sum."""
+    """The first token where the running total of weights [N, V] exceeds u [N] times their sum."""
     totals = weights.cumsum(-1)
     point = (totals[:, -1] * u).to(torch.int64)
     tokens = torch.searchsorted(totals, point[:, None], right=True).squeeze(1)

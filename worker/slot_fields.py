@@ -29,7 +29,7 @@ def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
 
 
 def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
-    """Token p of a request is token_ids[slot, p], whoever wrote it: prompt, sampler or another life.
+    """Token p of a request is token_ids[slot, p], whoever wrote it: prompt, sampler, another life.
 
     generation is the device's copy of what SlotTable keeps on the host, for work that is in flight
     when its slot changes hands.

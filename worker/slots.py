@@ -1,12 +1,13 @@
 """Slots: every buffer of the worker that outlives a step and belongs to one request.
 
-The law: a request's state enters through `bind`, from one declared table of fields, and every item of
-its row that can ever be read is written by that entry. There is one entry for all requests, whether
-fresh, resumed after preemption or arriving with their prompt computed elsewhere; so nothing that an
-earlier occupant left in the row can reach a later one. Only SlotTable makes tensors of one row a slot.
+The law: a request's state enters through `bind`, from one declared table of fields, and every item
+of its row that can ever be read is written by that entry. There is one entry for all requests,
+whether fresh, resumed after preemption or arriving with their prompt computed elsewhere; so nothing
+that an earlier occupant left in the row can reach a later one. Only SlotTable makes tensors of one
+row a slot.
 
-Writes are staged on the host and applied by `flush`, in order and in one batch: no value is ever written
-one by one, and the host never waits for the device.
+Writes are staged on the host and applied by `flush`, in order and in one batch: no value is ever
+written one by one, and the host never waits for the device.
 
 Legend: N slots bound since the last flush.
 """
@@ -35,13 +36,13 @@ class Rest(Enum):
     FILL = auto()
     """It is set to `fill`: the whole row is known after binding."""
     GUARDED = auto()
-    """It keeps what it held, and every reader is bounded by a count, the FILL field named `guard`."""
+    """It keeps what it held; every reader is bounded by a count, the FILL field `guard`."""
     DERIVED = auto()
     """There is no init: the row is computed from other fields after they were written."""
 
 
 class Poison(Enum):
-    """What tests put into rows that nobody owns, as (integer, float). A leak then shows in the output."""
+    """What tests put into rows that nobody owns, as (integer, float): leaks then show."""
 
     ZEROS = (0, 0.0)
     PLAUSIBLE = (1, 7.25)
@@ -55,7 +56,7 @@ class SlotField:
     shape      () for a scalar, (width,) for a row
     init       the value of a scalar, or a prefix of the row (int64 or float64)
     written_by the operations that may write it after binding; empty: constant while bound
-    host       a twin in host memory, for decisions about which work a step needs (scalars, constant)
+    host       a twin in host memory, to decide which work a step needs (scalars, constant)
     """
 
     name: str
@@ -92,7 +93,7 @@ class SlotField:
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """A slot in the life of one occupant. What arrives late carries one and is dropped if it is not current."""
+    """A slot in the life of one occupant. What arrives late carries one to be checked."""
 
     slot: int
     generation: int
@@ -148,8 +149,8 @@ class SlotTable:
     def bind(self, init: SlotInit) -> SlotRef:
         """Give a free slot to a request: the only way in. Applied by the next flush.
 
-        Raises ValueError where the plan contradicts the table: slot taken or unknown, generation not
-        newer than the last one, or a value longer than its row.
+        Raises ValueError where the plan contradicts the table: slot taken or unknown, generation
+        not newer than the last one, or a value longer than its row.
         """
         slot = init.slot
         if not 0 <= slot < self.max_slots:
@@ -164,7 +165,7 @@ class SlotTable:
         return SlotRef(slot, init.generation)
 
     def release(self, slot: int, generation: int) -> bool:
-        """Free a slot; False, and nothing happens, if it is not (or no longer) of that generation."""
+        """Free a slot; False, and nothing happens, if its generation is another by now."""
         if self._occupants.get(slot) != generation:
             return False
         del self._occupants[slot]
@@ -189,7 +190,7 @@ class SlotTable:
         indexes: NDArray[np.int64],
         values: NDArray[np.int64],
     ) -> None:
-        """Stage table[name][slots[i], indexes[i]] = values[i] for bound slots; each item at most once."""
+        """Stage table[name][slots[i], indexes[i]] = values[i], for bound slots, each item once."""
         if not len(slots):
             return
         free = set(slots.tolist()) - self._occupants.keys()
@@ -198,7 +199,7 @@ class SlotTable:
         self._items.append(ItemWrites(name, slots, indexes, values))
 
     def flush(self) -> None:
-        """Apply what was staged: whole rows of new occupants, then items, then what derives from them."""
+        """Apply what was staged: rows of new occupants, then items, then what derives from them."""
         if self._binds:
             inits = list(self._binds.values())
             (slots,) = upload([_column(init.slot for init in inits)], self.device)
@@ -216,7 +217,7 @@ class SlotTable:
         self._items.clear()
 
     def append_tokens(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """The sampler's write, on the device: tokens [S] become the tokens at positions [S] int64."""
+        """The sampler's write, on the device: tokens [S] now stand at positions [S] int64."""
         flat = self["token_ids"].view(-1)
         index = slots * self.fields["token_ids"].width + positions
         flat.index_copy_(0, index, tokens.to(flat.dtype))

@@ -1,7 +1,7 @@
 """From host arrays to device tensors, without ever waiting for the device.
 
-On a GPU everything of one call travels in one pinned buffer, copied asynchronously; the caching host
-allocator keeps the buffer until the copy is done. On the CPU a tensor is the array itself.
+On a GPU everything of one call travels in one pinned buffer, copied asynchronously; the caching
+host allocator keeps the buffer until the copy is done. On the CPU a tensor is the array itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Words = NDArray[np.int64] | NDArray[np.float64]
 
 
 def upload(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
-    """The arrays, one-dimensional, as tensors of the same dtypes on `device`. On the CPU they share memory."""
+    """One-dimensional arrays as tensors on `device`, dtypes kept; on the CPU memory is shared."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [array.size for array in arrays]

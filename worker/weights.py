@@ -1,9 +1,9 @@
 """Probabilities as integers, so that every sum over the vocabulary is exact.
 
-A floating-point sum depends on the order in which the hardware adds, and that order depends on how many
-rows are in the batch. Integer sums do not: whatever is computed from them (a cumulative distribution, a
-nucleus, a normaliser) has the same bits alone and in any batch, on every device. What remains is
-arithmetic on single items, and the maximum of a row, which no order changes.
+A floating-point sum depends on the order in which the hardware adds, and that order depends on how
+many rows are in the batch. Integer sums do not: whatever is computed from them (a cumulative
+distribution, a nucleus, a normaliser) has the same bits alone and in any batch, on every device.
+What remains is arithmetic on single items, and the maximum of a row, which no order changes.
 
 Legend: N rows, V vocabulary.
 """
@@ -27,12 +27,12 @@ def rows_at_once(device: torch.device) -> int:
 
 
 def scale_bits(vocab: int) -> int:
-    """The most likely token weighs 2**scale_bits; one 2**scale_bits times less likely weighs nothing."""
+    """The most likely token weighs 2**scale_bits; what is more than that less likely, nothing."""
     return EXACT_FLOAT_BITS - vocab.bit_length()
 
 
 def relative(logits: Tensor, peaks: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """exp((logits [N, V] - peaks [N]) / temperature [N]): in [0, 1], 1 for the most likely tokens."""
+    """exp((logits [N, V] - peaks [N]) / temperature [N]): in [0, 1], 1 for the most likely."""
     gaps = logits - peaks[:, None]
     return (gaps if temperature is None else gaps.div_(temperature[:, None])).exp_()
 

@@ -1,9 +1,9 @@
 """State cannot leak: one recorded stream of plans, replayed over clean, reused and poisoned memory.
 
-A leak is a result that depends on what a slot or a block held before its present owner. So freed slots
-and blocks are filled with zeros, with plausible values or with NaN and impossible ones: every token and
-every bit of every logprob must stay. Then each field's reset is disabled in turn, and the replay must
-notice: the test can see what it claims to see.
+A leak is a result that depends on what a slot or a block held before its present owner. So freed
+slots and blocks are filled with zeros, with plausible values or with NaN and impossible ones: every
+token and every bit of every logprob must stay. Then each field's reset is disabled in turn, and the
+replay must notice: the test can see what it claims to see.
 """
 
 from __future__ import annotations

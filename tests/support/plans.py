@@ -1,7 +1,8 @@
 """Plans by hand, and a scripted planner: what an engine would say, without an engine.
 
-`Planner` gives each life of a request (each binding) a slot of its own; `reuse_slots` rewrites a recorded
-stream so that freed slots are taken again at once. Both streams ask for the same computation.
+`Planner` gives each life of a request (each binding) a slot of its own; `reuse_slots` rewrites a
+recorded stream so that freed slots are taken again at once. Both streams ask for the same
+computation.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Script:
 
     arrives        the step from which it may start
     preempt_after  after so many generated tokens it loses its slot and blocks, and starts over
-    handed_over    its prompt but the last token is computed in one slot, the rest in another (prefilled)
+    handed_over    its prompt but for one token is computed in one slot, the rest in another
     abort_at       the step at which it is dropped, whatever it does
     """
 
@@ -229,7 +230,7 @@ class Planner:
 
 
 def reuse_slots(stream: Iterable[Recorded]) -> list[Recorded]:
-    """The same stream, each binding in the lowest free slot: what an engine with few slots would say."""
+    """The same stream, each binding in the lowest free slot: as an engine with few slots plans."""
     free: list[int] = []
     now: dict[int, int] = {}
     generations: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Sampled rows with parameters of their own, without a plan or a model: for tests of what follows logits."""
+"""Sampled rows with parameters of their own, without plan or model: to test what follows logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Asker:
 
 
 def asking(askers: Sequence[Asker]) -> tuple[SlotTable, Sampled]:
-    """Slots that hold the askers, in falling order so that no row is its own slot; and their rows."""
+    """Slots that hold the askers, in falling order so that no row is its own slot; their rows."""
     slots = tiny_slots(len(askers) + 2, poison=Poison.WILD)
     at = [len(askers) + 1 - row for row in range(len(askers))]
     for slot, asker in zip(at, askers, strict=True):

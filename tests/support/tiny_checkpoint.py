@@ -1,4 +1,4 @@
-"""A Llama of a few thousand random weights as files on disk, for tests that start real processes."""
+"""A Llama of a few thousand random weights on disk, for tests that start real processes."""
 
 from __future__ import annotations
 

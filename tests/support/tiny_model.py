@@ -1,7 +1,7 @@
-"""A real model of a few thousand weights: embeddings and one attention layer through the paged cache.
+"""A real model of a few thousand weights: embeddings, one attention layer, the paged cache.
 
-It answers differently for every token and position before it, so a wrong token, block or length shows.
-No dimension equals another, and none is 13: tests recognise per-slot tensors by that length.
+It answers differently for every token and position before it, so a wrong token, block or length
+shows. No dimension equals another, and none is 13: tests recognise per-slot tensors by that length.
 """
 
 from __future__ import annotations

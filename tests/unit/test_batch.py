@@ -17,7 +17,7 @@ from worker.slots import Poison, SlotTable
 
 @dataclass
 class Row:
-    """A row in plain Python: its slot, its tokens, its blocks, what is computed and whether sampled."""
+    """A row in plain Python: its slot, tokens and blocks, what is computed, whether sampled."""
 
     slot: int
     tokens: list[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_prompt_logprobs_are_of_each_prompt_token_after_the_first_however_it_is_
     for cuts in ([0, 10], [0, 4, 10], [0, 1, 2, 9, 10]):
         runner = runner_of()
         ids, values, tops = [], [], []
-        for nth, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for nth, (start, stop) in enumerate(pairwise(cuts)):
             plan = step_plan(
                 bind=[bound(2, PROMPT, asks)] if not nth else [],
                 rows=[(2, start, stop - start, stop == len(PROMPT))],

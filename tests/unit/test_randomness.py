@@ -1,4 +1,4 @@
-"""u = hash(seed, position, draw): the same everywhere, uniform, and unrelated between neighbours."""
+"""u = hash(seed, position, draw): the same everywhere, uniform, unrelated between neighbours."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def along(axis: str) -> torch.Tensor:
 @pytest.mark.parametrize("axis", ["position", "seed", "both", "draw"])
 def test_numbers_are_uniform_along_every_axis(axis):
     u = along(axis).sort().values
-    assert 0 <= u[0]
+    assert u[0] >= 0
     assert u[-1] < 1
     n = len(u)
     distance = (u - (torch.arange(n) + 0.5) / n).abs().max().item() + 0.5 / n

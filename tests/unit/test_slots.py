@@ -1,4 +1,4 @@
-"""The slot table: one entry, one declared list, generations, and no value that outlives its owner."""
+"""The slot table: one entry, one declared list, generations, no value that outlives its owner."""
 
 from __future__ import annotations
 
