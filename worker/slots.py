@@ -100,13 +100,16 @@ class SlotRef:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemWrites:
-    """Staged writes of single items: field[slots[i], indexes[i]] = values[i]."""
+class Write:
+    """A staged write: field.flatten()[index[i]] = values[i]; values of eight bytes each."""
 
-    name: str
-    slots: NDArray[np.int64]
-    indexes: NDArray[np.int64]
-    values: NDArray[np.int64]
+    field: SlotField
+    index: NDArray[np.int64]
+    values: Words
+
+    def without(self, slot: int) -> Write:
+        kept = self.index // self.field.width != slot
+        return Write(self.field, self.index[kept], self.values[kept])
 
 
 class SlotTable:
@@ -129,7 +132,7 @@ class SlotTable:
         self._occupants: dict[int, int] = {}
         self._generations: dict[int, int] = {}
         self._binds: dict[int, SlotInit] = {}
-        self._items: list[ItemWrites] = []
+        self._items: list[Write] = []
         self._check_guards()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -170,12 +173,15 @@ class SlotTable:
             return False
         del self._occupants[slot]
         self._binds.pop(slot, None)
+        self._items = [write.without(slot) for write in self._items]
         if self._poison is not None:
             self._overwrite(slot, self._poison)
         return True
 
     def occupant(self, slot: int) -> SlotRef:
-        """Who holds the slot now. Raises KeyError if nobody does."""
+        """Who holds the slot now. Raises ValueError if nobody does."""
+        if slot not in self._occupants:
+            raise ValueError(f"slot {slot} is free")
         return SlotRef(slot, self._occupants[slot])
 
     def is_current(self, ref: SlotRef) -> bool:
@@ -193,23 +199,27 @@ class SlotTable:
         """Stage table[name][slots[i], indexes[i]] = values[i], for bound slots, each item once."""
         if not len(slots):
             return
+        field = self.fields[name]
         free = set(slots.tolist()) - self._occupants.keys()
-        if free or indexes.min() < 0 or indexes.max() >= self.fields[name].width:
+        if free or indexes.min() < 0 or indexes.max() >= field.width:
             raise ValueError(f"writes to {name} of free slots {sorted(free)} or beyond its width")
-        self._items.append(ItemWrites(name, slots, indexes, values))
+        self._items.append(Write(field, slots * field.width + indexes, values))
 
     def flush(self) -> None:
         """Apply what was staged: rows of new occupants, then items, then what derives from them."""
-        if self._binds:
-            inits = list(self._binds.values())
-            (slots,) = upload([_column(init.slot for init in inits)], self.device)
+        inits = list(self._binds.values())
+        writes = self._resets(inits) + self._items
+        if not writes:
+            return
+        columns = [column for write in writes for column in (write.index, write.values)]
+        slots, *moved = upload([_column(self._binds), *columns], self.device)
+        if inits:
             for field in self.fields.values():
-                if field.init is not None:
-                    self._reset(field, inits, slots)
-        for writes in self._items:
-            index = writes.slots * self.fields[writes.name].width + writes.indexes
-            self._write(self.fields[writes.name], index, writes.values)
-        if self._binds:
+                if field.rest is Rest.FILL and field.shape:
+                    self._fill(field, slots)
+        for write, index, values in zip(writes, moved[::2], moved[1::2], strict=True):
+            self._apply(write, index, values)
+        if inits:
             for field in self.fields.values():
                 if field.derive is not None:
                     field.derive(self, slots)
@@ -223,35 +233,23 @@ class SlotTable:
         flat.index_copy_(0, index, tokens.to(flat.dtype))
         self["len"].index_copy_(0, slots, (positions + 1).to(self["len"].dtype))
 
-    def _reset(self, field: SlotField, inits: Sequence[SlotInit], slots: Tensor) -> None:
-        """Write one field of all new occupants; `slots` [N] is theirs, on the device."""
-        assert field.init is not None
-        values = [field.init(init) for init in inits]
-        if not field.shape:
-            self._write(field, _column(init.slot for init in inits), np.asarray(values))
-            return
-        if field.rest is Rest.FILL:
-            self._fill(field, slots)
-        prefixes = [np.asarray(value) for value in values]
-        starts = np.array([init.slot * field.width for init in inits])
-        self._write(field, _ragged(starts, prefixes), np.concatenate(prefixes))
+    def _resets(self, inits: Sequence[SlotInit]) -> list[Write]:
+        """What binding writes, field by field, for all new occupants."""
+        if not inits:
+            return []
+        return [_reset(field, inits) for field in self.fields.values() if field.init is not None]
 
     def _fill(self, field: SlotField, slots: Tensor) -> None:
+        """Reset whole rows of the new occupants' slots [N]."""
         self[field.name].index_fill_(0, slots, field.fill)
 
-    def _write(self, field: SlotField, index: NDArray[np.int64], values: Words) -> None:
-        """flat(field)[index] = values, and the same in its host twin."""
-        if not len(index):
-            return
-        wide: Words = (
-            values.astype(np.float64) if field.dtype.is_floating_point else values.astype(np.int64)
-        )
-        where, what = upload([index, wide], self.device)
-        tensor = self[field.name].view(-1)
-        tensor.index_copy_(0, where, what.to(field.dtype))
+    def _apply(self, write: Write, index: Tensor, values: Tensor) -> None:
+        """index, values: the write's own, on the device. A host twin is written alike."""
+        tensor, field = self[write.field.name], write.field
+        tensor.view(-1).index_copy_(0, index, values.to(field.dtype))
         twin = self._host.get(field.name)
-        if twin is not None and twin is not self[field.name]:
-            twin[torch.from_numpy(index)] = torch.from_numpy(wide).to(field.dtype)
+        if twin is not None and twin is not tensor:
+            twin[torch.from_numpy(write.index)] = torch.from_numpy(write.values).to(field.dtype)
 
     # ---- construction and checks
 
@@ -297,6 +295,20 @@ def _poison_of(field: SlotField, poison: Poison) -> int | float:
 
 def _column(values: Iterable[int]) -> NDArray[np.int64]:
     return np.fromiter(values, np.int64)
+
+
+def _reset(field: SlotField, inits: Sequence[SlotInit]) -> Write:
+    """The scalars, or the prefixes of the rows, with which the field's rows begin."""
+    assert field.init is not None
+    prefixes = [np.atleast_1d(np.asarray(field.init(init))) for init in inits]
+    starts = np.array([init.slot * field.width for init in inits])
+    return Write(field, _ragged(starts, prefixes), _words(field, np.concatenate(prefixes)))
+
+
+def _words(field: SlotField, values: Words) -> Words:
+    if field.dtype.is_floating_point:
+        return values.astype(np.float64)
+    return values.astype(np.int64)
 
 
 def _ragged(starts: NDArray[np.int64], prefixes: Sequence[Words]) -> NDArray[np.int64]:

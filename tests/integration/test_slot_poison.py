@@ -14,7 +14,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
+from protocol.arrays import Int32
 from protocol.sampling import SamplingParams
 from protocol.steps import StepResult
 from tests.support.plans import GREEDY, Planner, Recorded, Script, reuse_slots
@@ -139,10 +141,6 @@ def test_without_zeroed_blocks_the_replay_notices(recorded):
 
 
 def without_zeroing(plan):
-    from msgspec.structs import replace
-
-    from protocol.arrays import Int32
-
     return replace(plan, zero_blocks=Int32.of([]))
 
 
@@ -151,9 +149,12 @@ class Careless(SlotTable):
 
     forgotten = ""
 
-    def _reset(self, field: SlotField, inits, slots) -> None:
+    def _resets(self, inits):
+        return [write for write in super()._resets(inits) if write.field.name != self.forgotten]
+
+    def _fill(self, field: SlotField, slots) -> None:
         if field.name != self.forgotten:
-            super()._reset(field, inits, slots)
+            super()._fill(field, slots)
 
 
 class Unfilled(SlotTable):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import BLOCK_TOKENS, MAX_LEN, tiny_slots
@@ -138,8 +139,6 @@ def test_a_row_that_would_leave_its_slot_is_refused(known, sampled):
 
 
 def test_decode_rows_that_do_not_come_first_are_refused():
-    from msgspec.structs import replace
-
     rows = [Row(0, [5], [3], 0, 1, True), Row(4, list(range(9)), [1, 2, 7], 2, 7, False)]
     for num_decodes in (2, 3, -1):
         plan = replace(plan_of(rows), num_decodes=num_decodes)

@@ -143,6 +143,17 @@ def test_a_binding_released_before_the_flush_leaves_no_trace():
     assert table["token_ids"][0, :3].tolist() == [1, 0, 0]
 
 
+def test_items_staged_for_an_owner_that_left_do_not_reach_the_next():
+    table = tiny_slots(2)
+    table.bind(slot_init(0, [1], blocks=[7], generation=1))
+    table.bind(slot_init(1, [1], blocks=[8], generation=1))
+    table.stage_items("block_table", np.array([0, 1]), np.array([1, 1]), np.array([5, 6]))
+    table.release(0, 1)
+    table.bind(slot_init(0, [1], blocks=[9], generation=2))
+    table.flush()
+    assert table["block_table"][:, :3].tolist() == [[9, 0, 0], [8, 6, 0]]
+
+
 @pytest.mark.parametrize(
     ("init", "says"),
     [
