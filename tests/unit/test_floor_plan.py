@@ -29,6 +29,9 @@ UNSAFE = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
 FLASK_IN = {"app.py", "body.py", "sse.py", "routes.py"}
 """In the gateway, only these know that HTTP is spoken by Flask."""
 
+PURE = ("chat", "text", "output")
+"""In the gateway, these turn values into values: no socket, no greenlet, no request object."""
+
 HEAVY = {"torch", "transformers", "numpy", "gguf", "safetensors"}
 LIGHT_ENTRANCES = {
     "gateway.app": HEAVY,
@@ -76,6 +79,13 @@ def test_in_the_gateway_only_its_doors_know_flask() -> None:
     for path in files("gateway"):
         if path.name not in FLASK_IN:
             assert "flask" not in imported_by(path), f"{path.relative_to(ROOT)} imports flask"
+
+
+@pytest.mark.parametrize("folder", PURE)
+def test_what_the_gateway_makes_of_text_knows_no_socket_and_no_greenlet(folder: str) -> None:
+    for path in files(f"gateway/{folder}"):
+        found = imported_by(path) & {"flask", "gevent", "zmq", "socket", "threading"}
+        assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
 
 
 @pytest.mark.parametrize("room", ROOMS)
