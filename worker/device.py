@@ -69,7 +69,7 @@ def allowed_cores() -> int:
 
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
-    """Cores that the control group (version 2, then 1) grants; None where it does not limit them."""
+    """Cores that the control group (version 2, then 1) grants; None where there is no limit."""
     try:
         limit, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """k, v [L, B, block_tokens, H_kv, D], all zero at first. Block 0 is never written: it stays zero."""
+    """k, v [L, B, block_tokens, H_kv, D], zero at first. Block 0 is never written and stays so."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class KVCache:
         self._flat_v[layer].index_copy_(0, slot_mapping, v)
 
     def zero(self, blocks: Tensor) -> None:
-        """Fill blocks [N] int64 with zeros in every layer; what a former owner left must not be read."""
+        """Fill blocks [N] int64 with zeros in every layer: nobody may read what an owner left."""
         self.k.index_fill_(1, blocks, 0)
         self.v.index_fill_(1, blocks, 0)
 
@@ -62,7 +62,7 @@ def block_bytes(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the CPU, pages that the system zeroes on first touch: a large cache costs nothing until used.
+    """On the CPU, pages that the system zeroes on first touch: what is not used costs nothing.
 
     torch.zeros writes every page at once (seconds, and the whole size resident).
     """

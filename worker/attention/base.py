@@ -1,7 +1,7 @@
 """The words of attention: what a step asks for, and what every backend must answer.
 
-Legend: T tokens in the step, R rows (requests) in the step, M most blocks of any row, B blocks in the
-cache, H query heads, H_kv key/value heads, D head dim.
+Legend: T tokens in the step, R rows (requests) in the step, M most blocks of any row, B blocks in
+the cache, H query heads, H_kv key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AttentionBatch:
     positions     [T] int64        position of each token in its request
     slot_mapping  [T] int64        where its K/V is written: block * block_tokens + offset
     row_starts    [R + 1] int64    on the CPU; row r is tokens [row_starts[r], row_starts[r + 1])
-    context_lens  [R] int64        on the CPU; tokens that the row's *last* token sees, itself included
+    context_lens  [R] int64        on the CPU; tokens that the row's *last* token sees, with itself
     block_table   [R, M] int64     blocks of each row in order, padded with 0, the null block
     num_decodes                    rows of exactly one token; they come first
 
@@ -36,7 +36,7 @@ class AttentionBatch:
 
 
 class Attention(Protocol):
-    """A backend. Stateless between steps; what depends on the step but not on the layer is its plan."""
+    """A backend, stateless between steps. What depends on the step but on no layer is its plan."""
 
     def plan(self, batch: AttentionBatch) -> Any:
         """Once per step: the indexes and masks that all layers share."""

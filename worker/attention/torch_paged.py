@@ -6,8 +6,8 @@ SDPA over tiles of queries, each of which reads only as far as its last query se
 
 Keys are always gathered in whole blocks and always masked, even where nothing is hidden: the kernel
 then takes the same path for any padding, so an answer never depends on a row's neighbours. What a
-mask hides must still be finite (0 * NaN is NaN): blocks are zeroed before they are first written, and
-padding points at the null block.
+mask hides must still be finite (0 * NaN is NaN): blocks are zeroed before they are first written,
+and padding points at the null block.
 
 Legend in base.py; b rows of a group, m blocks gathered per row, N = m * block_tokens, G = H / H_kv.
 """
@@ -26,14 +26,14 @@ from worker.attention.base import AttentionBatch
 
 MAX_GATHERED_TOKENS = 1 << 11
 """Per group (a longer row is alone): the copy of keys and values stays small enough for the CPU's
-caches and the allocator's; with 16 rows of 1,000 tokens that is three times faster than one group."""
+caches and the allocator's: three times faster than one group for 16 rows of 1,000 tokens."""
 TILE_QUERIES = 128
 """Per prefill tile: bounds the mask, and the work spent on keys that causality hides."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """rows [b] of the step (None: all of its tokens, in order); blocks [b * m]; mask [b, 1, 1, N], added."""
+    """blocks [b * m]; mask [b, 1, 1, N], added; rows [b] of the step (None: the first b of it)."""
 
     rows: Tensor | None
     blocks: Tensor
@@ -42,7 +42,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries [start, stop) of the step against the span's first N keys; mask [stop - start, N], added."""
+    """Tokens [start, stop) of the step against their row's first N keys; mask [stop - start, N]."""
 
     start: int
     stop: int
@@ -146,7 +146,7 @@ def _first_blocks(table: Tensor, m: int) -> Tensor:
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup) -> Tensor:
-    """q [b, H, D] -> [b, H, D]. The G heads that share keys stand as G queries: keys are read once."""
+    """q, result [b, H, D]. The G heads that share keys stand as G queries: keys are read once."""
     b, heads, head_dim = q.shape
     kv_heads, num_keys = k_cache.shape[2], group.mask.shape[-1]
     k = k_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)

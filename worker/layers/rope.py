@@ -48,7 +48,7 @@ class FactorScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Slow pairs are slowed by `factor`, fast ones kept, with a ramp between; attention is sharpened.
+    """Slow pairs are slowed by `factor`, fast ones kept, a ramp between; attention is sharpened.
 
     `beta_fast`, `beta_slow`: turns in `original_context` tokens at the ends of the ramp.
     `attention_factor` multiplies cos and sin.

@@ -1,10 +1,10 @@
 """A name for a model's content: equal for equal files, different for different ones.
 
-It is part of every prefix-cache hash, so two models must never share it. Files up to FULL_BYTES in all
-are hashed whole (about 0.1 s per 200 MB). Of larger ones, whose reading would dominate the start, the
-digest covers the size, the first and last HEAD_BYTES (the header with every tensor's name and place)
-and evenly strided samples; fine-tuning moves nearly all weights, so samples tell real models apart,
-though not a file in which somebody has altered single bytes on purpose.
+It is part of every prefix-cache hash, so two models must never share it. Files of up to FULL_BYTES
+in all are hashed whole (about 0.1 s per 200 MB). Of larger ones, whose reading would dominate the
+start, the digest covers the size, the first and last HEAD_BYTES (the header with every tensor's
+name and place) and evenly strided samples. Fine-tuning moves nearly all weights, so samples tell
+real models apart, though not a file in which somebody has altered single bytes on purpose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_SAMPLES = 4096
 
 
 def digest(paths: list[Path], *extra: bytes) -> str:
-    """Hex sha256 over the files, in the given order, and `extra` (the tokenizer). Names do not count."""
+    """Hex sha256 over the files in the order given, and `extra`; not over their names."""
     total = sum(path.stat().st_size for path in paths)
     whole = hashlib.sha256()
     for path in paths:

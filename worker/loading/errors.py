@@ -6,6 +6,6 @@ from protocol.errors import EngineError
 
 
 class UnusableModel(EngineError):
-    """The files are missing, damaged, or ask for something not supported; the message says which."""
+    """Files missing, damaged, or asking for something not supported; the message says which."""
 
     code = "unusable_model"

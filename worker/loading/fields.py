@@ -1,4 +1,4 @@
-"""Typed look-ups in a mapping that somebody else wrote; every complaint names the file and the field."""
+"""Typed look-ups in a mapping that somebody else wrote; complaints name the file and the field."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def read_tensor(file: GGUFFile, name: str, target: Tensor) -> None:
 
 
 def _our_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names stay as they are."""
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names are kept."""
     match name.split("."):
         case [stem, ending] if stem in MODEL_TENSORS:
             return f"{MODEL_TENSORS[stem]}.{ending}"

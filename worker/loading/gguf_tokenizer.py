@@ -1,8 +1,8 @@
 """From a GGUF file's vocabulary to the `tokenizer.json` it was made from, as bytes.
 
 Two kinds exist in the llama architecture: "gpt2", byte-level BPE with its merges written out, and
-"llama", SentencePiece BPE with a score per piece and bytes to fall back on. Plain dicts: the library
-that will read them lives in another process.
+"llama", SentencePiece BPE with a score per piece and bytes to fall back on. Plain dicts: the
+library that will read them lives in another process.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _vocab(tokens: list[str]) -> dict[str, int]:
 
 
 def _check_merges(merges: list[list[str]], vocab: dict[str, int]) -> None:
-    """Every merge is of two tokens, into a token: the gateway's library would refuse anything else."""
+    """Every merge is of two tokens into a token: the gateway's library refuses anything else."""
     for merge in merges:
         if len(merge) != 2 or not all(piece in vocab for piece in (*merge, "".join(merge))):
             raise UnusableModel(f"merge {' '.join(merge)!r} is not of two tokens into a third")
@@ -115,7 +115,7 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[st
 
 
 def _added_tokens(fields: Fields) -> list[Part]:
-    """Tokens found whole in the text, before anything else: control tokens, and those users defined."""
+    """Tokens found whole in the text, before anything else: control and user-defined ones."""
     tokens = _strings(fields, "tokens")
     kinds = _numbers(fields, "token_type", len(tokens))
     return [

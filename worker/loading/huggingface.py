@@ -68,7 +68,7 @@ class SafetensorsWeights:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise UnusableModel(f"{path} is damaged or truncated: {error}") from error
-            for name in file.keys():  # noqa: SIM118 (no mapping)
+            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
                 if name in self._file_of:
                     raise UnusableModel(f"tensor {name!r} is in two files")
                 self._file_of[name] = file
@@ -122,9 +122,13 @@ def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = dict(vocab) if isinstance(vocab, dict) else {}
-    for token in tokenizer.get("added_tokens") or []:
-        ids[token["content"]] = token["id"]
+    for token in map(_added_token, tokenizer.get("added_tokens") or []):
+        ids[token.text("content")] = token.integer("id")
     return ids
+
+
+def _added_token(token: Any) -> Fields:
+    return Fields(token, "an added token of tokenizer.json")
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How each family of byte-level vocabularies cuts text before merging; GGUF files only name the family.
+"""How each family of byte-level vocabularies cuts text before merging; GGUF files only name it.
 
 The values are parts of a `tokenizer.json`, as Hugging Face `tokenizers` reads them.
 """
@@ -38,7 +38,7 @@ def _split(regex: str) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """ignore_merges: a piece that is a token is taken whole. adds_bos: where the file does not say."""
+    """ignore_merges: a piece that is a token is taken whole; adds_bos: where the file is silent."""
 
     steps: tuple[Part, ...]
     normalizer: Part | None = None

@@ -32,7 +32,7 @@ class WeightSource(Protocol):
 def load_llama(
     config: LlamaConfig, source: WeightSource, *, dtype: torch.dtype, device: torch.device
 ) -> LlamaWeights:
-    """Every tensor of the source is used, and every part of the model is filled, or UnusableModel."""
+    """Every tensor of the source is used and every part of the model filled, or UnusableModel."""
     with torch.inference_mode():
         return _Loader(config, source, dtype, device).load()
 
@@ -88,11 +88,11 @@ class _Loader:
         """Parts (name -> rows) below one another."""
         rows = list(parts.values())
         projection = Projection(self._empty(sum(rows), columns))
-        for name, target in zip(parts, projection.weight.split(rows), strict=True):
+        for name, target in zip(parts, torch.split(projection.weight, rows), strict=True):
             self._read(name + ".weight", target)
         if bias:
             projection.bias = self._empty(sum(rows))
-            for name, target in zip(parts, projection.bias.split(rows), strict=True):
+            for name, target in zip(parts, torch.split(projection.bias, rows), strict=True):
                 self._read(name + ".bias", target)
         return projection
 
@@ -109,7 +109,8 @@ class _Loader:
             raise UnusableModel(f"the files hold no tensor {name!r}")
         if self._source.shape(name) != tuple(target.shape):
             raise UnusableModel(
-                f"{name} has shape {self._source.shape(name)}; its config says {tuple(target.shape)}"
+                f"{name} has shape {self._source.shape(name)}, "
+                f"by the config it should be {tuple(target.shape)}"
             )
         self._source.read_into(name, target)
         self._unread.remove(name)

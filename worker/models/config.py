@@ -47,8 +47,8 @@ class LlamaConfig:
     mlp_bias: bool = False
 
     def __post_init__(self) -> None:
-        sizes = (self.vocab_size, self.hidden, self.intermediate, self.num_layers, self.num_heads)
-        sizes += (self.num_kv_heads, self.head_dim, self.context_tokens)
+        sizes = [self.vocab_size, self.hidden, self.intermediate, self.num_layers, self.num_heads]
+        sizes += [self.num_kv_heads, self.head_dim, self.context_tokens]
         if not all(0 < size <= MAX_DIMENSION for size in sizes):
             raise UnusableModel(
                 f"a dimension of the model is not within 1..{MAX_DIMENSION}: {self}"
@@ -104,8 +104,9 @@ def _refuse_the_unknown(fields: Fields) -> None:
             "quant_method"
         )
         raise UnusableModel(f"safetensors quantised with {method!r} are not supported")
-    window = fields.get("sliding_window")
-    if window is not None and window < fields.integer("max_position_embeddings", 2048):
+    context_tokens = fields.integer("max_position_embeddings", 2048)
+    window = fields.integer("sliding_window", context_tokens)
+    if window < context_tokens:
         raise UnusableModel(f"sliding_window {window} is shorter than the context: not supported")
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise UnusableModel("partial_rotary_factor is not supported")

@@ -28,7 +28,7 @@ class LoadedModel:
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Read a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in one line."""
+    """From a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line."""
     files = _read(Path(path))
     weights = load_llama(files.config, files.weights, dtype=dtype, device=device)
     card = _card(files, weights, dtype)
@@ -51,7 +51,7 @@ def _card(files: ModelFiles, weights: LlamaWeights, dtype: torch.dtype) -> Model
     return ModelCard(
         name=files.name,
         architecture=files.config.architecture,
-        digest=digest(files.paths, text.tokenizer),
+        digest=digest(files.paths, text.tokenizer, repr(files.config).encode()),
         vocab_size=files.config.vocab_size,
         context_tokens=files.config.context_tokens,
         tokenizer=text.tokenizer,
