@@ -16,7 +16,7 @@ from gateway import sse
 from gateway.answering import Answer, Choice
 from gateway.openai.errors import http_error
 from gateway.openai.shapes import Dialect, Origin, encode, usage_of
-from gateway.output.events import Content, Delta, Finished
+from gateway.output.events import Content, Delta, Failed, Finished
 from protocol.errors import ServingError
 
 
@@ -58,18 +58,18 @@ class ChunkStream:
         self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def delta(self, choice: Choice, delta: Delta) -> None:
+        if isinstance(delta.events[0], Failed):  # it is told by `fail`
+            return
         frames: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            frames += filter(None, map(self._opening, self._answer.choices))
         for event in delta.events:
             if isinstance(event, Content):
                 frames.append(self._said(choice, event.text, delta))
                 delta = _TOLD
             elif isinstance(event, Finished):
                 frames.append(self._finished(choice, event, delta))
-        if not frames:  # a failure is told by `fail`
-            return
-        if not self._has_begun:
-            self._has_begun = True
-            frames[:0] = filter(None, map(self._opening, self._answer.choices))
         self._write(b"".join(frames) if len(frames) > 1 else frames[0])
 
     def end(self) -> None:

@@ -1,0 +1,106 @@
+"""Bytes in, a checked struct or the name of the field at fault out."""
+
+from __future__ import annotations
+
+import io
+
+import flask
+import msgspec
+import pytest
+from werkzeug.exceptions import RequestEntityTooLarge, UnsupportedMediaType
+from werkzeug.test import EnvironBuilder
+
+from gateway.body import MAX_DEPTH, check_depth, decode, read_json, unknown_fields
+from protocol.errors import InvalidRequest
+
+
+class Inner(msgspec.Struct):
+    size: int
+
+
+class Body(msgspec.Struct):
+    name: str
+    inner: Inner | None = None
+    table: dict[int, float] = {}
+
+
+decoder = msgspec.json.Decoder(Body)
+
+
+def a_request(data: bytes, content_type: str | None = "application/json") -> flask.Request:
+    builder = EnvironBuilder(method="POST", input_stream=io.BytesIO(data))
+    environ = builder.get_environ()
+    environ["CONTENT_LENGTH"] = str(len(data))
+    environ.pop("CONTENT_TYPE", None)
+    if content_type is not None:
+        environ["CONTENT_TYPE"] = content_type
+    return flask.Request(environ)
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/json", "application/json; charset=utf-8", None, "application/x+json"],
+)
+def test_json_is_read_also_where_nobody_says_that_it_is_json(content_type: str | None) -> None:
+    assert read_json(a_request(b"{}", content_type), 2) == b"{}"
+
+
+def test_another_content_type_is_refused() -> None:
+    with pytest.raises(UnsupportedMediaType):
+        read_json(a_request(b"{}", "text/plain"), 10)
+
+
+def test_a_body_may_be_as_long_as_the_limit_and_no_longer() -> None:
+    assert read_json(a_request(b"x" * 10), 10) == b"x" * 10
+    with pytest.raises(RequestEntityTooLarge):
+        read_json(a_request(b"x" * 11), 10)
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (b"{}", "name"),
+        (b'{"name": 5}', "name"),
+        (b'{"name": "x", "inner": {}}', "inner.size"),
+        (b'{"name": "x", "inner": {"size": "big"}}', "inner.size"),
+        (b'{"name": "x", "table": {"a": 1}}', "table"),
+        (b'{"name": "x", "table": {"1": "a"}}', "table"),
+        (b"[]", None),
+        (b"", None),
+        (b"{", None),
+        (b'{"name": NaN}', None),
+        (b'{"name": "\xff"}', None),
+        (b'{"name": "\\ud800"}', None),
+        (b'{"name": "x"} {}', None),
+        (b'{"other":' + b"[" * 100_000, None),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_path_of_the_field(data: bytes, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(data, decoder)
+    assert caught.value.param == param
+    assert "$" not in caught.value.message
+    if param is not None:
+        assert caught.value.message.startswith(f"{param}: ")
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+def test_free_values_may_be_nested_up_to_the_limit() -> None:
+    check_depth(nested(MAX_DEPTH - 1), "tools")
+    with pytest.raises(InvalidRequest, match="tools: nested deeper than 64 levels"):
+        check_depth(nested(MAX_DEPTH), "tools")
+    with pytest.raises(InvalidRequest):
+        check_depth(nested(100_000), "tools")
+
+
+def test_unknown_fields_are_listed_where_their_names_fit_into_a_header() -> None:
+    data = b'{"name": "x", "nmae": 1, "a\\r\\nb": 2, "": 3, "inner": null, "x_y-z.1": {}}'
+    assert unknown_fields(data, Body) == ["nmae", "x_y-z.1"]
+    many = msgspec.json.encode({f"field{i}": i for i in range(100)})
+    assert len(unknown_fields(many, Body)) == 16

@@ -1,0 +1,214 @@
+"""Events in, a stream's frames or a whole answer out: no engine, no socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.answering import Answer, Ask, Fold
+from gateway.engine_client import EngineClient
+from gateway.openai.chunks import ChunkStream
+from gateway.openai.errors import http_error
+from gateway.openai.responses import whole_response
+from gateway.openai.shapes import ChatDialect, CompletionDialect, Dialect, Origin
+from gateway.output.events import Content, Delta, Failed, Finished
+from gateway.output.reader import ReaderFactory, ReadOptions
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import (
+    ContextTooLong,
+    EngineLost,
+    ErrorInfo,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+    StepFailed,
+    UnknownModel,
+)
+from protocol.sampling import SamplingParams
+from tests.support.http import events_of
+from tests.support.scripted_engine import scripted_card, scripted_logprob
+
+TOKENIZER = Tokenizer(scripted_card())
+ORIGIN = Origin("chatcmpl-1", 'model "m"', "print", created=12)
+
+
+def an_answer(n: int = 1, prompts: int = 1) -> Answer:
+    asks = [Ask([1, 2, 3], [SamplingParams()] * n) for _ in range(prompts)]
+    return Answer(EngineClient("ipc:///nowhere"), asks, ReaderFactory(TOKENIZER))
+
+
+class Told:
+    """A stream and what it wrote."""
+
+    def __init__(self, answer: Answer, dialect: Dialect, **options: Any) -> None:
+        self.data = b""
+        self.is_finished = False
+        self.stream = ChunkStream(
+            answer, dialect, ORIGIN, write=self._write, finish=self._finish, **options
+        )
+
+    def _write(self, data: bytes) -> None:
+        assert not self.is_finished
+        self.data += data
+
+    def _finish(self) -> None:
+        assert not self.is_finished
+        self.is_finished = True
+
+    def events(self) -> list[Any]:
+        assert self.is_finished
+        return events_of(self.data)
+
+
+def chat_dialect(num_logprobs: int | None = None) -> ChatDialect:
+    return ChatDialect(TOKENIZER, num_logprobs)
+
+
+def test_nothing_is_written_before_the_first_token() -> None:
+    told = Told(an_answer(), chat_dialect())
+    assert told.data == b""
+
+
+def test_roles_of_all_choices_come_before_any_token_of_any() -> None:
+    answer = an_answer(n=2)
+    told = Told(answer, chat_dialect())
+    for choice in reversed(answer.choices):
+        told.stream.delta(choice, Delta([Content("x"), Finished("stop")]))
+    told.stream.end()
+    choices = [event["choices"][0] for event in told.events()]
+    assert [(c["index"], c["delta"]) for c in choices] == [
+        (0, {"role": "assistant", "content": ""}),
+        (1, {"role": "assistant", "content": ""}),
+        (1, {"content": "x"}),
+        (1, {}),
+        (0, {"content": "x"}),
+        (0, {}),
+    ]
+
+
+def test_every_chunk_is_json_whatever_the_text_and_the_names() -> None:
+    answer = an_answer()
+    told = Told(answer, chat_dialect())
+    text = 'a"b\\c\n\u2028\x01</script>é'
+    told.stream.delta(answer.choices[0], Delta([Content(text)]))
+    told.stream.delta(answer.choices[0], Delta([Finished("stop", 'st"op')]))
+    told.stream.end()
+    _, content, finish = told.events()
+    assert content["choices"][0]["delta"]["content"] == text
+    assert content["model"] == 'model "m"'
+    assert finish["choices"][0]["stop_reason"] == 'st"op'
+    assert b"\n" not in told.data.replace(b"\n\n", b"")
+
+
+def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
+    answer = an_answer()
+    told = Told(answer, chat_dialect(1), tells_ids=True)
+    (choice,) = answer.choices
+    logprobs = [scripted_logprob(token, 1) for token in (72, 105, 257)]
+    told.stream.delta(choice, Delta([Content("H")], [72], logprobs[:1]))
+    told.stream.delta(choice, Delta([Content("i"), Finished("stop")], [105], logprobs[1:2]))
+    told.stream.end()
+    role, first, second, finish = told.events()
+    assert role["prompt_token_ids"] == [1, 2, 3]
+    bits = [event["choices"][0] for event in (first, second, finish)]
+    assert [bit["token_ids"] for bit in bits] == [[72], [105], []]
+    assert [bit["logprobs"] and len(bit["logprobs"]["content"]) for bit in bits] == [1, 1, None]
+
+    answer = an_answer()
+    told = Told(answer, chat_dialect(1), tells_ids=True)
+    told.stream.delta(answer.choices[0], Delta([Finished("stop")], [257], logprobs[2:]))
+    told.stream.end()
+    _, finish = told.events()
+    assert finish["choices"][0]["token_ids"] == [257]
+    assert len(finish["choices"][0]["logprobs"]["content"]) == 1
+
+
+def test_a_failure_is_one_event_and_the_end() -> None:
+    answer = an_answer()
+    told = Told(answer, chat_dialect())
+    told.stream.delta(answer.choices[0], Delta([Failed(ErrorInfo(code="x", message="y"))]))
+    told.stream.fail(Overloaded("too much"))
+    (event,) = told.events()
+    assert event["error"]["code"] == "overloaded"
+
+
+def test_usage_counts_each_prompt_once_and_every_choice() -> None:
+    answer = an_answer(n=2, prompts=2)
+    for choice in answer.choices:
+        choice.num_generated = 10
+        choice.num_cached = 1 + choice.index % 2
+    told = Told(answer, chat_dialect(), includes_usage=True)
+    told.stream.end()
+    assert told.events()[0]["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 40,
+        "total_tokens": 46,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0, 2])
+@pytest.mark.parametrize("prompts", [None, ["abc"]], ids=["", "echo"])
+def test_an_answer_told_bit_by_bit_is_the_answer_told_at_once(
+    num_logprobs: int | None, prompts: list[str] | None
+) -> None:
+    """The same deltas into both sinks; dialects are made anew, since they remember offsets."""
+    deltas = [
+        Delta([Content("H")], [72], [scripted_logprob(72, 2)]),
+        Delta([Content("é")], [195, 169], [scripted_logprob(195, 2), scripted_logprob(169, 2)]),
+        Delta([Finished("length")], [], []),
+    ]
+    told, answer, whole = None, an_answer(), b""
+    (choice,) = answer.choices
+    choice.prompt_logprobs = [scripted_logprob(2, 2), scripted_logprob(3, 2)]
+    told = Told(answer, _text_dialect(num_logprobs, prompts))
+    fold = Fold(1)
+    for sink in (told.stream, fold):
+        for delta in deltas:
+            sink.delta(choice, delta)
+        sink.end()
+    whole = whole_response(answer, fold, _text_dialect(num_logprobs, prompts), ORIGIN)
+    (choice_told,) = json.loads(whole)["choices"]
+    bits = [event["choices"][0] for event in told.events()]
+    assert "".join(bit["text"] for bit in bits) == choice_told["text"]
+    assert choice_told["text"] == ("abc" if prompts else "") + "Hé"
+    parts = [bit["logprobs"] for bit in bits if bit["logprobs"] is not None]
+    if num_logprobs is None:
+        assert parts == []
+        assert choice_told["logprobs"] is None
+    else:
+        for name, items in choice_told["logprobs"].items():
+            assert [item for part in parts for item in part[name]] == items
+
+
+def _text_dialect(num_logprobs: int | None, prompts: list[str] | None) -> CompletionDialect:
+    return CompletionDialect(TOKENIZER, num_logprobs, ReadOptions(), prompts)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code", "retry"),
+    [
+        (InvalidRequest("m", param="n"), 400, "invalid_request_error", None, None),
+        (ContextTooLong("m"), 400, "invalid_request_error", "context_length_exceeded", None),
+        (UnknownModel("m"), 404, "invalid_request_error", "model_not_found", None),
+        (Overloaded("m", retry_after_s=1.2), 429, "rate_limit_error", "overloaded", 2),
+        (Overloaded("m"), 429, "rate_limit_error", "overloaded", 1),
+        (EngineLost("m"), 503, "service_unavailable_error", "engine_lost", 1),
+        (StepFailed("a secret"), 500, "server_error", "step_failed", None),
+        (ServingError("a secret"), 500, "server_error", "internal", None),
+    ],
+)
+def test_an_error_says_whose_fault_it_is(
+    error: ServingError, status: int, kind: str, code: str | None, retry: int | None
+) -> None:
+    told = http_error(error)
+    body = json.loads(told.body)["error"]
+    assert (told.status, body["type"], body["code"]) == (status, kind, code)
+    assert told.retry_after_s == retry
+    assert body["param"] == error.param
+    if status == 500:
+        assert "secret" not in body["message"]
+    else:
+        assert body["message"] == "m"

@@ -1,0 +1,151 @@
+"""From a body's fields to what the engine is asked for."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+
+from gateway.body import decode
+from gateway.openai import schema
+from gateway.openai.parameters import choices_of, read_options
+from protocol.errors import InvalidRequest
+from protocol.model_card import SamplingDefaults
+from protocol.sampling import SamplingParams
+
+HI = [{"role": "user", "content": "hi"}]
+SILENT_MODEL = SamplingDefaults()
+
+
+def chat_body(**fields: Any) -> schema.ChatBody:
+    return decode(msgspec.json.encode({"messages": HI, **fields}), schema.chat_decoder)
+
+
+def text_body(**fields: Any) -> schema.CompletionBody:
+    return decode(msgspec.json.encode({"prompt": "x", **fields}), schema.completion_decoder)
+
+
+@pytest.mark.parametrize("kind", [schema.ChatBody, schema.CompletionBody])
+def test_every_optional_field_may_be_null(kind: type[msgspec.Struct]) -> None:
+    for field in msgspec.structs.fields(kind):
+        if field.default is not msgspec.NODEFAULT:
+            assert field.default is None
+            assert field.type is Any or type(None) in get_args(field.type), field.name
+
+
+def without_none(annotation: Any) -> Any:
+    """X | None -> X"""
+    members = get_args(annotation)
+    return members[0] if type(None) in members else annotation
+
+
+def test_sampling_fields_are_bounded_as_the_engine_bounds_them() -> None:
+    ours = get_type_hints(schema.CompletionBody, include_extras=True)
+    theirs = get_type_hints(SamplingParams, include_extras=True)
+    assert set(theirs) - set(ours) == {"prompt_logprobs"}
+    for name in set(theirs) & set(ours):
+        assert without_none(ours[name]) == without_none(theirs[name]), name
+
+
+def test_a_request_that_says_nothing_gets_the_defaults_of_the_api() -> None:
+    assert choices_of(chat_body(), SILENT_MODEL) == [SamplingParams()]
+    assert choices_of(text_body(), SILENT_MODEL) == [SamplingParams(max_tokens=16)]
+
+
+def test_the_model_comes_before_the_api_and_the_request_before_the_model() -> None:
+    model = SamplingDefaults(
+        temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1
+    )
+    (params,) = choices_of(chat_body(temperature=0, top_k=-1), model)
+    assert (params.temperature, params.top_k) == (0, -1)
+    assert (params.top_p, params.min_p, params.repetition_penalty) == (0.9, 0.1, 1.1)
+
+
+def test_each_answer_has_the_next_seed() -> None:
+    seeds = [params.seed for params in choices_of(chat_body(n=3, seed=7), SILENT_MODEL)]
+    assert seeds == [7, 8, 9]
+    last = (1 << 63) - 1
+    assert [p.seed for p in choices_of(chat_body(n=2, seed=last), SILENT_MODEL)] == [
+        last,
+        -(1 << 63),
+    ]
+    for body in (chat_body(n=2), chat_body(n=2, seed=-1)):
+        assert [params.seed for params in choices_of(body, SILENT_MODEL)] == [None, None]
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    body = chat_body(max_tokens=5, max_completion_tokens=6)
+    assert choices_of(body, SILENT_MODEL)[0].max_tokens == 6
+
+
+def test_logprobs_are_asked_for_in_each_routes_own_words() -> None:
+    def asked(body: schema.ChatBody | schema.CompletionBody) -> tuple[int | None, int | None]:
+        params = choices_of(body, SILENT_MODEL)[0]
+        return params.logprobs, params.prompt_logprobs
+
+    assert asked(chat_body()) == (None, None)
+    assert asked(chat_body(logprobs=True)) == (0, None)
+    assert asked(chat_body(logprobs=True, top_logprobs=4)) == (4, None)
+    assert asked(chat_body(logprobs=False)) == (None, None)
+    assert asked(text_body(logprobs=3)) == (3, None)
+    assert asked(text_body(logprobs=3, echo=True)) == (3, 3)
+    assert asked(text_body(echo=True)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ["text"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_a_prompt_is_one_or_many_texts_or_lists_of_ids(prompt: Any, prompts: Any) -> None:
+    assert schema.prompts_of(text_body(prompt=prompt), 2) == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", 1], [1, [2]], ["a", [1]], ["a"] * 3])
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        schema.prompts_of(text_body(prompt=prompt), 2)
+    assert caught.value.param == "prompt"
+
+
+def test_crossed_limits_name_the_field() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        choices_of(chat_body(min_tokens=9, max_tokens=8), SILENT_MODEL)
+    assert caught.value.param == "min_tokens"
+
+
+def test_what_changes_nothing_is_taken_and_what_would_change_meaning_is_not() -> None:
+    schema.check_chat(chat_body(response_format={"type": "text"}, tool_choice="auto", tools=[]))
+    schema.check_chat(chat_body(modalities=["text"], functions=[], best_of=2, n=2))
+    for field, value in {
+        "response_format": {"type": "json_schema"},
+        "structured_outputs": {"regex": "a"},
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "functions": [{"name": "f"}],
+        "modalities": ["text", "audio"],
+        "best_of": 3,
+    }.items():
+        with pytest.raises(InvalidRequest, match="not supported") as caught:
+            schema.check_chat(chat_body(**{field: value}))
+        assert caught.value.param == field
+
+
+def test_reading_follows_the_request() -> None:
+    body = chat_body(
+        stop=["a", "b"], include_stop_str_in_output=True, min_tokens=3, skip_special_tokens=False
+    )
+    options = read_options(body, continues=False)
+    assert options.stop == ["a", "b"]
+    assert options.include_stop
+    assert options.min_tokens == 3
+    assert not options.skip_special_tokens
+    plain = read_options(text_body(stop="x"), continues=True)
+    assert plain.stop == ["x"]
+    assert plain.skip_special_tokens
+    assert plain.continues

@@ -1,0 +1,122 @@
+"""Frames, and the outlets they leave by; the socket is one that takes as much as a test says."""
+
+from __future__ import annotations
+
+import gevent
+import pytest
+
+from gateway import sse
+from gateway.connection import MAX_BUFFERED_BYTES, IteratorOutlet, SocketOutlet
+
+
+class Wire:
+    """A socket's sending half: takes `room` bytes, then would block; or is gone."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.sent = b""
+        self.is_gone = False
+        self._sock = self  # gevent's sockets have the plain one inside
+
+    def send(self, data: bytes) -> int:
+        if self.is_gone:
+            raise BrokenPipeError
+        taken = bytes(data[: self.room])
+        if not taken:
+            raise BlockingIOError
+        self.sent += taken
+        self.room -= len(taken)
+        return len(taken)
+
+
+def an_iterator_outlet(overflows: list[str], keep_alive_s: float = 60) -> IteratorOutlet:
+    return IteratorOutlet(
+        lambda: overflows.append("cut"), keep_alive=sse.KEEP_ALIVE, keep_alive_s=keep_alive_s
+    )
+
+
+def a_socket_outlet(wire: Wire, overflows: list[str]) -> SocketOutlet:
+    return SocketOutlet(
+        wire,
+        b"HEAD",
+        on_overflow=lambda: overflows.append("cut"),
+        keep_alive=sse.KEEP_ALIVE,
+        keep_alive_s=60,
+    )
+
+
+def test_a_frame_is_one_data_line_and_an_empty_line() -> None:
+    assert sse.frame(b'{"a":1}') == b'data: {"a":1}\n\n'
+
+
+def test_an_iterator_yields_what_was_written_and_ends() -> None:
+    outlet = an_iterator_outlet([])
+    outlet.write(b"one")
+    outlet.write(b"two")
+    body = outlet.run()
+    assert next(body) == b"onetwo"
+    outlet.write(b"three")
+    outlet.finish()
+    assert list(body) == [b"three"]
+
+
+def test_a_silent_iterator_yields_keep_alives() -> None:
+    outlet = an_iterator_outlet([], keep_alive_s=0.001)
+    assert next(outlet.run()) == sse.KEEP_ALIVE
+
+
+def test_what_is_never_read_is_bounded_and_the_client_cut_off_once() -> None:
+    overflows: list[str] = []
+    outlet = an_iterator_outlet(overflows)
+    outlet.write(b"x" * MAX_BUFFERED_BYTES)
+    assert not overflows
+    outlet.write(b"y")
+    outlet.write(b"z")
+    assert overflows == ["cut"]
+    assert list(outlet.run()) == []
+
+
+def test_a_socket_gets_http_chunks_at_once() -> None:
+    wire = Wire(room=1000)
+    outlet = a_socket_outlet(wire, [])
+    outlet.write(b"0123456789abcdef!")
+    outlet.finish()
+    outlet.finish()
+    assert wire.sent == b"HEAD" + b"11\r\n0123456789abcdef!\r\n" + b"0\r\n\r\n"
+    outlet.run()  # nothing is left to do
+
+
+@pytest.mark.parametrize("room", range(0, 24))
+def test_a_short_write_keeps_the_rest_in_order(room: int) -> None:
+    wire = Wire(room)
+    outlet = a_socket_outlet(wire, [])
+    outlet.write(b"first")
+    outlet.write(b"second")
+    whole = b"HEAD5\r\nfirst\r\n6\r\nsecond\r\n"
+    assert wire.sent == whole[:room]
+    assert bytes(outlet._buffer) == whole[room:]
+
+
+def test_a_socket_that_is_gone_ends_the_stream_without_a_sound() -> None:
+    wire = Wire(room=1000)
+    overflows: list[str] = []
+    outlet = a_socket_outlet(wire, overflows)
+    wire.is_gone = True
+    outlet.write(b"lost")
+    assert outlet.is_cut
+    outlet.write(b"lost, too")
+    outlet.finish()
+    with gevent.Timeout(1):
+        outlet.run()
+    assert wire.sent == b"HEAD"
+    assert overflows == []
+
+
+def test_a_full_socket_overflows_at_the_bound() -> None:
+    wire = Wire(room=4)
+    overflows: list[str] = []
+    outlet = a_socket_outlet(wire, overflows)
+    for _ in range(20):
+        outlet.write(b"x" * (MAX_BUFFERED_BYTES // 10))
+    assert overflows == ["cut"]
+    assert outlet.is_cut
