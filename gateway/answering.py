@@ -88,16 +88,13 @@ class Answer:
             for params in ask.choices:
                 choice = Choice(len(self.choices), place, ask, params, readers.new())
                 self.choices.append(choice)
-        self.opened_at = time.monotonic()
         self.first_token_at: float | None = None
-        self.finish: str | None = (
-            None  # how it ended, for the log: a choice's reason, or our own word
-        )
+        self.finish: str | None = None  # for the log: the last choice's reason, or our own word
+        self.is_gone = False
         self._engine = engine
         self._namespace = namespace
         self._priority = priority
         self._error: ServingError | None = None
-        self.is_gone = False
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
         self._sink: Sink | None = None
@@ -125,8 +122,9 @@ class Answer:
         self._raise_troubles()
 
     def attach(self, sink: Sink) -> None:
-        """Tell `sink` what was said so far, and from now on everything at once. Nothing if
-        `is_gone`.
+        """Tell `sink` what was said so far, and from now on everything at once.
+
+        It hears nothing where the client has gone in the meantime.
         """
         if self.is_gone:
             return
@@ -148,7 +146,12 @@ class Answer:
 
     def close(self) -> None:
         """Abort what is open. Whoever made the answer calls this, however it went."""
-        self._close()
+        for choice in self.choices:
+            if not choice.is_ended:
+                choice.is_ended = True
+                self._engine.abort(choice.request)
+        self._accepted.set()
+        self._ended.set()
 
     # ---- for anyone, the hub included
 
@@ -158,14 +161,14 @@ class Answer:
             self.is_gone = True
             self.finish = "disconnected"
             self._sink, self._early = _Nobody(), []
-            self._close()
+            self.close()
 
     def fail(self, error: ServingError) -> None:
         """End it now; `error` is its end."""
         if not self._ended.is_set():
             self._error = error
             self.finish = "error"
-            self._close()
+            self.close()
             self._tell(lambda sink: sink.fail(error))
 
     @property
@@ -247,22 +250,14 @@ class Answer:
             self._engine.abort(choice.request)
         self._num_open -= 1
         if not self._num_open:
-            self._close()
             self._tell(lambda sink: sink.end())
+            self.close()
 
     def _tell(self, say: Callable[[Sink], None]) -> None:
         if self._sink is not None:
             say(self._sink)
         else:
             self._early.append(say)
-
-    def _close(self) -> None:
-        for choice in self.choices:
-            if not choice.is_ended:
-                choice.is_ended = True
-                self._engine.abort(choice.request)
-        self._accepted.set()
-        self._ended.set()
 
 
 class _Nobody:

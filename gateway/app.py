@@ -21,6 +21,7 @@ from protocol.errors import ServingError
 
 CONFIG_VARIABLE = "TIDEGATE_GATEWAY"
 EXTENSION = "tidegate"
+IGNORED_HEADER = "x-ignored-fields"
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that did not wait. Nobody reads it but the log."""
 QUIET = frozenset({"admin.livez", "admin.readyz", "admin.health", "admin.metrics"})
@@ -56,15 +57,17 @@ def _frame_requests(app: Flask, service: Service) -> None:
             path=request.path,
             route=request.url_rule.rule if request.url_rule else "other",
             request_id=request_id_from(request.headers.get(REQUEST_ID_HEADER)),
+            logs=service.config.log_requests and request.endpoint not in QUIET,
         )
 
     @app.after_request
     def end(response: Response) -> Response:
         exchange: Exchange = g.exchange
         response.headers[REQUEST_ID_HEADER] = exchange.request_id
+        if ignored := g.get("ignored"):  # fields that had no effect
+            response.headers[IGNORED_HEADER] = ", ".join(ignored)
         if not exchange.is_streaming:  # a stream closes its exchange itself, when it is over
-            logs = service.config.log_requests and request.endpoint not in QUIET
-            exchange.close(response.status_code, logs=logs)
+            exchange.close(response.status_code)
         return response
 
 

@@ -18,9 +18,9 @@ from werkzeug.exceptions import ClientDisconnected, RequestEntityTooLarge, Unsup
 from protocol.errors import InvalidRequest
 
 MAX_DEPTH = 64
-"""Levels of objects and arrays in a value that a request may hold freely (tools, template
-arguments).
-"""
+"""Levels of objects and arrays in what a request may hold freely (tools, template arguments)."""
+MAX_VALUES = 200_000
+"""Values inside it, on all levels."""
 MAX_LISTED_FIELDS = 16
 
 T = TypeVar("T")
@@ -74,14 +74,18 @@ def _invalid_field(text: str) -> InvalidRequest:
 
 
 def check_depth(value: Any, param: str) -> None:
-    """Raises InvalidRequest where `value` is nested deeper than MAX_DEPTH. Needs no stack of its
-    own.
+    """Raises InvalidRequest where `value` is nested too deeply or holds too much.
+
+    Needs no stack of its own.
     """
-    level: list[Any] = [value]
+    level, count = [value], 0
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
+        count += len(level)
         if not level:
             return
+        if count > MAX_VALUES:
+            raise InvalidRequest(f"{param}: more than {MAX_VALUES:,} values", param=param)
     raise InvalidRequest(f"{param}: nested deeper than {MAX_DEPTH} levels", param=param)
 
 
@@ -94,8 +98,9 @@ def _inside(value: Any) -> Iterable[Any]:
 def unknown_fields(data: bytes, kind: type[msgspec.Struct]) -> list[str]:
     """Names of top-level fields that `kind` does not have: accepted, without effect, and listed.
 
-    Only names that are safe in a header, and not more than MAX_LISTED_FIELDS of them.
+    Only names that are safe in a header, and not more than MAX_LISTED_FIELDS of them. Raises
+    InvalidRequest where a name is no text, which decoding a struct does not notice.
     """
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    names = [name for name in _top_level.decode(data) if name not in known]
+    names = [name for name in decode(data, _top_level) if name not in known]
     return [name for name in names if _FIELD_NAME.fullmatch(name)][:MAX_LISTED_FIELDS]

@@ -21,6 +21,7 @@ from gevent.event import Event
 from gevent.socket import wait_write
 
 MAX_BUFFERED_BYTES = 1 << 20
+"""A single write may be longer, where nothing waits before it: an echoed prompt is one."""
 STALL_S = 60.0
 
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
@@ -40,8 +41,7 @@ def can_take_over(environ: Mapping[str, Any]) -> bool:
 
 
 class HangUp:
-    """Calls `then`, once and from the hub, when the client hangs up. `close` when the request is
-    over.
+    """Calls `then`, once and from the hub, when the client hangs up. To be closed in the end.
 
     Bytes that come instead belong to the next request: watching ends there, since a level-triggered
     watcher would fire for them without pause.
@@ -75,9 +75,7 @@ class HangUp:
 
 
 class IdleConnections:
-    """Kept-alive connections between two requests: what a drain closes at once rather than wait
-    for.
-    """
+    """Kept-alive connections between two requests: a drain closes them rather than wait."""
 
     def __init__(self) -> None:
         self._sockets: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -134,7 +132,7 @@ class Outlet:
         self.finish()
 
     def _put(self, data: bytes) -> None:
-        if len(self._buffer) + len(data) > MAX_BUFFERED_BYTES:
+        if self._buffer and len(self._buffer) + len(data) > MAX_BUFFERED_BYTES:
             self.cut()
             self._on_overflow()
             return

@@ -1,5 +1,4 @@
-"""`protocol.session` over a socket, for greenlets: who asked for a generation is called with its
-news.
+"""`protocol.session` over a socket, for greenlets: whoever asked is called with the news.
 
 One DEALER per process, made after the fork, on first use. Its file descriptor is edge-triggered: it
 says "something happened", once. So each event drains the socket until it is empty, a bounded number
@@ -72,14 +71,14 @@ class EngineClient:
         self._watchers = [readable, clock]
 
     def close(self) -> None:
-        """Abort what is open and leave."""
-        for request in list(self.session.open):
-            self.abort(request)
+        """Leave; the engine aborts what is open."""
         for watcher in self._watchers:
             watcher.stop()
             watcher.close()
         self._watchers = []
         if self._socket is not None:
+            with contextlib.suppress(zmq.Again):  # an engine that is gone needs no telling
+                self._socket.send_multipart(wire.encode(self.session.leave()), _NOBLOCK)
             self._context.destroy(linger=sockets.LINGER_MS)
             self._socket = None
 
@@ -169,6 +168,8 @@ class EngineClient:
         elif isinstance(message, Welcome):
             with contextlib.suppress(zmq.Again):
                 self._send(Ping())  # its stats now, not with the next heartbeat
+        elif isinstance(message, Refused) and message.request < 0:
+            log.error("the engine did not understand us: %s", message.error.message)
 
     def _hand_out(self, news: list[News]) -> None:
         for request, report in news:
@@ -181,7 +182,8 @@ class EngineClient:
 
     def _tick(self) -> None:
         """The heartbeat. Until the engine is connected nothing is said, so that the first greeting
-        leaves in the moment it can."""
+        leaves in the moment it can.
+        """
         assert self._socket is not None
         now = time.monotonic()
         if now < self._next_tick:

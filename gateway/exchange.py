@@ -25,14 +25,21 @@ def request_id_from(header: str | None) -> str:
 
 
 class Exchange:
-    """From the first look at a request to its end. `close` may be called again; the first call
-    counts.
+    """From the first look at a request to its end. Of several calls of `close` the first counts.
 
     route   the rule that matched ("/v1/models/<name>"), so that label values are few
+    logs    its end is worth a line
     """
 
     def __init__(
-        self, metrics: Metrics, *, method: str, path: str, route: str, request_id: str
+        self,
+        metrics: Metrics,
+        *,
+        method: str,
+        path: str,
+        route: str,
+        request_id: str,
+        logs: bool = True,
     ) -> None:
         self.request_id = request_id
         self.answer: Answer | None = None
@@ -40,6 +47,7 @@ class Exchange:
         self._metrics = metrics
         self._method, self._path, self._route = method, path, route
         self._started_at = time.monotonic()
+        self._logs = logs
         self._is_closed = False
 
     def begin(self, answer: Answer) -> None:
@@ -47,7 +55,7 @@ class Exchange:
         self.answer = answer
         self._metrics.open_answers.inc()
 
-    def close(self, status: int, *, logs: bool = True) -> None:
+    def close(self, status: int) -> None:
         if self._is_closed:
             return
         self._is_closed = True
@@ -55,7 +63,7 @@ class Exchange:
         self._metrics.requests.labels(self._route, str(status)).inc()
         if self.answer is not None:
             self._count(self.answer, took_s)
-        if logs:
+        if self._logs:
             self._log(status, took_s)
 
     def _count(self, answer: Answer, took_s: float) -> None:

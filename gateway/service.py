@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 import gevent
+import msgspec
 from gevent import get_hub
 
 from gateway.answering import Answer, Ask
@@ -27,7 +28,8 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.config import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
 from protocol.messages import Limits
-from protocol.model_card import ModelCard
+from protocol.model_card import ModelCard, SamplingDefaults
+from protocol.sampling import SamplingParams
 from protocol.session import PING_EVERY_S
 from protocol.sockets import engine_address
 
@@ -57,6 +59,7 @@ class ServedModel:
     names: Sequence[str]
     tokenizer: Tokenizer
     renderer: ChatRenderer
+    defaults: SamplingDefaults
     fingerprint: str
     since: int = field(default_factory=lambda: int(time.time()))
 
@@ -70,8 +73,29 @@ class ServedModel:
             names=served_names or [card.name],
             tokenizer=tokenizer,
             renderer=ChatRenderer(card, tokenizer),
+            defaults=usable_defaults(card.defaults),
             fingerprint=f"tidegate-{version()}-{card.digest[:8]}",
         )
+
+
+def usable_defaults(defaults: SamplingDefaults) -> SamplingDefaults:
+    """A model's defaults without those that no request could ask for either."""
+    return SamplingDefaults(
+        **{
+            name: value
+            for name, value in msgspec.structs.asdict(defaults).items()
+            if value is not None and _is_valid(name, value)
+        }
+    )
+
+
+def _is_valid(name: str, value: float) -> bool:
+    try:
+        msgspec.convert({name: value}, SamplingParams)
+    except msgspec.ValidationError as error:
+        log.warning("the model's default %s=%r is left out: %s", name, value, error)
+        return False
+    return True
 
 
 def offload(work: Callable[[], list[int]]) -> list[int]:

@@ -77,14 +77,16 @@ class EventStream(flask.Response):
 
     def _take_over(self, sock: Any) -> None:
         outlet = self._outlet = SocketOutlet(sock, self._head(), **self._options)
+        is_whole = False
         try:
             self._attach(outlet)
             outlet.run()
+            is_whole = not outlet.is_cut
         finally:
             self._close()
-        if outlet.is_cut or self._closing():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # gunicorn reads the end, and closes
+            if not is_whole or self._closing():
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # gunicorn reads the end, and closes
 
     def _head(self) -> bytes:
         """The response's head as gunicorn would have sent it."""

@@ -27,8 +27,6 @@ from gateway.service import ServedModel, Service, offload
 from gateway.sse import EventStream
 from protocol.errors import RequestError
 
-IGNORED_HEADER = "x-ignored-fields"
-
 
 def blueprint(service: Service) -> Blueprint:
     routes = Blueprint("openai", __name__)
@@ -40,14 +38,15 @@ def blueprint(service: Service) -> Blueprint:
 def chat(service: Service) -> Response:
     data = read_json(request, service.config.max_body_mib << 20)
     body = decode(data, schema.chat_decoder)
+    g.ignored = unknown_fields(data, schema.ChatBody)
     schema.check_chat(body)
     model = service.model(body.model)
-    choices = choices_of(body, model.card.defaults)
+    choices = choices_of(body, model.defaults)
     prompt_ids = model.renderer.tokens(_conversation(body), offload=offload)
     if not prompt_ids:
         raise schema.empty_prompt("messages")
     try:
-        response = _answer(
+        return _answer(
             service,
             body,
             [Ask(prompt_ids, choices)],
@@ -59,7 +58,6 @@ def chat(service: Service) -> Response:
         if error.param == "prompt":  # the engine's word for what this route calls messages
             error.param = "messages"
         raise
-    return _with_ignored(response, data, schema.ChatBody)
 
 
 def _conversation(body: schema.ChatBody) -> Conversation:
@@ -77,14 +75,15 @@ def _conversation(body: schema.ChatBody) -> Conversation:
 def completions(service: Service) -> Response:
     data = read_json(request, service.config.max_body_mib << 20)
     body = decode(data, schema.completion_decoder)
+    g.ignored = unknown_fields(data, schema.CompletionBody)
     schema.check_completion(body)
     prompts = schema.prompts_of(body, service.config.max_prompts)
     model = service.model(body.model)
-    choices = choices_of(body, model.card.defaults)
+    choices = choices_of(body, model.defaults)
     asks = [Ask(_prompt_ids(prompt, model), choices) for prompt in prompts]
     options = read_options(body, continues=True)
     texts = [_prompt_text(prompt, model, options.skip_special_tokens) for prompt in prompts]
-    response = _answer(
+    return _answer(
         service,
         body,
         asks,
@@ -94,7 +93,6 @@ def completions(service: Service) -> Response:
         ),
         _origin("cmpl", body.model, model),
     )
-    return _with_ignored(response, data, schema.CompletionBody)
 
 
 def _prompt_ids(prompt: schema.Prompt, model: ServedModel) -> list[int]:
@@ -197,12 +195,4 @@ def _stream(
         keep_alive_s=service.config.keep_alive_s,
     )
     hang_up.then = response.hang_up
-    return response
-
-
-def _with_ignored(response: Response, data: bytes, kind: type[schema.GenerationBody]) -> Response:
-    """Say which fields had no effect."""
-    ignored = unknown_fields(data, kind)
-    if ignored:
-        response.headers[IGNORED_HEADER] = ", ".join(ignored)
     return response

@@ -10,7 +10,7 @@ import pytest
 from werkzeug.exceptions import RequestEntityTooLarge, UnsupportedMediaType
 from werkzeug.test import EnvironBuilder
 
-from gateway.body import MAX_DEPTH, check_depth, decode, read_json, unknown_fields
+from gateway.body import MAX_DEPTH, MAX_VALUES, check_depth, decode, read_json, unknown_fields
 from protocol.errors import InvalidRequest
 
 
@@ -99,8 +99,16 @@ def test_free_values_may_be_nested_up_to_the_limit() -> None:
         check_depth(nested(100_000), "tools")
 
 
+def test_free_values_may_not_be_endless_either() -> None:
+    check_depth([0] * MAX_VALUES, "tools")
+    with pytest.raises(InvalidRequest, match="more than 200,000 values"):
+        check_depth([0] * (MAX_VALUES + 1), "tools")
+
+
 def test_unknown_fields_are_listed_where_their_names_fit_into_a_header() -> None:
     data = b'{"name": "x", "nmae": 1, "a\\r\\nb": 2, "": 3, "inner": null, "x_y-z.1": {}}'
     assert unknown_fields(data, Body) == ["nmae", "x_y-z.1"]
+    with pytest.raises(InvalidRequest):
+        unknown_fields(b'{"name": "x", "\\ud800": 1}', Body)
     many = msgspec.json.encode({f"field{i}": i for i in range(100)})
     assert len(unknown_fields(many, Body)) == 16

@@ -10,6 +10,7 @@ import pytest
 from gateway.body import decode
 from gateway.openai import schema
 from gateway.openai.parameters import choices_of, read_options
+from gateway.service import usable_defaults
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
 from protocol.sampling import SamplingParams
@@ -60,6 +61,11 @@ def test_the_model_comes_before_the_api_and_the_request_before_the_model() -> No
     (params,) = choices_of(chat_body(temperature=0, top_k=-1), model)
     assert (params.temperature, params.top_k) == (0, -1)
     assert (params.top_p, params.min_p, params.repetition_penalty) == (0.9, 0.1, 1.1)
+
+
+def test_a_default_that_no_request_could_ask_for_is_left_out() -> None:
+    odd = SamplingDefaults(temperature=9.0, top_p=0.0, top_k=5, repetition_penalty=float("nan"))
+    assert usable_defaults(odd) == SamplingDefaults(top_k=5)
 
 
 def test_each_answer_has_the_next_seed() -> None:
