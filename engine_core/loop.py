@@ -25,6 +25,7 @@ from protocol.messages import (
     Drain,
     Generate,
     Gone,
+    Goodbye,
     Hello,
     Limits,
     Message,
@@ -142,6 +143,9 @@ class Loop:
                         self._tell(client, Outputs(step=0, outputs=ends))
             case Ping():
                 self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
+            case Goodbye():
+                self._clients.drop(client)
+                self._drop(client)
             case Drain():
                 log.info("client %s asks to drain", client.hex())
                 self._drain()
@@ -170,7 +174,7 @@ class Loop:
         except zmq.ZMQError as error:
             # Not connected any more, or it does not read: either way it is gone.
             if client in self._clients:
-                log.warning("client %s cannot be told: %s", client.hex(), error)
+                log.info("client %s is gone: %s", client.hex(), error)
                 self._clients.drop(client)
                 self._drop(client)
 

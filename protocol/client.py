@@ -151,13 +151,12 @@ class Engine:
         self._wake()
 
     def close(self) -> None:
-        """Abort what is open and leave. Safe to call twice."""
+        """Leave; what is open is aborted. Safe to call twice."""
         if self._closing:
             return
         with self._lock:
             self._closing = True
-            aborts = [self._session.abort(request) for request in list(self._session.open)]
-            self._outbox.extend(message for message in aborts if message is not None)
+            self._outbox.append(self._session.leave())
         self._wake()
         self._thread.join()
         for socket in (self._socket, self._wake_in, self._wake_out):

@@ -74,6 +74,10 @@ class Ping(Message, frozen=True, kw_only=True):
     """Client -> engine, about once a second: I live. Answered by Pong."""
 
 
+class Goodbye(Message, frozen=True, kw_only=True):
+    """Client -> engine, last of all: I leave; abort whatever I have open."""
+
+
 # ---- engine -> client
 
 
@@ -182,5 +186,5 @@ class Gone(Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToEngine = Hello | Generate | Abort | Drain | Ping
+ToEngine = Hello | Generate | Abort | Drain | Ping | Goodbye
 ToClient = Welcome | Accepted | Refused | Outputs | Pong | Gone

@@ -24,6 +24,7 @@ from protocol.messages import (
     Accepted,
     Generate,
     Gone,
+    Goodbye,
     Hello,
     Limits,
     Output,
@@ -98,6 +99,12 @@ class Session:
             return None
         self.open.discard(request)
         return Abort(requests=[request])
+
+    def leave(self) -> Goodbye:
+        """Forget everything; the last message to send."""
+        self.open.clear()
+        self.epoch = None
+        return Goodbye()
 
     def receive(self, message: ToClient, now: float) -> list[News]:
         """Take in one message; the news it holds for open requests."""

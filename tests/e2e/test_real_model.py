@@ -14,10 +14,11 @@ import pytest
 from openai import OpenAI
 
 from protocol.client import Engine
+from tests.support.engine_view import EngineView
 from tests.support.processes import free_port
 from tests.support.prompts import NUM_TOKENS
-from tests.support.real_server import EngineView, RunningServer, running_server
 from tests.support.reference import GOLDEN
+from tests.support.server import Server
 
 STREAMS, STREAM_TOKENS = 64, 128
 DISCONNECTS = 200
@@ -25,21 +26,36 @@ MODEL = "tidegate-test"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """float32, so that answers do not depend on who else is in the batch."""
-    options = ["--dtype", "float32", "--served-name", MODEL, "--max-len", "2048", "--drain-s", "2"]
-    with running_server(tmp_path_factory.mktemp("run"), options) as running:
+def server() -> Iterator[Server]:
+    """As a person starts it."""
+    with Server("--served-name", MODEL, "--drain-s", "2") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> OpenAI:
+def exact_server() -> Iterator[Server]:
+    """In float32, where an answer does not depend on who else is in the batch."""
+    with Server("--served-name", MODEL, "--drain-s", "2", "--dtype", "float32") as running:
+        yield running
+
+
+def sdk(server: Server) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 @pytest.fixture
-def view(server: RunningServer) -> Iterator[EngineView]:
-    view = EngineView(server.engine_address)
+def client(server: Server) -> OpenAI:
+    return sdk(server)
+
+
+@pytest.fixture
+def exact_client(exact_server: Server) -> OpenAI:
+    return sdk(exact_server)
+
+
+@pytest.fixture
+def view(server: Server) -> Iterator[EngineView]:
+    view = EngineView(server.address)
     yield view
     view.close()
 
@@ -60,7 +76,7 @@ def test_the_capital_of_france_streamed_by_the_official_sdk(client: OpenAI) -> N
     assert chunks[-1].usage.completion_tokens > 0
 
 
-def test_whole_and_streamed_answers_are_equal(client: OpenAI) -> None:
+def test_whole_and_streamed_answers_are_equal(exact_client: OpenAI) -> None:
     question: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Tell me a story with an emoji 🙂."}],
@@ -69,9 +85,9 @@ def test_whole_and_streamed_answers_are_equal(client: OpenAI) -> None:
         "max_tokens": 60,
         "n": 2,
     }
-    whole = client.chat.completions.create(**question)
+    whole = exact_client.chat.completions.create(**question)
     told = {0: "", 1: ""}
-    for chunk in client.chat.completions.create(**question, stream=True):
+    for chunk in exact_client.chat.completions.create(**question, stream=True):
         for choice in chunk.choices:
             told[choice.index] += choice.delta.content or ""
     assert {choice.index: choice.message.content for choice in whole.choices} == told
@@ -110,12 +126,12 @@ def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: Engi
     view.wait_until_free(1.0)
 
 
-def test_greedy_answers_over_http_equal_transformers(client: OpenAI) -> None:
+def test_greedy_answers_over_http_equal_transformers(exact_client: OpenAI) -> None:
     """Thirty-two at once; ties of the reference are accepted as in tests/differential."""
     rows = json.loads(GOLDEN.read_text())
 
     def ask(row: dict[str, Any]) -> list[int]:
-        answer = client.completions.create(
+        answer = exact_client.completions.create(
             model=MODEL,
             prompt=row["prompt"],
             max_tokens=NUM_TOKENS,
@@ -147,21 +163,21 @@ def sampled(client: OpenAI, seed: int, n: int = 1) -> list[list[int]]:
     return [choice.token_ids for choice in answer.choices]
 
 
-def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(client: OpenAI) -> None:
-    alone = [sampled(client, seed)[0] for seed in range(4)]
+def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(exact_client: OpenAI) -> None:
+    alone = [sampled(exact_client, seed)[0] for seed in range(4)]
     with ThreadPoolExecutor(16) as pool:
-        crowd = list(pool.map(lambda i: sampled(client, i % 4)[0], range(16)))
+        crowd = list(pool.map(lambda i: sampled(exact_client, i % 4)[0], range(16)))
     assert crowd == alone * 4
     assert len({tuple(tokens) for tokens in alone}) == 4
 
 
-def test_four_choices_with_a_seed_differ_and_repeat(client: OpenAI) -> None:
-    first, second = sampled(client, 5, n=4), sampled(client, 5, n=4)
+def test_four_choices_with_a_seed_differ_and_repeat(exact_client: OpenAI) -> None:
+    first, second = sampled(exact_client, 5, n=4), sampled(exact_client, 5, n=4)
     assert first == second
     assert len({tuple(tokens) for tokens in first}) == 4
 
 
-def hang_up_somewhere(server: RunningServer, dice: random.Random) -> None:
+def hang_up_somewhere(server: Server, dice: random.Random) -> None:
     """Ask for a long answer, read for a random while, close."""
     body = json.dumps(
         {
@@ -187,9 +203,7 @@ def hang_up_somewhere(server: RunningServer, dice: random.Random) -> None:
             pass
 
 
-def test_after_two_hundred_disconnects_nothing_is_held(
-    server: RunningServer, view: EngineView
-) -> None:
+def test_after_two_hundred_disconnects_nothing_is_held(server: Server, view: EngineView) -> None:
     before = view.stats()
 
     def storm(seed: int) -> None:
@@ -210,17 +224,17 @@ def test_after_two_hundred_disconnects_nothing_is_held(
     print(f"{accepted} requests were open; all was free after {took:.3f} s")
 
 
-def test_the_zeromq_client_speaks_token_ids(server: RunningServer) -> None:
+def test_the_zeromq_client_speaks_token_ids(exact_server: Server) -> None:
     row = json.loads(GOLDEN.read_text())[0]
-    with Engine(server.engine_address) as engine:
+    with Engine(exact_server.address) as engine:
         assert engine.model.vocab_size == 49152
         answer = engine.generate(row["prompt"], temperature=0, max_tokens=8, ignore_eos=True)
         assert answer.tokens() == row["tokens"][:8]
 
 
-def test_leaving_a_generation_early_aborts_it(server: RunningServer, view: EngineView) -> None:
+def test_leaving_a_generation_early_aborts_it(server: Server, view: EngineView) -> None:
     aborted = view.stats().num_finished.get("abort", 0)
-    with Engine(server.engine_address) as engine:
+    with Engine(server.address) as engine:
         for output in engine.generate([1, 2, 3], max_tokens=1000, ignore_eos=True):
             assert output.tokens
             break

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from tests.support.checkpoints import write_checkpoint
 
 from protocol import sockets, wire
 from protocol.arrays import Int32
@@ -30,6 +29,7 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Generate,
+    Goodbye,
     Hello,
     Message,
     Output,
@@ -41,6 +41,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.sampling import SamplingParams
+from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import Program, children_of, eventually, is_alive
 
 LEASE_S = 1.0
@@ -200,6 +201,17 @@ def test_a_second_hello_forgets_what_was_open(raw: RawClient) -> None:
         if outputs.outputs[0].finish:
             break
     assert tokens == 2
+
+
+def test_a_client_that_says_goodbye_leaves_nothing(shared: Process, raw: RawClient) -> None:
+    raw.greet()
+    for number in range(5):
+        raw.say(a_generate(number))
+    raw.hear_all(Outputs)
+    raw.say(Goodbye())
+    with connect(shared) as engine:
+        assert eventually(lambda: engine.stats.total_blocks and not engine.stats.running)
+        assert engine.stats.free_blocks == engine.stats.total_blocks
 
 
 def test_a_client_that_falls_silent_loses_its_requests(shared: Process, raw: RawClient) -> None:

@@ -10,6 +10,7 @@ from protocol.messages import (
     Drain,
     Generate,
     Gone,
+    Goodbye,
     Hello,
     Limits,
     Message,
@@ -107,6 +108,7 @@ MESSAGES: list[Message] = [
     Abort(requests=[1, 2]),
     Drain(),
     Ping(),
+    Goodbye(),
     Welcome(
         protocol=1,
         epoch="e1",

@@ -10,6 +10,7 @@ from protocol.messages import (
     Abort,
     Accepted,
     Gone,
+    Goodbye,
     Hello,
     Limits,
     Output,
@@ -142,6 +143,14 @@ def test_a_new_welcome_of_another_epoch_ends_what_was_open() -> None:
     assert ends(session.receive(welcome("e2"), 1.0)) == {request: "engine_lost"}
     assert session.is_ready
     assert opened(session) != request
+
+
+def test_leaving_ends_the_session_and_says_goodbye() -> None:
+    session = connected()
+    request = opened(session)
+    assert session.leave() == Goodbye()
+    assert not session.is_ready
+    assert session.receive(Outputs(step=1, outputs=[Output(request=request)]), 0.1) == []
 
 
 def test_a_ping_is_said_about_once_a_second() -> None:
