@@ -1,5 +1,4 @@
-"""Request bytes -> a checked struct. Whatever is wrong with a body is said here, with the field's
-name.
+"""Request bytes -> a checked struct. Whatever is wrong is said here, with the field's name.
 
 Sizes are checked before anything is read, types and bounds while decoding (msgspec), nesting after
 it. Nothing here knows what a field means.

@@ -1,5 +1,4 @@
-"""What all routes share: the engine, the model as it is served, the metrics, and whether we are
-ready.
+"""What all routes share: the engine, the served model, the metrics, and whether we are ready.
 
 One `Service` per process, made by `app.create_app` and handed to every blueprint; there is no other
 place where state lives.

@@ -1,5 +1,4 @@
-"""A request's fields, the model's defaults, OpenAI's defaults -> what the engine is asked for.
-Pure.
+"""A request's fields, the model's defaults, OpenAI's defaults -> what the engine is asked.
 
 Whoever speaks first wins: the request, then the model's generation_config, then the API.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,14 +13,10 @@ from typing import Any, Self
 
 import requests
 
+from tests.support.processes import free_port
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class GatewayProcess:

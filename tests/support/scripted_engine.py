@@ -1,5 +1,4 @@
-"""An engine that speaks our real protocol over a real ROUTER socket and says what a script tells
-it.
+"""An engine that speaks our real protocol over a real ROUTER socket and says what it is told.
 
 For tests of the gateway: the conversation, the frames and the clock are real, the tokens are not.
 It runs in a thread of the test, which reads what was asked (`generates`, `aborts`) and decides what
