@@ -6,7 +6,7 @@ model has already allocated: nothing is held twice.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Protocol
 
 import torch
@@ -86,31 +86,29 @@ class _Loader:
 
     def _fused(self, parts: dict[str, int], columns: int, *, bias: bool) -> Projection:
         """Parts (name -> rows) below one another."""
-        rows = list(parts.values())
-        projection = Projection(self._empty(sum(rows), columns))
-        for name, target in zip(parts, torch.split(projection.weight, rows), strict=True):
-            self._read(name + ".weight", target)
-        if bias:
-            projection.bias = self._empty(sum(rows))
-            for name, target in zip(parts, torch.split(projection.bias, rows), strict=True):
-                self._read(name + ".bias", target)
-        return projection
+        weights = {f"{name}.weight": (count, columns) for name, count in parts.items()}
+        biases = {f"{name}.bias": (count,) for name, count in parts.items()}
+        return Projection(self._stacked(weights), self._stacked(biases) if bias else None)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        target = self._empty(*shape)
-        self._read(name, target)
-        return target
+        return self._stacked({name: shape})
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def _stacked(self, parts: Mapping[str, tuple[int, ...]]) -> Tensor:
+        """Parts (name -> shape) below one another. Memory is taken only for shapes that agree."""
+        for name, shape in parts.items():
+            self._check(name, shape)
+        rows = [shape[0] for shape in parts.values()]
+        columns = next(iter(parts.values()))[1:]
+        whole = torch.empty((sum(rows), *columns), dtype=self._dtype, device=self._device)
+        for name, target in zip(parts, torch.split(whole, rows), strict=True):
+            self._source.read_into(name, target)
+            self._unread.remove(name)
+        return whole
 
-    def _read(self, name: str, target: Tensor) -> None:
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._unread:
             raise UnusableModel(f"the files hold no tensor {name!r}")
-        if self._source.shape(name) != tuple(target.shape):
+        if self._source.shape(name) != shape:
             raise UnusableModel(
-                f"{name} has shape {self._source.shape(name)}, "
-                f"by the config it should be {tuple(target.shape)}"
+                f"{name} has shape {self._source.shape(name)}, by the config it should be {shape}"
             )
-        self._source.read_into(name, target)
-        self._unread.remove(name)

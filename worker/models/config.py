@@ -76,7 +76,7 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden // num_heads),
+        head_dim=fields.integer("head_dim", hidden // max(num_heads, 1)),
         context_tokens=fields.integer("max_position_embeddings", 2048),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=_rope(fields),

@@ -1,0 +1,40 @@
+"""Real vocabularies, rebuilt from GGUF metadata, encode as their originals do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+
+from tests.support.gguf_tokenizers import NUMBERS, TEXTS, as_metadata, assert_same, rebuilt
+from tests.support.model import smollm2_gguf
+from tests.support.tokenizers import family
+from worker.loading.fields import Fields
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_tokenizer import tokenizer_json
+
+
+def test_smollm2_encodes_as_transformers_conversion_with_its_own_digits() -> None:
+    """transformers leaves out that this family cuts digits off first: the one difference."""
+    from transformers import AutoTokenizer
+
+    path = smollm2_gguf()
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+    metadata = Fields(GGUFFile(path).metadata, "smollm2")
+    ours = Tokenizer.from_str(tokenizer_json(metadata).decode())
+    assert_same(ours, theirs, [text for text in TEXTS if text not in NUMBERS])
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([digits, theirs.pre_tokenizer])
+    assert_same(ours, theirs)
+    for text in TEXTS:
+        assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(("name", "pre"), [("qwen3", "qwen2"), ("llama3_1", "llama-bpe")])
+def test_real_vocabularies_survive_the_way_through_gguf(name: str, pre: str) -> None:
+    data, _ = family(name)
+    metadata = as_metadata(json.loads(data), pre)
+    if pre == "llama-bpe":
+        metadata["bos_token_id"] = metadata["tokens"].index("<|begin_of_text|>")
+    assert_same(rebuilt(metadata), Tokenizer.from_str(data.decode()))

@@ -1,0 +1,65 @@
+"""Tokenizers on their way through GGUF metadata and back, and texts on which they must agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from worker.loading.fields import Fields
+from worker.loading.gguf_tokenizer import tokenizer_json
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "  two spaces, three   inside, and at the end  ",
+    "It's 1234567890 o'clock, isn't it? I'LL say 3.14159 or 1,000,000.",
+    "tabs\tand\nnewlines\r\n\r\n\n  then indented",
+    "def f(x: int) -> int:\n    return x ** 2  # squared\n\n\nclass A:\n\tpass\n",
+    "Grüße aus Köln, naïve façade, Ωμέγα, русский текст, 日本語のテキスト, 한국어, العربية",
+    "e\u0301 against \u00e9, \ufb01 ligature",
+    "🙂👩‍👩‍👧‍👦🇩🇪 \u200b\u200d\ufeff \x00\x01\x7f",
+    '{"a": [1, 2.5e-3, null], "b": "\\u00e9\\n"}',
+    "https://example.org/a_b?c=d&e=%20#f  <b>bold</b> $x^2_{i}$",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|> <|im_end|>x<|endoftext|>  y<|im",
+    "a" * 300 + " " * 50 + "!" * 40,
+    *(NUMBERS := ["x 1  2   3    45", "\u2460\u00bd \u0663 numbers, 2\u00b2 \u2167"]),
+]
+"""NUMBERS: the ones in which it shows whether digits are cut off before anything else."""
+
+
+def rebuilt(metadata: dict[str, Any]) -> Tokenizer:
+    values = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
+    return Tokenizer.from_str(tokenizer_json(Fields(values, "test")).decode())
+
+
+def as_metadata(original: dict[str, Any], pre: str) -> dict[str, Any]:
+    """A byte-level tokenizer.json in GGUF's words."""
+    vocab = dict(original["model"]["vocab"])
+    kinds = dict.fromkeys(vocab.values(), 1)
+    for token in original["added_tokens"]:
+        vocab[token["content"]] = token["id"]
+        kinds[token["id"]] = 3 if token["special"] else 4
+    merges = original["model"]["merges"]
+    ordered = sorted(vocab.items(), key=lambda item: item[1])
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": [token for token, _ in ordered],
+        "token_type": [kinds[index] for _, index in ordered],
+        "merges": [m if isinstance(m, str) else " ".join(m) for m in merges],
+    }
+
+
+def assert_same(ours: Tokenizer, theirs: Tokenizer, texts: list[str] = TEXTS) -> None:
+    for text in texts:
+        for special in (False, True):
+            expected = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special).ids == expected.ids, text
+        ids = expected.ids
+        for skip in (False, True):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
+                ids, skip_special_tokens=skip
+            )

@@ -1,0 +1,200 @@
+"""Directories and what the card says of them; what cannot be served is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.model_card import SamplingDefaults
+from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, tiny_tokenizer, write_directory
+from worker.loading import digest as digests
+from worker.loading.errors import UnusableModel
+from worker.models.load import LoadedModel, load_model
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_directory(tmp_path_factory.mktemp("models") / "tiny", random_llama())
+
+
+@pytest.fixture
+def directory(original: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(original, tmp_path / "tiny"))
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(path, dtype=dtype, device=torch.device("cpu"))
+
+
+def change(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file; None removes one."""
+    values = json.loads(path.read_text()) if path.exists() else {}
+    values = {k: v for k, v in (values | fields).items() if v is not None}
+    path.write_text(json.dumps(values))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UnusableModel) as refused:
+        load(path)
+    assert "\n" not in refused.value.message
+    return refused.value.message
+
+
+def test_the_card_tells_all_that_the_files_say(directory: Path) -> None:
+    change(
+        directory / "generation_config.json",
+        eos_token_id=[0, 5],
+        temperature=0.7,
+        top_k=20,
+        min_p=0.05,
+    )
+    card = load(directory, torch.bfloat16).card
+    assert (card.name, card.architecture) == ("tiny", "LlamaForCausalLM")
+    assert (card.vocab_size, card.context_tokens) == (VOCAB, 512)
+    assert card.tokenizer == (directory / "tokenizer.json").read_bytes()
+    assert card.eos_token_ids == [0, 5, 2]  # of generation_config, then the tokenizer's own
+    assert (card.bos_token_id, card.pad_token_id) == (1, None)
+    assert card.special_tokens == {"bos_token": "<|start|>", "eos_token": "<|stop|>"}
+    assert card.chat_template == TEMPLATE
+    assert card.defaults == SamplingDefaults(temperature=0.7, top_k=20, min_p=0.05)
+    parameters = sum(p.numel() for p in random_llama().parameters())
+    assert (card.dtype, card.num_parameters) == ("bfloat16", parameters)
+    assert card.weights_bytes == 2 * parameters
+
+
+def test_tied_embeddings_are_one_tensor_and_counted_once(tmp_path: Path) -> None:
+    model = random_llama(tie_word_embeddings=True)
+    loaded = load(write_directory(tmp_path, model))
+    assert loaded.model.weights.head is loaded.model.weights.embedding
+    assert loaded.card.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_template_of_its_own_file_comes_first_and_of_several_the_default(directory: Path) -> None:
+    settings = directory / "tokenizer_config.json"
+    several = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    change(settings, chat_template=several)
+    assert load(directory).card.chat_template == "D"
+    change(settings, chat_template=[several[0]])
+    assert load(directory).card.chat_template is None
+    (directory / "chat_template.jinja").write_text("J")
+    assert load(directory).card.chat_template == "J"
+
+
+def test_the_digest_names_weights_tokenizer_and_config_but_no_path(
+    directory: Path, original: Path
+) -> None:
+    same = load(original).card.digest
+    assert load(directory).card.digest == same
+    change(directory / "config.json", rms_norm_eps=2e-5)
+    other_config = load(directory).card.digest
+    change(directory / "tokenizer.json", version="1.1")
+    other_tokenizer = load(directory).card.digest
+    weights = directory / "model.safetensors"
+    spoiled = bytearray(weights.read_bytes())
+    spoiled[-1] ^= 1
+    weights.write_bytes(spoiled)
+    assert len({same, other_config, other_tokenizer, load(directory).card.digest}) == 4
+
+
+def test_of_large_files_both_ends_the_size_and_samples_are_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "FULL_BYTES", 0)
+    monkeypatch.setattr(digests, "HEAD_BYTES", 16)
+    monkeypatch.setattr(digests, "SAMPLE_BYTES", 4)
+    monkeypatch.setattr(digests, "NUM_SAMPLES", 10)
+    file = tmp_path / "weights"
+    seen = set()
+    for changed in (None, 0, 5_000, 9_999):
+        content = bytearray(10_000)
+        if changed is not None:
+            content[changed] = 1
+        file.write_bytes(content)
+        seen.add(digests.digest([file]))
+    file.write_bytes(bytes(10_001))
+    seen.add(digests.digest([file]))
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("architectures", ["GPT2LMHeadModel"], "GPT2LMHeadModel"),
+        ("architectures", None, "architecture None"),
+        ("hidden_act", "gelu", "hidden_act 'gelu'"),
+        ("sliding_window", 128, "sliding_window 128"),
+        ("quantization_config", {"quant_method": "gptq"}, "'gptq'"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2, "mscale": 1.0}, "mscale"),
+        ("rope_parameters", {"rope_type": "linear"}, "no 'factor'"),
+        ("rope_parameters", [1], "rope_parameters is not an object"),
+        ("hidden_size", "96", "'hidden_size' is '96', not an integer"),
+        ("hidden_size", True, "'hidden_size' is True"),
+        ("vocab_size", None, "no 'vocab_size'"),
+        ("vocab_size", -1, "not within"),
+        ("num_hidden_layers", 1 << 40, "not within"),
+        ("num_attention_heads", 0, "not within"),
+        ("num_key_value_heads", 4, "cannot share"),
+        ("num_hidden_layers", 2, "tensors are not of this architecture"),
+        ("num_hidden_layers", 4, "no tensor 'model.layers.3.input_layernorm.weight'"),
+        ("intermediate_size", 128, "gate_proj.weight has shape"),
+        ("attention_bias", True, "no tensor 'model.layers.0.self_attn.q_proj.bias'"),
+        ("rms_norm_eps", "NaN", "not a finite number"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_name(
+    directory: Path, field: str, value: Any, message: str
+) -> None:
+    change(directory / "config.json", **{field: value})
+    assert message in refusal(directory)
+
+
+def test_damaged_or_missing_files_are_named(directory: Path) -> None:
+    (directory / "generation_config.json").write_text("{")
+    assert "generation_config.json is not valid JSON" in refusal(directory)
+    (directory / "generation_config.json").write_text("[]")
+    assert "generation_config.json is not a JSON object" in refusal(directory)
+    change_weights = directory / "model.safetensors"
+    (directory / "generation_config.json").unlink()
+    change_weights.write_bytes(change_weights.read_bytes()[:-100])
+    assert "model.safetensors is damaged or truncated" in refusal(directory)
+    (directory / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in refusal(directory)
+    (directory / "config.json").unlink()
+    assert "config.json" in refusal(directory)
+    assert "does not exist" in refusal(directory / "nothing")
+
+
+def test_pickle_files_are_never_opened(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert "pickle" in refusal(directory)
+    assert "pickle" in refusal(directory / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "weights.bin"])
+def test_an_index_cannot_name_files_elsewhere(directory: Path, name: str) -> None:
+    (directory / "model.safetensors").rename(directory / "other.safetensors")
+    change(directory / "model.safetensors.index.json", weight_map={"x": name})
+    assert repr(name) in refusal(directory)
+
+
+def test_a_missing_shard_is_named(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    change(directory / "model.safetensors.index.json", weight_map={"x": "a.safetensors"})
+    assert "a.safetensors is missing" in refusal(directory)
+
+
+def test_end_tokens_must_be_in_the_vocabulary(directory: Path) -> None:
+    change(directory / "generation_config.json", eos_token_id=VOCAB)
+    assert f"eos_token_id {VOCAB} is outside" in refusal(directory)
+    change(directory / "generation_config.json", eos_token_id="0")
+    assert "neither a token id nor a list" in refusal(directory)
+
+
+def test_the_tokenizer_is_passed_on_untouched(directory: Path) -> None:
+    assert load(directory).card.tokenizer == tiny_tokenizer().to_str(pretty=True).encode()

@@ -1,0 +1,157 @@
+"""GGUF files: every kind of weight, and headers that lie."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protocol.model_card import SamplingDefaults
+from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, write_gguf
+from worker.loading import gguf_llama
+from worker.loading.errors import UnusableModel
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_llama import read_tensor
+from worker.models.load import load_model
+
+Kind = GGMLQuantizationType
+PLAIN = [Kind.F32, Kind.F16, Kind.BF16]
+BLOCKS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+K_QUANTS = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", random_llama(), Kind.Q8_0)
+
+
+def raw_tensor(kind: Kind, rows: int, columns: int) -> Any:
+    """Random bytes of the kind's shape, with scales that are finite numbers."""
+    generator = np.random.default_rng(1)
+    if kind not in K_QUANTS:
+        values = generator.standard_normal((rows, columns)).astype(np.float32)
+        return quants.quantize(values, kind)
+    block_items, block_bytes = gguf_llama.GGML_QUANT_SIZES[kind]
+    blocks = generator.integers(0, 256, (rows * columns // block_items, block_bytes), np.uint8)
+    scales = np.frombuffer(np.float16([0.5, 0.25]).tobytes(), np.uint8)
+    at_end = kind in (Kind.Q3_K, Kind.Q6_K)
+    at = block_bytes - 2 if at_end else 16 * 5 if kind is Kind.Q2_K else 0
+    blocks[:, at : at + 4] = scales[: 2 if at_end else 4]
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *BLOCKS, *K_QUANTS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kind_of_weight_is_read_as_the_gguf_package_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(gguf_llama, "PIECE_ITEMS", 1024)  # several pieces, the last one shorter
+    raw = raw_tensor(kind, 5, 512)
+    writer = GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    target = torch.full((5, 512), torch.nan, dtype=dtype)
+    read_tensor(GGUFFile(tmp_path / "one.gguf"), "w", target)
+    expected = torch.from_numpy(quants.dequantize(raw, kind).copy()).to(dtype)
+    assert expected.isfinite().all()
+    assert torch.equal(target, expected)
+
+
+def test_metadata_and_tensors_are_those_that_the_gguf_package_sees(tiny: Path) -> None:
+    ours, theirs = GGUFFile(tiny), GGUFReader(tiny)
+    fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
+    assert ours.metadata == fields
+    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        info = ours.tensors[tensor.name]
+        assert (info.kind, info.offset) == (tensor.tensor_type, tensor.data_offset)
+        assert info.shape == tuple(reversed(tensor.shape.tolist()))
+        assert ours.raw(tensor.name).tobytes() == tensor.data.tobytes()
+
+
+def test_the_card_tells_all_that_the_file_says(tiny: Path) -> None:
+    card = load_model(tiny, dtype=torch.float32, device=torch.device("cpu")).card
+    assert (card.name, card.architecture) == ("tiny", "LlamaForCausalLM")
+    assert (card.vocab_size, card.context_tokens) == (VOCAB, 512)
+    assert card.eos_token_ids == [0, 2]  # end of text, end of turn
+    assert card.special_tokens == {"bos_token": "<|start|>", "eos_token": "<|end|>"}
+    assert card.chat_template == TEMPLATE
+    assert card.defaults == SamplingDefaults()
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UnusableModel) as refused:
+        load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+    return refused.value.message
+
+
+def spoiled(tiny: Path, path: Path, at: int, data: bytes) -> Path:
+    content = bytearray(tiny.read_bytes())
+    content[at : at + len(data)] = data
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "message"),
+    [
+        (0, b"GGML", "is not a GGUF file"),
+        (4, struct.pack("<I", 1), "version 1 is not one of"),
+        (4, struct.pack(">I", 3), "version"),
+        (8, struct.pack("<Q", 1 << 60), "tensors do not fit"),
+        (16, struct.pack("<Q", 1 << 40), "metadata entries do not fit"),
+        (24, struct.pack("<Q", (1 << 64) - 1), "truncated"),
+        (32, b"\xff", "not UTF-8"),
+    ],
+)
+def test_numbers_of_the_header_are_compared_with_the_file(
+    tiny: Path, tmp_path: Path, at: int, data: bytes, message: str
+) -> None:
+    assert message in refusal(spoiled(tiny, tmp_path / "bad.gguf", at, data))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.5, 0.999])
+def test_a_truncated_file_is_refused_as_such(tiny: Path, tmp_path: Path, share: float) -> None:
+    content = tiny.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(content[: int(len(content) * share)])
+    message = refusal(cut)
+    assert str(cut) in message
+    assert any(word in message for word in ("truncated", "empty", "do not fit"))
+
+
+def header_bytes(path: Path) -> int:
+    return min(info.offset for info in GGUFFile(path).tensors.values())
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_spoiled_header_is_read_or_refused_and_never_anything_else(
+    tiny: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, header_bytes(tiny) - 1))
+    path = spoiled(tiny, tmp_path / "bad.gguf", at, data.draw(st.binary(min_size=1, max_size=9)))
+    with suppress(UnusableModel):
+        load_model(path, dtype=torch.bfloat16, device=torch.device("cpu"))
+
+
+def test_a_file_of_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "other.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "architecture 'mamba'" in refusal(tmp_path / "other.gguf")

@@ -1,0 +1,135 @@
+"""Tokenizers rebuilt from GGUF metadata encode as the ones they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    processors,
+    trainers,
+)
+
+from tests.support.checkpoints import SPECIAL, tiny_tokenizer
+from tests.support.gguf_tokenizers import TEXTS, as_metadata, assert_same, rebuilt
+from worker.loading.errors import UnusableModel
+from worker.loading.fields import Fields
+from worker.loading.gguf_tokenizer import tokenizer_json
+
+
+def test_the_plain_family_is_gpt2_and_also_what_a_silent_file_means() -> None:
+    original = json.loads(tiny_tokenizer().to_str())
+    for pre in ("gpt-2", "default"):
+        assert_same(rebuilt(as_metadata(original, pre)), tiny_tokenizer())
+    silent = as_metadata(original, "default")
+    del silent["pre"]
+    assert_same(rebuilt(silent), tiny_tokenizer())
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True)])
+def test_markers_around_the_text_are_added_as_the_file_says(bos: bool, eos: bool) -> None:
+    metadata = as_metadata(json.loads(tiny_tokenizer().to_str()), "gpt-2")
+    metadata |= {"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": bos, "add_eos_token": eos}
+    ours = rebuilt(metadata)
+    plain = tiny_tokenizer().encode("the").ids
+    assert ours.encode("the").ids == [1] * bos + plain + [2] * eos
+    assert ours.encode("the", add_special_tokens=False).ids == plain
+
+
+def sentencepiece_like() -> Tokenizer:
+    """As Llama 2's: spaces made visible, a prefix, bytes to fall back on; trained on TEXTS."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = ["<unk>", "<s>", "</s>"]
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=520, special_tokens=special + in_bytes, limit_alphabet=60, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    values = json.loads(tokenizer.to_str())
+    values["added_tokens"] = values["added_tokens"][:3]
+    tokenizer = Tokenizer.from_str(json.dumps(values))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def test_sentencepiece_vocabularies_get_their_merges_back_from_the_scores() -> None:
+    original = sentencepiece_like()
+    vocab = sorted(original.get_vocab().items(), key=lambda item: item[1])
+    ranks = {"".join(m): -i for i, m in enumerate(json.loads(original.to_str())["model"]["merges"])}
+    metadata = {
+        "model": "llama",
+        "tokens": [piece for piece, _ in vocab],
+        "scores": [float(ranks.get(piece, 0)) for piece, _ in vocab],
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * (len(vocab) - 259)],
+        "bos_token_id": 1,
+        "unknown_token_id": 0,
+    }
+    assert len(ranks) > 100
+    assert_same(rebuilt(metadata), original)
+    bare = rebuilt(metadata | {"add_space_prefix": False, "add_bos_token": False})
+    assert bare.decode(bare.encode("Hello, world!").ids) == "Hello, world!"
+    assert not bare.encode("Hello, world!").tokens[0].startswith("▁")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, "'bert'"),
+        ({"pre": "tekken"}, "'tekken'"),
+        ({"merges": ["Ġ nothing"]}, "merge 'Ġ nothing'"),
+        ({"merges": ["Ġ"]}, "merge 'Ġ'"),
+        ({"merges": "Ġ t"}, "merges is missing, or is no list"),
+        ({"tokens": [1, 2]}, "tokens is missing, or is no list"),
+        ({"token_type": [1]}, "token_type is not a list of"),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    metadata = as_metadata(json.loads(tiny_tokenizer().to_str()), "gpt-2")
+    with pytest.raises(UnusableModel, match=message):
+        rebuilt(metadata | changes)
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_plain_but_whole() -> None:
+    metadata = as_metadata(json.loads(tiny_tokenizer().to_str()), "gpt-2")
+    metadata["tokens"].append("<think>")
+    metadata["token_type"].append(4)
+    ours = rebuilt(metadata)
+    think = ours.token_to_id("<think>")
+    assert ours.encode("a<think>").ids[-1] == think
+    assert ours.decode([0, think, 1], skip_special_tokens=True) == "<think>"
+    assert [t.content for t in ours.get_added_tokens_decoder().values() if t.special] == SPECIAL
+
+
+def test_a_tokenizer_needs_no_file_beside_it(tmp_path: Path) -> None:
+    data = tokenizer_json(
+        Fields(
+            {
+                f"tokenizer.ggml.{key}": value
+                for key, value in as_metadata(
+                    json.loads(tiny_tokenizer().to_str()), "smollm"
+                ).items()
+            },
+            "test",
+        )
+    )
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("12").tokens == ["1", "2"]

@@ -1,0 +1,90 @@
+"""Rotary embeddings: the angles of `transformers`, and the properties that make them positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from worker.layers.rope import (
+    FactorScaling,
+    RopeConfig,
+    attention_factor,
+    inverse_frequencies,
+    rotate,
+    rotation,
+)
+from worker.loading.errors import UnusableModel
+from worker.models.config import llama_config
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 4096,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+KINDS = {
+    "default": {"rope_type": "default", "rope_theta": 100000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frequencies_are_those_of_transformers(kind: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters: dict[str, Any] = KINDS[kind]
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**SIZES, rope_parameters=dict(parameters)))
+    ours = llama_config(SIZES | {"rope_parameters": parameters})
+    torch.testing.assert_close(inverse_frequencies(ours.head_dim, ours.rope), theirs.inv_freq)
+    assert attention_factor(ours.rope) == pytest.approx(theirs.attention_scaling)
+
+
+def test_older_configs_say_the_same_in_other_words() -> None:
+    older = {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **LLAMA3}}
+    assert llama_config(SIZES | older) == llama_config(SIZES | {"rope_parameters": KINDS["llama3"]})
+
+
+def test_factors_divide_each_frequency_by_its_own() -> None:
+    plain = inverse_frequencies(8, RopeConfig(10000.0))
+    scaled = inverse_frequencies(8, RopeConfig(10000.0, FactorScaling((1.0, 2.0, 4.0, 8.0))))
+    torch.testing.assert_close(plain / scaled, torch.tensor([1.0, 2.0, 4.0, 8.0]))
+
+
+def test_scores_depend_on_distance_alone() -> None:
+    inv_freq = inverse_frequencies(64, RopeConfig(10000.0))
+    q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(1))
+
+    def score(query_at: int, key_at: int) -> float:
+        turned = [
+            rotate(x, *rotation(torch.tensor([at]), inv_freq, torch.float32))
+            for x, at in ((q, query_at), (k, key_at))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(57, 40) == pytest.approx(score(17, 0), abs=1e-4)
+    assert score(0, 0) == pytest.approx(float((q * k).sum()), abs=1e-4)
+    assert score(17, 0) != pytest.approx(score(0, 17), abs=1e-2)
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    with pytest.raises(UnusableModel, match="rope_type 'longrope' is not supported"):
+        llama_config(SIZES | {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}})
