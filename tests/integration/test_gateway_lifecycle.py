@@ -138,6 +138,7 @@ def test_a_drain_lets_streams_end_closes_idle_connections_and_takes_nothing_new(
                 assert (choice["text"], choice["finish"]) == ("z" * 50, ("stop", None))
                 assert client.recv(1) == b""
         assert gateway.wait(timeout_s=6) == 0
+        assert engine.goodbyes == 1
         with pytest.raises(OSError, match="refused"):
             connect(gateway.port)
 

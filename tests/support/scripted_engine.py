@@ -30,6 +30,7 @@ from protocol.messages import (
     Accepted,
     Drain,
     Generate,
+    Goodbye,
     Hello,
     Limits,
     Output,
@@ -147,6 +148,7 @@ class ScriptedEngine:
     generates: list[Generate] = field(default_factory=list)
     aborts: dict[int, float] = field(default_factory=dict)
     num_steps: int = 0
+    goodbyes: int = 0
 
     def __post_init__(self) -> None:
         self.epoch = f"epoch-{time.monotonic_ns()}"
@@ -238,6 +240,9 @@ class ScriptedEngine:
                 for number in numbers:
                     self.aborts[number] = time.monotonic()
                     self._talks.pop((client, number), None)
+            case Goodbye():
+                self.goodbyes += 1
+                self._talks = {key: t for key, t in self._talks.items() if key[0] != client}
             case Drain():
                 raise AssertionError("a gateway does not drain its engine")
 
