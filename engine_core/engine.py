@@ -240,6 +240,8 @@ class Engine:
         """The one way a request ends; its last news, with the `last` token if the step brought
         one.
         """
+        is_first = last is None or request.num_generated == 1
+        prompt_logprobs = request.prompt_logprobs if is_first and reason != "abort" else []
         del self._open[request.client, request.number]
         self._finished[reason] += 1
         request.move(Event.FINISH)
@@ -247,12 +249,11 @@ class Engine:
             self._ended_in_flight.append(request)
         else:
             self._scheduler.finish(request)
-        is_first = last is None or request.num_generated == 1
         return Output(
             request=request.number,
             tokens=[] if last is None else [request.tokens[-1]],
             logprobs=[] if last is None else last.logprobs,
-            prompt_logprobs=request.prompt_logprobs if is_first and reason != "abort" else [],
+            prompt_logprobs=prompt_logprobs,
             finish=reason,
             stop_token=request.tokens[-1] if reason == "stop" else None,
             usage=_usage(request),

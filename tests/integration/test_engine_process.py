@@ -41,10 +41,10 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.sampling import SamplingParams
-from tests.support.checkpoints import write_checkpoint
-from tests.support.processes import Program, children_of, eventually, is_alive
+from tests.support.processes import Program, descendants_of, eventually, is_alive
+from tests.support.tiny_checkpoint import write_tiny_llama
 
-LEASE_S = 1.0
+LEASE_S = 3.0
 
 
 class Process:
@@ -56,14 +56,14 @@ class Process:
 
     @property
     def worker_pid(self) -> int:
-        found = children_of(self.program.process.pid)
-        (pid,) = [pid for words, pid in found.items() if "-m worker" in words]
+        found = descendants_of(self.program.process.pid)
+        (pid,) = [pid for pid, words in found if "-m worker" in words]
         return pid
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2000)
 
 
 def start(checkpoint: Path, directory: Path) -> Program:
@@ -76,7 +76,7 @@ def start(checkpoint: Path, directory: Path) -> Program:
             "model": str(checkpoint),
             "dtype": "float32",
             "max_slots": 8,
-            "kv_blocks": 129,
+            "kv_blocks": 257,
             "threads": 1,
         },
     }
@@ -141,7 +141,7 @@ def raw(shared: Process) -> Iterator[RawClient]:
     client.close()
 
 
-def a_generate(request: int, max_tokens: int = 400) -> Generate:
+def a_generate(request: int, max_tokens: int = 1000) -> Generate:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return Generate(request=request, prompt=Int32.of([5, 6]), params=params)
 
@@ -247,7 +247,7 @@ def test_sigterm_finishes_what_is_open_refuses_what_is_new_and_exits_0(own: Proc
 
 def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> None:
     with connect(own) as engine:
-        answer = engine.generate([5], max_tokens=400, ignore_eos=True)
+        answer = engine.generate([5], max_tokens=1000, ignore_eos=True)
         next(answer)
         killer = threading.Timer(0.05, os.kill, (own.worker_pid, signal.SIGKILL))
         killer.start()
@@ -261,7 +261,7 @@ def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> Non
 
 def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: Process) -> None:
     with connect(own) as engine:
-        answer = engine.generate([5], max_tokens=400, ignore_eos=True)
+        answer = engine.generate([5], max_tokens=1000, ignore_eos=True)
         next(answer)
         worker = own.worker_pid
         own.program.process.kill()

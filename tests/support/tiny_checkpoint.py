@@ -28,9 +28,9 @@ CONFIG = {
 }
 
 
-def write_tiny_llama(folder: Path) -> Path:
+def write_tiny_llama(folder: Path, **changes: object) -> Path:
     """config.json, tokenizer.json and model.safetensors in `folder`."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -4,12 +4,13 @@ ends.
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engine_core.request import NEXT_PHASE, Event, Phase
-from protocol.arrays import Int32
+from protocol.arrays import Float32, Int32
 from protocol.messages import Generate, Refused
-from protocol.steps import StepResult
+from protocol.steps import Logprobs, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, answer, next_token
 
 
@@ -208,6 +209,22 @@ def test_a_request_for_its_prompt_only_ends_without_a_token() -> None:
     assert (bench.tokens(number), bench.end(number).finish) == ([], "length")
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_prompt_logprobs_are_told_once_with_the_first_news(max_tokens: int) -> None:
+    """Also where the first news is the end, and where the prompt was computed in chunks."""
+    bench = Bench(token_budget=8)
+    number = bench.add([1] * 20, max_tokens=max_tokens, prompt_logprobs=0, ignore_eos=True)
+    while (plan := bench.plan()) is not None:
+        result = bench.worker.execute(plan)
+        start, count = plan.row_starts.tolist()[0], plan.row_tokens.tolist()[0]
+        scored = max(min(start + count, 19) - start, 0)
+        told = msgspec.structs.replace(result, prompt_logprobs=some_logprobs(scored))
+        for client, outputs in bench.engine.commit(told, 0.01).items():
+            bench.take(client, outputs.outputs)
+    counts = [len(output.prompt_logprobs) for output in bench.news[CLIENT, number]]
+    assert counts == [19] + [0] * (len(counts) - 1)
+
+
 def test_an_answer_ends_where_the_context_does() -> None:
     bench = Bench(max_len=12)
     number = bench.add([1] * 10, ignore_eos=True)
@@ -325,3 +342,16 @@ def samples_of_a_step(bench: Bench) -> list[int]:
 def has_ended(bench: Bench, number: int) -> bool:
     news = bench.news[CLIENT, number]
     return bool(news) and news[-1].finish is not None
+
+
+def some_logprobs(count: int) -> Logprobs:
+    """Of `count` prompt tokens of row 0."""
+    return Logprobs(
+        rows=Int32.of([0] * count),
+        counts=Int32.of([0] * count),
+        ids=Int32.of([1] * count),
+        logprobs=Float32.of([-0.5] * count),
+        ranks=Int32.of([1] * count),
+        top_ids=Int32.of([], (count, 0)),
+        top_logprobs=Float32.of([], (count, 0)),
+    )
