@@ -114,6 +114,11 @@ class Session:
                 return self._outputs(message)
             case Accepted(request=request):
                 return [(request, message)] if request in self.open else []
+            case Refused(request=-1, error=error):
+                # It could not read something we said, so we cannot know what it thinks is open.
+                # Greeting it anew makes it forget all of that.
+                self._said_at = float("-inf")
+                return self._lose(f"the engine did not understand this client: {error.message}")
             case Refused(request=request):
                 return self._end(request, message)
             case Welcome():

@@ -145,6 +145,14 @@ def test_a_new_welcome_of_another_epoch_ends_what_was_open() -> None:
     assert opened(session) != request
 
 
+def test_when_the_engine_could_not_read_us_everything_ends_and_begins_anew() -> None:
+    session = connected()
+    request = opened(session)
+    news = session.receive(Refused(request=-1, error=OVERLOADED), 0.1)
+    assert ends(news) == {request: "engine_lost"}
+    assert isinstance(session.tick(0.2)[0][0], Hello)
+
+
 def test_leaving_ends_the_session_and_says_goodbye() -> None:
     session = connected()
     request = opened(session)
