@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -114,8 +115,19 @@ def test_padding_of_the_block_table_changes_not_one_bit(padding: int) -> None:
     assert torch.equal(attend(paged(case), case, padding), attend(paged(case), case))
 
 
-def test_a_decode_row_has_the_same_bits_alone_and_among_others() -> None:
-    case = case_of((60, 1), (3, 1), (33, 1), (200, 1), (40, 1), (5, 30), block_tokens=16)
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7])
+def test_a_decode_row_has_the_same_bits_alone_and_among_others_for_any_threads(group: int) -> None:
+    rows = [(60, 1), (3, 1), (33, 1), (200, 1), (40, 1), (5, 30)]
+    case = case_of(*rows, block_tokens=16, group=group)
     together = attend(paged(case), case)
     cache = case.cache().layer(0)
     for index, row in enumerate(case.rows[:5]):

@@ -5,9 +5,12 @@ SDPA per group, no Python loop over requests. A row of several tokens (prefill) 
 SDPA over tiles of queries, each of which reads only as far as its last query sees.
 
 Keys are always gathered in whole blocks and always masked, even where nothing is hidden: the kernel
-then takes the same path for any padding, so an answer never depends on a row's neighbours. What a
-mask hides must still be finite (0 * NaN is NaN): blocks are zeroed before they are first written,
-and padding points at the null block.
+then takes the same path for any padding of the table. What a mask hides must still be finite
+(0 * NaN is NaN): blocks are zeroed before they are first written, and padding points at the null
+block.
+
+On the CPU in float32 a decode row has the same bits alone and among others, whatever the number of
+threads. In bfloat16 it mostly has; with several threads the last bit of some values may differ.
 
 Legend in base.py; b rows of a group, m blocks gathered per row, N = m * block_tokens, G = H / H_kv.
 """
@@ -27,6 +30,10 @@ from worker.attention.base import AttentionBatch
 MAX_GATHERED_TOKENS = 1 << 11
 """Per group (a longer row is alone): the copy of keys and values stays small enough for the CPU's
 caches and the allocator's: three times faster than one group for 16 rows of 1,000 tokens."""
+QUERY_MULTIPLE = 4
+"""Of the queries that share keys, filled up with zeros. With other numbers the CPU kernel's float32
+bits were seen to depend on the thread that has the row, presumably by the alignment of its scratch
+memory; with multiples of 4 never (1 to 4 threads, 1 to 12 queries, head dims 8 to 128)."""
 TILE_QUERIES = 128
 """Per prefill tile: bounds the mask, and the work spent on keys that causality hides."""
 
@@ -151,9 +158,12 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup) -> 
     kv_heads, num_keys = k_cache.shape[2], group.mask.shape[-1]
     k = k_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
     v = v_cache.index_select(0, group.blocks).view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
-    grouped = q.reshape(b, kv_heads, heads // kv_heads, head_dim)
+    shared_by = heads // kv_heads
+    grouped = pad(
+        q.reshape(b, kv_heads, shared_by, head_dim), (0, 0, 0, -shared_by % QUERY_MULTIPLE)
+    )
     out = scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
-    return out.reshape(b, heads, head_dim)
+    return out[:, :, :shared_by].reshape(b, heads, head_dim)
 
 
 def _prefill(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: PrefillSpan) -> None:
