@@ -42,6 +42,20 @@ class ToolArguments(msgspec.Struct, frozen=True, gc=False, tag=True):
     fragment: str
 
 
+class ToolCallEnd(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Call `index` is complete: the model has written all of it. A call that was cut off has no
+    end."""
+
+    index: int
+
+
+class Warning(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Something about the answer that is not as it should be, and how it was told all the same."""
+
+    code: str
+    message: str
+
+
 class Finished(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The end. `stop_reason` is the stop string, or the stop token the request named, that ended
     it."""
@@ -56,7 +70,7 @@ class Failed(msgspec.Struct, frozen=True, gc=False, tag=True):
     error: ErrorInfo
 
 
-Event = Content | Reasoning | ToolCall | ToolArguments | Finished | Failed
+Event = Content | Reasoning | ToolCall | ToolArguments | ToolCallEnd | Warning | Finished | Failed
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -1,0 +1,176 @@
+"""The usual answer: content, blocks of reasoning between two markers, stretches of tool calls.
+
+    start       nothing but blanks has been said, or nothing since the reasoning
+    content     text
+    wrapped     text between the markers that some models put around their answer
+    opening     reasoning has begun, and has no text yet
+    reasoning   thinking aloud
+    calls       the tool syntax's own machine reads, until it is done
+
+Reasoning may come again after content, where the format says so. Inside a stretch of calls only the
+tool syntax reads, so no marker of reasoning means anything there. A marker token that means nothing
+is dropped from content; in reasoning it is text, for there a model may talk about markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.output.machine import Context, Machine, MachineState, Section, SectionSyntax
+from gateway.output.reasoning import NO_REASONING, ReasoningFormat
+from gateway.output.teller import Teller
+
+START, CONTENT, WRAPPED = "start", "content", "wrapped"
+OPENING, REASONING, CALLS = "opening", "reasoning", "calls"
+
+
+class AnswerState(MachineState):
+    """thoughts  all reasoning so far, kept only where it may have to be given as content"""
+
+    at: str = START
+    thoughts: list[str] = []
+
+
+class Answer(Machine):
+    """See the module's law. `starts_inside`: the prompt has already opened the reasoning."""
+
+    State = AnswerState
+    UNSCANNED = frozenset({CALLS})
+
+    def __init__(
+        self,
+        context: Context,
+        teller: Teller,
+        state: Mapping[str, Any] | None = None,
+        *,
+        reasoning: ReasoningFormat | None = None,
+        tools: SectionSyntax | None = None,
+        starts_inside: bool = False,
+    ) -> None:
+        self.reasoning = reasoning or NO_REASONING
+        self.tools = tools
+        own = dict(state or {})
+        inner = own.pop("section", None)
+        self.section: Section | None = tools.section(context, teller, inner) if tools else None
+        super().__init__(context, teller, own or None)
+        if state is None:
+            self._begin(starts_inside)
+
+    def _begin(self, starts_inside: bool) -> None:
+        if self.reasoning.prefix:
+            self.teller.content(self.reasoning.prefix)
+        if starts_inside and self.reasoning.close:
+            self._open_reasoning()
+            self._follow()
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"section": self.section.state() if self.section else None}
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        reasoning = self.reasoning
+        calls = self.tools.openers() if self.tools else ()
+        first = self.tools.start_openers() if self.tools else ()
+        again = () if reasoning.only_at_start else reasoning.open
+        ends = reasoning.close + (calls if reasoning.calls_end_it else ())
+        return {
+            START: reasoning.open + reasoning.wrap[:1] + calls + first,
+            CONTENT: again + calls,
+            WRAPPED: reasoning.wrap[1:] + again + calls,
+            OPENING: reasoning.open + ends,
+            REASONING: ends,
+        }
+
+    # ---- transitions
+
+    def on_text(self, text: str) -> str:
+        match self.s.at:
+            case "calls":
+                return self._in_section(text)
+            case "content" | "wrapped":
+                self.teller.content(text)
+            case "reasoning":
+                self._think(text)
+            case at:
+                return self._first(text, CONTENT if at == START else REASONING)
+        return ""
+
+    def _first(self, text: str, then: str) -> str:
+        """Blanks change nothing; anything else is read in the state `then`."""
+        if not text.isspace():
+            self.s.at = then
+            return text
+        if then == CONTENT:
+            self.teller.content(text)
+        else:
+            self._think(text)
+        return ""
+
+    def _think(self, text: str) -> None:
+        self.teller.reasoning(text)
+        if self.reasoning.force_content:
+            self.s.thoughts.append(text)
+
+    def on_marker(self, marker: str) -> None:
+        reasoning = self.reasoning
+        match self.s.at:
+            case "opening" if marker in reasoning.open:
+                self.s.at = REASONING
+            case "opening" | "reasoning":
+                self.teller.end_reasoning()
+                self.s.at = START
+                if marker not in reasoning.close:
+                    self._open_section(marker)
+            case _ if marker in reasoning.open:
+                self._open_reasoning()
+            case _ if marker in reasoning.wrap:
+                self.teller.mark()
+                self.s.at = WRAPPED if marker == reasoning.wrap[0] else CONTENT
+            case _:
+                self._open_section(marker)
+
+    def on_stray(self, marker: str) -> None:
+        match self.s.at:
+            case "calls":
+                self._section_token(marker)
+            case "opening" | "reasoning" if marker not in self.reasoning.open:
+                self._think(marker)
+
+    def _open_reasoning(self) -> None:
+        self.teller.begin_reasoning()
+        self.s.at = OPENING
+
+    # ---- tool calls
+
+    def _open_section(self, marker: str) -> None:
+        assert self.section is not None
+        self.s.at = CALLS
+        self.section.open(marker)
+        self._leave_if_done()
+
+    def _in_section(self, text: str) -> str:
+        assert self.section is not None
+        rest = self.section.read(text)
+        self._leave_if_done()
+        return rest
+
+    def _section_token(self, marker: str) -> None:
+        assert self.section is not None
+        self.section.read_token(marker)
+        self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        assert self.section is not None
+        if self.section.s.done:
+            self.s.at = CONTENT
+
+    # ---- the end
+
+    def on_end(self, complete: bool) -> None:
+        if self.s.at == CALLS and self.section is not None:
+            self.section.end(complete)
+        elif self.s.at in (OPENING, REASONING):
+            self.teller.end_reasoning()
+        if self.reasoning.force_content and not self.teller.s.said:
+            self.teller.content("".join(self.s.thoughts).strip())
+        self.teller.finish()

@@ -1,0 +1,74 @@
+"""The table of formats: every name, joined from what each syntax exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.output.answer import Answer
+from gateway.output.machine import (
+    AnswerSyntax,
+    Context,
+    Lexicon,
+    Machine,
+    SectionSyntax,
+    tokens_of,
+)
+from gateway.output.reasoning import ReasoningFormat
+from gateway.output.teller import DeclaredTool, new_call_id
+from gateway.output.tools import json_tags
+
+ToolSyntax = SectionSyntax | AnswerSyntax
+
+TOOLS: Mapping[str, ToolSyntax] = {
+    **json_tags.FORMATS,
+}
+
+
+class Format(msgspec.Struct, frozen=True):
+    """How an answer is to be read: a tool syntax, a way of thinking aloud, both or neither. An
+    AnswerSyntax rules the whole answer, reasoning included."""
+
+    tools: ToolSyntax | None = None
+    reasoning: ReasoningFormat | None = None
+
+    def markers(self) -> tuple[str, ...]:
+        """Every marker that a vocabulary may have as one token."""
+        tools = self.tools.markers() if self.tools else ()
+        reasoning = self.reasoning.markers() if self.reasoning else ()
+        return tuple(dict.fromkeys(tools + reasoning))
+
+    def lexicon(self, token_id: Callable[[str], int | None]) -> Lexicon:
+        """Once per format and vocabulary. `token_id`: a marker's id, None if it is no one token."""
+        return Lexicon(tokens_of(self.markers(), token_id))
+
+    def machine(
+        self,
+        lexicon: Lexicon,
+        *,
+        tools: Sequence[DeclaredTool] | None = None,
+        new_id: Callable[[], str] = new_call_id,
+        starts_inside: bool = False,
+        state: Mapping[str, Any] | None = None,
+    ) -> Machine:
+        """A fresh machine for one choice, or one that goes on from `state`."""
+        context = Context(lexicon, tools, new_id)
+        own = dict(state or {})
+        teller = context.teller(own.pop("teller", None))
+        if isinstance(self.tools, AnswerSyntax):
+            return self.tools.machine(context, teller, own or None, starts_inside=starts_inside)
+        return Answer(
+            context,
+            teller,
+            own or None,
+            reasoning=self.reasoning,
+            tools=self.tools,
+            starts_inside=starts_inside,
+        )
+
+
+def machine_state(machine: Machine) -> dict[str, Any]:
+    """What `Format.machine` takes as `state`."""
+    return machine.state() | {"teller": machine.teller.state()}

@@ -1,0 +1,299 @@
+"""What all format machines share: pieces in, events out, states and markers as tables.
+
+A machine is in one of its states, and in each looks for the markers that its table names there. It
+is told `on_text` and `on_marker` in the order of the text; how the text was cut into pieces never
+shows. Whatever can no longer be part of a marker is told at once.
+
+A marker that the vocabulary has as one token comes as a `Special` and is recognised by its id
+alone: the same letters spelt by other tokens are text. A marker that is no single token is found in
+the text, by `markers.Scanner`. Machines never call the tokenizer.
+
+All that a machine remembers is in one struct of plain data, its `State`; so any machine can be put
+on the wire between two pieces and go on elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from gateway.output.events import Event
+from gateway.output.markers import MarkerSet, Scanner, ScannerState
+from gateway.output.teller import DeclaredTool, Teller, new_call_id
+
+BLOCK_CHARS = 4096
+"""Text is read in blocks of so many characters: what follows a marker is copied, so without blocks
+a long text full of markers would take quadratic time."""
+
+
+class Special(msgspec.Struct, frozen=True, gc=False):
+    """A marker of the active format, as the one token it is."""
+
+    token_id: int
+    text: str
+
+
+Piece = str | Special
+
+
+class Lexicon:
+    """Which markers of a format are tokens, for one vocabulary; shared, as it only ever caches.
+
+    tokens  token id -> marker
+    """
+
+    def __init__(self, tokens: Mapping[int, str] | None = None) -> None:
+        self.tokens = dict(tokens or {})
+        self._by_id = frozenset(self.tokens.values())
+        self._sets: dict[tuple[str, ...], MarkerSet | None] = {}
+
+    def is_token(self, marker: str) -> bool:
+        return marker in self._by_id
+
+    def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
+        """Finds those of `markers` that are spelt out; None where there are none of that kind."""
+        if markers not in self._sets:
+            spelt = [marker for marker in markers if marker not in self._by_id]
+            self._sets[markers] = MarkerSet(spelt) if spelt else None
+        return self._sets[markers]
+
+
+class Context(msgspec.Struct, frozen=True):
+    """What the machines of one request share, and never change.
+
+    tools   what the request declared; None: nothing is known, so no name is unknown
+    new_id  an id for a call whose format brings none
+    """
+
+    lexicon: Lexicon
+    tools: Sequence[DeclaredTool] | None = None
+    new_id: Callable[[], str] = new_call_id
+
+    def teller(self, state: Mapping[str, Any] | None = None) -> Teller:
+        """A fresh one, or one that goes on from `state`: one per choice."""
+        return Teller(self.tools, self.new_id, state)
+
+
+class MachineState(msgspec.Struct):
+    """Base of every machine's memory: mutable, of plain data.
+
+    at    the state it is in
+    held  read, but perhaps the beginning of a marker; kept by the scanner while the machine runs
+    done  it reads no more: what follows is not its to read
+    """
+
+    at: str
+    held: str = ""
+    done: bool = False
+
+
+class Machine:
+    """Base of all machines. A subclass says:
+
+    State        its memory, a struct derived from MachineState; `at` defaults to where it begins
+    table()      state -> the markers looked for there, in order of precedence; a state without
+                 markers may be left out
+    UNSCANNED    states whose text is handed over unsearched (a JSON value that knows its own end);
+                 markers that are tokens are recognised there all the same
+    on_text      text that is certainly outside markers. Returns what it did not read: then it must
+                 have changed the state (or be done), and the rest is read there
+    on_marker    a marker of this state's table
+    on_stray     a marker token that is not in this state's table; it is markup that means nothing
+                 here, so by default it is dropped
+    on_end       nothing more will come. `complete`: the model has ended by itself, and was not cut
+                 off
+
+    What it has to say it tells its `teller`.
+    """
+
+    State: ClassVar[type[MachineState]]
+    UNSCANNED: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(
+        self, context: Context, teller: Teller, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self.context = context
+        self.teller = teller
+        self.s = self._memory(state)
+        self._table = self.table()
+        self._scanner: Scanner | None = None
+        self._scans = ""  # the state that `_scanner` was made for
+        self._enter(self.s.held)
+        self.s.held = ""
+
+    def _memory(self, state: Mapping[str, Any] | None) -> Any:
+        return self.State() if state is None else msgspec.convert(state, self.State)  # type: ignore[call-arg]
+
+    # ---- what a subclass says
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        raise NotImplementedError
+
+    def on_text(self, text: str) -> str:
+        raise NotImplementedError
+
+    def on_marker(self, marker: str) -> None:
+        raise NotImplementedError
+
+    def on_stray(self, marker: str) -> None:
+        """Dropped."""
+
+    def on_end(self, complete: bool) -> None:
+        """Nothing to do."""
+
+    # ---- what everyone else calls
+
+    def push(self, piece: Piece) -> list[Event]:
+        """What `piece` makes certain."""
+        self.read(piece)
+        return self.teller.take()
+
+    def finish(self, complete: bool = True) -> list[Event]:
+        """The rest. An answer that was cut off (`complete` is false) may end inside a marker, which
+        is then not shown: markup is no content."""
+        self.end(complete)
+        return self.teller.take()
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, from which a machine of this class goes on."""
+        data: dict[str, Any] = msgspec.to_builtins(self.s)
+        data["held"] = self._scanner.state().held if self._scanner else ""
+        return data
+
+    # ---- reading, also for machines made of machines
+
+    def read(self, piece: Piece) -> str:
+        """Like `push`, but events stay with the teller. Returns what was not read, once done."""
+        if isinstance(piece, Special):
+            self.read_token(piece.text)
+            return ""
+        if len(piece) <= BLOCK_CHARS:
+            return self._read_text(piece)
+        for start in range(0, len(piece), BLOCK_CHARS):
+            rest = self._read_text(piece[start : start + BLOCK_CHARS])
+            if self.s.done:
+                return rest + piece[start + BLOCK_CHARS :]
+        return ""
+
+    def read_token(self, marker: str) -> None:
+        """A marker that is one token. What was held before it cannot grow any more."""
+        self._settle()
+        if marker in self._table.get(self.s.at, ()):
+            self.on_marker(marker)
+        else:
+            self.on_stray(marker)
+        self._follow()
+
+    def end(self, complete: bool) -> None:
+        if complete:
+            self._settle()
+        self.on_end(complete)
+
+    def _read_text(self, text: str) -> str:
+        while text and not self.s.done:
+            text = self._step(text, final=False)
+        return text
+
+    def _settle(self) -> None:
+        """Nothing can continue the text so far: what is held is what it is."""
+        text = ""
+        while not self.s.done and (text or (self._scanner and self._scanner.state().held)):
+            text = self._step(text, final=True)
+
+    def _step(self, text: str, *, final: bool) -> str:
+        """Read on up to the next marker or change of state; returns what is left to read."""
+        scanner = self._scanner
+        if scanner is None:
+            rest = self.on_text(text)
+            self._follow()
+            return rest
+        at = self.s.at
+        certain, marker, rest = scanner.next(text, final=final)
+        if certain:
+            unread = self.on_text(certain)
+            if self.s.at != at or self.s.done:
+                held = scanner.state().held if marker is None else marker
+                self._enter("")
+                return unread + held + rest
+        if marker is not None:
+            self.on_marker(marker)
+            self._follow()
+        return rest
+
+    def _follow(self) -> None:
+        """The state may have changed, with nothing held: look for what is looked for there."""
+        if self._scans != self.s.at:
+            self._enter("")
+
+    def _enter(self, held: str) -> None:
+        at = self._scans = self.s.at
+        markers = () if at in self.UNSCANNED else self._table.get(at, ())
+        automaton = self.context.lexicon.automaton(markers)
+        self._scanner = Scanner(automaton, ScannerState(held)) if automaton else None
+
+
+class Section(Machine):
+    """A machine for one stretch of tool calls, entered by `open` and left when it is `done`.
+
+    One section may be opened any number of times; `open` begins anew.
+    """
+
+    def open(self, marker: str) -> None:
+        """`marker` has opened it. All that an earlier stretch left is forgotten."""
+        self.s = self.State()  # type: ignore[call-arg]
+        self.on_open(marker)
+        self._enter("")
+
+    def on_open(self, marker: str) -> None:
+        raise NotImplementedError
+
+
+class Syntax(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the descriptions of formats: markers and options, as data, from which the machine
+    reads and the grammar is built."""
+
+    def markers(self) -> tuple[str, ...]:
+        """Every marker that a vocabulary may have as one token."""
+        raise NotImplementedError
+
+
+class SectionSyntax(Syntax, frozen=True, kw_only=True):
+    """Tool calls in stretches between content: the usual case."""
+
+    def openers(self) -> tuple[str, ...]:
+        """Each opens a section, wherever it stands in the content. Of two at one place the first
+        wins."""
+        raise NotImplementedError
+
+    def start_openers(self) -> tuple[str, ...]:
+        """These open a section only where nothing but blanks has been said before. They are always
+        looked for as text, and are part of what the section has to give back if it is no call."""
+        return ()
+
+    def section(
+        self, context: Context, teller: Teller, state: Mapping[str, Any] | None = None
+    ) -> Section:
+        raise NotImplementedError
+
+
+class AnswerSyntax(Syntax, frozen=True, kw_only=True):
+    """A format that rules the whole answer: content, reasoning and calls are one grammar."""
+
+    def machine(
+        self,
+        context: Context,
+        teller: Teller,
+        state: Mapping[str, Any] | None = None,
+        *,
+        starts_inside: bool = False,
+    ) -> Machine:
+        """starts_inside  the prompt has already opened the reasoning"""
+        raise NotImplementedError
+
+
+def tokens_of(markers: Iterable[str], token_id: Callable[[str], int | None]) -> dict[int, str]:
+    """token id -> marker, of those that are tokens."""
+    found = ((token_id(marker), marker) for marker in markers)
+    return {token: marker for token, marker in found if token is not None}

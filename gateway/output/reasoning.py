@@ -1,0 +1,36 @@
+"""How models think aloud, as data: the markers, and where an answer starts."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of thinking aloud.
+
+    open            markers that begin a block of reasoning
+    close           markers that end it
+    only_at_start   a block may begin only where nothing has been said
+    calls_end_it    the first marker of a tool call ends the block, too
+    wrap            (begin, end) of the answer proper, which are no content
+    prefix          told as content before all else
+    default_inside  an answer starts inside a block where the prompt does not say otherwise
+    force_content   an answer of nothing but reasoning has it as its content as well
+    """
+
+    open: tuple[str, ...] = ()
+    close: tuple[str, ...] = ()
+    only_at_start: bool = False
+    calls_end_it: bool = False
+    wrap: tuple[str, ...] = ()
+    prefix: str = ""
+    default_inside: bool = False
+    force_content: bool = False
+
+    def markers(self) -> tuple[str, ...]:
+        return self.open + self.close + self.wrap
+
+
+NO_REASONING = ReasoningFormat()
+
+THINK = ReasoningFormat(open=("<think>",), close=("</think>",))

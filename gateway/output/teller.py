@@ -1,0 +1,220 @@
+"""What machines tell, in order: content, reasoning, calls. Shared by every syntax.
+
+Two laws live here, so that no syntax has to know them.
+
+Blanks. Blanks around markup are no content: those before a call or a block of reasoning, between
+calls, and after a call are dropped. So blanks at the end of content wait for what follows, and are
+content only if more content does, or the end. After a block of reasoning, and at both of its ends,
+newlines are dropped, as the templates do when they render the answer again.
+
+Calls. They are numbered from 0. Fragments of arguments go out as they come; joined they are the
+JSON text. A call that ends is checked once: no arguments are `{}`; what is no JSON object is told
+all the same, with a warning. Only `end` makes a call complete: one that was cut off never ends.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.output.events import (
+    Content,
+    Event,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    Warning,
+)
+
+INVALID_ARGUMENTS = "invalid_tool_arguments"
+UNKNOWN_TOOL = "unknown_tool"
+PARSE_FAILED = "tool_parse_failed"
+
+BLANKS = " \t\r\n"
+NEWLINES = "\r\n"
+
+
+class DeclaredTool(msgspec.Struct, frozen=True):
+    """A tool of the request. `parameters` is the JSON schema of its arguments, if it has one."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+
+
+class TellerState(msgspec.Struct):
+    """blanks      wait to be content; joined, and not told yet
+    dropping    characters that are dropped until there is another one
+    said        content or a call has been told
+    num_calls   how many calls have begun
+    open        the last of them has not ended
+    arguments   the open call's arguments so far, joined
+    """
+
+    blanks: list[str] = []
+    dropping: str = ""
+    said: bool = False
+    num_calls: int = 0
+    open: bool = False
+    arguments: list[str] = []
+
+
+class Teller:
+    """One choice's. Events gather in `out` until they are taken."""
+
+    __slots__ = ("_new_id", "_tools", "out", "s")
+
+    def __init__(
+        self,
+        tools: Sequence[DeclaredTool] | None,
+        new_id: Callable[[], str],
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tools = None if tools is None else {tool.name: tool for tool in tools}
+        self._new_id = new_id
+        self.out: list[Event] = []
+        self.s = TellerState() if state is None else msgspec.convert(state, TellerState)
+
+    def state(self) -> dict[str, Any]:
+        """Plain data. Events that have not been taken are no part of it."""
+        data: dict[str, Any] = msgspec.to_builtins(self.s)
+        return data
+
+    def take(self) -> list[Event]:
+        events, self.out = self.out, []
+        return events
+
+    # ---- text
+
+    def content(self, text: str) -> None:
+        s = self.s
+        if s.dropping:
+            text = text.lstrip(s.dropping)
+        if not text:
+            return
+        s.dropping = ""
+        if not s.blanks and text[-1] not in BLANKS:
+            s.said = True
+            self.out.append(Content(text))
+        else:
+            self._content_with_blanks(text)
+
+    def _content_with_blanks(self, text: str) -> None:
+        s = self.s
+        solid = text.rstrip(BLANKS)
+        if solid:
+            s.said = True
+            self.out.append(Content("".join([*s.blanks, solid])))
+            s.blanks = []
+        if len(solid) < len(text):
+            s.blanks.append(text[len(solid) :])
+
+    def begin_reasoning(self) -> None:
+        self.s.blanks, self.s.dropping = [], NEWLINES
+
+    def reasoning(self, text: str) -> None:
+        """Between `begin_reasoning` and `end_reasoning`."""
+        s = self.s
+        if s.dropping:
+            text = text.lstrip(s.dropping)
+        if not text:
+            return
+        s.dropping = ""
+        solid = text.rstrip(NEWLINES)
+        if solid:
+            self.out.append(Reasoning("".join([*s.blanks, solid])))
+            s.blanks = []
+        if len(solid) < len(text):
+            s.blanks.append(text[len(solid) :])
+
+    def end_reasoning(self) -> None:
+        self.s.blanks, self.s.dropping = [], NEWLINES
+
+    def mark(self) -> None:
+        """Markup that is neither: the blanks around it are no content."""
+        self.s.blanks, self.s.dropping = [], BLANKS
+
+    def finish(self) -> None:
+        """Blanks at the very end of content are content."""
+        if self.s.blanks:
+            self.out.append(Content("".join(self.s.blanks)))
+            self.s.blanks = []
+
+    def warn(self, code: str, message: str) -> None:
+        self.out.append(Warning(code, message))
+
+    def give_back(self, text: str, why: str) -> None:
+        """Text that looked like a call and is none: content, with a warning."""
+        self.content(text)
+        self.warn(PARSE_FAILED, why)
+
+    # ---- calls
+
+    @property
+    def is_open(self) -> bool:
+        """A call has begun and not ended."""
+        return self.s.open
+
+    @property
+    def num_calls(self) -> int:
+        return self.s.num_calls
+
+    def declares(self, name: str) -> bool:
+        """Whether the request has such a tool; true for any name where nothing is known."""
+        return self._tools is None or name in self._tools
+
+    def parameters(self, name: str) -> Mapping[str, Any] | None:
+        """The JSON schema of a tool's arguments, where it is known."""
+        tool = self._tools.get(name) if self._tools else None
+        return tool.parameters if tool else None
+
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """A call begins. `call_id` is the model's own; without one it gets ours."""
+        assert not self.s.open, "calls do not nest"
+        s = self.s
+        s.blanks, s.dropping, s.said, s.open = [], BLANKS, True, True
+        self.out.append(ToolCall(s.num_calls, call_id or self._new_id(), name))
+        s.num_calls += 1
+        if not self.declares(name):
+            self.warn(UNKNOWN_TOOL, f"{name!r} is no tool of this request")
+
+    def fragment(self, text: str) -> None:
+        """More of the open call's arguments."""
+        if text:
+            self.out.append(ToolArguments(self.s.num_calls - 1, text))
+            self.s.arguments.append(text)
+
+    def end(self) -> None:
+        """The open call is complete."""
+        index, text = self.s.num_calls - 1, "".join(self.s.arguments)
+        if not text.strip(BLANKS):
+            self.out.append(ToolArguments(index, "{}"))
+        elif not is_json_object(text):
+            self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are no JSON object")
+        self.out.append(ToolCallEnd(index))
+        self.drop()
+
+    def drop(self) -> None:
+        """The open call, if there is one, was cut off: it never ends."""
+        self.s.open, self.s.arguments = False, []
+
+
+def new_call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def is_json_object(text: str) -> bool:
+    """In linear time, for any text: numbers are not computed."""
+    try:
+        value = json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,354 @@
+"""The kit for testing formats: abstract answers, written by a format, cut in every way, read back.
+
+An abstract answer is a list of parts: what is said, thought and called. A `Sample` says how one
+format writes it; what must be read is told by the parts alone. `fixtures` makes a sample's texts,
+`check` reads each in every way it can be cut, and `table` prints what was done.
+
+A text is cut between *units*: characters, and markers where the vocabulary has them as tokens. In
+what is said and called, `spelt` protects a marker from being written as its token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from gateway.output.events import (
+    Content,
+    Event,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    Warning,
+    merged,
+)
+from gateway.output.formats import Format, machine_state
+from gateway.output.machine import Lexicon, Piece, Special
+from gateway.output.reasoning import ReasoningFormat
+from gateway.output.teller import DeclaredTool
+
+JOINT = "\ue000"
+"""Stands between the letters of a marker that is spelt out; never read by anyone."""
+
+
+def spelt(marker: str) -> str:
+    return JOINT.join(marker)
+
+
+@dataclass(frozen=True)
+class Call:
+    """arguments  the tool's arguments, as values; strings may hold `spelt` markers"""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Say:
+    text: str
+
+
+@dataclass(frozen=True)
+class Think:
+    text: str
+
+
+Part = Say | Think | Sequence[Call]
+"""A list of calls is written as one stretch."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How one format is written.
+
+    write      a stretch of calls, given how many calls stand before it
+    name       for the table
+    think      a block of reasoning, where the answer does not start inside one
+    arguments  the JSON text that must be read for these values
+    call_id    the native id of a call, by its index; None: ours
+    markers    of these, those that the family's vocabulary has as tokens; None: all of them
+    tags       markers that may stand inside strings and in prose without meaning anything there;
+               where they can mean something when spelt out, only with a vocabulary of tokens
+    spelt_ok   the format is also read where no marker is a token
+    max_calls  the most calls a stretch can hold
+    """
+
+    name: str
+    format: Format
+    write: Callable[[Sequence[Call], int], str]
+    think: Callable[[str], str] | None = None
+    arguments: Callable[[dict[str, Any]], str] = lambda values: dumps(values)
+    call_id: Callable[[int, Call], str] | None = None
+    markers: tuple[str, ...] | None = None
+    tags: tuple[str, ...] = ()
+    spelt_ok: bool = True
+    max_calls: int = 99
+    tools: tuple[DeclaredTool, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """One answer as text, and what it must say. `complete`: it was not cut off."""
+
+    name: str
+    text: str
+    events: list[Event]
+    starts_inside: bool = False
+    complete: bool = True
+
+
+def dumps(values: Any) -> str:
+    return json.dumps(values, ensure_ascii=False)
+
+
+# ---- abstract answers
+
+
+def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
+    """(name, parts). `tag` is a marker that means nothing where it stands."""
+    weather = Call("get_weather", {"city": "Oslo", "days": 3})
+    tricky = {"code": f'if a < b: print("{spelt(tag)}") }}}}]', "path": "C:\\new\\", "e": ""}
+    nested = {"a": {"b": [1, 2.5, None, True, {"c": []}], "語": "👩🏽‍🚀 é\u2028"}, "n": -1e-9}
+    yield "text alone", [Say("Hello, world! 語 {a} [b] <c>")]
+    yield "one call", [[weather]]
+    yield "three calls", [[weather, Call("now", {"tz": "UTC"}), Call("get_weather", {"city": "é"})]]
+    yield "no arguments", [[Call("now")]]
+    yield "nested and unicode", [[Call("f_1", nested)]]
+    yield "closing tag in a string", [[Call("run", tricky), weather]]
+    yield "prose that mentions the tag", [Say(f"Write {spelt(tag)} to end, or {spelt(tag)[:9]}")]
+    yield "text before a call", [Say("I will look.\n\nOne moment"), [weather]]
+    yield "reasoning before", [Think("Hm.\n\nLet me see"), Say("Here."), [weather]]
+    yield "reasoning alone", [Think("a <b> c"), Say("It is so.")]
+    yield "reasoning, then calls", [Think("x"), [weather, weather]]
+
+
+def fixtures(sample: Sample) -> list[Fixture]:
+    """All answers that the sample can write, and one cut off at every place."""
+    found = []
+    for name, parts in answers(sample.tags[0] if sample.tags else "</none>"):
+        if any(isinstance(part, Think) for part in parts) and sample.think is None:
+            continue
+        if any(isinstance(part, list) and len(part) > sample.max_calls for part in parts):
+            continue
+        found.append(written(sample, name, parts))
+    return found
+
+
+def written(sample: Sample, name: str, parts: Sequence[Part]) -> Fixture:
+    text, index = "", 0
+    for part in parts:
+        match part:
+            case Say(said):
+                text += said
+            case Think(thought):
+                assert sample.think is not None
+                text += sample.think(thought)
+            case calls:
+                text += sample.write(calls, index)
+                index += len(calls)
+    return Fixture(name, text, expected(sample, parts))
+
+
+def expected(sample: Sample, parts: Sequence[Part]) -> list[Event]:
+    events: list[Event] = []
+    index = 0
+    ours = itertools.count(1)
+    for part in parts:
+        match part:
+            case Say(said):
+                events.append(Content(said.replace(JOINT, "")))
+            case Think(thought):
+                events.append(Reasoning(thought.replace(JOINT, "")))
+            case calls:
+                for call in calls:
+                    native = sample.call_id(index, call) if sample.call_id else None
+                    events += [
+                        ToolCall(index, native or f"call_{next(ours)}", call.name),
+                        ToolArguments(index, sample.arguments(call.arguments).replace(JOINT, "")),
+                        ToolCallEnd(index),
+                    ]
+                    index += 1
+    return merged(events)
+
+
+# ---- reading
+
+
+def lexicon(sample: Sample, *, tokens: bool) -> Lexicon:
+    """With every marker of the sample's vocabulary a token, or none."""
+    markers = sample.format.markers() if sample.markers is None else sample.markers
+    return Lexicon(dict(enumerate(markers, 1000)) if tokens else {})
+
+
+def units(text: str, words: Lexicon) -> list[Piece]:
+    """Characters, and a Special wherever a marker that is a token is written."""
+    by_length = sorted(words.tokens.items(), key=lambda item: -len(item[1]))
+    found: list[Piece] = []
+    position = 0
+    while position < len(text):
+        for token_id, marker in by_length:
+            if text.startswith(marker, position):
+                found.append(Special(token_id, marker))
+                position += len(marker)
+                break
+        else:
+            if text[position] != JOINT:
+                found.append(text[position])
+            position += 1
+    return found
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """One delta: neighbouring text as one string."""
+    found: list[Piece] = []
+    for special, run in itertools.groupby(pieces, lambda piece: isinstance(piece, Special)):
+        together = list(run)
+        found += together if special else ["".join(together)]  # type: ignore[arg-type]
+    return found
+
+
+def read(
+    sample: Sample,
+    deltas: Sequence[Sequence[Piece]],
+    words: Lexicon,
+    fixture: Fixture,
+    *,
+    moving: bool = False,
+) -> list[Event]:
+    """What the format's machine says, merged. `moving`: to a new machine after each delta."""
+    ids = itertools.count(1)
+
+    def machine(state: dict[str, Any] | None = None) -> Any:
+        return sample.format.machine(
+            words,
+            tools=sample.tools,
+            new_id=lambda: f"call_{next(ids)}",
+            starts_inside=fixture.starts_inside,
+            state=state,
+        )
+
+    current, events = machine(), []
+    for delta in deltas:
+        for piece in joined(delta):
+            events += current.push(piece)
+        if moving:
+            wire = msgspec.msgpack.encode(machine_state(current))
+            current = machine(msgspec.msgpack.decode(wire))
+    return merged(events + current.finish(fixture.complete))
+
+
+def all_cuts(pieces: list[Piece], seed: int, num_random: int) -> Iterator[list[list[Piece]]]:
+    """Uncut, one by one, every cut in two, and random ones."""
+    yield [pieces]
+    yield [[piece] for piece in pieces]
+    for at in range(1, len(pieces)):
+        yield [pieces[:at], pieces[at:]]
+    rng = random.Random(seed)
+    for _ in range(num_random):
+        most = rng.choice((3, 8, 20, 50))
+        deltas, start = [], 0
+        while start < len(pieces):
+            end = start + rng.randint(1, most)
+            deltas.append(pieces[start:end])
+            start = end
+        yield deltas
+
+
+@dataclass
+class Row:
+    """What was done for one sample."""
+
+    name: str
+    fixtures: int = 0
+    cuts: int = 0
+    differences: int = 0
+    first: str = ""
+
+
+def check(sample: Sample, cases: Sequence[Fixture], *, num_random: int = 200) -> Row:
+    """Read every fixture in every way; with its markers as tokens, and spelt out."""
+    row = Row(sample.name)
+    for fixture, tokens in itertools.product(cases, (True, False)):
+        if not tokens and not (sample.spelt_ok and means_the_same_spelt_out(sample, fixture)):
+            continue
+        row.fixtures += 1
+        words = lexicon(sample, tokens=tokens)
+        pieces = units(fixture.text, words)
+        for deltas in all_cuts(pieces, row.fixtures, num_random):
+            row.cuts += 1
+            if (said := read(sample, deltas, words, fixture)) != fixture.events:
+                row.differences += 1
+                row.first = row.first or difference(fixture, deltas, said)
+        if read(sample, [[p] for p in pieces], words, fixture, moving=True) != fixture.events:
+            row.differences += 1
+            row.first = row.first or f"{fixture.name}: moved to another process"
+    return row
+
+
+def means_the_same_spelt_out(sample: Sample, fixture: Fixture) -> bool:
+    """Where no marker is a token, prose that spells one cannot be told from it."""
+    return "prose" not in fixture.name
+
+
+def difference(fixture: Fixture, deltas: Sequence[Sequence[Piece]], said: list[Event]) -> str:
+    return (
+        f"{fixture.name}, cut into {len(deltas)}: {[joined(d) for d in deltas][:6]}\n"
+        f"  said     {said}\n  expected {fixture.events}"
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [f"{'format':24}{'fixtures':>9}{'cuts':>9}{'differences':>13}"]
+    lines += [f"{r.name:24}{r.fixtures:9}{r.cuts:9}{r.differences:13}" for r in rows]
+    return "\n".join(lines)
+
+
+# ---- cut off, and in bad faith
+
+
+def without_ids(events: Sequence[Event]) -> list[Event]:
+    return [
+        msgspec.structs.replace(event, id="") if isinstance(event, ToolCall) else event
+        for event in events
+    ]
+
+
+def cut_off(sample: Sample, fixture: Fixture, *, tokens: bool) -> Iterator[list[Event]]:
+    """What is said if the answer is cut off after each of its units."""
+    words = lexicon(sample, tokens=tokens)
+    pieces = units(fixture.text, words)
+    for end in range(len(pieces) + 1):
+        short = replace(fixture, complete=False)
+        yield read(sample, [pieces[:end]], words, short)
+
+
+def content(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
+def warnings(events: Sequence[Event]) -> list[str]:
+    return [event.code for event in events if isinstance(event, Warning)]
+
+
+def seconds(sample: Sample, text: str, *, tokens: bool = False, step: int = 4) -> float:
+    """CPU time to read a text in deltas of `step` characters."""
+    words = lexicon(sample, tokens=tokens)
+    machine = sample.format.machine(words)
+    start = time.process_time()
+    for at in range(0, len(text), step):
+        machine.push(text[at : at + step])
+    machine.finish()
+    return time.process_time() - start
+
+
+def reasoning_writer(reasoning: ReasoningFormat) -> Callable[[str], str]:
+    """Blocks as most templates write them."""
+    return lambda thought: f"{reasoning.open[0]}\n{thought}\n{reasoning.close[0]}\n\n"
