@@ -20,6 +20,9 @@ def finish_reason(
     | stop          | no          | none            | `stop`       |
     | stop          | no          | some            | `tool_calls` |
 
+    `stop_matched` also stands for the only call that is allowed, once it is complete: it ends the
+    answer as a stop string does.
+
     A stop string lies within tokens that the engine sent before its own end, so it came first, and
     the answer is whole: whether the limit is told in the same message or in the next, or is never
     reached because the request was aborted, changes nothing. Otherwise `length` always wins: calls

@@ -19,6 +19,7 @@ from gateway.output.machine import (
 from gateway.output.reasoning import ReasoningFormat
 from gateway.output.teller import DeclaredTool, new_call_id
 from gateway.output.tools import json_tags
+from gateway.text.tokenizer import Tokenizer
 
 ToolSyntax = SectionSyntax | AnswerSyntax
 
@@ -67,6 +68,44 @@ class Format(msgspec.Struct, frozen=True):
             tools=self.tools,
             starts_inside=starts_inside,
         )
+
+
+class BoundFormat(msgspec.Struct, frozen=True):
+    """A format, and which of its markers are tokens of the model's vocabulary: made once per model,
+    shared by all requests."""
+
+    format: Format
+    lexicon: Lexicon
+
+    def machine(
+        self,
+        *,
+        tools: Sequence[DeclaredTool] | None = None,
+        new_id: Callable[[], str] = new_call_id,
+        starts_inside: bool = False,
+        state: Mapping[str, Any] | None = None,
+    ) -> Machine:
+        """See `Format.machine`."""
+        return self.format.machine(
+            self.lexicon, tools=tools, new_id=new_id, starts_inside=starts_inside, state=state
+        )
+
+
+def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
+    """Find the format's markers in a vocabulary."""
+    return BoundFormat(format, format.lexicon(lambda marker: marker_id(tokenizer, marker)))
+
+
+def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
+    """The id of a marker that is always written as one token, whatever stands around it; None for
+    one that is spelt out, even if an ordinary token happens to have the same letters."""
+    token_id = tokenizer.token_id(marker)
+    if token_id is None or marker.isalnum():
+        return None
+    for text in (f"a{marker}a", marker[:1] + marker + marker[-1:]):
+        if token_id not in tokenizer.encode(text, False):
+            return None
+    return token_id
 
 
 def machine_state(machine: Machine) -> dict[str, Any]:

@@ -1,19 +1,23 @@
 """One choice, read: the engine's news in, events out.
 
-The chain is detokenizer -> stop strings -> events. What it says depends on the tokens alone, not on
-how they were cut into messages: events merged are always equal. A reader belongs to one choice and
-is made by a `ReaderFactory`, which holds what the choices of one request share and nothing that
-changes.
+The chain is detokenizer -> stop strings -> events; where the answer has a format, `chain.Chain`.
+What it says depends on the tokens alone, not on how they were cut into messages: events merged are
+always equal. A reader belongs to one choice and is made by a `ReaderFactory`, which holds what the
+choices of one request share and nothing that changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
+from gateway.output.chain import Chain
 from gateway.output.events import Content, Delta, Event, Failed, Finished
 from gateway.output.finish import finish_reason
+from gateway.output.formats import BoundFormat, machine_state
+from gateway.output.teller import DeclaredTool, new_call_id
 from gateway.text.detokenizer import DetokenizerState
 from gateway.text.stop import StopMatcher, StopState, compile_stops
 from gateway.text.tokenizer import Tokenizer
@@ -39,9 +43,28 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     continues: bool = False
 
 
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request's answers are to be understood.
+
+    format               of the answers, for this model's vocabulary
+    tools                what the request declared; None: nothing is known, and no name is unknown
+    starts_inside        the prompt has already opened the reasoning (`BoundFormat.starts_inside`)
+    include_reasoning    reasoning is told; otherwise it is read, and not told
+    parallel_tool_calls  if not, the answer ends with its first complete call
+    new_id               an id for a call that has none of its own
+    """
+
+    format: BoundFormat
+    tools: Sequence[DeclaredTool] | None = None
+    starts_inside: bool = False
+    include_reasoning: bool = True
+    parallel_tool_calls: bool = True
+    new_id: Callable[[], str] = new_call_id
+
+
 class ReaderState(msgspec.Struct, frozen=True):
-    """A reader between two pushes, as plain data. `stop` is None where there are no stop
-    strings."""
+    """A reader between two pushes, as plain data. `stop` is None where there are no stop strings,
+    `machine` where the answer has no format."""
 
     detokenizer: DetokenizerState
     stop: StopState | None
@@ -49,14 +72,23 @@ class ReaderState(msgspec.Struct, frozen=True):
     finished: bool
     waiting_ids: list[int] = []
     waiting_logprobs: list[TokenLogprobs] = []
+    machine: dict[str, Any] | None = None
+    completed_calls: int = 0
+    full: bool = False
 
 
 class ReaderFactory:
-    """Makes one reader for each choice of a request."""
+    """Makes one reader for each choice of a request. Without `answer` all text is content."""
 
-    def __init__(self, tokenizer: Tokenizer, options: ReadOptions | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: ReadOptions | None = None,
+        answer: AnswerOptions | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.options = options or ReadOptions()
+        self.answer = answer
         self.stops = compile_stops(self.options.stop)
 
     def new(self, state: ReaderState | None = None) -> Reader:
@@ -67,12 +99,13 @@ class ReaderFactory:
 class Reader:
     """See the module's law. After `finished` every push is empty, so late news does no harm.
 
-    stopped   a stop string has ended the text: the engine should be told to abort the request,
-              unless it has ended by itself
+    stopped   the answer has ended by what it says (a stop string, the only call allowed): the
+              engine should be told to abort the request, unless it has ended by itself
     finished  the last event is out
     """
 
     __slots__ = (
+        "_chain",
         "_detokenizer",
         "_factory",
         "_num_tokens",
@@ -94,23 +127,53 @@ class Reader:
         self._stop: StopMatcher | None = None
         if stops is not None:
             self._stop = StopMatcher(stops, include=options.include_stop, state=stop_state)
+        self._chain = self._make_chain(state)
         self._num_tokens = state.num_tokens if state else 0
         self.finished = state.finished if state else False
         self._waiting_ids = list(state.waiting_ids) if state else []
         self._waiting_logprobs = list(state.waiting_logprobs) if state else []
 
+    def _make_chain(self, state: ReaderState | None) -> Chain | None:
+        answer, options = self._factory.answer, self._factory.options
+        if answer is None:
+            return None
+        machine = answer.format.machine(
+            tools=answer.tools,
+            new_id=answer.new_id,
+            starts_inside=answer.starts_inside,
+            state=state.machine if state else None,
+        )
+        chain = Chain(
+            self._detokenizer,
+            machine,
+            self._stop,
+            min_tokens=options.min_tokens,
+            thoughts=answer.include_reasoning,
+            many=answer.parallel_tool_calls,
+        )
+        if state:
+            chain.num_tokens = state.num_tokens
+            chain.completed, chain.full = state.completed_calls, state.full
+        return chain
+
     def state(self) -> ReaderState:
+        chain = self._chain
         return ReaderState(
             detokenizer=self._detokenizer.state(),
             stop=self._stop.state() if self._stop else None,
-            num_tokens=self._num_tokens,
+            num_tokens=chain.num_tokens if chain else self._num_tokens,
             finished=self.finished,
             waiting_ids=list(self._waiting_ids),
             waiting_logprobs=list(self._waiting_logprobs),
+            machine=machine_state(chain.machine) if chain else None,
+            completed_calls=chain.completed if chain else 0,
+            full=chain.full if chain else False,
         )
 
     @property
     def stopped(self) -> bool:
+        if self._chain is not None:
+            return self._chain.ended
         return self._stop is not None and self._stop.matched is not None
 
     def push(self, output: Output) -> Delta:
@@ -119,6 +182,8 @@ class Reader:
             return _NOTHING
         self._waiting_ids += output.tokens
         self._waiting_logprobs += output.logprobs
+        if self._chain is not None:
+            return self._push_formatted(self._chain, output)
         text = self._text(self._textual(output))
         events: list[Event] = []
         if output.finish is None and not self.stopped:
@@ -132,6 +197,16 @@ class Reader:
         events.append(self._end(output))
         self.finished = True
         return self._delta(events)
+
+    def _push_formatted(self, chain: Chain, output: Output) -> Delta:
+        is_marker = chain.is_marker(output.stop_token)  # some formats end a call with a stop token
+        events = chain.push(output.tokens if is_marker else self._textual(output))
+        if output.finish is None and not chain.ended:
+            return self._delta(events) if events else _NOTHING
+        if not chain.ended:
+            events = [*events, *chain.finish(complete=output.finish == "stop")]
+        self.finished = True
+        return self._delta([*events, self._end(output)])
 
     def _textual(self, output: Output) -> list[int]:
         """The tokens that have text: all but the one that ended the answer."""
@@ -161,7 +236,12 @@ class Reader:
 
     def _end(self, output: Output) -> Finished | Failed:
         matched = self._stop.matched if self._stop is not None else None
-        reason = finish_reason(output.finish, stop_matched=matched is not None)
+        chain = self._chain
+        reason = finish_reason(
+            output.finish,
+            stop_matched=self.stopped,
+            completed_calls=chain.completed if chain else 0,
+        )
         if reason == "error":
             return Failed(output.error or _UNEXPLAINED)
         return Finished(reason, self._named(output.stop_token) if matched is None else matched)
