@@ -33,11 +33,8 @@ Subscriber = Callable[[Report], None]
 
 MAX_MESSAGES_PER_CALLBACK = 64
 TICK_S = 0.25
-CONNECT_TICK_S = 0.02
-"""How often we look whether the engine is there, until it has welcomed us."""
 
 _NOBLOCK = int(zmq.NOBLOCK)
-_POLLOUT = int(zmq.POLLOUT)
 _READ = 1
 
 
@@ -55,7 +52,6 @@ class EngineClient:
         self._watchers: list[Any] = []
         self._stats: tuple[str, EngineStats] | tuple[None, None] = (None, None)
         self._drain_is_due = False
-        self._next_tick = 0.0
 
     def start(self) -> None:
         """Connect, once. Called after the fork, in the process that will use the socket."""
@@ -66,7 +62,7 @@ class EngineClient:
         self._loop = get_hub().loop
         readable = self._loop.io(self._socket.getsockopt(zmq.FD), _READ)
         readable.start(self._drain)
-        clock = self._loop.timer(CONNECT_TICK_S, repeat=CONNECT_TICK_S)
+        clock = self._loop.timer(0, repeat=TICK_S)
         clock.start(self._tick)
         self._watchers = [readable, clock]
 
@@ -131,7 +127,7 @@ class EngineClient:
         return stats if self.session.is_ready and epoch == self.session.epoch else None
 
     def _send(self, message: ToEngine) -> None:
-        """Raises zmq.Again where the engine is not connected or does not read."""
+        """Raises zmq.Again where the engine does not read."""
         assert self._socket is not None
         try:
             self._socket.send_multipart(wire.encode(message), _NOBLOCK)
@@ -181,18 +177,8 @@ class EngineClient:
             subscriber(report)
 
     def _tick(self) -> None:
-        """The heartbeat. Until the engine is connected nothing is said, so that the first greeting
-        leaves in the moment it can.
-        """
-        assert self._socket is not None
-        now = time.monotonic()
-        if now < self._next_tick:
-            return
-        if not self.session.is_ready and not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLOUT:
-            self._drain_soon()  # reading EVENTS swallows the edge, as sending does
-            return
-        self._next_tick = now + (TICK_S if self.session.is_ready else CONNECT_TICK_S)
-        messages, news = self.session.tick(now)
+        """The heartbeat; until the engine has welcomed us, the greeting."""
+        messages, news = self.session.tick(time.monotonic())
         for message in messages:
             with contextlib.suppress(zmq.Again):
                 self._send(message)

@@ -240,7 +240,7 @@ class Engine:
         while self._outbox:
             try:
                 self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
-            except zmq.Again:  # not connected: keep all but heartbeats, which the next tick repeats
+            except zmq.Again:  # it does not read: keep all but heartbeats, which are repeated
                 kept = (
                     message for message in self._outbox if not isinstance(message, Hello | Ping)
                 )

@@ -68,13 +68,12 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
 def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     """A client's or a worker's end. Connects when the engine appears, reconnects when it restarts.
 
-    Frames are only queued for a connected engine (ZMQ_IMMEDIATE): nothing said to a dead engine is
-    heard
-    by the next one.
+    What is said while there is no engine waits for the next one. That does no harm: an engine knows
+    a client only after its Hello, and refuses the rest. (ZMQ_IMMEDIATE would avoid it, but drops,
+    at a disconnect, what came in and was not yet read: the engine's last words.)
     """
     _checked(address)
     socket = _socket(context, zmq.DEALER)
-    socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     socket.connect(address)
