@@ -1,0 +1,38 @@
+"""The tools of the format fixtures, with schemas: formats that write values as text need them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.output.teller import DeclaredTool
+from tests.support.formats import Call, dumps
+
+
+def tool(name: str, **properties: Any) -> DeclaredTool:
+    return DeclaredTool(name, {"type": "object", "properties": properties})
+
+
+STRING = {"type": "string"}
+TYPED_TOOLS = (
+    tool("get_weather", city=STRING, days={"type": "integer"}),
+    tool("now", tz={"anyOf": [{"type": "string"}, {"type": "null"}]}),
+    tool("f_1", a={"type": "object"}, n={"type": "number"}),
+    tool("run", code=STRING, path=STRING, e=STRING),
+    tool("types", i={"type": ["integer", "string"]}, b={"type": "boolean"}, z={}, l={"items": {}}),
+)
+
+
+def plain(value: Any) -> str:
+    """A value as most templates write it: strings as they are, everything else as JSON."""
+    return value if isinstance(value, str) else dumps(value)
+
+
+def lines(calls: Sequence[Call], write: Any) -> str:
+    return "\n".join(write(call) for call in calls)
+
+
+def arguments_of(events: Sequence[Any]) -> list[Any]:
+    """The arguments of all calls, as values."""
+    return [json.loads(e.fragment) for e in events if type(e).__name__ == "ToolArguments"]

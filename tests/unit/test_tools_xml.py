@@ -1,0 +1,278 @@
+# ruff: noqa: RUF001  (markers are spelt as the vocabularies have them)
+"""Calls as tags with one tag for each argument: however the answer is cut, it says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from gateway.output.events import Content, ToolArguments, ToolCall, ToolCallEnd, Warning, merged
+from gateway.output.formats import Format
+from gateway.output.reasoning import THINK
+from gateway.output.tools.xml_parameters import FORMATS
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, tool
+from tests.support.formats import (
+    Call,
+    Sample,
+    check,
+    content,
+    cut_off,
+    fixtures,
+    lexicon,
+    reasoning_writer,
+    seconds,
+    table,
+    units,
+)
+
+Writer = Callable[[Sequence[Call], int], str]
+
+
+def functions(open: str, close: str, newline: str = "\n") -> Writer:
+    """`<function=f>`, every call in its own stretch."""
+
+    def one(call: Call) -> str:
+        body = "".join(
+            f"<parameter={key}>{newline}{plain(value)}{newline}</parameter>\n"
+            for key, value in call.arguments.items()
+        )
+        return f"{open}\n<function={call.name}>\n{body}</function>\n{close}"
+
+    return lambda calls, before: "\n".join(map(one, calls))
+
+
+def invokes(
+    open: str, close: str, prefix: str = "", attribute: Callable[[Any], str] = lambda value: ""
+) -> Writer:
+    """`<invoke name="f">`, all calls in one stretch."""
+
+    def one(call: Call) -> str:
+        body = "".join(
+            f'<{prefix}parameter name="{key}"{attribute(value)}>{plain(value)}'
+            f"</{prefix}parameter>\n"
+            for key, value in call.arguments.items()
+        )
+        return f'<{prefix}invoke name="{call.name}">\n{body}</{prefix}invoke>'
+
+    return lambda calls, before: f"{open}\n" + "\n".join(map(one, calls)) + f"\n{close}"
+
+
+def is_string(value: Any) -> str:
+    return ' string="true"' if isinstance(value, str) else ' string="false"'
+
+
+def minicpm5(calls: Sequence[Call], before: int) -> str:
+    def one(call: Call) -> str:
+        body = "".join(
+            f'<param name="{key}">{plain(value)}</param>' for key, value in call.arguments.items()
+        )
+        return f'<function name="{call.name}">{body}</function>'
+
+    return "".join(map(one, calls))
+
+
+def step3(calls: Sequence[Call], before: int) -> str:
+    inner = invokes("", "", "steptml:")
+    body = "\n".join(
+        f"<｜tool_call_begin｜>function<｜tool_sep｜>{inner([call], 0).strip()}<｜tool_call_end｜>"
+        for call in calls
+    )
+    return f"<｜tool_calls_begin｜>\n{body}\n<｜tool_calls_end｜>"
+
+
+def dsml(mark: str, stretch: str) -> Writer:
+    return invokes(f"<{mark}{stretch}>", f"</{mark}{stretch}>", mark, is_string)
+
+
+WRITERS: dict[str, tuple[Writer, tuple[str, ...]]] = {
+    "qwen3_coder": (functions("<tool_call>", "</tool_call>"), ("</parameter>", "</tool_call>")),
+    "mimo": (functions("<tool_call>", "</tool_call>", ""), ("</parameter>",)),
+    "seed_oss": (functions("<seed:tool_call>", "</seed:tool_call>"), ("</parameter>",)),
+    "minimax_m2": (
+        invokes("<minimax:tool_call>", "</minimax:tool_call>"),
+        ("</minimax:tool_call>",),
+    ),
+    "dots": (invokes("<dots_function_call>", "</dots_function_call>"), ("</invoke>",)),
+    "minicpm5": (minicpm5, ("</param>",)),
+    "deepseek_v32": (dsml("｜DSML｜", "function_calls"), ("</｜DSML｜parameter>",)),
+    "deepseek_v4": (dsml("｜DSML｜", "tool_calls"), ("</｜DSML｜tool_calls>",)),
+    "deepseek_v41": (dsml("｜DSML｜ ", "calls"), ("</｜DSML｜ invoke>",)),
+    "step3": (step3, ("</steptml:parameter>",)),
+}
+
+
+def sample(name: str) -> Sample:
+    write, tags = WRITERS[name]
+    syntax = FORMATS[name]
+    return Sample(
+        name,
+        Format(syntax, THINK),
+        write,
+        think=reasoning_writer(THINK),
+        markers=(*syntax.open, *syntax.close, *THINK.markers(), *syntax.skip[:1], *syntax.skip[2:]),
+        tags=tags,
+        tools=TYPED_TOOLS,
+    )
+
+
+SAMPLES = [sample(name) for name in WRITERS]
+EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+
+
+def say(name: str, text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
+    s = sample(name)
+    words = lexicon(s, tokens=tokens)
+    machine = s.format.machine(words, tools=tools, new_id=lambda: "id")
+    events = [event for piece in units(text, words) for event in machine.push(piece)]
+
+    return merged(events + machine.finish())
+
+
+@EACH
+def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
+    row = check(sample, fixtures(sample))
+    print("\n" + table([row]))
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+@EACH
+def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
+    case = next(fixture for fixture in fixtures(sample) if fixture.name == "text before a call")
+    said = content(case.events)
+    for tokens in (True, False):
+        for events in cut_off(sample, case, tokens=tokens):
+            assert said.startswith(content(events).rstrip())
+
+
+def qwen(body: str) -> str:
+    return f"<tool_call>\n<function=types>\n{body}</function>\n</tool_call>"
+
+
+def parameter(key: str, value: str) -> str:
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "meant"),
+    [
+        ("i", "42", 42),
+        ("i", "forty-two", "forty-two"),
+        ("i", "007", 7),
+        ("b", "True", True),
+        ("b", "maybe", "maybe"),
+        ("l", "[1, [2]]", [1, [2]]),
+        ("l", "['a', None]", ["a", None]),
+        ("l", "[1, ", "[1, "),
+        ("z", "{not json", "{not json"),
+        ("z", "12", "12"),
+        ("unheard_of", "12", "12"),
+    ],
+)
+def test_a_value_has_the_type_its_schema_asks_for(key: str, written: str, meant: Any) -> None:
+    assert arguments_of(say("qwen3_coder", qwen(parameter(key, written)))) == [{key: meant}]
+
+
+def test_null_is_null_only_where_the_schema_allows_it_and_nothing_else_is_written() -> None:
+    for written, meant in (("null", None), ("nullable", "nullable"), ("nul", "nul"), ("", "")):
+        text = (
+            f"<tool_call><function=now><parameter=tz>{written}</parameter></function></tool_call>"
+        )
+        assert arguments_of(say("qwen3_coder", text)) == [{"tz": meant}]
+    assert arguments_of(say("qwen3_coder", qwen(parameter("z", "null")))) == [{"z": "null"}]
+
+
+def test_a_string_is_told_while_it_is_written() -> None:
+    s = sample("qwen3_coder")
+    machine = s.format.machine(lexicon(s, tokens=False), tools=TYPED_TOOLS)
+    machine.push("<tool_call><function=run><parameter=code>")
+    assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
+
+
+def test_one_newline_on_each_side_of_a_value_is_markup_and_the_others_are_not() -> None:
+    text = qwen("<parameter=z>\n\n a \n\n</parameter>\n")
+    assert arguments_of(say("qwen3_coder", text)) == [{"z": "\n a \n"}]
+    assert arguments_of(say("mimo", text)) == [{"z": "\n\n a \n\n"}]
+    assert arguments_of(say("dots", DOTS.format("\n\n a \n\n"))) == [{"z": "a"}]
+
+
+DOTS = (
+    '<dots_function_call><invoke name="types"><parameter name="z">{}</parameter></invoke>'
+    "</dots_function_call>"
+)
+
+
+def test_an_attribute_says_whether_a_value_is_a_string() -> None:
+    def call(says: str, value: str) -> str:
+        mark = "｜DSML｜"
+        return (
+            f'<{mark}function_calls><{mark}invoke name="types"><{mark}parameter name="i" '
+            f'string="{says}">{value}</{mark}parameter></{mark}invoke></{mark}function_calls>'
+        )
+
+    assert arguments_of(say("deepseek_v32", call("true", "42"))) == [{"i": "42"}]
+    assert arguments_of(say("deepseek_v32", call("false", "42"))) == [{"i": 42}]
+    assert arguments_of(say("deepseek_v32", call("false", "{oops"))) == [{"i": "{oops"}]
+
+
+def test_a_value_without_its_own_end_ends_with_the_call() -> None:
+    text = "<tool_call><function=types><parameter=z>a</function></tool_call>"
+    assert arguments_of(say("qwen3_coder", text)) == [{"z": "a"}]
+    token = "<tool_call><function=types><parameter=z>a</tool_call>"
+    assert arguments_of(say("qwen3_coder", token)) == [{"z": "a"}]
+
+
+def test_a_value_that_writes_a_call_is_text_as_long_as_its_tags_do_not_follow_each_other() -> None:
+    inner = "<function=f><parameter=k>v</parameter>; </function>. <tool>"
+    assert arguments_of(say("qwen3_coder", qwen(parameter("z", inner)))) == [{"z": inner}]
+
+
+def test_a_call_without_the_stretch_around_it_is_one_if_its_tool_is_declared() -> None:
+    bare = "Now:\n<function=now>\n</function>\n</tool_call>"
+    assert say("qwen3_coder", bare)[:3] == [Content("Now:"), ToolCall(0, "id", "now"), NO_ARGUMENTS]
+    other = "Use <function=whatever> for it"
+    assert content(say("qwen3_coder", other)) == other
+
+
+NO_ARGUMENTS = ToolArguments(0, "{}")
+
+
+def test_a_marker_with_no_call_behind_it_is_content_and_a_warning_says_so() -> None:
+    for text in (
+        "<tool_call>hm</tool_call>",
+        "<tool_call>\n<function=\n>",
+        "<tool_call>",
+        "<tool_call></tool_call>",
+    ):
+        events = say("qwen3_coder", text, tokens=False)
+        assert content(events).startswith(text[:14])
+        assert any(isinstance(event, Warning) for event in events)
+        assert not any(isinstance(event, ToolCall) for event in events)
+
+
+def test_an_unfinished_call_has_no_end() -> None:
+    events = say("qwen3_coder", "<tool_call><function=run><parameter=code>x")
+    assert not any(isinstance(event, ToolCallEnd) for event in events)
+    assert isinstance(events[-1], Warning)
+
+
+def test_a_name_that_is_no_tool_is_told_all_the_same() -> None:
+    events = say("minimax_m2", MINIMAX, tools=(tool("g"),))
+    assert [type(event) for event in events] == [ToolCall, Warning, ToolArguments, ToolCallEnd]
+
+
+MINIMAX = '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>'
+
+
+@EACH
+def test_time_is_linear_in_the_text(sample: Sample) -> None:
+    syntax = sample.format.tools
+    bait = (
+        f"{syntax.openers()[0]}{syntax.call_open}x>{syntax.parameter_open}k>"
+        f"{syntax.parameter_close}\n{syntax.parameter_close} <{syntax.call_close}\n<"
+        f"/{syntax.call_open}"
+    )
+    text = bait * (1_000_000 // len(bait))
+    assert seconds(sample, text, step=1000) < 2.5
