@@ -3,6 +3,7 @@
     start       nothing but blanks has been said, or nothing since the reasoning
     content     text
     wrapped     text between the markers that some models put around their answer
+    header      whom a message is for: no content, up to the next marker
     opening     reasoning has begun, and has no text yet
     reasoning   thinking aloud
     calls       the tool syntax's own machine reads, until it is done
@@ -21,7 +22,7 @@ from gateway.output.machine import Context, Machine, MachineState, Section, Sect
 from gateway.output.reasoning import NO_REASONING, ReasoningFormat
 from gateway.output.teller import Teller
 
-START, CONTENT, WRAPPED = "start", "content", "wrapped"
+START, CONTENT, WRAPPED, HEADER = "start", "content", "wrapped", "header"
 OPENING, REASONING, CALLS = "opening", "reasoning", "calls"
 
 
@@ -62,7 +63,9 @@ class Answer(Machine):
             self.teller.content(self.reasoning.prefix)
         if starts_inside and self.reasoning.close:
             self._open_reasoning()
-            self._follow()
+        elif self.reasoning.header:
+            self.s.at = HEADER
+        self._follow()
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"section": self.section.state() if self.section else None}
@@ -73,10 +76,13 @@ class Answer(Machine):
         first = self.tools.start_openers() if self.tools else ()
         again = () if reasoning.only_at_start else reasoning.open
         ends = reasoning.close + (calls if reasoning.calls_end_it else ())
+        wrap = reasoning.wrap_open if reasoning.header else ()
+        between = reasoning.header + reasoning.ignored
         return {
-            START: reasoning.open + reasoning.wrap[:1] + calls + first,
-            CONTENT: again + calls,
-            WRAPPED: reasoning.wrap[1:] + again + calls,
+            START: reasoning.open + reasoning.wrap_open + between + calls + first,
+            CONTENT: again + wrap + between + calls,
+            WRAPPED: again + reasoning.wrap_close + between + calls,
+            HEADER: reasoning.open + reasoning.wrap_open + between + calls,
             OPENING: reasoning.open + ends,
             REASONING: ends,
         }
@@ -91,6 +97,8 @@ class Answer(Machine):
                 self.teller.content(text)
             case "reasoning":
                 self._think(text)
+            case "header":
+                pass
             case at:
                 return self._first(text, CONTENT if at == START else REASONING)
         return ""
@@ -123,9 +131,14 @@ class Answer(Machine):
                     self._open_section(marker)
             case _ if marker in reasoning.open:
                 self._open_reasoning()
-            case _ if marker in reasoning.wrap:
-                self.teller.mark()
-                self.s.at = WRAPPED if marker == reasoning.wrap[0] else CONTENT
+            case _ if marker in reasoning.wrap_open:
+                self._mark(WRAPPED)
+            case _ if marker in reasoning.header:
+                self._mark(HEADER)
+            case _ if marker in reasoning.wrap_close:
+                self._mark(CONTENT)
+            case at if marker in reasoning.ignored:
+                self._mark(at)
             case _:
                 self._open_section(marker)
 
@@ -135,6 +148,10 @@ class Answer(Machine):
                 self._section_token(marker)
             case "opening" | "reasoning" if marker not in self.reasoning.open:
                 self._think(marker)
+
+    def _mark(self, then: str) -> None:
+        self.teller.mark()
+        self.s.at = then
 
     def _open_reasoning(self) -> None:
         self.teller.begin_reasoning()

@@ -18,13 +18,15 @@ from gateway.output.machine import (
 )
 from gateway.output.reasoning import ReasoningFormat
 from gateway.output.teller import DeclaredTool, new_call_id
-from gateway.output.tools import json_tags
+from gateway.output.tools import json_tags, mistral, named_json
 from gateway.text.tokenizer import Tokenizer
 
 ToolSyntax = SectionSyntax | AnswerSyntax
 
 TOOLS: Mapping[str, ToolSyntax] = {
     **json_tags.FORMATS,
+    **named_json.FORMATS,
+    **mistral.FORMATS,
 }
 
 
@@ -55,7 +57,7 @@ class Format(msgspec.Struct, frozen=True):
         state: Mapping[str, Any] | None = None,
     ) -> Machine:
         """A fresh machine for one choice, or one that goes on from `state`."""
-        context = Context(lexicon, tools, new_id)
+        context = Context(lexicon, tools, self._id_maker(new_id))
         own = dict(state or {})
         teller = context.teller(own.pop("teller", None))
         if isinstance(self.tools, AnswerSyntax):
@@ -68,6 +70,12 @@ class Format(msgspec.Struct, frozen=True):
             tools=self.tools,
             starts_inside=starts_inside,
         )
+
+    def _id_maker(self, new_id: Callable[[], str]) -> Callable[[], str]:
+        if not isinstance(self.tools, SectionSyntax):
+            return new_id
+        form = self.tools.call_id
+        return lambda: form(new_id())
 
 
 class BoundFormat(msgspec.Struct, frozen=True):

@@ -97,8 +97,9 @@ class Machine:
                  markers may be left out
     UNSCANNED    states whose text is handed over unsearched (a JSON value that knows its own end);
                  markers that are tokens are recognised there all the same
-    on_text      text that is certainly outside markers. Returns what it did not read: then it must
-                 have changed the state (or be done), and the rest is read there
+    on_text      text that is certainly outside markers. Returns what it did not read, which is read
+                 next in the state that it is in then; it must have read some, changed the state or
+                 be done
     on_marker    a marker of this state's table
     on_stray     a marker token that is not in this state's table; it is markup that means nothing
                  here, so by default it is dropped
@@ -213,7 +214,7 @@ class Machine:
         certain, marker, rest = scanner.next(text, final=final)
         if certain:
             unread = self.on_text(certain)
-            if self.s.at != at or self.s.done:
+            if unread or self.s.at != at or self.s.done:
                 held = scanner.state().held if marker is None else marker
                 self._enter("")
                 return unread + held + rest
@@ -271,6 +272,10 @@ class SectionSyntax(Syntax, frozen=True, kw_only=True):
         """These open a section only where nothing but blanks has been said before. They are always
         looked for as text, and are part of what the section has to give back if it is no call."""
         return ()
+
+    def call_id(self, ours: str) -> str:
+        """The id of a call to which the model gave none, in this format's form."""
+        return ours
 
     def section(
         self, context: Context, teller: Teller, state: Mapping[str, Any] | None = None

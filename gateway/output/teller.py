@@ -163,9 +163,9 @@ class Teller:
     def num_calls(self) -> int:
         return self.s.num_calls
 
-    def declares(self, name: str) -> bool:
-        """Whether the request has such a tool; true for any name where nothing is known."""
-        return self._tools is None or name in self._tools
+    def declares(self, name: str, *, surely: bool = False) -> bool:
+        """Whether the request has such a tool; where nothing is known, anything but `surely`."""
+        return not surely if self._tools is None else name in self._tools
 
     def parameters(self, name: str) -> Mapping[str, Any] | None:
         """The JSON schema of a tool's arguments, where it is known."""

@@ -79,6 +79,7 @@ class Sample:
                where they can mean something when spelt out, only with a vocabulary of tokens
     spelt_ok   the format is also read where no marker is a token
     max_calls  the most calls a stretch can hold
+    only_first calls are calls only where nothing has been said before
     """
 
     name: str
@@ -91,6 +92,7 @@ class Sample:
     tags: tuple[str, ...] = ()
     spelt_ok: bool = True
     max_calls: int = 99
+    only_first: bool = False
     tools: tuple[DeclaredTool, ...] | None = None
 
 
@@ -137,6 +139,8 @@ def fixtures(sample: Sample) -> list[Fixture]:
         if any(isinstance(part, Think) for part in parts) and sample.think is None:
             continue
         if any(isinstance(part, list) and len(part) > sample.max_calls for part in parts):
+            continue
+        if sample.only_first and any(isinstance(part, Say) for part in parts[:-1]):
             continue
         found.append(written(sample, name, parts))
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -20,26 +21,163 @@ from tests.support.formats import (
     table,
 )
 
+Write = Callable[[Sequence[Call], int], str]
 
-def hermes(calls: Sequence[Call], before: int) -> str:
-    body = [dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
-    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in body)
+
+def objects(
+    calls: Sequence[Call], name: str = "name", arguments: str = "arguments"
+) -> list[dict[str, Any]]:
+    return [{name: call.name, arguments: call.arguments} for call in calls]
+
+
+def each(opening: str, closing: str, **keys: str) -> Write:
+    """A pair of markers around every call."""
+
+    def write(calls: Sequence[Call], before: int) -> str:
+        return "\n".join(f"{opening}{dumps(call)}{closing}" for call in objects(calls, **keys))
+
+    return write
+
+
+def array(opening: str, closing: str = "", **keys: str) -> Write:
+    """An array of all calls between a pair of markers."""
+    return lambda calls, before: f"{opening}{dumps(objects(calls, **keys))}{closing}"
+
+
+def separated(calls: Sequence[Call], before: int) -> str:
+    return "; ".join(dumps(call) for call in objects(calls, arguments="parameters"))
+
+
+def by_name(calls: Sequence[Call], before: int) -> str:
+    body = [{call.name: call.arguments} for call in calls]
+    return f"<|tools_prefix|>{dumps(body)}<|tools_suffix|>"
+
+
+def command(calls: Sequence[Call], before: int) -> str:
+    body = [
+        {"tool_call_id": str(i), "tool_name": call.name, "parameters": call.arguments}
+        for i, call in enumerate(calls, before)
+    ]
+    return f"<|START_ACTION|>{dumps(body)}<|END_ACTION|>"
+
+
+def deepseek_v3(calls: Sequence[Call], before: int) -> str:
+    body = "\n".join(
+        f"<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{call.name}\n"
+        f"```json\n{dumps(call.arguments)}\n```<\uff5ctool▁call▁end\uff5c>"
+        for call in calls
+    )
+    return f"<\uff5ctool▁calls▁begin\uff5c>{body}<\uff5ctool▁calls▁end\uff5c>"
+
+
+def deepseek_v31(calls: Sequence[Call], before: int) -> str:
+    body = "".join(
+        f"<\uff5ctool▁call▁begin\uff5c>{call.name}<\uff5ctool▁sep\uff5c>{dumps(call.arguments)}"
+        "<\uff5ctool▁call▁end\uff5c>"
+        for call in calls
+    )
+    return f"<\uff5ctool▁calls▁begin\uff5c>{body}<\uff5ctool▁calls▁end\uff5c>"
+
+
+def kimi_id(index: int, call: Call) -> str:
+    return f"functions.{call.name}:{index}"
+
+
+def kimi(calls: Sequence[Call], before: int) -> str:
+    body = "".join(
+        f"<|tool_call_begin|>{kimi_id(i, call)}<|tool_call_argument_begin|>"
+        f"{dumps(call.arguments)}<|tool_call_end|>"
+        for i, call in enumerate(calls, before)
+    )
+    return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
+
+
+def mistral_named(calls: Sequence[Call], before: int) -> str:
+    return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{dumps(call.arguments)}" for call in calls)
+
+
+def mistral_with_ids(calls: Sequence[Call], before: int) -> str:
+    return "".join(
+        f"[TOOL_CALLS]{call.name}[CALL_ID]{nine(i)}[ARGS]{dumps(call.arguments)}"
+        for i, call in enumerate(calls, before)
+    )
+
+
+def nine(index: int) -> str:
+    return f"aB3dE6gH{index}"
+
+
+def ours_in_nine(index: int, call: Call) -> str:
+    return f"call{index + 1}".rjust(9, "0")
+
+
+def sample(label: str, write: Write, tag: str, **more: Any) -> Sample:
+    """`label` is the format's name, perhaps with a remark in brackets."""
+    return Sample(
+        label,
+        Format(TOOLS[label.partition(" ")[0]], THINK),
+        write,
+        think=reasoning_writer(THINK),
+        tags=(tag,),
+        **more,
+    )
 
 
 SAMPLES = [
-    Sample(
-        name,
-        Format(TOOLS[name], THINK),
-        hermes,
-        think=reasoning_writer(THINK),
-        tags=("</tool_call>", "<tool_call>"),
-    )
-    for name in ("hermes",)
+    sample("hermes", each("<tool_call>\n", "\n</tool_call>"), "</tool_call>"),
+    sample("hermes (opening tag)", each("<tool_call>", "</tool_call>"), "<tool_call>"),
+    sample("qwen3_json", each("<tool_call>\n", "\n</tool_call>"), "</tool_call>"),
+    sample("granite4", each("<tool_call>\n", "\n</tool_call>"), "</tool_call>"),
+    sample("ernie45", each("\n<tool_call>\n", "\n</tool_call>\n"), "</tool_call>"),
+    sample(
+        "longcat",
+        each("<longcat_tool_call>\n", "\n</longcat_tool_call>\n"),
+        "</longcat_tool_call>",
+    ),
+    sample("granite", array("<|tool_call|>"), "<|tool_call|>"),
+    sample("granite (tags)", array("<tool_call>"), "<tool_call>"),
+    sample("granite-20b-fc", each("<function_call> ", ""), "<function_call>"),
+    sample(
+        "internlm",
+        each("<|action_start|> <|plugin|>\n", "<|action_end|>\n", arguments="parameters"),
+        "<|action_end|>",
+    ),
+    sample("hunyuan_a13b", array("<tool_calls>", "</tool_calls>"), "</tool_calls>"),
+    sample("jamba", array("<tool_calls>", "</tool_calls>"), "</tool_calls>"),
+    sample("phi4_mini_json", array("functools"), "functools", markers=()),
+    sample("xlam", array(""), "</tool_call>", markers=(), only_first=True),
+    sample("xlam (fence)", array("```json\n", "\n```"), "```", markers=(), only_first=True),
+    sample("xlam (tags)", array("<tool_call>", "</tool_call>"), "</tool_call>", markers=()),
+    sample("xlam (marker)", array("[TOOL_CALLS]"), "</tool_call>", markers=()),
+    sample("llama3_json", separated, "<|python_tag|>", only_first=True),
+    sample("llama4_json", separated, "<|python_tag|>", only_first=True),
+    sample(
+        "llama3_json (marker)",
+        lambda calls, before: "<|python_tag|>" + separated(calls, before),
+        "<|python_tag|>",
+    ),
+    sample("gigachat3", each("<|function_call|>", ""), "<|function_call|>"),
+    sample("gigachat3 (role)", each("function call<|role_sep|>\n", ""), "function call"),
+    sample("apertus", by_name, "<|tools_suffix|>"),
+    sample("cohere_command3", command, "<|END_ACTION|>"),
+    sample("cohere_command4", command, "<|END_ACTION|>"),
+    sample(
+        "inkling",
+        each("<|content_invoke_tool_json|>", "<|end_message|>", arguments="args"),
+        "<|end_message|>",
+    ),
+    sample("deepseek_v3", deepseek_v3, "<\uff5ctool▁call▁end\uff5c>"),
+    sample("deepseek_v31", deepseek_v31, "<\uff5ctool▁call▁end\uff5c>"),
+    sample("kimi_k2", kimi, "<|tool_call_end|>", call_id=kimi_id),
+    sample("mistral", array("[TOOL_CALLS]"), "[TOOL_CALLS]", call_id=ours_in_nine),
+    sample("mistral (v11)", mistral_named, "[ARGS]", call_id=ours_in_nine),
+    sample("mistral (v13)", mistral_with_ids, "[ARGS]", call_id=lambda index, call: nine(index)),
 ]
-NAMES = [sample.name for sample in SAMPLES]
+NAMES = [each_one.name for each_one in SAMPLES]
+EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
+@EVERY
 def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
     row = check(sample, fixtures(sample))
     print("\n" + table([row]))
@@ -47,9 +185,13 @@ def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> 
     assert not row.differences, row.first
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
+@EVERY
 def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
-    case = next(fixture for fixture in fixtures(sample) if fixture.name == "text before a call")
+    case = next(
+        fixture
+        for fixture in reversed(fixtures(sample))
+        if fixture.name in ("text before a call", "one call")
+    )
     said = content(case.events)
     for tokens in (True, False):
         for events in cut_off(sample, case, tokens=tokens):

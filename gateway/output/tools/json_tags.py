@@ -4,14 +4,16 @@
     {"name": "f", "arguments": {"a": 1}}
     </tool_call>
 
-    opened   behind the opening marker: an object or an array begins, or it is no call
+    bound    behind an opening marker that needs another one behind it
+    opened   an object or an array begins, or it is no call
     call     in a call's object
     array    in an array, between calls
     after    a call or an array is complete: the closing marker, or another opening one
-    broken   what follows is no JSON; up to the closing marker it is told as it stands
+    broken   what follows is no JSON; up to the next marker it is told as it stands
 
 A call ends with its closing brace, not with the marker behind it. A call whose JSON breaks off is
-told as far as it goes, if its name is known; otherwise the whole stretch is content.
+told as far as it goes, if its name is known; otherwise the whole stretch is content. Behind a
+marker that is ordinary text as well (`soft`) that is nothing to warn of.
 """
 
 from __future__ import annotations
@@ -22,25 +24,42 @@ from typing import Any
 import msgspec
 
 from gateway.output.machine import Context, MachineState, Section, SectionSyntax
-from gateway.output.teller import PARSE_FAILED, Teller
+from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
 from gateway.output.tools.json_value import SPACE, CallKeys, CallScan
 
 
 class JsonTags(SectionSyntax, frozen=True, kw_only=True):
-    """open    markers that begin a stretch; of two at one place the first wins
-    close   markers that end it; none: it ends with its JSON
-    keys    what the keys of a call's object are called
+    """open       markers that begin a stretch; of two at one place the first wins. One that ends
+               with `[` or `{` is the beginning of the JSON as well
+    start      these begin a stretch only where nothing has been said
+    close      markers that end it
+    unclosed   openers whose stretch ends with its JSON; all of them, if there is no `close`
+    bound      opener -> the marker that must stand behind it
+    soft       openers that are ordinary text as well
+    separator  stands between calls that are in no array; then several follow one marker
+    keys       what the keys of a call's object are called
     """
 
     open: tuple[str, ...]
+    start: tuple[str, ...] = ()
     close: tuple[str, ...] = ()
+    unclosed: tuple[str, ...] = ()
+    bound: tuple[tuple[str, str], ...] = ()
+    soft: tuple[str, ...] = ()
+    separator: str = ""
     keys: CallKeys = CallKeys()
 
     def markers(self) -> tuple[str, ...]:
-        return self.open + self.close
+        return self.open + self.close + tuple(marker for _, marker in self.bound)
 
     def openers(self) -> tuple[str, ...]:
         return self.open
+
+    def start_openers(self) -> tuple[str, ...]:
+        return self.start
+
+    def is_closed(self, opener: str) -> bool:
+        return bool(self.close) and opener not in self.unclosed
 
     def section(
         self, context: Context, teller: Teller, state: Mapping[str, Any] | None = None
@@ -49,16 +68,19 @@ class JsonTags(SectionSyntax, frozen=True, kw_only=True):
 
 
 class JsonTagsState(MachineState):
-    """call   the call at hand
-    first  how many calls had been told before this stretch
-    array  the stretch is an array
-    raw    its text, until a call is told: it may have to be given back
+    """opener  what has begun this stretch
+    call    the call at hand
+    array   the stretch is an array
+    raw     text that has not been told, and may have to be given back
+    calls   how many calls of the stretch have been told
     """
 
     at: str = "opened"
+    opener: str = ""
     call: CallScan = msgspec.field(default_factory=CallScan)
     array: bool = False
     raw: list[str] = []
+    calls: int = 0
 
 
 class JsonTagsSection(Section):
@@ -77,10 +99,22 @@ class JsonTagsSection(Section):
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         markers = self.syntax.close + self.syntax.open
-        return dict.fromkeys(("opened", "call", "array", "after", "broken"), markers)
+        states = ("opened", "call", "array", "after", "broken")
+        bound = tuple(marker for _, marker in self.syntax.bound)
+        return dict.fromkeys(states, markers) | {"bound": bound}
 
     def on_open(self, marker: str) -> None:
-        self.s.raw = [marker]
+        s = self.s
+        s.opener, s.raw, s.calls, s.array = marker, [marker], 0, False
+        s.at = "bound" if any(marker == opener for opener, _ in self.syntax.bound) else "opened"
+        if marker.endswith("["):
+            s.at, s.array = "array", True
+        elif marker.endswith("{"):
+            s.raw.clear()
+            s.at, s.call = "call", CallScan()
+            self._in_call(marker)
+
+    # ---- text
 
     def on_text(self, text: str) -> str:
         match self.s.at:
@@ -90,79 +124,79 @@ class JsonTagsSection(Section):
                 self._tell_broken(text)
                 return ""
         start = SPACE.match(text).end()  # type: ignore[union-attr]
-        self.s.raw.append(text[:start])
+        if self.s.raw:
+            self.s.raw.append(text[:start])
         return self._next(text[start:]) if start < len(text) else ""
 
     def _next(self, text: str) -> str:
         """The first character that is no blank, between values."""
-        char, s = text[0], self.s
-        if char == "{" and (s.at == "opened" or s.at == "array"):
+        s, char = self.s, text[0]
+        expected = {"opened": "{[", "array": "{,]", "bound": ""}
+        separator = self.syntax.separator
+        if char not in expected.get(s.at, separator + "{" if separator else ""):
+            return self._unexpected(text)
+        if char == "{":
             s.at, s.call = "call", CallScan()
             return text
-        if s.at == "opened" and char == "[":
+        if char == "]":
+            return self._array_ended(text[1:])
+        if char == "[":
             s.at, s.array = "array", True
-            return self._skip(text)
-        if s.at == "array" and char == ",":
-            return self._skip(text)
-        if s.at == "array" and char == "]":
-            return self._ended(self._skip(text))
-        return self._unexpected(text)
-
-    def _skip(self, text: str) -> str:
-        self.s.raw.append(text[0])
+        if s.raw:
+            s.raw.append(char)
         return text[1:]
 
     def _in_call(self, text: str) -> str:
         s = self.s
         position, status = s.call.scan(text, self.syntax.keys, self.teller)
-        if s.call.name is None:
+        if s.call.told:
+            s.raw.clear()
+        else:
             s.raw.append(text[:position])
-        rest = text[position:]
-        if status == "broken":
-            s.at = "broken"
-            self._give_up_without_markers()
-        elif status == "end":
+        if status == "end" and s.call.told:
+            s.calls += 1
             self._call_ended()
-        return rest
+        elif status != "more":
+            self._break()
+        return text[position:]
 
     def _call_ended(self) -> None:
-        """Behind the call's closing brace."""
         s = self.s
-        if s.call.name is None:
-            s.at = "broken"
-            self._give_up_without_markers()
-        elif s.array:
-            s.at, s.raw = "array", []
-        else:
-            s.raw = []
-            self._ended("")
+        s.at = "array" if s.array else "after"
+        if not s.array and not self.syntax.separator:
+            s.done = not self.syntax.is_closed(s.opener)
 
-    def _ended(self, rest: str) -> str:
-        """Behind the stretch's JSON."""
+    def _array_ended(self, rest: str) -> str:
         s = self.s
-        if s.raw and s.raw[0] in self.syntax.open:  # an array of nothing
-            self._give_back("an array of no calls")
-        s.at, s.raw = "after", []
-        s.done = s.done or not self.syntax.close
+        if s.raw:
+            s.raw.append("]")
+            self._give_back("an array of no tool calls")
+        s.at = "after"
+        s.done = not self.syntax.is_closed(s.opener)
         return rest
 
     def _unexpected(self, text: str) -> str:
+        """No call stands where one should."""
         s = self.s
-        if s.raw and s.raw[0] in self.syntax.open:
-            self._give_back("a marker of tool calls with no call behind it")
+        if not s.calls:
+            self._give_back("the marker of a tool call, and no call behind it")
             s.done = True
-            return text
-        self.teller.warn(PARSE_FAILED, "text between tool calls")
-        s.at, s.raw = "broken", []
-        self._give_up_without_markers()
+        elif s.at == "after" and not self.syntax.is_closed(s.opener):
+            s.done = True
+        else:
+            self.teller.warn(PARSE_FAILED, "text between tool calls")
+            s.raw.clear()
+            self._break()
         return text
 
-    def _give_up_without_markers(self) -> None:
-        """What is broken lasts up to a marker; where there is none, it ends here."""
-        if self.syntax.close or self.teller.is_open:
-            return
-        self._give_back("a tool call that is no JSON")
-        self.s.done = True
+    # ---- what is broken
+
+    def _break(self) -> None:
+        """It lasts up to a marker; where none will come, it ends here."""
+        self.s.at = "broken"
+        if not self.teller.is_open and not self.syntax.is_closed(self.s.opener):
+            self._give_back("a tool call that cannot be read")
+            self.s.done = True
 
     def _tell_broken(self, text: str) -> None:
         if self.teller.is_open:
@@ -173,24 +207,33 @@ class JsonTagsSection(Section):
             self.teller.content(text)
 
     def _give_back(self, why: str) -> None:
-        if self.s.raw:
-            self.teller.give_back("".join(self.s.raw), why)
-            self.s.raw = []
+        text = "".join(self.s.raw)
+        self.s.raw.clear()
+        if self.s.opener in self.syntax.soft:
+            self.teller.content(text)
+        else:
+            self.teller.give_back(text, why)
+
+    # ---- markers
 
     def on_marker(self, marker: str) -> None:
         s = self.s
+        if s.at == "bound":
+            s.raw.append(marker)
+            s.at = "opened"
+            return
         if s.at == "call" and s.call.quoted:
             self._in_call(marker)
             return
         if self.teller.is_open:
             self.teller.end()
-        elif s.at in ("opened", "call", "broken") and s.raw:
-            s.raw.append(marker)
-            self._give_back("a tool call that is no JSON")
+        elif "".join(s.raw).strip(BLANKS + ","):
+            s.raw.append(marker if marker in self.syntax.close else "")
+            self._give_back("a tool call that cannot be read")
         if marker in self.syntax.close:
             s.done = True
         else:
-            s.at, s.array, s.raw = "opened", False, [marker]
+            self.on_open(marker)
 
     def on_stray(self, marker: str) -> None:
         if self.s.at == "call" and self.s.call.quoted:
@@ -202,11 +245,71 @@ class JsonTagsSection(Section):
         elif self.teller.is_open:
             self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
             self.teller.drop()
-        elif "".join(self.s.raw).strip(" \t\r\n,"):
+        elif "".join(self.s.raw).strip(BLANKS + ","):
             self._give_back("a tool call that is not finished")
 
 
+TOOL_CALL = JsonTags(open=("<tool_call>",), close=("</tool_call>",))
+TOOL_CALLS = JsonTags(open=("<tool_calls>",), close=("</tool_calls>",))
+COMMAND = JsonTags(
+    open=("<|START_ACTION|>",),
+    close=("<|END_ACTION|>",),
+    keys=CallKeys(name=("tool_name", "name"), arguments=("parameters", "arguments")),
+)
+IN_THE_OPEN = CallKeys(name=("name", "function"), strict=True)
+LLAMA = JsonTags(
+    open=("<|python_tag|>",),
+    start=("{",),
+    soft=("{",),
+    separator=";",
+    keys=IN_THE_OPEN,
+)
+
 FORMATS = {
-    "hermes": JsonTags(open=("<tool_call>",), close=("</tool_call>",)),
-    "qwen3_json": JsonTags(open=("<tool_call>",), close=("</tool_call>",)),
+    "hermes": TOOL_CALL,
+    "qwen3_json": TOOL_CALL,
+    "granite4": TOOL_CALL,
+    "ernie45": TOOL_CALL,
+    "longcat": JsonTags(open=("<longcat_tool_call>",), close=("</longcat_tool_call>",)),
+    "granite": JsonTags(
+        open=("<|tool_call|>", "<tool_call>"),
+        close=("</tool_call>",),
+        unclosed=("<|tool_call|>", "<tool_call>"),
+    ),
+    "granite-20b-fc": JsonTags(open=("<function_call>",)),
+    "internlm": JsonTags(
+        open=("<|action_start|>",),
+        close=("<|action_end|>",),
+        bound=(("<|action_start|>", "<|plugin|>"),),
+    ),
+    "hunyuan_a13b": TOOL_CALLS,
+    "jamba": TOOL_CALLS,
+    "phi4_mini_json": JsonTags(open=("functools[",), soft=("functools[",)),
+    "xlam": JsonTags(
+        open=("<tool_call>", "[TOOL_CALLS]"),
+        start=("```json", "["),
+        close=("</tool_call>", "```"),
+        unclosed=("[", "[TOOL_CALLS]"),
+        soft=("```json", "["),
+        keys=IN_THE_OPEN,
+    ),
+    "llama3_json": LLAMA,
+    "llama4_json": LLAMA,
+    "gigachat3": JsonTags(
+        open=("<|function_call|>", "function call"),
+        bound=(("function call", "<|role_sep|>"),),
+        soft=("function call",),
+    ),
+    "apertus": JsonTags(
+        open=("<|tools_prefix|>",),
+        close=("<|tools_suffix|>",),
+        keys=CallKeys(name_is_key=True),
+    ),
+    "cohere_command3": COMMAND,
+    "cohere_command4": COMMAND,
+    "inkling": JsonTags(
+        open=("<|content_invoke_tool_json|>",),
+        close=("<|end_message|>",),
+        keys=CallKeys(arguments=("args", "arguments")),
+    ),
 }

@@ -108,13 +108,18 @@ class CallKeys(msgspec.Struct, frozen=True):
     name         the tool's name; an object instead of a string is searched for the keys in turn
     arguments    its arguments
     id           the call's id, if it comes before the others
-    name_is_key  the object has one key, the name; its value is the arguments
+    name_is_key  each key is a name, and its value the arguments of a call
+    strict       an object with any other key (but `also`) is no call; and its name alone makes it
+                 one only if a tool of that name is declared: for calls that stand in the open
+    also         further keys that a call may have
     """
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
     id: tuple[str, ...] = ()
     name_is_key: bool = False
+    strict: bool = False
+    also: tuple[str, ...] = ("type", "id")
 
     def role(self, key: str) -> str:
         if self.name_is_key or key in self.arguments:
@@ -127,12 +132,13 @@ class CallKeys(msgspec.Struct, frozen=True):
 class CallScan(msgspec.Struct):
     """A call's position; fresh before the `{`.
 
-    phase  what is expected: "open" "key" "in_key" "colon" "value" "in_value"
-    role   what the value at hand is: "name" "arguments" "id" "other"
-    value  where the key or value at hand is
-    parts  its text so far, unless it is told as it comes
-    tells  it is: arguments of a call that has a name
-    nested open objects
+    phase    what is expected: "open" "key" "in_key" "colon" "value" "in_value"
+    role     what the value at hand is: "name" "arguments" "id" "other"
+    value    where the key or value at hand is
+    parts    its text so far, unless it is told as it comes
+    tells    it is: arguments of a call that has a name
+    nested   open objects
+    told     the call has begun
     waiting  arguments that wait for the name
     """
 
@@ -142,6 +148,7 @@ class CallScan(msgspec.Struct):
     parts: list[str] = []
     tells: bool = False
     nested: int = 0
+    told: bool = False
     name: str | None = None
     call_id: str | None = None
     waiting: str | None = None
@@ -164,16 +171,16 @@ class CallScan(msgspec.Struct):
             position = SPACE.match(text, position).end()  # type: ignore[union-attr]
             if position == len(text):
                 break
-            if not self._structural(text[position], keys):
+            if not self._structural(text[position], teller):
                 return position, "broken"
             if self.phase not in ("in_key", "in_value"):
                 position += 1
             if self.phase == "end":
-                self._finish(teller)
+                self._finish(keys, teller)
                 return position, "end"
         return position, "more"
 
-    def _structural(self, char: str, keys: CallKeys) -> bool:
+    def _structural(self, char: str, teller: Teller) -> bool:
         """One character between keys and values; whether it may stand here."""
         if self.phase == "open":
             self.phase, self.nested = "key", self.nested + 1
@@ -188,6 +195,8 @@ class CallScan(msgspec.Struct):
             return True
         self.phase, self.value, self.parts = "in_value", JsonScan(), []
         self.tells = char == "{" and self.role == "arguments" and self.name is not None
+        if self.tells:
+            self._begin(teller)
         return char not in ",:}]"
 
     def _expect_key(self, char: str) -> bool:
@@ -216,30 +225,43 @@ class CallScan(msgspec.Struct):
         """A key or value is complete; whether it makes sense."""
         raw = "".join(self.parts)
         if self.phase == "in_key":
-            key = text_of(raw)
-            self.phase, self.role = "colon", keys.role(key or "")
-            if keys.name_is_key and key:
-                self._named(key, teller)
-            return key is not None
+            return self._key(text_of(raw), keys, teller)
         self.phase = "key"
         match self.role:
             case "name":
                 name = text_of(raw)
                 if name is None or self.name is not None:
                     return False
-                self._named(name, teller)
+                self._named(name, keys, teller)
             case "id":
                 self.call_id = text_of(raw)
             case "arguments" if not self.tells:
                 self._arguments(raw, teller)
         return True
 
-    def _named(self, name: str, teller: Teller) -> None:
+    def _key(self, key: str | None, keys: CallKeys, teller: Teller) -> bool:
+        if key is None:
+            return False
+        self.phase, self.role = "colon", keys.role(key)
+        if keys.name_is_key:
+            self._finish(keys, teller)
+            self.told = False
+            self._named(key, keys, teller)
+        return self.role != "other" or not keys.strict or key in keys.also
+
+    def _named(self, name: str, keys: CallKeys, teller: Teller) -> None:
         self.name = name
-        teller.begin(name, self.call_id)
+        if not keys.strict:
+            self._begin(teller)
         if self.waiting is not None:
+            self._begin(teller)
             teller.fragment(self.waiting)
             self.waiting = None
+
+    def _begin(self, teller: Teller) -> None:
+        if not self.told and self.name is not None:
+            self.told = True
+            teller.begin(self.name, self.call_id)
 
     def _arguments(self, raw: str, teller: Teller) -> None:
         """Arguments that were not told as they came."""
@@ -251,10 +273,14 @@ class CallScan(msgspec.Struct):
         if self.name is None:
             self.waiting = raw
         else:
+            self._begin(teller)
             teller.fragment(raw)
 
-    def _finish(self, teller: Teller) -> None:
-        if self.name is not None:
+    def _finish(self, keys: CallKeys, teller: Teller) -> None:
+        """The object is complete."""
+        if keys.strict and self.name is not None and teller.declares(self.name, surely=True):
+            self._begin(teller)
+        if self.told:
             teller.end()
 
 

@@ -1,0 +1,125 @@
+"""Mistral's calls, of every version: an array of objects, or names with bare JSON arguments.
+
+    [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
+    [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]k3Xz0aB9c[ARGS]{}
+
+    choosing  behind the marker: what comes first decides which of the two it is
+    array     `json_tags` reads
+    named     `named_json` reads
+
+Ids are nine letters and digits, as Mistral's templates demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.output.machine import Context, MachineState, Section, SectionSyntax
+from gateway.output.teller import Teller
+from gateway.output.tools.json_tags import JsonTags
+from gateway.output.tools.json_value import SPACE, CallKeys
+from gateway.output.tools.named_json import NamedJson
+
+ID_CHARS = 9
+
+
+class Mistral(SectionSyntax, frozen=True, kw_only=True):
+    """array, named  the two ways; both begin with the same markers"""
+
+    array: JsonTags
+    named: NamedJson
+
+    def markers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.array.markers() + self.named.markers()))
+
+    def openers(self) -> tuple[str, ...]:
+        return self.named.openers()
+
+    def call_id(self, ours: str) -> str:
+        letters = "".join(char for char in ours if char.isalnum())
+        return letters[-ID_CHARS:].rjust(ID_CHARS, "0")
+
+    def section(
+        self, context: Context, teller: Teller, state: Mapping[str, Any] | None = None
+    ) -> Section:
+        return MistralSection(self, context, teller, state)
+
+
+class MistralState(MachineState):
+    """opener  the marker, and the blanks behind it"""
+
+    at: str = "choosing"
+    opener: str = ""
+
+
+class MistralSection(Section):
+    State = MistralState
+    UNSCANNED = frozenset({"array", "named"})
+
+    def __init__(
+        self,
+        syntax: Mistral,
+        context: Context,
+        teller: Teller,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        own = dict(state or {})
+        self.ways: Mapping[str, Section] = {
+            "array": syntax.array.section(context, teller, own.pop("array", None)),
+            "named": syntax.named.section(context, teller, own.pop("named", None)),
+        }
+        super().__init__(context, teller, own or None)
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {way: section.state() for way, section in self.ways.items()}
+
+    def on_open(self, marker: str) -> None:
+        self.s.opener = marker
+
+    def _choose(self, way: str) -> None:
+        self.s.at = way
+        self.ways[way].open(self.s.opener)
+
+    def on_text(self, text: str) -> str:
+        if self.s.at != "choosing":
+            section = self.ways[self.s.at]
+            rest = section.read(text)
+            self.s.done = section.s.done
+            return rest
+        start = SPACE.match(text).end()  # type: ignore[union-attr]
+        if start < len(text):
+            self._choose("array" if text[start] in "[{" else "named")
+        return text[start:]
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "choosing":
+            self._choose("named")
+        section = self.ways[self.s.at]
+        section.read_token(marker)
+        self.s.done = section.s.done
+
+    def on_end(self, complete: bool) -> None:
+        if self.s.at == "choosing":
+            self._choose("named")
+        section = self.ways[self.s.at]
+        section.end(complete)
+
+
+FORMATS = {
+    "mistral": Mistral(
+        array=JsonTags(
+            open=("[TOOL_CALLS]",),
+            unclosed=("[TOOL_CALLS]",),
+            keys=CallKeys(id=("id",)),
+        ),
+        named=NamedJson(
+            call_open=("[TOOL_CALLS]",),
+            id_begin=("[CALL_ID]",),
+            name_end=("[ARGS]", "{"),
+        ),
+    ),
+}
