@@ -1,0 +1,168 @@
+"""Calls as pairs of keys and values: however the answer is cut, it says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from gateway.output.events import ToolCall, ToolCallEnd, Warning, merged
+from gateway.output.formats import Format
+from gateway.output.reasoning import THINK
+from gateway.output.tools.arg_pairs import FORMATS, ArgPairs, suffix_in, with_suffix
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain
+from tests.support.formats import (
+    Call,
+    Sample,
+    check,
+    content,
+    cut_off,
+    dumps,
+    fixtures,
+    lexicon,
+    reasoning_writer,
+    seconds,
+    table,
+    units,
+)
+
+Writer = Callable[[Sequence[Call], int], str]
+TYPES = {str: "string", int: "integer", float: "number", dict: "object", list: "array"}
+
+
+def pairs(x: ArgPairs, *, typed: bool = False) -> Writer:
+    def one(call: Call) -> str:
+        text = x.call_open + call.name + "".join(x.name_close) + "\n"
+        for key, value in call.arguments.items():
+            text += f"{x.key[0]}{key}{x.key[1]}\n"
+            if typed:
+                text += f"{x.type[0]}{TYPES[type(value)]}{x.type[1]}\n"
+            text += f"{x.value[0]}{plain(value)}{x.value[1]}\n"
+        return text + x.call_close
+
+    def write(calls: Sequence[Call], before: int) -> str:
+        return "\n".join((*x.open, *map(one, calls), *x.close))
+
+    return write
+
+
+def horizon_json(calls: Sequence[Call], before: int) -> str:
+    x = FORMATS["k2_horizon"]
+    body = (dumps({"name": call.name, "arguments": call.arguments}) for call in calls)
+    return "\n".join(
+        (*x.open, *(f"{x.call_open}\n{text}\n{x.call_close}" for text in body), *x.close)
+    )
+
+
+def sample(name: str, syntax: ArgPairs, write: Writer, *tags: str) -> Sample:
+    return Sample(
+        name,
+        Format(syntax, THINK),
+        write,
+        think=reasoning_writer(THINK),
+        tags=tags or (syntax.value[1], syntax.call_close),
+        tools=TYPED_TOOLS,
+    )
+
+
+HY_V4 = with_suffix(FORMATS["hy_v4"], ":6124c78e")
+K2 = FORMATS["k2_horizon"]
+SAMPLES = [
+    *(sample(name, FORMATS[name], pairs(FORMATS[name])) for name in ("glm45", "hy_v3", "hy_v4")),
+    sample("hy_v4 with a suffix", HY_V4, pairs(HY_V4)),
+    sample("k2_horizon xml", K2, pairs(K2)),
+    sample("k2_horizon typed", K2, pairs(K2, typed=True)),
+    sample("k2_horizon json", K2, horizon_json, K2.call_close),
+]
+EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+
+
+def say(name: str, text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
+    s = sample(name, FORMATS[name], pairs(FORMATS[name]))
+    words = lexicon(s, tokens=tokens)
+    machine = s.format.machine(words, tools=tools, new_id=lambda: "id")
+    events = [event for piece in units(text, words) for event in machine.push(piece)]
+    return merged(events + machine.finish())
+
+
+def one(value: str, key: str = "z", name: str = "types") -> str:
+    body = f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>"
+    return f"<tool_call>{name}\n{body}\n</tool_call>"
+
+
+@EACH
+def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
+    row = check(sample, fixtures(sample))
+    print("\n" + table([row]))
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+@EACH
+def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
+    case = next(fixture for fixture in fixtures(sample) if fixture.name == "text before a call")
+    said = content(case.events)
+    for tokens in (True, False):
+        for events in cut_off(sample, case, tokens=tokens):
+            assert said.startswith(content(events).rstrip())
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "meant"),
+    [
+        ("i", "42", 42),
+        ("i", "x", "x"),
+        ("z", "42", 42),
+        ("z", "x", "x"),
+        ("z", '{"a": [1]}', {"a": [1]}),
+        ("z", " kept ", " kept "),
+        ("z", "a</arg_value> b", "a</arg_value> b"),
+    ],
+)
+def test_a_value_is_typed_by_its_schema_or_is_json_if_it_can_be(
+    key: str, written: str, meant: Any
+) -> None:
+    assert arguments_of(say("glm45", one(written, key), tokens=False)) == [{key: meant}]
+
+
+def test_a_call_needs_a_name_without_blanks() -> None:
+    for text in ("the <tool_call> tag is used", "<tool_call></tool_call>", "<tool_call>\n\n"):
+        events = say("glm45", text, tokens=False)
+        assert content(events).strip() == text.strip()
+        assert any(isinstance(event, Warning) for event in events)
+        assert not any(isinstance(event, ToolCall) for event in events)
+
+
+def test_a_type_the_model_writes_decides_where_the_schema_does_not() -> None:
+    def call(key: str, type_: str, value: str) -> str:
+        body = f"<ifm|arg_key>{key}</ifm|arg_key><ifm|arg_type>{type_}</ifm|arg_type>"
+        body += f"<ifm|arg_value>{value}</ifm|arg_value>"
+        return f"<ifm|tool_calls><ifm|tool_call>types{body}</ifm|tool_call></ifm|tool_calls>"
+
+    assert arguments_of(say("k2_horizon", call("i", "string", "42"))) == [{"i": "42"}]
+    assert arguments_of(say("k2_horizon", call("z", "list[int]", "[1]"))) == [{"z": [1]}]
+    assert arguments_of(say("k2_horizon", call("z", "string", "[1]"))) == [{"z": "[1]"}]
+    assert arguments_of(say("k2_horizon", call("b", "string", "true"))) == [{"b": True}]
+
+
+def test_an_unfinished_call_has_no_end() -> None:
+    events = say("glm45", "<tool_call>run<arg_key>code</arg_key><arg_value>x")
+    assert not any(isinstance(event, ToolCallEnd) for event in events)
+    assert isinstance(events[-1], Warning)
+
+
+def test_a_suffix_is_found_in_the_vocabulary() -> None:
+    assert suffix_in(["<s>", "<tool_calls:6124c78e>", "a"]) == ":6124c78e"
+    assert suffix_in(["<s>", "<tool_calls>"]) == ""
+    assert HY_V4.key == ("<arg_key:6124c78e>", "</arg_key:6124c78e>")
+
+
+@EACH
+def test_time_is_linear_in_the_text(sample: Sample) -> None:
+    x = sample.format.tools
+    assert isinstance(x, ArgPairs)
+    bait = f"{x.openers()[0]}{x.call_open}n{x.key[0]}k{x.key[1]}{x.value[0]}{x.value[1]} <"
+    for text in (bait, x.openers()[0] + " \n" * 50, x.value[1] + "\n"):
+        many = bait + text * (1_000_000 // len(text))
+        assert seconds(sample, many, step=1000) < 2.5
