@@ -59,21 +59,28 @@ def prompts_of(reference: list[dict[str, Any]]) -> list[list[int]]:
 
 def test_the_reference_is_what_transformers_says(reference: list[dict[str, Any]]) -> None:
     model, tokenizer = load_reference(smollm2_gguf())
-    for place in (0, 13, 27):
+    for place in (0, 27):
         prompt = tokenizer(PROMPTS[place], add_special_tokens=False).input_ids
         assert prompt == reference[place]["prompt"]
-        assert greedy(model, prompt, 16)[0] == reference[place]["tokens"][:16]
+        assert greedy(model, prompt, 8)[0] == reference[place]["tokens"][:8]
 
 
+@pytest.mark.timeout(600)
 def test_one_at_a_time(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
     replica = Replica(loaded, max_slots=1)
     check([replica.answers([prompt], GREEDY)[0] for prompt in prompts_of(reference)], reference)
 
 
-def test_sixteen_at_once(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+def test_sixteen_at_once_and_again_out_of_the_prefix_cache(
+    loaded: LoadedModel, reference: list[dict[str, Any]]
+) -> None:
+    """The second time, every prompt is found as far as it fills blocks."""
     replica = Replica(loaded, max_slots=16)
-    check(replica.answers(prompts_of(reference), GREEDY), reference)
+    for _ in range(2):
+        check(replica.answers(prompts_of(reference), GREEDY), reference)
     assert max(len(plan.row_slots) for plan in replica.plans) == 16
+    found = sum((len(prompt) - 1) // 16 * 16 for prompt in prompts_of(reference))
+    assert replica.engine.stats().num_cached_tokens >= found > 0
 
 
 def test_with_a_token_budget_of_32(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
@@ -89,20 +96,10 @@ def test_without_the_prefix_cache(loaded: LoadedModel, reference: list[dict[str,
     check(replica.answers(prompts_of(reference), GREEDY), reference)
 
 
-def test_out_of_the_prefix_cache(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
-    """A second time: every prompt is found as far as it fills blocks."""
-    replica = Replica(loaded)
-    for _ in range(2):
-        check(replica.answers(prompts_of(reference), GREEDY), reference)
-    stats = replica.engine.stats()
-    found = sum((len(prompt) - 1) // 16 * 16 for prompt in prompts_of(reference))
-    assert stats.num_cached_tokens >= found > 0
-
-
+@pytest.mark.parametrize("prefix_cache", [True, False])
 def test_with_so_few_blocks_that_requests_are_preempted(
-    loaded: LoadedModel, reference: list[dict[str, Any]]
+    loaded: LoadedModel, reference: list[dict[str, Any]], prefix_cache: bool
 ) -> None:
-    for prefix_cache in (True, False):
-        replica = Replica(loaded, num_blocks=25, prefix_cache=prefix_cache)
-        check(replica.answers(prompts_of(reference), GREEDY), reference)
-        assert replica.engine.stats().num_preemptions > 0
+    replica = Replica(loaded, num_blocks=41, prefix_cache=prefix_cache)
+    check(replica.answers(prompts_of(reference), GREEDY), reference)
+    assert replica.engine.stats().num_preemptions > 0
