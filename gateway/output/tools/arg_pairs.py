@@ -18,8 +18,8 @@
     broken   what follows is no call; up to the closing marker it is content
 
 Values are typed by the tool's schema (typed_value), or where that leaves it open by the type the
-model has written. `</arg_value>` ends a value only if, blanks aside, another key or the call's end comes
-next: otherwise it is text of the value. A name is written without blanks in it.
+model has written. `</arg_value>` ends a value only if, blanks aside, another key or the call's end
+comes next: otherwise it is text of the value. A name is written without blanks in it.
 
 Some checkpoints have a suffix in all their markers (`<tool_call:6124c78e>`): `suffix_in` finds it
 in a vocabulary, `with_suffix` gives a format that reads it.

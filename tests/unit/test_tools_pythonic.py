@@ -1,0 +1,220 @@
+"""Calls as Python writes them: however the answer is cut, it says the same."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.output.events import Content, ToolArguments, ToolCall, ToolCallEnd, Warning, merged
+from gateway.output.formats import Format
+from gateway.output.reasoning import THINK
+from gateway.output.tools.literal import PythonScan, json_number, literal_to_json
+from gateway.output.tools.pythonic import FORMATS
+from tests.support.format_tools import arguments_of
+from tests.support.formats import (
+    JOINT,
+    Call,
+    Sample,
+    check,
+    content,
+    cut_off,
+    fixtures,
+    lexicon,
+    reasoning_writer,
+    seconds,
+    table,
+    units,
+)
+
+
+def written(value: Any) -> str:
+    return repr(value).replace("\\ue000", JOINT)
+
+
+def one(call: Call) -> str:
+    return f"{call.name}({', '.join(f'{k}={written(v)}' for k, v in call.arguments.items())})"
+
+
+def listed(open: str = "", close: str = "") -> Callable[[Sequence[Call], int], str]:
+    return lambda calls, before: f"{open}[{', '.join(map(one, calls))}]{close}"
+
+
+def in_lines(calls: Sequence[Call], before: int) -> str:
+    return "\n".join(["<function_calls>", *map(one, calls), "</function_calls>"])
+
+
+def sample(name: str, write: Callable[[Sequence[Call], int], str], tag: str) -> Sample:
+    syntax = FORMATS[name]
+    return Sample(name, Format(syntax, THINK), write, think=reasoning_writer(THINK), tags=(tag,))
+
+
+SAMPLES = [
+    sample("pythonic", listed(), "']"),
+    sample("llama4_pythonic", listed("<|python_start|>", "<|python_end|>"), "<|python_end|>"),
+    sample("lfm2", listed("<|tool_call_start|>", "<|tool_call_end|>"), "<|tool_call_end|>"),
+    sample("olmo3", in_lines, "</function_calls>"),
+]
+EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+
+
+def cases(sample: Sample) -> list[Any]:
+    """Without a marker, calls stand at the beginning of an answer alone."""
+    bare = sample.name == "pythonic"
+    return [f for f in fixtures(sample) if not (bare and f.name in BEHIND_TEXT)]
+
+
+BEHIND_TEXT = ("text before a call", "reasoning before")
+
+
+def say(name: str, text: str) -> list[Any]:
+    s = next(sample for sample in SAMPLES if sample.name == name)
+    words = lexicon(s, tokens=True)
+    machine = s.format.machine(words, new_id=lambda: "id")
+    events = [event for piece in units(text, words) for event in machine.push(piece)]
+    return merged(events + machine.finish())
+
+
+@EACH
+def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
+    row = check(sample, cases(sample))
+    print("\n" + table([row]))
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+@EACH
+def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
+    case = next(fixture for fixture in cases(sample) if fixture.name == "closing tag in a string")
+    for tokens in (True, False):
+        for events in cut_off(sample, case, tokens=tokens):
+            assert content(events) == ""
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_every_literal_is_rewritten_as_the_json_of_its_value(value: Any) -> None:
+    text = literal_to_json(repr(value))
+    if "inf" in repr(value):
+        return
+    assert text is not None
+    assert json.loads(text) == json.loads(json.dumps(ast.literal_eval(repr(value))))
+
+
+@given(VALUES, st.integers(min_value=1, max_value=7))
+def test_a_literal_is_read_the_same_however_it_is_cut(value: Any, step: int) -> None:
+    text, scan, told = repr(value) + ",", PythonScan(), ""
+    for at in range(0, len(text), step):
+        position, status = scan.scan(text[at : at + step])
+        if status == "end":
+            assert text[at + position :] == ","
+            break
+    told = scan.writer.take()
+    assert told == literal_to_json(repr(value))
+
+
+@pytest.mark.parametrize(
+    ("literal", "meant"),
+    [
+        (r"'it\'s'", "it's"),
+        ('"""a "quoted" word"""', 'a "quoted" word'),
+        ("r'plain'", "plain"),
+        ("'two\nlines'", "two\nlines"),
+        (r"'\x41\u00e9\U0001f600\101\q'", "Aé😀A\\q"),
+        (r"'\ud83d\ude00 \ud83d'", "😀 \\ud83d"),
+        ("007", 7),
+        ("+1_000.50", 1000.5),
+        (".5", 0.5),
+        ("0xff", 255),
+        ("{'a': 1, 2: None,}", {"a": 1, "2": None}),
+        ("(1, [True, ()],)", [1, [True, []]]),
+        ("Color.RED", "Color.RED"),
+        ("true", True),
+    ],
+)
+def test_what_models_write_as_literals_is_understood(literal: str, meant: Any) -> None:
+    text = literal_to_json(literal)
+    assert text is not None
+    assert json.loads(text) == meant
+
+
+@pytest.mark.parametrize(
+    "literal", ["[1 2]", "{'a'}", "[1,,2]", "{'a':}", "[", "'a", "{1: }", "1 2"]
+)
+def test_what_is_no_literal_is_none(literal: str) -> None:
+    assert literal_to_json(literal) is None
+
+
+def test_numbers_are_written_as_json_writes_them() -> None:
+    assert json_number("-00.50e+3") == "-0.50e+3"
+    assert json_number("1.") == "1"
+    assert json_number("12.0", whole=True) == "12"
+    for text in ("", ".", "1e", "1.5.2", "abc", "--1", "1_"):
+        assert json_number(text) is None
+    assert json_number("1.5", whole=True) is None
+
+
+def test_a_list_at_the_beginning_that_holds_no_call_is_content() -> None:
+    for text in (
+        "[1] is a source",
+        "[see   below]",
+        "[f ] x",
+        "[",
+        "[]",
+        "[a.b.c, d]",
+        "[f",
+        "[f  ",
+    ):
+        events = say("pythonic", text)
+        assert content(events) == text
+        assert not any(isinstance(event, ToolCall) for event in events)
+    assert say("pythonic", "Yes [f()]") == [Content("Yes [f()]")]
+
+
+def test_a_string_argument_is_told_while_it_is_written() -> None:
+    machine = SAMPLES[0].format.machine(lexicon(SAMPLES[0], tokens=True), new_id=lambda: "id")
+    assert merged(machine.push("[run(code='a")) == [
+        ToolCall(0, "id", "run"),
+        ToolArguments(0, '{"code": "a'),
+    ]
+
+
+def test_arguments_without_names_are_told_as_they_stand_with_a_warning() -> None:
+    events = say("lfm2", "<|tool_call_start|>[f(1, x=2)]<|tool_call_end|>")
+    assert [type(event) for event in events] == [ToolCall, ToolArguments, Warning, ToolCallEnd]
+    assert events[1] == ToolArguments(0, "1, x=2)]")
+
+
+def test_content_goes_on_behind_the_calls() -> None:
+    events = say("lfm2", "<|tool_call_start|>[f(x=2)]<|tool_call_end|>\nDone.")
+    assert events[-1] == Content("Done.")
+    assert arguments_of(events) == [{"x": 2}]
+
+
+@EACH
+def test_time_is_linear_in_the_text(sample: Sample) -> None:
+    opener = (sample.format.tools.openers() or ("[",))[0]  # type: ignore[union-attr]
+    start = opener + ("[" if sample.format.tools.brackets and opener != "[" else "")  # type: ignore[union-attr]
+    for body in (
+        "f(a='''''",
+        "f(a=" + "[" * 5,
+        "f(a='\\\\",
+        "f(a=1),",
+        "f(a='x', b={}),",
+        opener + "f ",
+    ):
+        text = start + body + body[-4:] * (1_000_000 // 4)
+        assert seconds(sample, text, step=1000) < 4
+        text = start + body * (1_000_000 // len(body))
+        assert seconds(sample, text, step=1000) < 4
