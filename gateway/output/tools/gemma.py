@@ -1,0 +1,318 @@
+"""Calls as Gemma writes them: a name and an object whose keys have no quotes.
+
+    <|tool_call>call:f{city:<|"|>Oslo<|"|>,days:3,at:{x:[1,true]}}<tool_call|>
+
+    opened   behind the opening marker: `call:` and the name, up to the bracket
+    value    in the object, outside its strings
+    string   in a string: between two markers
+    after    behind the object, up to the closing marker
+    broken   what follows is no such object; up to the closing marker it is told as it stands
+
+A string has no escapes: it lasts up to the next string marker. What stands there without one is a
+number, true, false, null, or else a string. A string where the tool's schema allows none is read
+as what it allows: some checkpoints write all values as strings.
+
+Some checkpoints leave out `call`, or write a parenthesis for the bracket. Sources: the chat
+templates of Gemma 4 and FunctionGemma.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.output.machine import Context, MachineState, Section, SectionSyntax
+from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
+from gateway.output.tools.literal import LiteralWriter
+from gateway.output.tools.typed_value import kinds_of, schema_of, typed_json
+
+MAX_NAME_CHARS = 256
+NAME = re.compile(r"(?:call)?\s*:?\s*([^\W\d][\w.\-]*)\s*")
+HEAD_CHARS = re.compile(r"[\w.\-:\s]*+")
+WORD = re.compile(r"[^,:{}\[\]]*+")
+WORD_IN_PARENTHESES = re.compile(r"[^,:{}\[\]()]*+")
+
+
+class Gemma(SectionSyntax, frozen=True, kw_only=True):
+    """open, close  around a call
+    quote        around a string
+    """
+
+    open: str
+    close: str
+    quote: str
+
+    def markers(self) -> tuple[str, ...]:
+        return (self.open, self.close, self.quote)
+
+    def openers(self) -> tuple[str, ...]:
+        return (self.open,)
+
+    def section(
+        self, context: Context, teller: Teller, state: Mapping[str, Any] | None = None
+    ) -> Section:
+        return GemmaSection(self, context, teller, state)
+
+
+class GemmaState(MachineState):
+    """head     the text before the bracket, as far as it is read
+    name     of the open call
+    writer   the object's structure
+    word     a key or bare value at hand, as far as it is read
+    round    the object stands in parentheses
+    key      the last key of the object itself, not of one inside it
+    kinds    a string at hand has to be one of these types, and waits in `parts`
+    raw      the text until a call is told: it may have to be given back
+    """
+
+    at: str = "opened"
+    head: str = ""
+    name: str = ""
+    writer: LiteralWriter = msgspec.field(default_factory=LiteralWriter)
+    word: list[str] = []
+    round: bool = False
+    key: str = ""
+    kinds: list[str] = []
+    parts: list[str] = []
+    raw: list[str] = []
+
+
+class GemmaSection(Section):
+    State = GemmaState
+
+    def __init__(
+        self,
+        syntax: Gemma,
+        context: Context,
+        teller: Teller,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.syntax = syntax
+        super().__init__(context, teller, state)
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        x = self.syntax
+        ends = (x.close, x.open)
+        return {
+            "opened": ends,
+            "value": (x.quote, *ends),
+            "string": (x.quote,),
+            "after": ends,
+            "broken": ends,
+        }
+
+    def on_open(self, marker: str) -> None:
+        self.s.raw = [marker]
+
+    # ---- text
+
+    def on_text(self, text: str) -> str:
+        s = self.s
+        match s.at:
+            case "opened":
+                return self._in_head(text)
+            case "value":
+                return self._in_value(text)
+            case "string":
+                self._in_string(text)
+            case "after":
+                return self._behind(text)
+            case "broken":
+                self._tell_broken(text)
+        return ""
+
+    def _in_head(self, text: str) -> str:
+        s = self.s
+        end = HEAD_CHARS.match(text).end()  # type: ignore[union-attr]
+        s.head += text[:end]
+        rest = text[end:]
+        named = NAME.fullmatch(s.head)
+        if rest and rest[0] in "{(" and named:
+            s.name, s.raw, s.at, s.round = named[1], [], "value", rest[0] == "("
+            s.writer.open("{")
+            s.writer.take()  # told with the first key: of no arguments the teller makes `{}`
+            self.teller.begin(s.name)
+            return rest[1:]
+        if rest or len(s.head) > MAX_NAME_CHARS:
+            s.raw.append(s.head)
+            self._give_back("a marker of a tool call with no call behind it")
+            s.done = True
+        return rest
+
+    def _in_value(self, text: str) -> str:
+        s = self.s
+        position, word = 0, WORD_IN_PARENTHESES if s.round else WORD
+        while position < len(text):
+            end = word.match(text, position).end()  # type: ignore[union-attr]
+            s.word.append(text[position:end])
+            if end == len(text):
+                break
+            position = end + 1
+            if not self._structural(text[end]):
+                self._tell()
+                s.at = "broken"
+                return text[end:]
+            if s.writer.done:
+                s.at = "after"
+                return text[position:]
+        self._tell()
+        return ""
+
+    def _structural(self, char: str) -> bool:
+        if char == ")" and self.s.round and len(self.s.writer.stack) == 1:
+            char = "}"
+        return self._word_ended() and self._bracket(char)
+
+    def _bracket(self, char: str) -> bool:
+        writer: LiteralWriter = self.s.writer
+        if char in "{[":
+            return writer.open(char)
+        if char in "}]":
+            ok = writer.close(char)
+            self._tell(last=writer.done)
+            return ok
+        return writer.separator(char)
+
+    def _word_ended(self) -> bool:
+        """A key or a bare value is complete, if there is one."""
+        s = self.s
+        word, s.word = "".join(s.word).strip(BLANKS), []
+        if not word:
+            return True
+        self._note_key(word)
+        writer: LiteralWriter = s.writer
+        return writer.scalar(word)
+
+    def _note_key(self, word: str) -> None:
+        if len(self.s.writer.stack) == 1 and self.s.writer.want == "key":
+            self.s.key = word
+
+    def _tell(self, *, last: bool = False) -> None:
+        text = self.s.writer.take()
+        if not text or (last and not self._told_any and text == "}"):
+            return
+        self.teller.fragment(text if self._told_any else "{" + text)
+
+    @property
+    def _told_any(self) -> bool:
+        return bool(self.teller.s.arguments)
+
+    def _in_string(self, text: str) -> None:
+        s = self.s
+        if s.kinds or s.writer.want == "key":
+            s.parts.append(text)
+        else:
+            s.writer.string(text)
+            self._tell()
+
+    def _behind(self, text: str) -> str:
+        rest = text.lstrip(BLANKS)
+        if rest:
+            self._end_call()
+            self.s.done = True
+        return rest
+
+    def _tell_broken(self, text: str) -> None:
+        if self.teller.is_open:
+            self.teller.fragment(text)
+        else:
+            self.teller.content(text)
+
+    def _give_back(self, why: str) -> None:
+        self.teller.give_back("".join(self.s.raw), why)
+        self.s.raw = []
+
+    # ---- strings
+
+    def _begin_string(self) -> None:
+        s = self.s
+        blank = not "".join(s.word).strip(BLANKS)
+        if not blank or s.writer.want not in ("key", "value"):
+            s.at = "broken"
+            self._tell_broken("".join(s.word) + self.syntax.quote)
+            return
+        s.word, s.parts, s.kinds, s.at = [], [], [], "string"
+        if s.writer.want == "value":
+            if len(s.writer.stack) == 1:
+                s.kinds = self._kinds()
+            if not s.kinds:
+                s.writer.begin_string()
+                self._tell()
+
+    def _kinds(self) -> list[str]:
+        """The types of the argument at hand, if a string is none of them."""
+        parameters = self.teller.parameters(self.s.name)
+        kinds = kinds_of(schema_of(parameters, self.s.key), parameters)
+        return [] if "string" in kinds else list(kinds)
+
+    def _end_string(self) -> None:
+        s = self.s
+        s.at = "value"
+        text, s.parts = "".join(s.parts), []
+        if s.writer.want == "key":
+            self._note_key(text)
+            s.writer.scalar(text)
+        elif s.kinds:
+            s.writer.raw(typed_json(text, tuple(s.kinds)))
+        else:
+            s.writer.end_string()
+        self._tell()
+
+    # ---- markers
+
+    def on_marker(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if s.at == "string":
+            self._end_string()
+        elif marker == x.quote:
+            self._begin_string()
+        else:
+            self._end_or_open(marker)
+
+    def _end_or_open(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if self.teller.is_open:
+            if s.at == "value":
+                self._tell_broken("".join(s.word))
+            self._end_call()
+        elif s.raw:
+            s.raw += [s.head, marker] if marker == x.close else [s.head]
+            self._give_back("a marker of a tool call with no call behind it")
+        if marker == x.close:
+            s.done = True
+        else:
+            self.open(marker)
+
+    def _end_call(self) -> None:
+        if self.teller.is_open:
+            self.teller.end()
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "string":
+            self._in_string(marker)
+
+    # ---- the end
+
+    def on_end(self, complete: bool) -> None:
+        s = self.s
+        if not complete:
+            self.teller.drop()
+        elif s.at == "after":
+            self._end_call()
+        elif self.teller.is_open:
+            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.teller.drop()
+        elif s.raw:
+            s.raw.append(s.head)
+            self._give_back("a tool call that is not finished")
+
+
+FORMATS = {
+    "gemma4": Gemma(open="<|tool_call>", close="<tool_call|>", quote='<|"|>'),
+    "functiongemma": Gemma(
+        open="<start_function_call>", close="<end_function_call>", quote="<escape>"
+    ),
+}

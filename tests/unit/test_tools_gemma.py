@@ -1,0 +1,137 @@
+"""Gemma's calls: however the answer is cut, it says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from gateway.output.events import Content, ToolArguments, ToolCall, ToolCallEnd, Warning, merged
+from gateway.output.formats import Format
+from gateway.output.reasoning import THINK
+from gateway.output.tools.gemma import FORMATS, Gemma
+from tests.support.format_tools import TYPED_TOOLS, arguments_of
+from tests.support.formats import (
+    Call,
+    Sample,
+    check,
+    content,
+    cut_off,
+    dumps,
+    fixtures,
+    lexicon,
+    reasoning_writer,
+    seconds,
+    table,
+    units,
+)
+
+
+def literal(value: Any, quote: str) -> str:
+    match value:
+        case str():
+            return f"{quote}{value}{quote}"
+        case dict():
+            return "{" + ",".join(f"{k}:{literal(v, quote)}" for k, v in value.items()) + "}"
+        case list():
+            return "[" + ",".join(literal(item, quote) for item in value) + "]"
+    return dumps(value)
+
+
+def writer(x: Gemma) -> Callable[[Sequence[Call], int], str]:
+    return lambda calls, before: "".join(
+        f"{x.open}call:{call.name}{literal(call.arguments, x.quote)}{x.close}" for call in calls
+    )
+
+
+SAMPLES = [
+    Sample(
+        name,
+        Format(syntax, THINK),
+        writer(syntax),
+        think=reasoning_writer(THINK),
+        tags=(syntax.close, syntax.open),
+    )
+    for name, syntax in FORMATS.items()
+]
+EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+
+
+def say(text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
+    words = lexicon(SAMPLES[0], tokens=tokens)
+    machine = SAMPLES[0].format.machine(words, tools=tools, new_id=lambda: "id")
+    events = [event for piece in units(text, words) for event in machine.push(piece)]
+    return merged(events + machine.finish())
+
+
+def call(body: str) -> str:
+    return f"<|tool_call>{body}<tool_call|>"
+
+
+@EACH
+def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
+    row = check(sample, fixtures(sample))
+    print("\n" + table([row]))
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+@EACH
+def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
+    case = next(fixture for fixture in fixtures(sample) if fixture.name == "text before a call")
+    said = content(case.events)
+    for tokens in (True, False):
+        for events in cut_off(sample, case, tokens=tokens):
+            assert said.startswith(content(events).rstrip())
+
+
+@pytest.mark.parametrize(
+    ("body", "meant"),
+    [
+        ('call:types{z:<|"|>a, {b}<|"|>}', {"z": "a, {b}"}),
+        ("call:types{z:text, b:true}", {"z": "text", "b": True}),
+        ('call:types{b:<|"|>true<|"|>,i:<|"|>4<|"|>}', {"b": True, "i": "4"}),
+        ('call:types{<|"|>odd key<|"|>:1}', {"odd key": 1}),
+        ("call:types { z : 1 , }", {"z": 1}),
+        (":types(z:1)", {"z": 1}),
+        ("call:now{}", {}),
+        ("call:types{z:[],l:[{},[1,2]]}", {"z": [], "l": [{}, [1, 2]]}),
+    ],
+)
+def test_an_object_without_quotes_becomes_json(body: str, meant: Any) -> None:
+    events = say(call(body))
+    assert arguments_of(events) == [meant]
+    assert isinstance(events[-1], ToolCallEnd)
+
+
+def test_a_string_is_told_while_it_is_written() -> None:
+    machine = SAMPLES[0].format.machine(lexicon(SAMPLES[0], tokens=False), tools=TYPED_TOOLS)
+    machine.push('<|tool_call>call:run{code:<|"|>')
+    assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
+
+
+def test_a_marker_with_no_call_behind_it_is_content_and_a_warning_says_so() -> None:
+    for text in ("<|tool_call> is a tag", "<|tool_call>", "<|tool_call><tool_call|>"):
+        events = say(text, tokens=False)
+        assert content(events) == text
+        assert any(isinstance(event, Warning) for event in events)
+        assert not any(isinstance(event, ToolCall) for event in events)
+
+
+def test_what_is_no_object_is_told_as_it_stands_with_a_warning() -> None:
+    events = say(call("call:f{a:1 {}}"))
+    assert [type(e) for e in events][-2:] == [Warning, ToolCallEnd]
+
+
+def test_content_goes_on_behind_a_call_that_is_not_closed() -> None:
+    assert say("<|tool_call>call:now{} Done.")[-1] == Content("Done.")
+
+
+@EACH
+def test_time_is_linear_in_the_text(sample: Sample) -> None:
+    x = sample.format.tools
+    assert isinstance(x, Gemma)
+    for body in ("a:[" * 3, f"a:{x.quote}{x.quote},", "a:1,", f"{x.close}{x.open}call:f{{", "<|<"):
+        text = f"{x.open}call:f{{" + body * (1_000_000 // len(body))
+        assert seconds(sample, text, step=1000) < 4
