@@ -26,11 +26,20 @@ START, CONTENT, WRAPPED, HEADER = "start", "content", "wrapped", "header"
 OPENING, REASONING, CALLS = "opening", "reasoning", "calls"
 
 
+MAX_HEADER_CHARS = 128
+"""What is longer is no header."""
+
+
 class AnswerState(MachineState):
-    """thoughts  all reasoning so far, kept only where it may have to be given as content"""
+    """thoughts  all reasoning so far, kept only where it may have to be given as content
+    heading   the header so far
+    marked    a marker has been seen: a text without any has no header either
+    """
 
     at: str = START
     thoughts: list[str] = []
+    heading: str = ""
+    marked: bool = False
 
 
 class Answer(Machine):
@@ -82,8 +91,8 @@ class Answer(Machine):
             START: reasoning.open + reasoning.wrap_open + between + calls + first,
             CONTENT: again + wrap + between + calls,
             WRAPPED: again + reasoning.wrap_close + between + calls,
-            HEADER: reasoning.open + reasoning.wrap_open + between + calls,
-            OPENING: reasoning.open + ends,
+            HEADER: reasoning.open + wrap + reasoning.header_end + between + calls,
+            OPENING: reasoning.open + reasoning.label + ends,
             REASONING: ends,
         }
 
@@ -98,7 +107,7 @@ class Answer(Machine):
             case "reasoning":
                 self._think(text)
             case "header":
-                pass
+                self._in_header(text)
             case at:
                 return self._first(text, CONTENT if at == START else REASONING)
         return ""
@@ -121,20 +130,33 @@ class Answer(Machine):
 
     def on_marker(self, marker: str) -> None:
         reasoning = self.reasoning
+        self.s.marked = True
         match self.s.at:
-            case "opening" if marker in reasoning.open:
+            case "opening" if marker in reasoning.label:
                 self.s.at = REASONING
+            case "opening" if marker in reasoning.open:
+                pass
             case "opening" | "reasoning":
                 self.teller.end_reasoning()
                 self.s.at = START
                 if marker not in reasoning.close:
                     self._open_section(marker)
+            case "header" if marker in reasoning.header_end:
+                self._header_ended()
+            case _:
+                self._between(marker)
+
+    def _between(self, marker: str) -> None:
+        """A marker outside reasoning and calls."""
+        reasoning = self.reasoning
+        match self.s.at:
             case _ if marker in reasoning.open:
                 self._open_reasoning()
             case _ if marker in reasoning.wrap_open:
                 self._mark(WRAPPED)
             case _ if marker in reasoning.header:
                 self._mark(HEADER)
+                self.s.heading = ""
             case _ if marker in reasoning.wrap_close:
                 self._mark(CONTENT)
             case at if marker in reasoning.ignored:
@@ -148,6 +170,20 @@ class Answer(Machine):
                 self._section_token(marker)
             case "opening" | "reasoning" if marker not in self.reasoning.open:
                 self._think(marker)
+
+    def _in_header(self, text: str) -> None:
+        s = self.s
+        s.heading += text
+        if len(s.heading) > MAX_HEADER_CHARS:
+            s.at = CONTENT
+            self.teller.content(s.heading)
+
+    def _header_ended(self) -> None:
+        thinks = self.reasoning.thinks
+        if thinks and thinks in self.s.heading:
+            self._open_reasoning()
+        else:
+            self._mark(CONTENT)
 
     def _mark(self, then: str) -> None:
         self.teller.mark()
@@ -188,6 +224,8 @@ class Answer(Machine):
             self.section.end(complete)
         elif self.s.at in (OPENING, REASONING):
             self.teller.end_reasoning()
+        elif self.s.at == HEADER and not self.s.marked:
+            self.teller.content(self.s.heading)
         if self.reasoning.force_content and not self.teller.s.said:
             self.teller.content("".join(self.s.thoughts).strip())
         self.teller.finish()

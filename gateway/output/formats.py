@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,7 +16,7 @@ from gateway.output.machine import (
     SectionSyntax,
     tokens_of,
 )
-from gateway.output.reasoning import ReasoningFormat
+from gateway.output.reasoning import REASONING, ReasoningFormat
 from gateway.output.teller import DeclaredTool, new_call_id
 from gateway.output.tools import json_tags, mistral, named_json
 from gateway.text.tokenizer import Tokenizer
@@ -28,6 +28,10 @@ TOOLS: Mapping[str, ToolSyntax] = {
     **named_json.FORMATS,
     **mistral.FORMATS,
 }
+
+
+READ_WHOLE: Mapping[str, str] = {"openai_gptoss": "openai", "kimi_k3": "kimi_k3"}
+"""Reasoning that is part of a syntax which rules the whole answer: its name -> the tool format."""
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -76,6 +80,33 @@ class Format(msgspec.Struct, frozen=True):
             return new_id
         form = self.tools.call_id
         return lambda: form(new_id())
+
+
+def format_of(tools: str | None, reasoning: str | None) -> Format:
+    """The format of these names; None: no tool calls, or no reasoning, are looked for.
+
+    Raises ValueError, naming those that exist, for a name that does not.
+    """
+    syntax = _named(TOOLS, tools, "tool format") if tools else None
+    if reasoning is not None and reasoning in READ_WHOLE:
+        whole = _named(TOOLS, READ_WHOLE[reasoning], "tool format")
+        if syntax not in (None, whole):
+            raise ValueError(
+                f"reasoning format {reasoning!r} is part of tool format {READ_WHOLE[reasoning]!r} "
+                f"and cannot be read together with {tools!r}"
+            )
+        return Format(whole)
+    thinking = _named(REASONING, reasoning, "reasoning format") if reasoning else None
+    return Format(syntax, thinking)
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _named(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
+    if name not in table:
+        raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(sorted(table))}")
+    return table[name]
 
 
 class BoundFormat(msgspec.Struct, frozen=True):

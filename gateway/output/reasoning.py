@@ -1,8 +1,38 @@
-"""How models think aloud, as data: the markers, and where an answer starts."""
+"""How models think aloud, as data: the markers, and where an answer starts.
+
+Whether an answer starts inside a block of reasoning is read off the end of the rendered prompt
+(`starts_inside`): templates open a block, close it at once, or leave it to the model, and no flag
+knows better than the prompt what they did. Only where the prompt says nothing does the format's
+default count, and the request's switch.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
+
+OFF = (False, 0, "none", "no_think", "disabled", "off", "false")
+"""Values of a template's switch that mean no reasoning."""
+
+
+class Switch(msgspec.Struct, frozen=True):
+    """The template's own switch for reasoning.
+
+    keys     template kwargs; the first that is given decides
+    default  where none is
+    """
+
+    keys: tuple[str, ...]
+    default: bool = True
+
+    def is_on(self, kwargs: Mapping[str, Any]) -> bool:
+        for key in self.keys:
+            if (value := kwargs.get(key)) is not None:
+                return value not in OFF
+        return self.default
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -10,36 +40,217 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     open            markers that begin a block of reasoning
     close           markers that end it
+    label           text that may follow the opening marker, and is no part of the reasoning
     only_at_start   a block may begin only where nothing has been said
     calls_end_it    the first marker of a tool call ends the block, too
     wrap_open       markers that some models put before the answer proper, where nothing has been
                     said; no content
     wrap_close      markers behind it
     header          markers that begin a message; the text up to the next marker says whom it is for
+    header_end      markers that end a header of which nothing else is known
+    thinks          a header with this text begins reasoning
     ignored         markers that say nothing in content
     prefix          told as content before all else
+    switch          how the template is told to leave reasoning out
+    identity        with the switch off, markers are ordinary text
     default_inside  an answer starts inside a block where the prompt does not say otherwise
-    force_content   an answer of nothing but reasoning has it as its content as well
+    may_force       the request may want the reasoning of an answer that is nothing else as content
+    force_content   it does
     """
 
     open: tuple[str, ...] = ()
     close: tuple[str, ...] = ()
+    label: tuple[str, ...] = ()
     only_at_start: bool = False
     calls_end_it: bool = False
     wrap_open: tuple[str, ...] = ()
     wrap_close: tuple[str, ...] = ()
     header: tuple[str, ...] = ()
+    header_end: tuple[str, ...] = ()
+    thinks: str = ""
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+    switch: Switch | None = None
+    identity: bool = False
     default_inside: bool = False
+    may_force: bool = False
     force_content: bool = False
 
     def markers(self) -> tuple[str, ...]:
-        return (
-            self.open + self.close + self.wrap_open + self.wrap_close + self.header + self.ignored
-        )
+        """Every marker that a vocabulary may have as one token."""
+        answer = self.wrap_open + self.wrap_close
+        return self.open + self.close + answer + self.header + self.header_end + self.ignored
+
+
+class Start(msgspec.Struct, frozen=True):
+    """How one answer is to be read from its first token on."""
+
+    format: ReasoningFormat
+    inside: bool
 
 
 NO_REASONING = ReasoningFormat()
 
+BOUNDARY = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|\[/?INST\]|</?s>"
+    r"|<(?:start|end)_of_turn>|<\|?turn\|?>|<eos>|<assistant>"
+)
+"""What separates turns in prompts. A marker of the format that stands before the last of them says
+nothing about the answer: a user may have written it."""
+
+
+def start(
+    format: ReasoningFormat,
+    prompt_tail: str,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Start:
+    """How to read an answer to a prompt that ends with `prompt_tail`, its special tokens spelt out.
+
+    kwargs  the effective template kwargs with which the prompt was rendered
+    """
+    given = kwargs or {}
+    is_on = format.switch is None or format.switch.is_on(given)
+    said = says_inside(prompt_tail, format)
+    inside = said if said is not None else format.default_inside and is_on
+    if format.identity and not is_on and not inside:
+        return Start(NO_REASONING, False)
+    if format.may_force and given.get("force_nonempty_content"):
+        format = msgspec.structs.replace(format, force_content=True)
+    return Start(format, inside)
+
+
+def starts_inside(prompt_tail: str, format: ReasoningFormat) -> bool:
+    """Whether an answer to a prompt that ends so starts inside a block of reasoning."""
+    said = says_inside(prompt_tail, format)
+    return format.default_inside if said is None else said
+
+
+def says_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
+    """Whether the last turn of the prompt leaves a block of reasoning open; None where it has
+    none."""
+    turn = prompt_tail[_last_boundary(prompt_tail, format) :]
+    opened = max((turn.rfind(marker) for marker in _openers(format)), default=-1)
+    closed = max((turn.rfind(marker) for marker in format.close), default=-1)
+    return None if opened == closed == -1 else opened > closed
+
+
+def _openers(format: ReasoningFormat) -> tuple[str, ...]:
+    if not format.thinks:
+        return format.open
+    return format.open + tuple(format.thinks + end for end in format.header_end)
+
+
+def _last_boundary(text: str, format: ReasoningFormat) -> int:
+    """Where the text behind the last separator of turns begins."""
+    own = format.markers()
+    last = 0
+    for found in BOUNDARY.finditer(text):
+        if found[0] not in own or found[0] in format.header:
+            last = found.end()
+    return last
+
+
 THINK = ReasoningFormat(open=("<think>",), close=("</think>",))
+"""The markers of most models."""
+
+_ENABLE = Switch(("enable_thinking",))
+_EITHER = Switch(("thinking", "enable_thinking"))
+_EITHER_OFF = Switch(("thinking", "enable_thinking"), default=False)
+
+
+def _like_think(**options: Any) -> ReasoningFormat:
+    return msgspec.structs.replace(THINK, **options)
+
+
+_COMMAND = ReasoningFormat(
+    open=("<|START_THINKING|>",),
+    close=("<|END_THINKING|>",),
+    wrap_open=("<|START_RESPONSE|>", "<|START_TEXT|>"),
+    wrap_close=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+)
+_DEEPSEEK_V4 = _like_think(switch=_EITHER_OFF, identity=True)
+_QWEN = _like_think(switch=_ENABLE)
+_GLM = _like_think(switch=_EITHER)
+_FORCING = _like_think(switch=_ENABLE, may_force=True)
+_INSIDE = _like_think(default_inside=True)
+_HY_OPEN, _HY_CLOSE = ("<think:opensource>", "<think>"), ("</think:opensource>", "</think>")
+
+REASONING: Mapping[str, ReasoningFormat] = {
+    "apertus": ReasoningFormat(open=("<|inner_prefix|>",), close=("<|inner_suffix|>",)),
+    "cohere_command3": _COMMAND,
+    "cohere_command4": _COMMAND,
+    "deepseek_r1": _INSIDE,
+    "deepseek_v3": _like_think(switch=_EITHER_OFF, identity=True, default_inside=True),
+    "deepseek_v4": _DEEPSEEK_V4,
+    "deepseek_v41": _DEEPSEEK_V4,
+    "ernie45": _like_think(
+        wrap_open=("<response>",), wrap_close=("</response>",), default_inside=True
+    ),
+    "gemma4": ReasoningFormat(
+        open=("<|channel>",),
+        close=("<channel|>",),
+        label=("thought\n",),
+        switch=Switch(("enable_thinking",), default=False),
+    ),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "granite": ReasoningFormat(
+        open=("Here is my thought process:", "Here's my thought process:"),
+        close=("Here is my response:", "Here's my response:"),
+        only_at_start=True,
+    ),
+    "granite_thinking_parser": _FORCING,
+    "holo2": _like_think(switch=_EITHER, identity=True, default_inside=True),
+    "hunyuan_a13b": _like_think(wrap_open=("<answer>",), wrap_close=("</answer>",)),
+    "hy_v3": ReasoningFormat(
+        open=_HY_OPEN,
+        close=_HY_CLOSE,
+        switch=Switch(("reasoning_effort",), default=False),
+        identity=True,
+    ),
+    "hy_v4": ReasoningFormat(
+        open=_HY_OPEN, close=_HY_CLOSE, switch=Switch(("reasoning_effort",)), identity=True
+    ),
+    "inkling": ReasoningFormat(
+        open=("<|content_thinking|>",),
+        close=("<|end_message|>",),
+        wrap_open=("<|content_text|>",),
+        wrap_close=("<|end_message|>",),
+        header=("<|message_model|>",),
+        ignored=("<|content_model_end_sampling|>",),
+    ),
+    "k2_horizon": ReasoningFormat(
+        open=("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
+        close=("</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>"),
+        switch=_ENABLE,
+    ),
+    "kimi_k2": _like_think(switch=_EITHER, calls_end_it=True),
+    "ling3": _GLM,
+    "mimo": _QWEN,
+    "minicpmv": _QWEN,
+    "minimax_m2": _INSIDE,
+    "minimax_m2_append_think": ReasoningFormat(prefix="<think>"),
+    "minimax_m3": ReasoningFormat(
+        open=("<mm:think>",), close=("</mm:think>",), switch=Switch(("thinking_mode",))
+    ),
+    "mistral": ReasoningFormat(open=("[THINK]", "<think>"), close=("[/THINK]", "</think>")),
+    "muse_glimmer": ReasoningFormat(
+        close=("<|eom|>",),
+        header=("<|start|>",),
+        header_end=("<|message|>",),
+        thinks="to=self",
+        ignored=("<|eom|>", "<|eot|>"),
+    ),
+    "nemotron_v3": _FORCING,
+    "olmo3": _INSIDE,
+    "plamo3": ReasoningFormat(
+        open=("<|plamo:begin_think:plamo|>",),
+        close=("<|plamo:end_think:plamo|>",),
+        switch=_ENABLE,
+    ),
+    "poolside_v1": _QWEN,
+    "qwen3": _QWEN,
+    "seed_oss": ReasoningFormat(open=("<seed:think>",), close=("</seed:think>",)),
+    "step3": _INSIDE,
+    "step3p5": _QWEN,
+}
