@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import msgspec
 from gevent.event import Event
 
 from gateway.engine_client import EngineClient, Report
-from gateway.output.events import Delta, Failed, Finished
+from gateway.metering import ThinkingMeter
+from gateway.output.events import Delta, Failed, Finished, ToolCall, ToolCallEnd, Warning
 from gateway.output.reader import Reader, ReaderFactory
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
@@ -33,16 +35,40 @@ from protocol.sampling import SamplingParams
 log = logging.getLogger(__name__)
 
 
+NOT_CALLED = "tool_choice_not_followed"
+
+
 class ClientGone(Exception):
     """The client hung up: there is nobody to answer."""
 
 
+class Demand(msgspec.Struct, frozen=True):
+    """The answer has to call a tool: the one of this name, or any."""
+
+    name: str | None = None
+
+    def unmet(self, called: Sequence[str]) -> Warning | None:
+        """What to say of an answer that has ended by itself, and has called these."""
+        if self.name is None and not called:
+            return Warning(NOT_CALLED, "a tool call was required, and the model made none")
+        if self.name is not None and set(called) != {self.name}:
+            return Warning(NOT_CALLED, f"the model did not call {self.name!r} alone")
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one prompt needs: its tokens, and the parameters of each of its choices."""
+    """What one prompt needs: its tokens, the parameters of each of its choices, how they are read.
+
+    new_meter  makes what counts the tokens of reasoning, where they can be counted
+    demand     what the answer has to be, where nothing forces it to
+    """
 
     prompt_ids: list[int]
     choices: list[SamplingParams]
+    readers: ReaderFactory
+    new_meter: Callable[[], ThinkingMeter] | None = None
+    demand: Demand | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +80,9 @@ class Choice:
     ask: Ask
     params: SamplingParams
     reader: Reader
+    meter: ThinkingMeter | None = None
+    begun: str = ""  # the name of the last call
+    called: list[str] = field(default_factory=list)  # names of complete calls; kept for a demand
     request: int = 0
     is_accepted: bool = False
     is_ended: bool = False
@@ -77,7 +106,6 @@ class Answer:
         self,
         engine: EngineClient,
         asks: Sequence[Ask],
-        readers: ReaderFactory,
         *,
         namespace: str = "",
         priority: int = 0,
@@ -86,7 +114,8 @@ class Answer:
         self.choices: list[Choice] = []
         for place, ask in enumerate(asks):
             for params in ask.choices:
-                choice = Choice(len(self.choices), place, ask, params, readers.new())
+                meter = ask.new_meter() if ask.new_meter else None
+                choice = Choice(len(self.choices), place, ask, params, ask.readers.new(), meter)
                 self.choices.append(choice)
         self.first_token_at: float | None = None
         self.finish: str | None = None  # for the log: the last choice's reason, or our own word
@@ -188,6 +217,12 @@ class Answer:
     def num_generated_tokens(self) -> int:
         return sum(choice.num_generated for choice in self.choices)
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """None where they cannot be counted."""
+        meters = [choice.meter for choice in self.choices]
+        return sum(meter.count for meter in meters if meter) if all(meters) else None
+
     # ---- for the engine client, in the hub
 
     def _take(self, choice: Choice, report: Report) -> None:
@@ -221,6 +256,8 @@ class Answer:
         if not delta:
             return
         last = delta.events[-1]
+        if choice.ask.demand is not None:
+            _judge(choice, choice.ask.demand, delta)
         if self._sink is not None:
             self._sink.delta(choice, delta)
         else:
@@ -236,6 +273,8 @@ class Answer:
     def _count(self, choice: Choice, output: Output) -> None:
         if output.tokens:
             choice.num_generated += len(output.tokens)
+            if choice.meter is not None:
+                choice.meter.push(output.tokens)
             if self.first_token_at is None:
                 self.first_token_at = time.monotonic()
         if output.usage is not None:
@@ -258,6 +297,20 @@ class Answer:
             say(self._sink)
         else:
             self._early.append(say)
+
+
+def _judge(choice: Choice, demand: Demand, delta: Delta) -> None:
+    """Before its end, an answer that is not what was demanded is told with a warning."""
+    for event in delta.events:
+        if isinstance(event, ToolCall):
+            choice.begun = event.name
+        elif isinstance(event, ToolCallEnd):
+            choice.called.append(choice.begun)
+    last = delta.events[-1]
+    if isinstance(last, Finished) and last.reason in ("stop", "tool_calls"):
+        warning = demand.unmet(choice.called)
+        if warning is not None:
+            delta.events.insert(-1, warning)
 
 
 class _Nobody:

@@ -9,23 +9,27 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import gevent
 import msgspec
 from gevent import get_hub
 
 from gateway.answering import Answer, Ask
+from gateway.chat.kwargs import effective_kwargs
 from gateway.chat.render import ChatRenderer
+from gateway.chat.template import ChatTemplate
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
 from gateway.metrics import Metrics
-from gateway.output.reader import ReaderFactory
+from gateway.reading import NO_READING, Reading
 from gateway.text.tokenizer import Tokenizer
 from protocol.config import GatewayConfig
-from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
+from protocol.errors import Draining, EngineNotReady, InvalidRequest, ServingError, UnknownModel
 from protocol.messages import Limits
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.sampling import SamplingParams
@@ -47,10 +51,57 @@ def version() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What the operator says of the model, whichever it is; checked as far as it can be without
+    one.
+
+    chat_template  source; None: the model's own
+    """
+
+    served_names: Sequence[str]
+    chat_template: str | None
+    template_kwargs: Mapping[str, Any]
+    tool_format: str
+    reasoning_format: str
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> ModelOptions:
+        """Raises ValueError, saying which option is wrong."""
+        return cls(
+            served_names=config.served_name,
+            chat_template=_template_in(config.chat_template) if config.chat_template else None,
+            template_kwargs=_template_kwargs(config.default_chat_template_kwargs),
+            tool_format=config.tool_format,
+            reasoning_format=config.reasoning_format,
+        )
+
+
+def _template_in(path: str) -> str:
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+        ChatTemplate(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--chat-template {path}: {error}") from None
+    return source
+
+
+def _template_kwargs(text: str) -> Mapping[str, Any]:
+    option = "--default-chat-template-kwargs"
+    try:
+        kwargs = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+        effective_kwargs(server_defaults=kwargs)
+    except (msgspec.DecodeError, InvalidRequest) as error:
+        raise ValueError(f"{option}: {error}") from None
+    return kwargs
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model card made usable: once per model, shared by all requests.
 
-    names   what the API calls it; the first is its name, the others are aliases
+    names           what the API calls it; the first is its name, the others are aliases
+    reading         how its answers are read
+    default_kwargs  what its template is told where a request says nothing
     """
 
     card: ModelCard
@@ -58,21 +109,27 @@ class ServedModel:
     names: Sequence[str]
     tokenizer: Tokenizer
     renderer: ChatRenderer
+    reading: Reading
     defaults: SamplingDefaults
+    default_kwargs: Mapping[str, Any]
     fingerprint: str
     since: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, card: ModelCard, limits: Limits, served_names: Sequence[str]) -> ServedModel:
-        """Raises ValueError where the card's tokenizer cannot be used."""
+    def of(cls, card: ModelCard, limits: Limits, options: ModelOptions) -> ServedModel:
+        """Raises ValueError where the card's tokenizer, or an option, cannot be used with it."""
+        if options.chat_template is not None:
+            card = msgspec.structs.replace(card, chat_template=options.chat_template)
         tokenizer = Tokenizer(card)
         return cls(
             card=card,
             limits=limits,
-            names=served_names or [card.name],
+            names=options.served_names or [card.name],
             tokenizer=tokenizer,
             renderer=ChatRenderer(card, tokenizer),
+            reading=NO_READING,
             defaults=usable_defaults(card.defaults),
+            default_kwargs=options.template_kwargs,
             fingerprint=f"tidegate-{version()}-{card.digest[:8]}",
         )
 
@@ -108,6 +165,7 @@ class Service:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
+        self.options = ModelOptions.of(config)
         self.engine = EngineClient(config.engine or engine_address(config.port))
         self.metrics = Metrics(
             is_up=lambda: self.engine.session.is_ready, stats=lambda: self.engine.stats
@@ -117,6 +175,7 @@ class Service:
         self._answers: set[Answer] = set()
         self._watch: gevent.Greenlet[..., None] | None = None
         self._served: ServedModel | None = None
+        self._served_card: ModelCard | None = None
 
     def start(self) -> None:
         """Begin to live, once: in the process that serves, after any fork."""
@@ -181,18 +240,17 @@ class Service:
         assert card is not None
         assert limits is not None
         served = self._served
-        if served is None or served.limits is not limits or served.card is not card:
+        if served is None or served.limits is not limits or self._served_card is not card:
+            self._served_card = card
             started_at = time.monotonic()
-            served = self._served = ServedModel.of(card, limits, self.config.served_name)
+            served = self._served = ServedModel.of(card, limits, self.options)
             took_s = time.monotonic() - started_at
             log.info("serving %s after %.2f s of preparation", served.names[0], took_s)
         return served
 
-    def answer(
-        self, asks: Sequence[Ask], readers: ReaderFactory, *, namespace: str, priority: int
-    ) -> Answer:
+    def answer(self, asks: Sequence[Ask], *, namespace: str, priority: int) -> Answer:
         """A new answer, not yet opened; `forget` it when it is over."""
-        answer = Answer(self.engine, asks, readers, namespace=namespace, priority=priority)
+        answer = Answer(self.engine, asks, namespace=namespace, priority=priority)
         self._answers.add(answer)
         return answer
 

@@ -8,6 +8,7 @@ here; it travels in `steps.WorkerReady` and `messages.Welcome`.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -117,6 +118,26 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         float, about("how long open streams may go on after SIGTERM", ge=0, le=86400)
     ] = 30.0
     log_requests: Annotated[bool, about("one log line per request")] = True
+    chat_template: Annotated[
+        str, about("a file with the chat template to use; default: the model's own")
+    ] = ""
+    trust_request_chat_template: Annotated[
+        bool, about("requests may bring a chat template of their own")
+    ] = False
+    default_chat_template_kwargs: Annotated[
+        str, about("JSON object; what the chat template is told where a request says nothing")
+    ] = ""
+    tool_format: Annotated[
+        str, about("how the model writes tool calls: a name of docs/formats.md, or auto")
+    ] = "auto"
+    reasoning_format: Annotated[
+        str, about("how the model thinks aloud: a name of docs/formats.md, auto, or none")
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.chat_template:  # the gateway does not work where the user typed this
+            path = os.path.abspath(self.chat_template)
+            msgspec.structs.force_setattr(self, "chat_template", path)
 
 
 class ServeConfig(Config, frozen=True, kw_only=True):

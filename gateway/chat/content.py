@@ -21,11 +21,27 @@ PART_SEPARATOR = "\n"
 """Between text parts, where a template takes only strings."""
 
 
-def template_messages(messages: Sequence[Any], habits: Habits) -> list[dict[str, Any]]:
-    """Raises InvalidRequest naming `messages[i]...`."""
+def template_messages(
+    messages: Sequence[Any], habits: Habits, param: str = "messages"
+) -> list[dict[str, Any]]:
+    """Raises InvalidRequest naming `messages[i]...`; `param` is where the messages stand."""
     if not messages:
-        raise InvalidRequest("messages must hold at least one message", param="messages")
-    return [_message(m, habits, f"messages[{i}]") for i, m in enumerate(messages)]
+        raise InvalidRequest(f"{param} must hold at least one message", param=param)
+    told = [_message(m, habits, f"{param}[{i}]") for i, m in enumerate(messages)]
+    _check_answers(told, param)
+    return told
+
+
+def _check_answers(messages: Sequence[Mapping[str, Any]], param: str) -> None:
+    """A tool's message that names a call answers one of the calls before it. Where no call before
+    it has an id, there is nothing to name; and a message may leave the name out."""
+    known: set[str] = set()
+    for place, message in enumerate(messages):
+        known |= {call["id"] for call in message.get("tool_calls", ()) if call.get("id")}
+        answered = message.get("tool_call_id") if message["role"] == "tool" else None
+        if answered is not None and known and answered not in known:
+            at = f"{param}[{place}].tool_call_id"
+            raise InvalidRequest(f"{at} {answered!r} is the id of no tool call before it", param=at)
 
 
 def _message(message: Any, habits: Habits, at: str) -> dict[str, Any]:
@@ -34,6 +50,7 @@ def _message(message: Any, habits: Habits, at: str) -> dict[str, Any]:
     role = _role(message, habits, at)
     result = {**message, "role": role}
     _optional_text(result, "name", at)
+    _optional_text(result, "tool_call_id", at)
     calls = message.get("tool_calls")
     if calls is None:
         result.pop("tool_calls", None)
@@ -113,6 +130,8 @@ def _tool_call(call: Any, habits: Habits, at: str) -> dict[str, Any]:
         raise InvalidRequest(f"{at}.function must be an object", param=f"{at}.function")
     if not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{at}.function.name must be a string", param=f"{at}.function.name")
+    call = {**call}
+    _optional_text(call, "id", at)
     arguments = _arguments(function.get("arguments"), f"{at}.function.arguments")
     if habits.string_arguments:
         given = function.get("arguments")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from gateway.chat.content import template_messages
 from gateway.chat.template import ChatTemplate
@@ -17,17 +16,22 @@ _END = "\ue000end of the final message\ue000"
 """Marks where the answer goes on; private-use characters, which no template touches."""
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
     """What is rendered.
 
     messages  as JSON gave them, unchecked
     kwargs    the result of `kwargs.effective_kwargs`
+    param     where the messages stand in the request, for errors
+    template  another one than the model's own
     """
 
     messages: Sequence[Any]
+    param: str = "messages"
+    template: ChatTemplate | None = None
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
-    kwargs: Mapping[str, Any] = {}
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -49,6 +53,8 @@ class ChatRenderer:
             except ValueError as error:
                 self._missing = str(error)
 
+        self._special_tokens = card.special_tokens
+
     @property
     def template(self) -> ChatTemplate:
         if self._template is None:
@@ -59,8 +65,8 @@ class ChatRenderer:
 
     def text(self, conversation: Conversation) -> str:
         """The prompt as text. Raises InvalidRequest."""
-        template = self.template
-        messages = template_messages(conversation.messages, template.habits)
+        template = conversation.template or self.template
+        messages = template_messages(conversation.messages, template.habits, conversation.param)
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation)
@@ -71,14 +77,26 @@ class ChatRenderer:
             documents=conversation.documents,
             add_generation_prompt=conversation.add_generation_prompt,
             kwargs=conversation.kwargs,
+            param=conversation.param,
         )
         return _up_to_mark(text) if continues else text
 
     def tokens(self, conversation: Conversation, *, offload: Offload | None = None) -> list[int]:
-        """The prompt as ids. The template writes the special tokens, so none are added."""
-        return self._tokenizer.encode(
-            self.text(conversation), False, offload=offload, param="messages"
-        )
+        """The prompt as ids."""
+        return self.encode(self.text(conversation), offload=offload, param=conversation.param)
+
+    def encode(
+        self, text: str, *, offload: Offload | None = None, param: str = "messages"
+    ) -> list[int]:
+        """A prompt as ids. The template writes the special tokens, so none are added."""
+        return self._tokenizer.encode(text, False, offload=offload, param=param)
+
+    def compiled(self, source: str) -> ChatTemplate:
+        """A request's own template, with this model's special tokens. Raises InvalidRequest."""
+        try:
+            return ChatTemplate(source, self._special_tokens)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="chat_template") from None
 
 
 def _check_continues(conversation: Conversation) -> None:

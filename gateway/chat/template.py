@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 import msgspec
 
+from gateway.chat.profile import thinking_profile
 from gateway.chat.sandbox import Budget, ChatEnvironment, Now, run
 from protocol.errors import InvalidRequest
 
@@ -50,6 +51,8 @@ class Habits(msgspec.Struct, frozen=True):
 class ChatTemplate:
     """Raises ValueError where `source` does not compile.
 
+    habits          how it wants its messages
+    profile         what it understands of thinking
     special_tokens  the names templates use -> text: bos_token, eos_token, ...
     new_budget      makes the budget of one rendering
     """
@@ -67,8 +70,9 @@ class ChatTemplate:
         try:
             self._template = ChatEnvironment(now).template(source)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            raise ValueError(f"the model's chat template does not compile: {error}") from error
+            raise ValueError(f"the chat template does not compile: {error}") from error
         self.habits = _habits(self, source)
+        self.profile = thinking_profile(source)
 
     def render(
         self,
@@ -79,8 +83,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         budget: Budget | None = None,
+        param: str = "messages",
     ) -> str:
-        """`messages` as the template wants them (see `habits`). Raises InvalidRequest."""
+        """`messages` as the template wants them (see `habits`). Raises InvalidRequest, naming
+        `param`."""
         variables = {
             **self._special_tokens,
             **(kwargs or {}),
@@ -93,7 +99,7 @@ class ChatTemplate:
             return run(self._template, variables, budget or self._new_budget())
         except _RAISED_BY_TEMPLATES as error:
             raise InvalidRequest(
-                f"the model's chat template cannot render these messages: {error}", param="messages"
+                f"the model's chat template cannot render these messages: {error}", param=param
             ) from error
 
 

@@ -1,11 +1,13 @@
 """An answer as a stream of chunks, in OpenAI's order.
 
-    [role chunk per choice]  [content chunk ...]  [finish chunk per choice]  [usage chunk]  [DONE]
+    [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage chunk]  [DONE]
 
-Choices interleave as their tokens come. The first chunks (a chat's role, an echoed prompt) are sent
-with the first token, so the first byte of the body never makes a server look faster than it is.
-After an error, one `{"error": ...}` event and [DONE] close the stream. JSON is put together from
-parts encoded once per answer: in the common case only the new text is encoded.
+A chunk brings a bit of content or reasoning, the head of a tool call (id, name, no arguments yet),
+or a bit of its arguments. Warnings come with the finish chunk of their choice. Choices interleave
+as their tokens come. The first chunks (a chat's role, an echoed prompt) are sent with the first
+token, so the first byte of the body never makes a server look faster than it is. After an error,
+one `{"error": ...}` event and [DONE] close the stream. JSON is put together from parts encoded once
+per answer: in the common case only the new text is encoded.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from collections.abc import Callable
 from gateway import sse
 from gateway.answering import Answer, Choice
 from gateway.openai.errors import http_error
+from gateway.openai.message import warning_of
 from gateway.openai.shapes import Dialect, Origin, encode, usage_of
-from gateway.output.events import Content, Delta, Failed, Finished
+from gateway.output.events import Content, Delta, Event, Failed, Finished, Warning
 from protocol.errors import ServingError
 
 
@@ -49,6 +52,8 @@ class ChunkStream:
         self._includes_usage = includes_usage
         self._repeats_usage = repeats_usage
         self._tells_ids = tells_ids
+        self._origin = origin
+        self._warnings: dict[int, list[Warning]] = {}
         self._has_begun = False
         self._is_plain = not (repeats_usage or tells_ids or dialect.num_logprobs is not None)
         shared = encode(origin.fields(dialect.chunk_kind))[:-1]
@@ -65,12 +70,26 @@ class ChunkStream:
             self._has_begun = True
             frames += filter(None, map(self._opening, self._answer.choices))
         for event in delta.events:
-            if isinstance(event, Content):
-                frames.append(self._said(choice, event.text, delta))
-                delta = _TOLD
-            elif isinstance(event, Finished):
+            if type(event) is Finished:
                 frames.append(self._finished(choice, event, delta))
-        self._write(b"".join(frames) if len(frames) > 1 else frames[0])
+                continue
+            members = self._members(choice, event)
+            if members is not None:
+                frames.append(self._said(choice, members, delta))
+                delta = _TOLD
+        if not frames and not self._is_plain:  # no words of its own, but tokens
+            frames.append(self._said(choice, self._dialect.nothing(), delta))
+        if frames:
+            self._write(b"".join(frames) if len(frames) > 1 else frames[0])
+
+    def _members(self, choice: Choice, event: Event) -> bytes | None:
+        """None: nothing is told now. Warnings wait for the end of their choice."""
+        if type(event) is Content:
+            return self._dialect.said(event.text)
+        if type(event) is Warning:
+            self._warnings.setdefault(choice.index, []).append(event)
+            return None
+        return self._dialect.told(event)
 
     def end(self) -> None:
         usage = b""
@@ -86,7 +105,7 @@ class ChunkStream:
     def _opening(self, choice: Choice) -> bytes | None:
         members = self._dialect.opening(choice)
         if members is None:
-            if not self._tells_ids:
+            if not (self._tells_ids or (self._asides() and not choice.index)):
                 return None
             members = self._dialect.nothing()
         logprobs = encode(self._dialect.echo_logprobs(choice))
@@ -94,10 +113,18 @@ class ChunkStream:
         if self._tells_ids:
             ids = b',"prompt_token_ids":%b' % encode(choice.ask.prompt_ids)
             on_top, in_choice = (ids, b"") if self._dialect.prompt_ids_on_top else (b"", ids)
+        if not choice.index:
+            on_top += self._asides()
         return self._chunk(choice, members, logprobs, b"null", in_choice, on_top)
 
-    def _said(self, choice: Choice, text: str, delta: Delta) -> bytes:
-        members = self._dialect.said(text)
+    def _asides(self) -> bytes:
+        """What is said of the request, once."""
+        asides = dict(self._origin.asides)
+        if self._origin.warnings:
+            asides["warnings"] = [warning_of(w, None) for w in self._origin.warnings]
+        return b"," + encode(asides)[1:-1] if asides else b""
+
+    def _said(self, choice: Choice, members: bytes, delta: Delta) -> bytes:
         if self._is_plain:
             return self._heads[choice.index] + members + self._plain_tail
         return self._chunk(
@@ -108,7 +135,13 @@ class ChunkStream:
         """Tokens that end an answer without text of their own are told here."""
         logprobs = b"null" if delta is _TOLD else self._logprobs(choice, delta)
         more = self._ids(delta) + b',"stop_reason":%b' % encode(event.stop_reason)
-        return self._chunk(choice, self._dialect.nothing(), logprobs, encode(event.reason), more)
+        warnings = self._warnings.pop(choice.index, ())
+        on_top = b""
+        if warnings:
+            on_top = b',"warnings":%b' % encode([warning_of(w, choice.index) for w in warnings])
+        return self._chunk(
+            choice, self._dialect.nothing(), logprobs, encode(event.reason), more, on_top
+        )
 
     def _logprobs(self, choice: Choice, delta: Delta) -> bytes:
         return encode(self._dialect.logprobs(choice, delta))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from gateway.answering import Ask
-from gateway.openai.schema import ChatBody, CompletionBody, GenerationBody
+from gateway.openai.schema import BatchBody, ChatBody, CompletionBody, GenerationBody
 from gateway.output.reader import ReadOptions
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
@@ -23,7 +23,9 @@ def first(*values: T | None, default: T) -> T:
     return next((value for value in values if value is not None), default)
 
 
-def choices_of(body: ChatBody | CompletionBody, model: SamplingDefaults) -> list[SamplingParams]:
+def choices_of(
+    body: ChatBody | BatchBody | CompletionBody, model: SamplingDefaults
+) -> list[SamplingParams]:
     """The parameters of each of a prompt's n answers. Raises InvalidRequest."""
     echoes = isinstance(body, CompletionBody) and bool(body.echo)
     try:
@@ -34,7 +36,7 @@ def choices_of(body: ChatBody | CompletionBody, model: SamplingDefaults) -> list
 
 
 def _params(
-    body: ChatBody | CompletionBody, model: SamplingDefaults, place: int, echoes: bool
+    body: ChatBody | BatchBody | CompletionBody, model: SamplingDefaults, place: int, echoes: bool
 ) -> SamplingParams:
     return SamplingParams(
         max_tokens=body.answer_tokens,
@@ -51,7 +53,7 @@ def _params(
         ignore_eos=bool(body.ignore_eos),
         logit_bias=body.logit_bias or {},
         logprobs=body.num_logprobs,
-        prompt_logprobs=body.num_logprobs if echoes else None,
+        prompt_logprobs=body.num_logprobs if echoes else body.prompt_logprobs,
     )
 
 

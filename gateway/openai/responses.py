@@ -2,42 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gateway.answering import Answer, Choice, Fold
+from gateway.openai.message import Message, message_of, warning_of
 from gateway.openai.shapes import Dialect, Origin, encode, joined, usage_of
-from gateway.output.events import Content, Delta, Finished, merged
+from gateway.output.events import Delta
+from gateway.text.logprobs import shown
+from gateway.text.tokenizer import Tokenizer
+from protocol.messages import TokenLogprobs
 
 
 def whole_response(
-    answer: Answer, fold: Fold, dialect: Dialect, origin: Origin, *, tells_ids: bool = False
+    answer: Answer,
+    fold: Fold,
+    dialect: Dialect,
+    origin: Origin,
+    *,
+    tells_ids: bool = False,
+    prompt_logprobs: Tokenizer | None = None,
 ) -> bytes:
-    """The body of a 200. `answer` has ended well, and `fold` has heard all of it."""
-    choices = [
-        _choice(choice, fold.whole[choice.index], dialect, tells_ids=tells_ids)
-        for choice in answer.choices
-    ]
+    """The body of a 200. `answer` has ended well, and `fold` has heard all of it.
+
+    tells_ids        token ids of prompt and answer, too
+    prompt_logprobs  tell them, with this tokenizer's spelling
+    """
+    warnings = [warning_of(warning, None) for warning in origin.warnings]
+    choices: list[dict[str, Any]] = []
+    beside: dict[str, Any] = {}
+    for choice in answer.choices:
+        delta = fold.whole[choice.index]
+        message = message_of(delta.events)
+        told = _choice(choice, message, delta, dialect)
+        of_prompt: dict[str, Any] = {}
+        if tells_ids:
+            of_prompt["prompt_token_ids"] = choice.ask.prompt_ids
+            told["token_ids"] = delta.token_ids
+        if prompt_logprobs is not None:
+            of_prompt["prompt_logprobs"] = _of_prompt(prompt_logprobs, choice.prompt_logprobs)
+        if dialect.prompt_ids_on_top:
+            beside = beside or of_prompt
+        else:
+            told |= of_prompt
+        choices.append(told)
+        warnings += [warning_of(warning, choice.index) for warning in message.warnings]
     body = origin.fields(dialect.kind) | {"choices": choices, "usage": usage_of(answer)}
-    if tells_ids and dialect.prompt_ids_on_top:
-        body["prompt_token_ids"] = answer.asks[0].prompt_ids
-    return encode(body)
+    if warnings:
+        body["warnings"] = warnings
+    return encode(body | beside | origin.asides)
 
 
-def _choice(choice: Choice, delta: Delta, dialect: Dialect, *, tells_ids: bool) -> dict[str, Any]:
-    events = merged(delta.events)
-    text = "".join(event.text for event in events if isinstance(event, Content))
-    end = events[-1]
-    assert isinstance(end, Finished)
+def _choice(choice: Choice, message: Message, delta: Delta, dialect: Dialect) -> dict[str, Any]:
     logprobs = [dialect.echo_logprobs(choice), dialect.logprobs(choice, delta)]
-    result = {
+    return {
         "index": choice.index,
-        **dialect.whole(choice, text),
+        **dialect.whole(choice, message),
         "logprobs": joined(logprobs),
-        "finish_reason": end.reason,
-        "stop_reason": end.stop_reason,
+        "finish_reason": message.end.reason,
+        "stop_reason": message.end.stop_reason,
     }
-    if tells_ids:
-        if not dialect.prompt_ids_on_top:
-            result["prompt_token_ids"] = choice.ask.prompt_ids
-        result["token_ids"] = delta.token_ids
-    return result
+
+
+def _of_prompt(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[Any]:
+    """Per token of the prompt what could have stood there, by id; null for the first, which
+    nothing predicts."""
+    return [None, *(_likely(tokenizer, entry) for entry in entries)]
+
+
+def _likely(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, dict[str, Any]]:
+    tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    told = {i: (logprob, rank) for rank, (i, logprob) in enumerate(tops, start=1)}
+    told[entry.token_id] = (entry.logprob, entry.rank)
+    return {
+        token_id: {
+            "logprob": shown(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, (logprob, rank) in told.items()
+    }

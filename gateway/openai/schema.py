@@ -1,10 +1,11 @@
-"""What a client may ask, field by field: types and bounds, none of the meaning.
+"""What a client may ask, field by field: types and bounds, none of the meaning (see `checks`).
 
 Types are those of `protocol.sampling`, so a number this route accepts is a number the engine
 accepts. A field that is null is a field that is absent: None everywhere, and every default is
 applied later, in `parameters`. Fields that are not here are accepted without effect (proxies add
-their own) and named in the response's `x-ignored-fields`. Fields that would change what an answer
-means, and that this server cannot honour, are here so that they can be refused.
+their own) and named in the response; with `strict_params` they are refused. Fields that would
+change what an answer means, and that this server cannot honour, are here so that they can be
+refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.body import check_depth
+from gateway.chat.kwargs import ThinkingFields
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.errors import InvalidRequest
 from protocol.sampling import (
@@ -61,6 +62,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt          cached prompts are shared only between requests with an equal salt
     priority            lower goes first
     return_token_ids    also give the ids of prompt and answer
+    prompt_logprobs     also give logprobs of the prompt's tokens, and of so many likelier ones
+    strict_params       fields without effect are an error
     """
 
     model: str | None = None
@@ -84,6 +87,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    strict_params: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     user: str | None = None
@@ -104,18 +109,32 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-class ChatBody(GenerationBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+class ConversationBody(GenerationBody, frozen=True, kw_only=True):
+    """What routes with conversations understand, beside the conversations.
 
-    messages: Annotated[list[Any], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    reasoning_effort, reasoning, thinking, enable_thinking
+                              spellings of one wish: see `chat.kwargs`
+    include_reasoning         false: reasoning is read, and not told
+    return_effective_kwargs   also tell what the template was told
+    chat_template             taken only where the operator trusts requests
+    """
+
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Any], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
     documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: Object | None = None
-    reasoning_effort: str | None = None
+    return_effective_kwargs: bool | None = None
+    reasoning_effort: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+    enable_thinking: Any = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     functions: Any = None
@@ -133,6 +152,30 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def thinking_fields(self) -> ThinkingFields:
+        return ThinkingFields(
+            reasoning_effort=self.reasoning_effort,
+            reasoning=self.reasoning,
+            thinking=self.thinking,
+            enable_thinking=self.enable_thinking,
+        )
+
+
+Messages = Annotated[list[Any], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatBody(ConversationBody, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+
+
+class BatchBody(ConversationBody, frozen=True, kw_only=True):
+    """POST /v1/chat/completions/batch: many conversations, and what holds for all of them."""
+
+    messages: Annotated[list[Messages], Meta(min_length=1)]
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -159,6 +202,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 Prompt = str | list[int]
 
 chat_decoder = msgspec.json.Decoder(ChatBody)
+batch_decoder = msgspec.json.Decoder(BatchBody)
 completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 
@@ -185,45 +229,3 @@ def prompts_of(body: CompletionBody, max_prompts: int) -> list[Prompt]:
 
 def empty_prompt(param: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: this prompt has no tokens", param=param)
-
-
-def check_chat(body: ChatBody) -> None:
-    """What one field alone cannot tell. Raises InvalidRequest."""
-    _check_common(body)
-    for field in ("messages", "tools", "documents", "chat_template_kwargs"):
-        check_depth(getattr(body, field), field)
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "only 'none' and 'auto' are")
-    if body.modalities not in (None, ["text"]):
-        raise _unsupported("modalities", "only text is")
-    for field in ("functions", "function_call", "audio"):
-        if getattr(body, field):
-            raise _unsupported(field)
-
-
-def check_completion(body: CompletionBody) -> None:
-    """Raises InvalidRequest."""
-    _check_common(body)
-    if body.suffix:
-        raise _unsupported("suffix")
-    if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens: 0 needs echo, or there is no answer", param="max_tokens")
-
-
-def _check_common(body: GenerationBody) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
-    if body.best_of not in (None, body.n or 1):
-        raise _unsupported("best_of", "only a value equal to n is")
-    kind = body.response_format
-    if kind is not None and not (isinstance(kind, dict) and kind.get("type") == "text"):
-        raise _unsupported("response_format", "only the type 'text' is")
-    if body.structured_outputs:
-        raise _unsupported("structured_outputs")
-
-
-def _unsupported(field: str, instead: str = "") -> InvalidRequest:
-    but = f"; {instead}" if instead else ""
-    return InvalidRequest(f"{field}: not supported by this server{but}", param=field)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.answering import Answer, Choice
-from gateway.output.events import Delta
+from gateway.openai.message import Message, call_of
+from gateway.output.events import Delta, Event, Reasoning, ToolArguments, ToolCall, Warning
 from gateway.output.reader import ReadOptions
 from gateway.text.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from gateway.text.tokenizer import Tokenizer
@@ -26,12 +27,19 @@ encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """id as told to the client; model as the client named it."""
+    """id as told to the client; model as the client named it.
+
+    asides    what else there is to say of the request, beside the choices: with a whole answer, or
+              with a stream's first chunk
+    warnings  about the request
+    """
 
     id: str
     model: str
     fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
+    asides: dict[str, Any] = field(default_factory=dict)
+    warnings: list[Warning] = field(default_factory=list)
 
     def fields(self, kind: str) -> dict[str, Any]:
         return {
@@ -46,12 +54,15 @@ class Origin:
 def usage_of(answer: Answer) -> dict[str, Any]:
     """So far, or in all: what each prompt cost once, and all choices."""
     prompt, generated = answer.num_prompt_tokens, answer.num_generated_tokens
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
     }
+    if (reasoning := answer.num_reasoning_tokens) is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return usage
 
 
 class Dialect(Protocol):
@@ -65,13 +76,16 @@ class Dialect(Protocol):
     def said(self, text: str) -> bytes:
         """A bit of text, as members of a choice in a chunk."""
 
+    def told(self, event: Event) -> bytes | None:
+        """Any other event, in the same way; None for those that nobody hears of."""
+
     def opening(self, choice: Choice) -> bytes | None:
         """Members of the chunk that comes before all others of this choice, if there is one."""
 
     def nothing(self) -> bytes:
         """The same members where nothing is said: the chunk that only tells the end."""
 
-    def whole(self, choice: Choice, text: str) -> dict[str, Any]:
+    def whole(self, choice: Choice, message: Message) -> dict[str, Any]:
         """Members of a choice in a whole answer."""
 
     def logprobs(self, choice: Choice, delta: Delta) -> Any:
@@ -85,16 +99,39 @@ class Dialect(Protocol):
 
 
 class ChatDialect:
+    """Reasoning has two names in use, `reasoning` and `reasoning_content`; both are told.
+
+    in_batch  the choices are those of several conversations
+    """
+
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-    prompt_ids_on_top = True
 
-    def __init__(self, tokenizer: Tokenizer, num_logprobs: int | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, num_logprobs: int | None, *, in_batch: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._in_batch = in_batch
         self.num_logprobs = num_logprobs
+        self.prompt_ids_on_top = not in_batch
 
     def said(self, text: str) -> bytes:
         return b'"delta":{"content":%b}' % encode(text)
+
+    def told(self, event: Event) -> bytes | None:
+        match event:
+            case Reasoning(text):
+                bit = encode(text)
+                return b'"delta":{"reasoning":%b,"reasoning_content":%b}' % (bit, bit)
+            case ToolArguments(index, fragment):
+                return b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
+                    index,
+                    encode(fragment),
+                )
+            case ToolCall():
+                call = {"index": event.index, **call_of(event, "")}
+                return b'"delta":{"tool_calls":[%b]}' % encode(call)
+        return None
 
     def opening(self, choice: Choice) -> bytes | None:
         return b'"delta":{"role":"assistant","content":""}'
@@ -102,8 +139,20 @@ class ChatDialect:
     def nothing(self) -> bytes:
         return b'"delta":{}'
 
-    def whole(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def whole(self, choice: Choice, message: Message) -> dict[str, Any]:
+        """`content` is null where the answer is something else than text."""
+        has_other = bool(message.calls or message.reasoning)
+        told: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if has_other and not message.text else message.text,
+            "refusal": None,
+            "reasoning": message.reasoning or None,
+            "reasoning_content": message.reasoning or None,
+        }
+        if message.calls:
+            told["tool_calls"] = message.calls
+        place = {"conversation": choice.prompt_index} if self._in_batch else {}
+        return {**place, "message": told}
 
     def logprobs(self, choice: Choice, delta: Delta) -> Any:
         if self.num_logprobs is None:
@@ -141,14 +190,17 @@ class CompletionDialect:
     def said(self, text: str) -> bytes:
         return b'"text":%b' % encode(text)
 
+    def told(self, event: Event) -> bytes | None:
+        return None
+
     def opening(self, choice: Choice) -> bytes | None:
         return None if self._prompts is None else self.said(self.echo(choice))
 
     def nothing(self) -> bytes:
         return b'"text":""'
 
-    def whole(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"text": self.echo(choice) + text}
+    def whole(self, choice: Choice, message: Message) -> dict[str, Any]:
+        return {"text": self.echo(choice) + message.text}
 
     def echo(self, choice: Choice) -> str:
         return "" if self._prompts is None else self._prompts[choice.prompt_index]

@@ -35,8 +35,9 @@ ORIGIN = Origin("chatcmpl-1", 'model "m"', "print", created=12)
 
 
 def an_answer(n: int = 1, prompts: int = 1) -> Answer:
-    asks = [Ask([1, 2, 3], [SamplingParams()] * n) for _ in range(prompts)]
-    return Answer(EngineClient("ipc:///nowhere"), asks, ReaderFactory(TOKENIZER))
+    readers = ReaderFactory(TOKENIZER)
+    asks = [Ask([1, 2, 3], [SamplingParams()] * n, readers) for _ in range(prompts)]
+    return Answer(EngineClient("ipc:///nowhere"), asks)
 
 
 class Told:

@@ -26,7 +26,7 @@ ROOMS = list(LIBRARIES)
 UNSAFE = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
 """Formats that run code while they are read."""
 
-FLASK_IN = {"app.py", "body.py", "sse.py", "routes.py"}
+FLASK_IN = {"app.py", "body.py", "respond.py", "routes.py", "sse.py"}
 """In the gateway, only these know that HTTP is spoken by Flask."""
 
 PURE = ("chat", "text", "output")

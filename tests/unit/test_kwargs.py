@@ -2,56 +2,250 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from gateway.chat.kwargs import REASONING_EFFORTS, RESERVED, effective_kwargs
+from gateway.chat.kwargs import (
+    REASONING_EFFORTS,
+    RESERVED,
+    ThinkingFields,
+    effective_kwargs,
+    thinks,
+)
+from gateway.chat.profile import ThinkingProfile, thinking_profile
 from protocol.errors import InvalidRequest
+from tests.support import templates
+
+SWITCH = thinking_profile(templates.SWITCH)
+THINKS_HARD = thinking_profile(templates.SWITCH_AND_EFFORT)
+BY_EFFORT = thinking_profile(templates.EFFORT)
+BY_MODE = thinking_profile(templates.MODE)
+FREE = thinking_profile(templates.FREE_EFFORT)
+
+Spelling = tuple[dict[str, Any], dict[str, Any]]
+"""(fields of the request, its chat_template_kwargs)"""
+SWITCHES: dict[str, tuple[Spelling, Spelling]] = {
+    "enable_thinking": (({"enable_thinking": True}, {}), ({"enable_thinking": False}, {})),
+    "kwargs.enable_thinking": (({}, {"enable_thinking": True}), ({}, {"enable_thinking": False})),
+    "kwargs.thinking": (({}, {"thinking": True}), ({}, {"thinking": False})),
+    "kwargs.thinking_mode": (
+        ({}, {"thinking_mode": "enabled"}),
+        ({}, {"thinking_mode": "disabled"}),
+    ),
+    "thinking": (({"thinking": {"type": "enabled"}}, {}), ({"thinking": {"type": "disabled"}}, {})),
+    "reasoning_effort": (({"reasoning_effort": "medium"}, {}), ({"reasoning_effort": "none"}, {})),
+    "kwargs.reasoning_effort": (
+        ({}, {"reasoning_effort": "medium"}),
+        ({}, {"reasoning_effort": "none"}),
+    ),
+    "reasoning.effort": (
+        ({"reasoning": {"effort": "medium"}}, {}),
+        ({"reasoning": {"effort": "none"}}, {}),
+    ),
+    "reasoning.enabled": (
+        ({"reasoning": {"enabled": True}}, {}),
+        ({"reasoning": {"enabled": False}}, {}),
+    ),
+}
+"""Every spelling of (on, off)."""
+
+
+def told(
+    fields: dict[str, Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+    profile: ThinkingProfile = SWITCH,
+) -> dict[str, Any]:
+    return effective_kwargs(ThinkingFields(**(fields or {})), kwargs, defaults, profile)
 
 
 def test_nothing_asked_is_nothing_told() -> None:
     assert effective_kwargs() == {}
+    for source in templates.THINKING_TEMPLATES.values():
+        assert told(profile=thinking_profile(source)) == {}
 
 
-def test_the_request_is_stronger_than_the_servers_defaults() -> None:
-    assert effective_kwargs({"a": 1}, {"a": 0, "b": 2}) == {"a": 1, "b": 2}
+def test_what_is_not_about_thinking_passes_the_request_stronger_than_the_server() -> None:
+    assert told(None, {"a": 1}, {"a": 0, "b": 2}) == {"a": 1, "b": 2}
 
 
-@pytest.mark.parametrize("effort", REASONING_EFFORTS)
-def test_an_effort_also_says_whether_to_think(effort: str) -> None:
-    told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    assert effective_kwargs(reasoning_effort=effort) == told
-    assert effective_kwargs({"reasoning_effort": effort}) == told
-    assert effective_kwargs(None, {"enable_thinking": "x"}, reasoning_effort=effort) == told
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    {
+        "switch": ThinkingProfile(switches=("enable_thinking",)),
+        "opening switch": ThinkingProfile(switches=("thinking",)),
+        "mode": ThinkingProfile(mode=("enabled", "disabled"), mode_words=("enabled", "disabled")),
+        "effort": ThinkingProfile(reads_effort=True, efforts=("high", "low", "no_think")),
+        "free effort": ThinkingProfile(reads_effort=True),
+        "switch and effort": ThinkingProfile(
+            switches=("thinking",), reads_effort=True, efforts=("max",)
+        ),
+    }.items(),
+)
+def test_what_a_template_understands_is_read_from_its_source(
+    name: str, profile: ThinkingProfile
+) -> None:
+    assert thinking_profile(templates.THINKING_TEMPLATES[name]) == profile
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        None,
+        "{% if %}",
+        "{{ messages[0].thinking }}",
+        "{% set thinking = messages[0].content %}{{ thinking }}",
+        "{# enable_thinking #}reasoning_effort",
+    ],
+)
+def test_a_template_that_only_mentions_thinking_understands_nothing(source: str | None) -> None:
+    assert thinking_profile(source) == ThinkingProfile()
+
+
+@pytest.mark.parametrize("name", templates.THINKING_TEMPLATES)
+@pytest.mark.parametrize("spelling", SWITCHES)
+def test_every_spelling_of_on_and_off_says_the_same_to_every_template(
+    name: str, spelling: str
+) -> None:
+    profile = thinking_profile(templates.THINKING_TEMPLATES[name])
+    on, off = (told(*said, profile=profile) for said in SWITCHES[spelling])
+    assert thinks(off, profile) is False
+    if name == "free effort" and "effort" not in spelling:
+        assert on == {}  # it thinks by itself, and has a word for how hard, not for whether
+    else:
+        assert thinks(on, profile) is True
+
+
+@pytest.mark.parametrize(
+    ("profile", "on", "off"),
+    [
+        (SWITCH, {"enable_thinking": True}, {"enable_thinking": False}),
+        (THINKS_HARD, {"thinking": True}, {"thinking": False}),
+        (BY_MODE, {"thinking_mode": "enabled"}, {"thinking_mode": "disabled"}),
+        (BY_EFFORT, {"reasoning_effort": "high"}, {"reasoning_effort": "no_think"}),
+        (FREE, {}, {"reasoning_effort": "none"}),
+        (ThinkingProfile(), {}, {}),
+    ],
+)
+def test_a_switch_is_told_in_the_templates_own_names_and_words(
+    profile: ThinkingProfile, on: dict[str, Any], off: dict[str, Any]
+) -> None:
+    assert told({"enable_thinking": True}, profile=profile) == on
+    assert told({"enable_thinking": False}, profile=profile) == off
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        (BY_EFFORT, ["no_think", "low", "low", "high", "high", "high", "high"]),
+        (FREE, list(REASONING_EFFORTS)),
+        (THINKS_HARD, [None, *REASONING_EFFORTS[1:]]),
+        (SWITCH, [None] * 7),
+    ],
+)
+def test_an_effort_becomes_the_nearest_word_that_the_template_knows(
+    profile: ThinkingProfile, words: list[str | None]
+) -> None:
+    efforts = [
+        told({"reasoning_effort": effort}, profile=profile).get("reasoning_effort")
+        for effort in REASONING_EFFORTS
+    ]
+    assert efforts == words
+
+
+def test_a_templates_own_words_pass() -> None:
+    assert told(None, {"reasoning_effort": "no_think"}, profile=BY_EFFORT) == {
+        "reasoning_effort": "no_think"
+    }
+    three = thinking_profile("{{ thinking_mode == 'adaptive' or thinking_mode == 'disabled' }}")
+    assert told(None, {"thinking_mode": "adaptive"}, profile=three) == {"thinking_mode": "adaptive"}
+    assert told(None, {"thinking_mode": False}, profile=three) == {"thinking_mode": "disabled"}
 
 
 def test_thinking_said_outright_is_stronger_than_the_effort() -> None:
-    told = effective_kwargs({"enable_thinking": True}, reasoning_effort="none")
-    assert told == {"enable_thinking": True, "reasoning_effort": "none"}
+    assert told({"reasoning_effort": "none"}, {"enable_thinking": True}) == {
+        "enable_thinking": True
+    }
+    assert told({"reasoning_effort": "high"}, {"thinking": False}, profile=THINKS_HARD) == {
+        "thinking": False
+    }
 
 
 def test_the_requests_own_effort_is_stronger_than_the_one_among_its_kwargs() -> None:
-    told = effective_kwargs({"reasoning_effort": "low"}, reasoning_effort="none")
-    assert told == {"enable_thinking": False, "reasoning_effort": "none"}
+    said = told({"reasoning_effort": "none"}, {"reasoning_effort": "low"}, profile=FREE)
+    assert said == {"reasoning_effort": "none"}
+
+
+def test_whatever_the_request_says_of_thinking_is_stronger_than_the_servers_default() -> None:
+    for spelling, (on, off) in SWITCHES.items():
+        assert told(*on, defaults={"thinking": False}) == {"enable_thinking": True}, spelling
+        assert told(*off, defaults={"reasoning_effort": "high"}) == {"enable_thinking": False}
+    assert told(defaults={"thinking": False}) == {"enable_thinking": False}
+    assert told(defaults={"reasoning_effort": "low"}, profile=FREE) == {"reasoning_effort": "low"}
+    assert told({"enable_thinking": True}, None, {"reasoning_effort": "low"}, FREE) == {
+        "reasoning_effort": "low"
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "kwargs", "param"),
+    [
+        ({"enable_thinking": True}, {"thinking": False}, "chat_template_kwargs.thinking"),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": True}, {}, "thinking"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {}, "reasoning.effort"),
+    ],
+)
+def test_spellings_that_contradict_each_other_are_an_error(
+    fields: dict[str, Any], kwargs: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="contradict") as caught:
+        told(fields, kwargs)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "kwargs", "param"),
+    [
+        ({"enable_thinking": "no"}, {}, "enable_thinking"),
+        ({"thinking": {"type": "maybe"}}, {}, "thinking.type"),
+        ({"thinking": {"type": []}}, {}, "thinking.type"),
+        ({"reasoning": "high"}, {}, "reasoning"),
+        ({"reasoning": {"enabled": 1}}, {}, "reasoning.enabled"),
+        ({}, {"enable_thinking": "false"}, "chat_template_kwargs.enable_thinking"),
+        ({}, {"thinking_mode": "banana"}, "chat_template_kwargs.thinking_mode"),
+        ({}, {"thinking_mode": ["on"]}, "chat_template_kwargs.thinking_mode"),
+    ],
+)
+def test_a_value_without_meaning_is_an_error_at_its_place(
+    fields: dict[str, Any], kwargs: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        told(fields, kwargs)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_a_reserved_name_is_refused_by_its_place(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        effective_kwargs({name: True})
+        told(None, {name: True})
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
 @pytest.mark.parametrize("effort", ["banana", "", "HIGH", 3, ["low"]])
-def test_an_unknown_effort_is_answered_with_the_known_ones(effort: str) -> None:
-    with pytest.raises(InvalidRequest, match="none, minimal, low, medium, high, xhigh, max") as own:
-        effective_kwargs(reasoning_effort=effort)
-    assert own.value.param == "reasoning_effort"
-    with pytest.raises(InvalidRequest) as among:
-        effective_kwargs({"reasoning_effort": effort})
-    assert among.value.param == "chat_template_kwargs.reasoning_effort"
+def test_an_unknown_effort_is_answered_with_the_known_ones(effort: Any) -> None:
+    known = "none, minimal, low, medium, high, xhigh, max"
+    for fields, kwargs, param in (
+        ({"reasoning_effort": effort}, {}, "reasoning_effort"),
+        ({"reasoning": {"effort": effort}}, {}, "reasoning.effort"),
+        ({}, {"reasoning_effort": effort}, "chat_template_kwargs.reasoning_effort"),
+    ):
+        with pytest.raises(InvalidRequest, match=known) as caught:
+            told(fields, kwargs)
+        assert caught.value.param == param
 
 
 def test_the_arguments_are_not_changed() -> None:
-    asked, defaults = {"a": 1}, {"b": 2}
-    effective_kwargs(asked, defaults, reasoning_effort="low")
-    assert (asked, defaults) == ({"a": 1}, {"b": 2})
+    asked, defaults = {"a": 1, "thinking": True}, {"b": 2}
+    told({"reasoning_effort": "low"}, asked, defaults)
+    assert (asked, defaults) == ({"a": 1, "thinking": True}, {"b": 2})

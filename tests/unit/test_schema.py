@@ -9,6 +9,7 @@ import pytest
 
 from gateway.body import decode
 from gateway.openai import schema
+from gateway.openai.checks import check_batch, check_chat, check_ignored
 from gateway.openai.parameters import choices_of, read_options
 from gateway.service import usable_defaults
 from protocol.errors import InvalidRequest
@@ -44,7 +45,7 @@ def without_none(annotation: Any) -> Any:
 def test_sampling_fields_are_bounded_as_the_engine_bounds_them() -> None:
     ours = get_type_hints(schema.CompletionBody, include_extras=True)
     theirs = get_type_hints(SamplingParams, include_extras=True)
-    assert set(theirs) - set(ours) == {"prompt_logprobs"}
+    assert set(theirs) - set(ours) <= {"bad_words", "allowed_token_ids", "logprob_token_ids"}
     for name in set(theirs) & set(ours):
         assert without_none(ours[name]) == without_none(theirs[name]), name
 
@@ -127,19 +128,44 @@ def test_crossed_limits_name_the_field() -> None:
 
 
 def test_what_changes_nothing_is_taken_and_what_would_change_meaning_is_not() -> None:
-    schema.check_chat(chat_body(response_format={"type": "text"}, tool_choice="auto", tools=[]))
-    schema.check_chat(chat_body(modalities=["text"], functions=[], best_of=2, n=2))
+    check_chat(chat_body(response_format={"type": "text"}, tool_choice="auto", tools=[]))
+    check_chat(chat_body(modalities=["text"], functions=[], best_of=2, n=2))
+    check_chat(chat_body(thinking_token_budget=-1, thinking={"type": "enabled"}))
     for field, value in {
         "response_format": {"type": "json_schema"},
         "structured_outputs": {"regex": "a"},
-        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "thinking_token_budget": 100,
         "functions": [{"name": "f"}],
         "modalities": ["text", "audio"],
         "best_of": 3,
     }.items():
         with pytest.raises(InvalidRequest, match="not supported") as caught:
-            schema.check_chat(chat_body(**{field: value}))
+            check_chat(chat_body(**{field: value}))
         assert caught.value.param == field
+    for field, member in (("thinking", "budget_tokens"), ("reasoning", "max_tokens")):
+        with pytest.raises(InvalidRequest, match="not supported") as caught:
+            check_chat(chat_body(**{field: {member: 5}}))
+        assert caught.value.param == f"{field}.{member}"
+
+
+def test_a_batch_is_bounded_and_answered_as_a_whole() -> None:
+    def body(**fields: Any) -> schema.BatchBody:
+        data = msgspec.json.encode({"messages": [HI, HI], **fields})
+        return decode(data, schema.batch_decoder)
+
+    check_batch(body(), 2)
+    for limit, fields, param in ((1, {}, "messages"), (2, {"stream": True}, "stream")):
+        with pytest.raises(InvalidRequest) as caught:
+            check_batch(body(**fields), limit)
+        assert caught.value.param == param
+
+
+def test_unknown_fields_are_an_error_only_where_the_request_wants_that() -> None:
+    check_ignored(["max_tokenz"], chat_body())
+    check_ignored([], chat_body(strict_params=True))
+    with pytest.raises(InvalidRequest, match="max_tokenz, metadata") as caught:
+        check_ignored(["max_tokenz", "metadata"], chat_body(strict_params=True))
+    assert caught.value.param == "max_tokenz"
 
 
 def test_reading_follows_the_request() -> None:

@@ -1,0 +1,57 @@
+"""How many of an answer's tokens were thinking, counted by the ids of the markers.
+
+Counted are the tokens between the markers, the markers themselves not. Where a format's markers are
+not single tokens, nothing is counted: a number that depends on how text was cut is no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.output.formats import BoundFormat
+
+
+class ThinkingMarks(msgspec.Struct, frozen=True):
+    """The ids that begin and end a block of reasoning. `many`: blocks may come again."""
+
+    opens: frozenset[int]
+    closes: frozenset[int]
+    many: bool
+
+
+def thinking_marks(bound: BoundFormat) -> ThinkingMarks | None:
+    """None where the format has no reasoning between markers that are all single tokens."""
+    reasoning, tools = bound.format.reasoning, bound.format.tools
+    if reasoning is None or not reasoning.close:
+        return None
+    calls = tools.markers() if tools is not None and reasoning.calls_end_it else ()
+    ids = {marker: token_id for token_id, marker in bound.lexicon.tokens.items()}
+    if not all(marker in ids for marker in (*reasoning.open, *reasoning.close, *calls)):
+        return None
+    return ThinkingMarks(
+        opens=frozenset(ids[marker] for marker in reasoning.open),
+        closes=frozenset(ids[marker] for marker in (*reasoning.close, *calls)),
+        many=not reasoning.only_at_start,
+    )
+
+
+class ThinkingMeter:
+    """One choice's."""
+
+    __slots__ = ("_inside", "_marks", "count")
+
+    def __init__(self, marks: ThinkingMarks, *, starts_inside: bool) -> None:
+        self._marks = marks
+        self._inside = starts_inside
+        self.count = 0
+
+    def push(self, ids: Sequence[int]) -> None:
+        marks = self._marks
+        for token_id in ids:
+            if self._inside:
+                self._inside = token_id not in marks.closes
+                self.count += self._inside and token_id not in marks.opens
+            elif token_id in marks.opens:
+                self._inside = marks.many or not self.count

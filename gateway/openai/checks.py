@@ -1,0 +1,105 @@
+"""What one field alone cannot tell: fields that need or exclude each other, and refusals by name.
+
+A field that this server cannot honour is never dropped in silence. Raises InvalidRequest, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.body import check_depth
+from gateway.openai.schema import BatchBody, ChatBody, CompletionBody, GenerationBody
+from protocol.errors import InvalidRequest
+
+_NESTED = (
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template_kwargs",
+    "reasoning",
+    "thinking",
+)
+_REASONING_MEMBERS = ("effort", "enabled")
+_THINKING_MEMBERS = ("type",)
+
+
+def check_chat(body: ChatBody) -> None:
+    check_depth(body.messages, "messages")
+    check_conversation(body)
+
+
+def check_batch(body: BatchBody, max_conversations: int) -> None:
+    if body.stream:
+        raise InvalidRequest("stream: a batch is answered as a whole", param="stream")
+    if len(body.messages) > max_conversations:
+        raise InvalidRequest(
+            f"messages: {len(body.messages):,} conversations; at most {max_conversations:,} are "
+            "taken",
+            param="messages",
+        )
+    for place, messages in enumerate(body.messages):
+        check_depth(messages, f"messages[{place}]")
+    check_conversation(body)
+
+
+def check_conversation(body: ChatBody | BatchBody) -> None:
+    _check_common(body)
+    for field in _NESTED:
+        check_depth(getattr(body, field), field)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    if body.modalities not in (None, ["text"]):
+        raise unsupported("modalities", "only text is")
+    for field in ("functions", "function_call", "audio"):
+        if getattr(body, field):
+            raise unsupported(field)
+    if body.thinking_token_budget not in (None, -1):
+        raise unsupported("thinking_token_budget")
+    _check_members(body.reasoning, "reasoning", _REASONING_MEMBERS)
+    _check_members(body.thinking, "thinking", _THINKING_MEMBERS)
+
+
+def _check_members(value: Any, field: str, known: Sequence[str]) -> None:
+    if isinstance(value, Mapping):
+        for name, member in value.items():
+            if name not in known and member is not None:
+                raise unsupported(f"{field}.{name}", f"of this field only {', '.join(known)} are")
+
+
+def check_completion(body: CompletionBody) -> None:
+    _check_common(body)
+    if body.suffix:
+        raise unsupported("suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens: 0 needs echo, or there is no answer", param="max_tokens")
+    if body.echo and None not in (body.logprobs, body.prompt_logprobs):
+        raise InvalidRequest(
+            "prompt_logprobs: logprobs with echo already tells the prompt's",
+            param="prompt_logprobs",
+        )
+
+
+def _check_common(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs: not given in a stream", param="prompt_logprobs")
+    if body.best_of not in (None, body.n or 1):
+        raise unsupported("best_of", "only a value equal to n is")
+    kind = body.response_format
+    if kind is not None and not (isinstance(kind, dict) and kind.get("type") == "text"):
+        raise unsupported("response_format", "only the type 'text' is")
+    if body.structured_outputs:
+        raise unsupported("structured_outputs")
+
+
+def check_ignored(ignored: Sequence[str], body: GenerationBody) -> None:
+    """`ignored`: the fields of the request that have no effect."""
+    if ignored and body.strict_params:
+        raise InvalidRequest(f"unknown fields: {', '.join(ignored)}", param=ignored[0])
+
+
+def unsupported(field: str, instead: str = "") -> InvalidRequest:
+    but = f"; {instead}" if instead else ""
+    return InvalidRequest(f"{field}: not supported by this server{but}", param=field)

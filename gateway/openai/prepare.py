@@ -1,0 +1,132 @@
+"""A conversation and a body -> what the engine is asked, and how the answers are read.
+
+The one road for chat, batch and tokenize. The effective kwargs are computed here, once per
+conversation: the template sees them, and the parser starts where the rendered prompt leaves off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gateway.answering import Ask, Demand
+from gateway.chat.kwargs import effective_kwargs
+from gateway.chat.render import Conversation
+from gateway.chat.template import ChatTemplate
+from gateway.metering import ThinkingMeter
+from gateway.openai.parameters import choices_of, first, read_options
+from gateway.openai.schema import BatchBody, ChatBody, empty_prompt
+from gateway.openai.tools import ToolPlan, tool_plan
+from gateway.output.reader import AnswerOptions, ReaderFactory
+from gateway.service import ServedModel, offload
+from protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation.
+
+    kwargs  what the template was told
+    """
+
+    text: str
+    ids: list[int]
+    kwargs: dict[str, Any]
+
+
+class Preparation:
+    """What holds for all conversations of a body. Raises InvalidRequest naming the field.
+
+    trusts_template  a request may bring its own
+    """
+
+    def __init__(
+        self, body: ChatBody | BatchBody, model: ServedModel, *, trusts_template: bool = False
+    ) -> None:
+        self.body = body
+        self.model = model
+        self.plan: ToolPlan = tool_plan(body)
+        self._template = self._own_template(trusts_template)
+        self._check_tools()
+
+    def _own_template(self, trusts: bool) -> ChatTemplate | None:
+        source = self.body.chat_template
+        if source is None:
+            return None
+        if not trusts:
+            raise InvalidRequest(
+                "chat_template: this server takes no templates from requests "
+                "(--trust-request-chat-template)",
+                param="chat_template",
+            )
+        return self.model.renderer.compiled(source)
+
+    def _check_tools(self) -> None:
+        if self.plan.mode in ("required", "named") and self.model.reading.tools is None:
+            raise InvalidRequest(
+                "tool_choice: it is not known how this model writes tool calls (--tool-format)",
+                param="tool_choice",
+            )
+
+    def prompt(self, messages: Sequence[Any], param: str = "messages") -> Prompt:
+        """Render and encode. `param` is where the messages stand in the body."""
+        body, renderer = self.body, self.model.renderer
+        template = self._template or renderer.template
+        kwargs = effective_kwargs(
+            body.thinking_fields,
+            body.chat_template_kwargs,
+            self.model.default_kwargs,
+            template.profile,
+        )
+        continues = bool(body.continue_final_message)
+        text = renderer.text(
+            Conversation(
+                messages=messages,
+                param=param,
+                template=template,
+                tools=self.plan.shown or None,
+                documents=body.documents,
+                kwargs=kwargs,
+                add_generation_prompt=first(body.add_generation_prompt, default=not continues),
+                continue_final_message=continues,
+            )
+        )
+        ids = renderer.encode(text, offload=offload, param=param)
+        if not ids:
+            raise empty_prompt(param)
+        return Prompt(text, ids, kwargs)
+
+    def ask(self, prompt: Prompt) -> Ask:
+        """What the engine is asked for a prompt, and how its answers are read: a start of their
+        own for the answers of each conversation."""
+        body, model, plan = self.body, self.model, self.plan
+        reads_calls = plan.mode != "none"
+        starts_inside = self._starts_inside(prompt)
+        marks = model.reading.marks(calls=reads_calls)
+        return Ask(
+            prompt.ids,
+            choices_of(body, model.defaults),
+            ReaderFactory(
+                model.tokenizer, read_options(body, continues=False), self._answer(starts_inside)
+            ),
+            new_meter=partial(ThinkingMeter, marks, starts_inside=starts_inside) if marks else None,
+            demand=Demand(plan.name) if plan.mode in ("required", "named") else None,
+        )
+
+    def _starts_inside(self, prompt: Prompt) -> bool:
+        return self.model.reading.starts_inside(prompt.text, calls=self.plan.mode != "none")
+
+    def _answer(self, starts_inside: bool) -> AnswerOptions | None:
+        """None: all text is content."""
+        bound = self.model.reading.bound(calls=self.plan.mode != "none")
+        if bound is None:
+            return None
+        return AnswerOptions(
+            format=bound,
+            tools=self.plan.declared,
+            starts_inside=starts_inside,
+            include_reasoning=self.body.include_reasoning is not False,
+            parallel_tool_calls=self.plan.many,
+        )

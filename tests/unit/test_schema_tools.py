@@ -1,0 +1,90 @@
+"""What a request may say of tools, and what it comes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.body import decode
+from gateway.openai import schema
+from gateway.openai.tools import ToolPlan, tool_plan
+from protocol.errors import InvalidRequest
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def tool(name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def plan(**fields: Any) -> ToolPlan:
+    data = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}], **fields})
+    return tool_plan(decode(data, schema.chat_decoder))
+
+
+def test_tools_are_shown_and_read_for_unless_the_request_says_otherwise() -> None:
+    made = plan(tools=[tool("f", parameters=PARAMETERS), tool("g", strict=True)])
+    assert [tool["function"]["name"] for tool in made.shown] == ["f", "g"]
+    assert [(tool.name, tool.parameters) for tool in made.declared] == [
+        ("f", PARAMETERS),
+        ("g", None),
+    ]
+    assert (made.mode, made.name, made.many, made.strict) == ("auto", None, True, frozenset({"g"}))
+
+
+def test_no_tools_or_none_to_be_chosen_is_nothing_to_show() -> None:
+    unspoken: tuple[dict[str, Any], ...] = (
+        {},
+        {"tools": []},
+        {"tools": [], "tool_choice": "auto"},
+        {"tools": None, "tool_choice": "none"},
+        {"tools": [tool()], "tool_choice": "none"},
+    )
+    for fields in unspoken:
+        assert plan(**fields) == ToolPlan()
+
+
+def test_a_choice_may_be_any_call_or_that_of_one_tool_and_one_may_be_all() -> None:
+    both: dict[str, Any] = {"tools": [tool("f"), tool("g")]}
+    assert plan(**both, tool_choice="required").mode == "required"
+    one = plan(**both, tool_choice=named("g"), parallel_tool_calls=False)
+    assert (one.mode, one.name, one.many) == ("named", "g", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": ["f"]}, "tools[0]"),
+        ({"tools": [tool(), {"type": "web_search"}]}, "tools[1].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [tool("")]}, "tools[0].function.name"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("x" * 129)]}, "tools[0].function.name"),
+        ({"tools": [tool("<tool_call>")]}, "tools[0].function.name"),
+        ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
+        ({"tools": [tool(parameters="{}")]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters.type"),
+        ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
+        ({"tools": [tool(description=1)]}, "tools[0].function.description"),
+        ({"tools": [tool()], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": named("g")}, "tool_choice.function.name"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": named("g"), "tools": []}, "tool_choice"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_its_place(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        plan(**fields)
+    assert caught.value.param == param
+
+
+def test_a_thousand_tools_are_checked_in_no_time() -> None:
+    assert len(plan(tools=[tool(f"f{place}") for place in range(1024)]).declared) == 1024
