@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.output.machine import Context, Machine, MachineState, Section, SectionSyntax
+from gateway.output.events import Content, Event
+from gateway.output.machine import Context, Machine, MachineState, Piece, Section, SectionSyntax
 from gateway.output.reasoning import NO_REASONING, ReasoningFormat
 from gateway.output.teller import Teller
 
@@ -95,6 +96,14 @@ class Answer(Machine):
             OPENING: reasoning.open + reasoning.label + ends,
             REASONING: ends,
         }
+
+    def push(self, piece: Piece) -> list[Event]:
+        """As any machine; with a shortcut for what nearly every piece is: more content."""
+        if self.s.at == CONTENT and isinstance(piece, str) and piece:
+            scanner = self._scanner
+            if (scanner is None or scanner.lets_through(piece)) and self.teller.passes(piece):
+                return [Content(piece)]
+        return super().push(piece)
 
     # ---- transitions
 

@@ -108,7 +108,9 @@ class Chain:
     def _told(self, events: list[Event], *, search: bool) -> list[Event]:
         """What the client is told of `events`; no more than that, once the answer has ended."""
         if not search and self._thoughts and self._many:
-            self.completed += sum(type(event) is ToolCallEnd for event in events)
+            for event in events:
+                if type(event) is ToolCallEnd:
+                    self.completed += 1
             return events
         told: list[Event] = []
         for event in events:

@@ -113,6 +113,10 @@ class Scanner:
     def state(self) -> ScannerState:
         return ScannerState(self._held)
 
+    def lets_through(self, delta: str) -> bool:
+        """Nothing is held, and no marker begins in `delta`: it may be told unread."""
+        return not self._held and self._set.opening.search(delta) is None
+
     def push(self, delta: str) -> list[Text | Marker]:
         """All text and markers that `delta` makes certain."""
         return list(self._pieces(delta, final=False))

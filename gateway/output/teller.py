@@ -103,6 +103,11 @@ class Teller:
         else:
             self._content_with_blanks(text)
 
+    def passes(self, text: str) -> bool:
+        """`text`, which is not empty, would be told as it stands, and alone."""
+        s = self.s
+        return not s.blanks and not s.dropping and s.said and text[-1] not in BLANKS
+
     def _content_with_blanks(self, text: str) -> None:
         s = self.s
         solid = text.rstrip(BLANKS)
