@@ -202,6 +202,11 @@ class ArgumentsWriter(msgspec.Struct):
         else:
             self.mode = "nullable" if kinds == ("null", "string") else "typed"
 
+    def raw(self, key: str, value: str, teller: Teller) -> None:
+        """A whole argument, whose value is JSON already."""
+        teller.fragment(("{" if self.count == 0 else ", ") + string_json(key) + ": " + value)
+        self.count += 1
+
     def text(self, text: str, teller: Teller, trim: Trim = "nothing") -> None:
         """More of the value."""
         if self.lead and text:

@@ -1,0 +1,173 @@
+"""MiniMax-M3's and PLaMo 3's calls: however the answer is cut, it says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.output.events import ToolArguments, ToolCall, ToolCallEnd, Warning, merged
+from gateway.output.formats import Format
+from gateway.output.reasoning import THINK
+from gateway.output.tools import nested_elements, plamo
+from tests.support.format_tools import arguments_of, tool
+from tests.support.formats import (
+    Call,
+    Sample,
+    check,
+    content,
+    cut_off,
+    dumps,
+    fixtures,
+    lexicon,
+    reasoning_writer,
+    seconds,
+    table,
+    units,
+)
+
+NS = "]<]minimax[>["
+STRING = {"type": "string"}
+TREE = {
+    "type": "object",
+    "properties": {"b": {"type": "array"}, "語": STRING},
+}
+MIXED = {"anyOf": [{"type": "number"}, {"type": "boolean"}, {"type": "null"}, {"type": "object"}]}
+TREE["properties"]["b"]["items"] = MIXED | {"properties": {"c": {"type": "array"}}}  # type: ignore[index]
+TOOLS = (
+    tool("get_weather", city=STRING, days={"type": "integer"}),
+    tool("now", tz=STRING),
+    tool("f_1", a=TREE, n={"type": "number"}),
+    tool("run", code=STRING, path=STRING, e=STRING),
+    tool("types", l={"type": "array", "items": {"type": "integer"}}, o={"type": "object"}, z={}),
+)
+
+
+def element(name: str, value: Any) -> str:
+    match value:
+        case dict():
+            inner = "".join(element(k, v) for k, v in value.items())
+        case list():
+            inner = "".join(element("item", item) for item in value)
+        case str():
+            inner = value
+        case _:
+            inner = dumps(value)
+    return f"{NS}<{name}>{inner}{NS}</{name}>"
+
+
+def minimax_m3(calls: Sequence[Call], before: int) -> str:
+    def one(call: Call) -> str:
+        body = "".join(element(key, value) for key, value in call.arguments.items())
+        return f'{NS}<invoke name="{call.name}">\n{body}{NS}</invoke>\n'
+
+    return f"{NS}<tool_call>\n{''.join(map(one, calls))}{NS}</tool_call>"
+
+
+def plamo3(calls: Sequence[Call], before: int) -> str:
+    def one(call: Call) -> str:
+        name = plamo.begin("tool_name") + call.name + plamo.end("tool_name")
+        arguments = plamo.begin("tool_arguments") + "<|plamo:constrain|>json<|plamo:msg|>"
+        arguments += dumps(call.arguments) + plamo.end("tool_arguments")
+        return plamo.begin("tool_request") + name + arguments + plamo.end("tool_request")
+
+    return plamo.begin("tool_requests") + "".join(map(one, calls)) + plamo.end("tool_requests")
+
+
+M3 = Sample(
+    "minimax_m3",
+    Format(nested_elements.FORMATS["minimax_m3"], THINK),
+    minimax_m3,
+    think=reasoning_writer(THINK),
+    tags=(f"{NS}</item>", f"{NS}<tool_call>"),
+    tools=TOOLS,
+)
+PLAMO = Sample(
+    "plamo3",
+    Format(plamo.FORMATS["plamo3"], THINK),
+    plamo3,
+    think=reasoning_writer(THINK),
+    tags=(plamo.end("tool_arguments"),),
+)
+SAMPLES = [M3, PLAMO]
+EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+
+
+def say(text: str, tools: Any = TOOLS) -> list[Any]:
+    words = lexicon(M3, tokens=False)
+    machine = M3.format.machine(words, tools=tools, new_id=lambda: "id")
+    events = [event for piece in units(text, words) for event in machine.push(piece)]
+    return merged(events + machine.finish())
+
+
+def call(body: str) -> str:
+    return f'{NS}<tool_call>{NS}<invoke name="types">{body}{NS}</invoke>{NS}</tool_call>'
+
+
+@EACH
+def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
+    row = check(sample, fixtures(sample))
+    print("\n" + table([row]))
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+@EACH
+def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
+    case = next(fixture for fixture in fixtures(sample) if fixture.name == "text before a call")
+    said = content(case.events)
+    for tokens in (True, False):
+        for events in cut_off(sample, case, tokens=tokens):
+            assert said.startswith(content(events).rstrip())
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ({"l": [1, 2]}, {"l": [1, 2]}),
+        ({"l": []}, {"l": []}),
+        ({"o": {}}, {"o": {}}),
+        ({"o": {"item": "a"}}, {"o": {"item": "a"}}),
+        ({"z": {"item": "a"}}, {"z": ["a"]}),
+        ({"z": "a <b>"}, {"z": "a <b>"}),
+        ({"unheard_of": "12"}, {"unheard_of": "12"}),
+    ],
+)
+def test_elements_become_what_the_schema_says(argument: Any, meant: Any) -> None:
+    body = "".join(element(key, value) for key, value in argument.items())
+    assert arguments_of(say(call(body))) == [meant]
+
+
+def test_a_name_that_comes_again_makes_a_list() -> None:
+    inner = element("a", 1) + element("b", 2) + element("a", 3)
+    assert arguments_of(say(call(f"{NS}<o>{inner}{NS}</o>"))) == [
+        {"o": {"a": ["1", "3"], "b": "2"}}
+    ]
+
+
+def test_a_string_is_told_while_it_is_written() -> None:
+    machine = M3.format.machine(lexicon(M3, tokens=False), tools=TOOLS)
+    machine.push(f'{NS}<tool_call>{NS}<invoke name="run">{NS}<code>')
+    assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
+
+
+def test_a_mark_with_no_call_behind_it_is_content_and_a_warning_says_so() -> None:
+    for rest in (" hm", f"{NS}</tool_call>", "", NS, f"{NS}<b>", f"{NS}x"):
+        text = f"{NS}<tool_call>{rest}"
+        events = say(text)
+        assert content(events) == text
+        assert any(isinstance(event, Warning) for event in events)
+        assert not any(isinstance(event, ToolCall) for event in events)
+
+
+def test_an_unfinished_call_has_no_end() -> None:
+    events = say(f'{NS}<tool_call>{NS}<invoke name="run">{NS}<code>x')
+    assert not any(isinstance(event, ToolCallEnd) for event in events)
+    assert isinstance(events[-1], Warning)
+
+
+def test_time_is_linear_in_the_text() -> None:
+    start = f'{NS}<tool_call>{NS}<invoke name="types">'
+    for body in (f"{NS}<z>", f"{NS}<z>{NS}</z>", NS, f"{NS}<", "]<]minimax", f"{NS}</z>"):
+        assert seconds(M3, start + body * (1_000_000 // len(body)), step=1000) < 4
