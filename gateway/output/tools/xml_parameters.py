@@ -68,6 +68,7 @@ class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
     bare            a call's tag opens a stretch, too, if it names a tool of the request
     trim            what around a value is markup
     bare_json       a parameter without a schema is JSON if it can be
+    doubled_names   `f.f` means the tool `f`
     """
 
     open: tuple[str, ...] = ("<tool_call>",)
@@ -82,6 +83,7 @@ class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
     bare: bool = False
     trim: Trim = "newline"
     bare_json: bool = False
+    doubled_names: bool = False
 
     def markers(self) -> tuple[str, ...]:
         return self.open + self.close + self.skip + self.tags()
@@ -259,6 +261,9 @@ class XmlParametersSection(Section):
             s.tag += ">"
             self._no_tag()
             return
+        head, _, tail = name.partition(".")
+        if self.syntax.doubled_names and head == tail and not self.teller.declares(name):
+            name = head
         s.name, s.raw, s.arguments, s.at = name, [], ArgumentsWriter(), "call"
         self.teller.begin(name)
 
@@ -422,7 +427,8 @@ QWEN3_XML = XmlParameters(bare=True)
 MUSE_CALLS = _invoke(
     "atem:",
     open=("<atem:function_calls>",),
-    close=("</atem:function_calls>",),
+    close=("</atem:function_calls>", "<|eom|>", "<|eot|>"),
+    doubled_names=True,
     trim="nothing",
     bare_json=True,
 )

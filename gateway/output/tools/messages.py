@@ -1,0 +1,358 @@
+"""Answers that are messages, each with a header that says whom it is for: harmony and Muse.
+
+    <|channel|>analysis<|message|>Thinking.<|end|>
+    <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>
+    <|start|>assistant<|channel|>final<|message|>Hello.<|return|>
+
+    start      before the first message, whose `<|start|>assistant` stands in the prompt
+    header     in a header
+    between    behind a message
+    content    in a message for the user
+    reasoning  in a message of the model to itself
+    call       in a message for a tool: its body is the arguments' JSON
+    tool       in a message for a tool: its body is a tool syntax of its own
+    calls      there, inside its stretch of calls
+
+Who a message is for: `to=functions.NAME` is a call, and so is `to=NAME` for a tool of the request;
+any other tool is one that the model believes to have, so what it is told is reasoning. Without a
+recipient the channel decides: `analysis` is reasoning, everything else content. In Muse's answers
+`to=self` is reasoning, `to=user` or nobody content, and everyone else a tool.
+
+An answer that begins without a header is content. Two messages of one kind in a row are told with a
+line break between them. A marker inside an argument's string means nothing if it is spelt out.
+
+Sources: OpenAI's description of harmony; the response template of Muse's checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.output.events import Reasoning
+from gateway.output.machine import (
+    AnswerSyntax,
+    Context,
+    Machine,
+    MachineState,
+    Section,
+    SectionSyntax,
+)
+from gateway.output.teller import BLANKS, NEWLINES, PARSE_FAILED, Teller, is_json_object
+from gateway.output.tools.json_value import JsonScan
+from gateway.output.tools.xml_parameters import MUSE_CALLS
+
+MAX_HEADER_CHARS = 512
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+HEADER_START = re.compile(r"\s*+(?:assistant\s*+)?(?:to=[\w.\-*]*+\s*+[\w]*+\s*+)?")
+HEADER_WORDS = ("assistant", "to=")
+FUNCTIONS = "functions."
+
+
+class Messages(AnswerSyntax, frozen=True, kw_only=True):
+    """start      begins a message, and its header
+    message    ends the header
+    ends       end a message
+    in_header  markers that may stand in a header
+    channel    the one of them that names a channel; none: recipients alone decide
+    thoughts   the channel or recipient of reasoning
+    user       recipients that are the user
+    calls      the syntax of messages for tools; none: their body is the JSON of the arguments
+    """
+
+    start: str = "<|start|>"
+    message: str = "<|message|>"
+    ends: tuple[str, ...]
+    in_header: tuple[str, ...] = ()
+    channel: str = ""
+    thoughts: str
+    user: tuple[str, ...] = ()
+    calls: SectionSyntax | None = None
+
+    def markers(self) -> tuple[str, ...]:
+        calls = self.calls.markers() if self.calls else ()
+        return (self.start, self.message, *self.ends, *self.in_header, *calls)
+
+    def machine(
+        self,
+        context: Context,
+        teller: Teller,
+        state: Mapping[str, Any] | None = None,
+        *,
+        starts_inside: bool = False,
+    ) -> Machine:
+        return MessagesMachine(self, context, teller, state, starts_inside=starts_inside)
+
+
+class MessagesState(MachineState):
+    """header  the header's text so far, its markers included
+    value   where the arguments are
+    last    the kind of the message before
+    first   nothing of this message has been told
+    spilt   in a tool's message, text stood outside of calls
+    """
+
+    at: str = "start"
+    header: str = ""
+    value: JsonScan = msgspec.field(default_factory=JsonScan)
+    last: str = ""
+    first: bool = True
+    spilt: bool = False
+
+
+class MessagesMachine(Machine):
+    State = MessagesState
+    UNSCANNED = frozenset({"calls"})
+
+    def __init__(
+        self,
+        syntax: Messages,
+        context: Context,
+        teller: Teller,
+        state: Mapping[str, Any] | None = None,
+        *,
+        starts_inside: bool = False,
+    ) -> None:
+        self.syntax = syntax
+        own = dict(state or {})
+        inner = own.pop("section", None)
+        calls = syntax.calls
+        self.section: Section | None = calls.section(context, teller, inner) if calls else None
+        super().__init__(context, teller, own or None)
+        if state is None and starts_inside:
+            self._begin_body("reasoning")
+            self._follow()
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"section": self.section.state() if self.section else None}
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        x = self.syntax
+        heads = (x.message, x.start, *x.in_header)
+        ends = (*x.ends, x.start)
+        openers = x.calls.openers() if x.calls else ()
+        return {
+            "start": heads,
+            "header": heads,
+            "between": (*heads, *x.ends),
+            "content": ends,
+            "reasoning": ends,
+            "call": ends,
+            "tool": openers + ends,
+        }
+
+    # ---- text
+
+    def on_text(self, text: str) -> str:
+        s = self.s
+        match s.at:
+            case "start":
+                return self._before_header(text)
+            case "header":
+                s.header += text
+                if len(s.header) > MAX_HEADER_CHARS:
+                    self._no_header()
+            case "between":
+                rest = text.lstrip(BLANKS)
+                if rest:
+                    self._begin_body("content")
+                return rest
+            case "calls":
+                return self._in_calls(text)
+            case "call":
+                self._argument_text(text)
+            case "tool":
+                self._spill(text)
+            case _:
+                self._tell(text)
+        return ""
+
+    def _before_header(self, text: str) -> str:
+        """The rest of a header that the prompt has begun, or an answer without any."""
+        s = self.s
+        s.header += text
+        known = HEADER_START.match(s.header)
+        assert known is not None
+        rest = s.header[known.end() :]
+        may_go_on = not rest or any(word.startswith(rest) for word in HEADER_WORDS)
+        if may_go_on and len(s.header) <= MAX_HEADER_CHARS:
+            return ""
+        self._no_header()
+        return ""
+
+    def _no_header(self) -> None:
+        header, self.s.header = self.s.header, ""
+        self._begin_body("content")
+        self._tell(header)
+
+    def _tell(self, text: str) -> None:
+        s = self.s
+        if s.at == "reasoning":
+            if s.first and s.last == s.at and text.strip(NEWLINES):
+                self.teller.out.append(Reasoning("\n"))
+                s.first = False
+            self.teller.reasoning(text)
+            return
+        if s.first and s.last == s.at and text.strip(BLANKS):
+            self.teller.content("\n")
+            s.first = False
+        self.teller.content(text)
+
+    def _argument_text(self, text: str) -> None:
+        self.teller.fragment(text)
+        value = self.s.value
+        start = 0 if value.kind else len(text) - len(text.lstrip(BLANKS))
+        while start < len(text) and (value.depth or not value.kind):
+            start, status = value.scan(text, start)
+            if status != "more":
+                break
+
+    def _spill(self, text: str) -> None:
+        """In a message for a tool, but in no call."""
+        if not text.strip(BLANKS) and not self.s.spilt:
+            return
+        if not self.s.spilt:
+            self.s.spilt = True
+            self.teller.warn(PARSE_FAILED, "a message for a tool that is no call")
+        self.teller.content(text)
+
+    # ---- markers
+
+    def on_marker(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if s.at == "call" and s.value.quoted and not self.context.lexicon.is_token(marker):
+            self._argument_text(marker)
+        elif s.at in ("start", "header", "between"):
+            self._in_header(marker)
+        elif x.calls and marker in x.calls.openers():
+            self._open_calls(marker)
+        else:
+            self._end_body()
+            if marker == x.start:
+                s.at, s.header = "header", ""
+
+    def _in_header(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if marker == x.message:
+            header, s.header = s.header, ""
+            self._addressed(header)
+        elif marker == x.start:
+            s.at, s.header = "header", ""
+        elif marker in x.in_header:
+            s.at = "header"
+            s.header += marker
+
+    def _addressed(self, header: str) -> None:
+        """The header is complete: what kind of message follows."""
+        x = self.syntax
+        found = RECIPIENT.search(header)
+        recipient = found[1] if found else ""
+        if not x.channel:
+            self._begin_body(self._kind_by_recipient(recipient))
+            return
+        channel = header.partition(x.channel)[2].strip(BLANKS)
+        thoughts = channel.startswith(x.thoughts)
+        if not recipient or recipient in x.user:
+            self._begin_body("reasoning" if thoughts else "content")
+        elif recipient.startswith(FUNCTIONS) or self.teller.declares(recipient):
+            self._begin_call(recipient.removeprefix(FUNCTIONS))
+        else:
+            self._begin_body("reasoning")
+
+    def _kind_by_recipient(self, recipient: str) -> str:
+        if recipient == self.syntax.thoughts:
+            return "reasoning"
+        return "content" if not recipient or recipient in self.syntax.user else "tool"
+
+    def _begin_body(self, kind: str) -> None:
+        s = self.s
+        s.at, s.header, s.first, s.spilt = kind, "", True, False
+        if kind == "reasoning":
+            self.teller.begin_reasoning()
+
+    def _begin_call(self, name: str) -> None:
+        self.s.at, self.s.value = "call", JsonScan()
+        self.teller.begin(name)
+
+    def _end_body(self) -> None:
+        s = self.s
+        if s.at == "reasoning":
+            self.teller.end_reasoning()
+        elif s.at == "call":
+            self.teller.end()
+        s.last, s.at = s.at, "between"
+
+    # ---- calls of a syntax of their own
+
+    def _open_calls(self, marker: str) -> None:
+        assert self.section is not None
+        self.s.at = "calls"
+        self.section.open(marker)
+        self._leave_if_done()
+
+    def _in_calls(self, text: str) -> str:
+        assert self.section is not None
+        rest = self.section.read(text)
+        self._leave_if_done()
+        return rest
+
+    def _leave_if_done(self) -> None:
+        assert self.section is not None
+        if self.section.s.done:
+            self.s.at = "tool"
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "calls":
+            assert self.section is not None
+            self.section.read_token(marker)
+            self._leave_if_done()
+        elif self.s.at in ("content", "reasoning"):
+            self._stray_text(marker)
+
+    def _stray_text(self, marker: str) -> None:
+        """A model may talk about markup in its reasoning; in content it is dropped."""
+        if self.s.at == "reasoning":
+            self._tell(marker)
+
+    # ---- the end
+
+    def on_end(self, complete: bool) -> None:
+        s = self.s
+        if s.at == "calls":
+            assert self.section is not None
+            self.section.end(complete)
+        elif s.at == "reasoning":
+            self.teller.end_reasoning()
+        elif s.at == "call":
+            self._end_last_call(complete)
+        elif s.at in ("start", "header") and complete and s.header.strip(BLANKS):
+            self._no_header()
+        self.teller.finish()
+
+    def _end_last_call(self, complete: bool) -> None:
+        """The marker behind a call is mostly the one that ends the answer, and may be left out."""
+        if complete and is_json_object("".join(self.teller.s.arguments)):
+            self.teller.end()
+        elif complete:
+            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
+        self.teller.drop()
+
+
+FORMATS = {
+    "openai": Messages(
+        ends=("<|end|>", "<|return|>", "<|call|>"),
+        in_header=("<|channel|>", "<|constrain|>"),
+        channel="<|channel|>",
+        thoughts="analysis",
+        user=("user", "assistant"),
+    ),
+    "muse_glimmer": Messages(
+        ends=("<|eom|>", "<|eot|>"),
+        thoughts="self",
+        user=("user",),
+        calls=MUSE_CALLS,
+    ),
+}

@@ -1,0 +1,212 @@
+"""Answers of messages with headers: however the answer is cut, it says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.output.events import (
+    Content,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    Warning,
+    merged,
+)
+from gateway.output.formats import Format
+from gateway.output.tools.messages import FORMATS
+from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, tool
+from tests.support.formats import (
+    Call,
+    Fixture,
+    Sample,
+    Say,
+    Think,
+    answers,
+    check,
+    content,
+    cut_off,
+    dumps,
+    expected,
+    lexicon,
+    seconds,
+    table,
+    units,
+)
+
+CALL = ToolCall(0, "id", "now")
+
+
+def harmony(calls: Sequence[Call], before: int) -> str:
+    return "".join(
+        f"<|start|>assistant to=functions.{call.name}<|channel|>commentary <|constrain|>json"
+        f"<|message|>{dumps(call.arguments)}<|call|>"
+        for call in calls
+    )
+
+
+def harmony_says(text: str) -> str:
+    return f"<|start|>assistant<|channel|>final<|message|>{text}<|end|>"
+
+
+def harmony_thinks(text: str) -> str:
+    return f"<|start|>assistant<|channel|>analysis<|message|>{text}<|end|>"
+
+
+def muse(calls: Sequence[Call], before: int) -> str:
+    def one(call: Call) -> str:
+        body = "".join(
+            f'<atem:parameter name="{key}">{plain(value)}</atem:parameter>\n'
+            for key, value in call.arguments.items()
+        )
+        return f'<atem:invoke name="{call.name}">\n{body}</atem:invoke>\n'
+
+    return (
+        f"<|start|>assistant to={calls[0].name}<|message|><atem:function_calls>\n"
+        f"{''.join(map(one, calls))}</atem:function_calls><|eom|>"
+    )
+
+
+def muse_says(text: str) -> str:
+    return f"<|start|>assistant to=user<|message|>{text}<|eot|>"
+
+
+def muse_thinks(text: str) -> str:
+    return f"<|start|>assistant to=self<|message|>{text}<|eom|>"
+
+
+def sample(name: str, write: Any, tags: tuple[str, ...], tools: Any = None) -> Sample:
+    syntax = FORMATS[name]
+    markers = (syntax.start, syntax.message, *syntax.ends, *syntax.in_header)
+    return Sample(name, Format(syntax), write, markers=markers, tags=tags, tools=tools)
+
+
+HARMONY = sample("openai", harmony, ("<|call|>", "<|end|>"))
+MUSE = sample("muse_glimmer", muse, ("</atem:parameter>", "<|eom|>"), TYPED_TOOLS)
+SAYS = {"openai": (harmony_says, harmony_thinks), "muse_glimmer": (muse_says, muse_thinks)}
+SAMPLES = [HARMONY, MUSE]
+EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+
+
+def cases(sample: Sample) -> list[Fixture]:
+    """The kit's answers as messages. The prompt has written the first `<|start|>assistant`."""
+    found = []
+    says, thinks = SAYS[sample.name]
+    for name, parts in answers(sample.tags[0]):
+        text, index = "", 0
+        for part in parts:
+            match part:
+                case Say(said):
+                    text += says(said)
+                case Think(thought):
+                    text += thinks(thought)
+                case calls:
+                    text += sample.write(calls, index)
+                    index += len(calls)
+        text = text.removeprefix("<|start|>assistant")
+        found.append(Fixture(name, text, expected(sample, parts)))
+    return found
+
+
+def say(sample: Sample, text: str, tools: Any = None, *, inside: bool = False) -> list[Any]:
+    words = lexicon(sample, tokens=True)
+    machine = sample.format.machine(words, tools=tools, new_id=lambda: "id", starts_inside=inside)
+    events = [event for piece in units(text, words) for event in machine.push(piece)]
+    return merged(events + machine.finish())
+
+
+@EACH
+def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
+    row = check(sample, cases(sample))
+    print("\n" + table([row]))
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+@EACH
+def test_an_answer_cut_off_anywhere_shows_no_markup(sample: Sample) -> None:
+    case = next(fixture for fixture in cases(sample) if fixture.name == "reasoning before")
+    said = content(case.events)
+    for tokens in (True, False):
+        for events in cut_off(sample, case, tokens=tokens):
+            assert said.startswith(content(events))
+
+
+def test_an_answer_without_a_header_is_content() -> None:
+    for text in ("Hello <b>", "to be or not", " assistance", "t", " to="):
+        assert content(say(HARMONY, text)) == text
+
+
+def test_messages_of_one_kind_are_told_with_a_line_break_between_them() -> None:
+    thoughts = harmony_thinks("One.") + harmony_thinks("") + harmony_thinks("Two.")
+    said = harmony_says("a").replace("final", "commentary") + harmony_says("b")
+    events = say(HARMONY, thoughts + said)
+    assert events == [Reasoning("One.\nTwo."), Content("a\nb")]
+
+
+def test_a_prompt_that_opens_the_reasoning_is_gone_on_with() -> None:
+    assert say(HARMONY, "Hm.<|end|>" + harmony_says("Yes"), inside=True) == [
+        Reasoning("Hm."),
+        Content("Yes"),
+    ]
+
+
+def test_the_recipient_may_stand_behind_the_channel() -> None:
+    text = '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a":1}'
+    assert say(HARMONY, text) == [CALL, ToolArguments(0, '{"a":1}'), ToolCallEnd(0)]
+
+
+def test_a_tool_the_request_does_not_have_is_reasoning_unless_it_is_a_function() -> None:
+    python = "<|channel|>analysis to=python code<|message|>print(1)<|call|>"
+    assert say(HARMONY, python, (tool("now"),)) == [Reasoning("print(1)")]
+    call = "<|channel|>commentary to=functions.x json<|message|>{}<|call|>"
+    assert [type(e) for e in say(HARMONY, call, (tool("now"),))] == [
+        ToolCall,
+        Warning,
+        ToolArguments,
+        ToolCallEnd,
+    ]
+
+
+def test_a_call_without_arguments_has_an_empty_object() -> None:
+    text = "<|channel|>commentary to=functions.now<|message|><|call|>"
+    assert say(HARMONY, text) == [CALL, ToolArguments(0, "{}"), ToolCallEnd(0)]
+
+
+def test_a_last_call_that_is_no_object_is_not_complete() -> None:
+    text = '<|channel|>commentary to=functions.now<|message|>{"a": '
+    assert [type(event) for event in say(HARMONY, text)] == [ToolCall, ToolArguments, Warning]
+
+
+def test_a_call_in_a_message_to_oneself_or_to_the_user_is_text() -> None:
+    call = '<atem:function_calls><atem:invoke name="now"></atem:invoke></atem:function_calls>'
+    assert say(MUSE, f" to=self<|message|>{call}<|eom|>") == [Reasoning(call)]
+    assert say(MUSE, f" to=user<|message|>{call}<|eot|>") == [Content(call)]
+
+
+def test_a_doubled_name_means_the_tool() -> None:
+    text = muse([Call("now.now")], 0).removeprefix("<|start|>assistant")
+    assert say(MUSE, text, (tool("now"),))[0] == CALL
+
+
+def test_text_for_a_tool_that_is_no_call_is_content_with_a_warning() -> None:
+    events = say(MUSE, " to=now<|message|>oops, no call<|eom|>")
+    assert content(events) == "oops, no call"
+    assert [type(event) for event in events] == [Warning, Content]
+    assert arguments_of(events) == []
+
+
+@EACH
+def test_time_is_linear_in_the_text(sample: Sample) -> None:
+    for body in (
+        "<|message|><|end|>",
+        "<|start|>",
+        "<|message|>{[",
+        "<|start|>a to=f<|message|>{",
+        "<|",
+    ):
+        text = "<|start|>assistant" + body * (1_000_000 // len(body))
+        assert seconds(sample, text, step=1000) < 4
