@@ -1,0 +1,158 @@
+"""Kimi K3's answers: however they are cut, they say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.output.events import (
+    Content,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    Warning,
+    merged,
+)
+from gateway.output.formats import Format
+from gateway.output.tools.xtml import FORMATS
+from tests.support.format_tools import arguments_of, plain
+from tests.support.formats import (
+    Call,
+    Fixture,
+    Sample,
+    Say,
+    Think,
+    answers,
+    check,
+    content,
+    cut_off,
+    expected,
+    lexicon,
+    seconds,
+    table,
+    units,
+)
+
+TYPES = {str: "string", int: "number", float: "number", dict: "object", list: "array"}
+
+
+def element(name: str, body: str, attributes: str = "") -> str:
+    return f"<|open|>{name}{attributes}<|sep|>{body}<|close|>{name}<|sep|>"
+
+
+def tools(calls: Sequence[Call], before: int) -> str:
+    def one(index: int, call: Call) -> str:
+        body = "".join(
+            element("argument", plain(value), f' key="{key}" type="{TYPES[type(value)]}"')
+            for key, value in call.arguments.items()
+        )
+        return element("call", body, f' tool="{call.name}" index="{index}"')
+
+    return element("tools", "".join(one(i, call) for i, call in enumerate(calls, 1)))
+
+
+K3 = Sample(
+    "kimi_k3",
+    Format(FORMATS["kimi_k3"]),
+    tools,
+    tags=("<|close|>call<|sep|>", "<|close|>argument<|sep|>"),
+)
+
+
+def cases() -> list[Fixture]:
+    """The kit's answers in channels; the prompt has opened the first."""
+    found = []
+    for name, parts in answers(K3.tags[0]):
+        text, index = "", 0
+        for part in parts:
+            match part:
+                case Say(said):
+                    text += element("response", said)
+                case Think(thought):
+                    text += element("think", thought)
+                case calls:
+                    text += tools(calls, index)
+                    index += len(calls)
+        text += "<|close|>message<|sep|>"
+        inside = text.startswith("<|open|>think<|sep|>")
+        text = text.removeprefix("<|open|>think<|sep|>").removeprefix("<|open|>response<|sep|>")
+        found.append(Fixture(name, text, expected(K3, parts), starts_inside=inside))
+    return found
+
+
+def say(text: str, *, inside: bool = False, tokens: bool = True) -> list[Any]:
+    words = lexicon(K3, tokens=tokens)
+    machine = K3.format.machine(words, new_id=lambda: "id", starts_inside=inside)
+    events = [event for piece in units(text, words) for event in machine.push(piece)]
+    return merged(events + machine.finish())
+
+
+def argument(value: str, type_: str, key: str = "k") -> str:
+    body = element("argument", value, f' key="{key}" type="{type_}"')
+    return element("tools", element("call", body, ' tool="f" index="1"'))
+
+
+def test_the_way_an_answer_is_cut_never_changes_what_it_says() -> None:
+    row = check(K3, cases())
+    print("\n" + table([row]))
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+def test_an_answer_cut_off_anywhere_shows_no_markup() -> None:
+    case = next(fixture for fixture in cases() if fixture.name == "reasoning before")
+    said = content(case.events)
+    for tokens in (True, False):
+        for events in cut_off(K3, case, tokens=tokens):
+            assert said.startswith(content(events).rstrip())
+
+
+@pytest.mark.parametrize(
+    ("value", "type_", "meant"),
+    [
+        ("42", "string", "42"),
+        ("42", "number", 42),
+        (' {"a": [1]}', "object", {"a": [1]}),
+        ("null", "null", None),
+        ("{oops", "object", "{oops"),
+        ("a<|close|>call<|sep|>b<|open|>argument<|sep|>", "string", None),
+    ],
+)
+def test_a_value_is_what_its_tag_says(value: str, type_: str, meant: Any) -> None:
+    events = say(argument(value, type_), tokens=False)
+    assert arguments_of(events) == [{"k": value if "<" in value else meant}]
+
+
+def test_attributes_are_unescaped() -> None:
+    assert arguments_of(say(argument("1", "number", "a&quot;&amp;quot;"))) == [{'a"&quot;': 1}]
+
+
+def test_a_channel_that_opens_ends_the_one_before() -> None:
+    events = say("Hm.<|open|>response<|sep|>Yes" + argument("1", "number"), inside=True)
+    assert events[:3] == [Reasoning("Hm."), Content("Yes"), ToolCall(0, "id", "f")]
+    assert events[-1] == ToolCallEnd(0)
+
+
+def test_a_tag_that_means_nothing_here_is_text() -> None:
+    for text in ("a<|open|>b<|sep|>c", "<|close|>think<|sep|>", "<|open|>call<|sep|>", "<|open|>x"):
+        assert content(say(text, tokens=False)) == text
+
+
+def test_a_string_is_told_while_it_is_written() -> None:
+    machine = K3.format.machine(lexicon(K3, tokens=False))
+    machine.push('<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="k"<|sep|>')
+    assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
+
+
+def test_an_unfinished_call_has_no_end() -> None:
+    events = say(argument("x", "string").partition("<|close|>")[0])
+    assert [type(event) for event in events] == [ToolCall, ToolArguments, Warning]
+
+
+def test_time_is_linear_in_the_text() -> None:
+    call = '<|open|>tools<|sep|><|open|>call tool="f"<|sep|>'
+    for body in ("<|open|>", "<|open|>think<|sep|>", call, "<|close|>a", "<|open|>argument<|sep|>"):
+        assert seconds(K3, call + body * (1_000_000 // len(body)), step=1000) < 4
