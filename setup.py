@@ -14,6 +14,9 @@ GATEWAY = [
     "prometheus-client>=0.21,<1",
     "tokenizers>=0.21,<1",
 ]
+ENGINE = [
+    "llguidance>=1.9,<2",  # 1.9 bounds the blanks that JSON may have between its items
+]
 WORKER = [
     "gguf>=0.17,<1",
     "numpy>=2,<3",
@@ -37,8 +40,9 @@ TEST = [
 setup(
     extras_require={
         "gateway": GATEWAY,
+        "engine": ENGINE,
         "worker": WORKER,
-        "all": GATEWAY + WORKER,
-        "test": GATEWAY + WORKER + TEST,
+        "all": GATEWAY + ENGINE + WORKER,
+        "test": GATEWAY + ENGINE + WORKER + TEST,
     }
 )

@@ -1,8 +1,10 @@
-"""The engine: one pure object with four verbs.
+"""The engine: one pure object with four verbs, and two more for answers that a grammar constrains.
 
-    add(client, Generate)   -> Accepted or Refused, at once
+    add(client, Generate)   -> Accepted or Refused, at once; None: its grammar is a job to be done
+    settle(Compiled)        -> what became of such a job: Accepted or Refused for all who waited
     abort(client, numbers)  -> the ends of those that were open
     plan()                  -> the next StepPlan, or None if there is nothing to compute
+    masks()                 -> what the plan's masked rows may say, while it is being computed
     commit(StepResult)      -> news per client
 
 No socket, no clock (times are arguments), no torch. At most one plan is out at a time. What a step
@@ -22,13 +24,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from engine_core.admission import check_load, check_request
+from engine_core.grammar.book import Compiled, GrammarBook, Job
+from engine_core.grammar.masks import fill
 from engine_core.invariants import check_invariants
-from engine_core.outcome import Outcome, outcomes_of
-from engine_core.planning import build_plan, work_of
+from engine_core.outcome import Outcome, outcomes_of, why_failed
+from engine_core.planning import build_plan, matchers_of, work_of
 from engine_core.request import Event, Phase, Request
 from engine_core.scheduler import Scheduler
 from protocol.config import EngineConfig
 from protocol.errors import Draining, InvalidRequest, ServingError, StepFailed
+from protocol.grammar import Grammar, check_grammar
 from protocol.messages import (
     Accepted,
     FinishReason,
@@ -41,7 +46,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats
-from protocol.steps import StepPlan, StepResult
+from protocol.steps import Masks, StepPlan, StepResult
 
 RATE_MEMORY_S = 10.0
 """The measured rate of computation looks back about so many busy seconds."""
@@ -69,6 +74,7 @@ class Engine:
         self._config = config
         self._model = model
         self._scheduler = Scheduler(limits, model.digest)
+        self._grammars = GrammarBook()
         self._open: dict[tuple[bytes, int], Request] = {}
         self._in_flight: tuple[StepPlan, list[tuple[Request, int]]] | None = None
         self._ended_in_flight: list[
@@ -85,17 +91,54 @@ class Engine:
 
     # ---- add
 
-    def add(self, client: bytes, message: Generate) -> Accepted | Refused:
-        """Queue a request, or say why not."""
+    def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
+        """Queue a request, or say why not. None: `settle` will say it, see `take_jobs`."""
         try:
             request = self._admit(client, message)
+            if message.grammar is None:
+                return self._accept(request)
+            return self._constrain(request, message.grammar)
         except ServingError as error:
-            self._counts["refused"] += 1
-            return Refused(request=message.request, error=error.info())
-        self._open[client, message.request] = request
+            return self._refuse(message.request, error)
+
+    def take_jobs(self) -> list[Job]:
+        """Grammars to compile. Each is answered by one `settle`, in any order."""
+        jobs, self._grammars.jobs = self._grammars.jobs, []
+        return jobs
+
+    def settle(self, compiled: Compiled) -> list[tuple[bytes, Accepted | Refused]]:
+        """A grammar is compiled, or cannot be: (client, what to tell it), for all who waited."""
+        news: list[tuple[bytes, Accepted | Refused]] = []
+        for request in self._grammars.settle(compiled):
+            if isinstance(compiled.result, ServingError):
+                del self._open[request.client, request.number]
+                request.move(Event.FINISH)
+                news.append((request.client, self._refuse(request.number, compiled.result)))
+            else:
+                request.matcher = compiled.result.start()
+                news.append((request.client, self._accept(request)))
+        return news
+
+    def _constrain(self, request: Request, grammar: Grammar) -> Accepted | None:
+        check_grammar(grammar)
+        request.grammar, template = self._grammars.find(grammar)
+        if template is None:
+            self._grammars.wait(request, request.grammar, grammar)
+            self._open[request.client, request.number] = request
+            return None
+        request.matcher = template.start()
+        return self._accept(request)
+
+    def _accept(self, request: Request) -> Accepted:
+        request.move(Event.ACCEPT)
+        self._open[request.client, request.number] = request
         self._scheduler.waiting.push(request)
         self._counts["accepted"] += 1
-        return Accepted(request=message.request)
+        return Accepted(request=request.number)
+
+    def _refuse(self, number: int, error: ServingError) -> Refused:
+        self._counts["refused"] += 1
+        return Refused(request=number, error=error.info())
 
     def _admit(self, client: bytes, message: Generate) -> Request:
         if self.is_draining:
@@ -107,7 +150,7 @@ class Engine:
         waiting = self._scheduler.waiting
         check_load(
             len(prompt),
-            len(waiting),
+            len(waiting) + self._grammars.num_waiting,
             waiting.tokens,
             self._config.max_waiting,
             self._config.max_waiting_tokens,
@@ -177,6 +220,14 @@ class Engine:
         self._in_flight = plan, work_of(schedule)
         return plan
 
+    def masks(self) -> Masks | None:
+        """For the plan that is out, once: None where no grammar constrains any of its rows."""
+        assert self._in_flight is not None, "masks are for a plan that is out"
+        plan, work = self._in_flight
+        if plan.masked is None:
+            return None
+        return Masks(step=plan.step, bits=fill(matchers_of(plan, work), self._model.vocab_size))
+
     # ---- commit
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
@@ -205,8 +256,7 @@ class Engine:
         computed.
         """
         if outcome.failed:
-            error = StepFailed("the model's output was not a number")
-            return self._end(request, "error", error=error)
+            return self._end(request, "error", error=StepFailed(why_failed(request)))
         self._scheduler.advance(request, count)
         if request.num_generated == 0:
             request.prompt_logprobs += outcome.prompt_logprobs
@@ -214,9 +264,14 @@ class Engine:
             return (
                 None if request.samples or request.num_uncomputed else self._end(request, "length")
             )
+        if request.matcher is not None:
+            request.matcher.consume(outcome.token)
+            if request.matcher.error is not None:
+                return self._end(request, "error", error=StepFailed(why_failed(request)))
         request.tokens.append(outcome.token)
         self._counts["generated_tokens"] += 1
-        if outcome.token in request.stop_ids:
+        is_complete = request.matcher is not None and request.matcher.is_complete
+        if outcome.token in request.stop_ids or is_complete:
             return self._end(request, "stop", outcome)
         if len(request.tokens) >= request.end:
             return self._end(request, "length", outcome)
@@ -243,6 +298,8 @@ class Engine:
         is_first = last is None or request.num_generated == 1
         prompt_logprobs = request.prompt_logprobs if is_first and reason != "abort" else []
         del self._open[request.client, request.number]
+        if request.grammar is not None:
+            self._leave_grammar(request)
         self._finished[reason] += 1
         request.move(Event.FINISH)
         if self._in_flight is not None and request.slot is not None:
@@ -255,10 +312,24 @@ class Engine:
             logprobs=[] if last is None else last.logprobs,
             prompt_logprobs=prompt_logprobs,
             finish=reason,
-            stop_token=request.tokens[-1] if reason == "stop" else None,
+            stop_token=self._stop_token(request) if reason == "stop" else None,
             usage=_usage(request),
             error=None if error is None else error.info(),
         )
+
+    def _stop_token(self, request: Request) -> int | None:
+        """The last token, unless it is part of the text: the last of what a grammar admits."""
+        token = request.tokens[-1]
+        is_end = token in request.stop_ids or token in self._model.eos_token_ids
+        return token if is_end else None
+
+    def _leave_grammar(self, request: Request) -> None:
+        assert request.grammar is not None
+        if request.phase is Phase.ARRIVED:
+            self._grammars.leave(request)
+            self._counts["accepted"] += 1  # it was taken in, and has its end
+        elif request.matcher is not None and request.matcher.error is not None:
+            self._grammars.forget(request.grammar)
 
     # ---- what others may know
 

@@ -23,7 +23,8 @@ def check_invariants(
     for request in open_requests:
         is_running = request.phase is Phase.RUNNING
         assert (request in running) == is_running, f"{request.number} is running in one place only"
-        assert (request in scheduler.waiting) != is_running, f"{request.number} waits and runs"
+        is_queued = not is_running and request.phase is not Phase.ARRIVED
+        assert (request in scheduler.waiting) == is_queued, f"{request.number} is in the queue"
     assert set(running) >= set(ended_in_flight), "a request that ended in flight lost its blocks"
     _check_slots(scheduler, running)
     _check_blocks(scheduler, running)

@@ -15,6 +15,7 @@ import zmq
 
 from engine_core.clients import Clients
 from engine_core.engine import Engine
+from engine_core.grammar.service import GrammarService
 from engine_core.workers import WorkerLost, Workers
 from protocol import sockets, wire
 from protocol.config import EngineConfig
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 TICK_MS = 250
 """Leases and the step's deadline are looked at so often."""
 MESSAGES_PER_TURN = 1000
+GRAMMAR_BUDGET_S = 10.0
+"""A grammar that takes longer to compile is refused."""
 
 
 class Loop:
@@ -68,11 +71,13 @@ class Loop:
         self._is_draining = False
         self._step_sent_at = 0.0
         self._wire_errors = 0
+        self._grammars = GrammarService(GRAMMAR_BUDGET_S)
 
     def run(self) -> None:
         """Returns when drained. Raises WorkerLost when the worker is."""
         poller = zmq.Poller()
-        for source in (self._socket, self._workers.socket, self._workers.death, self._wakeup):
+        sources = (self._socket, self._workers.socket, self._workers.death, self._wakeup)
+        for source in (*sources, self._grammars.fd):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._is_done():
@@ -84,6 +89,7 @@ class Loop:
         finally:
             self._workers.stop()
             self._socket.close()
+            self._grammars.close()
 
     def _turn(self, ready: dict[object, int], now: float) -> None:
         if self._wakeup in ready:
@@ -99,6 +105,7 @@ class Loop:
         for client in self._clients.expire(now):
             log.warning("client %s fell silent; its requests are aborted", client.hex())
             self._drop(client)
+        self._compile_grammars(ready, now)
         self._next_step(now)
 
     def _is_done(self) -> bool:
@@ -154,8 +161,8 @@ class Loop:
         if client not in self._clients or self._engine is None:
             error = InvalidRequest("say Hello and wait for Welcome before Generate")
             self._tell(client, Refused(request=message.request, error=error.info()))
-        else:
-            self._tell(client, self._engine.add(client, message))
+        elif (reply := self._engine.add(client, message)) is not None:
+            self._tell(client, reply)
 
     def _welcome(self, client: bytes) -> None:
         """Once the model is loaded; those who greet earlier are welcomed then."""
@@ -186,6 +193,19 @@ class Loop:
         error = ErrorInfo(code=EngineLost.code, message=why)
         for client in self._clients.all():
             self._tell(client, Gone(error=error))
+
+    # ---- grammars
+
+    def _compile_grammars(self, ready: dict[object, int], now: float) -> None:
+        if self._engine is None:
+            return
+        for job in self._engine.take_jobs():
+            self._grammars.submit(job, now)
+        if self._grammars.fd not in ready and not self._grammars.is_busy:
+            return
+        for compiled in self._grammars.take(now):
+            for client, reply in self._engine.settle(compiled):
+                self._tell(client, reply)
 
     # ---- the worker
 
@@ -223,6 +243,7 @@ class Loop:
         )
         for client in self._clients.all():
             self._welcome(client)
+        self._grammars.start(ready.model)  # now: clients are busy with what Welcome brought them
 
     def _next_step(self, now: float) -> None:
         engine = self._engine
@@ -236,6 +257,8 @@ class Loop:
         if plan is not None:
             self._step_sent_at = now
             self._workers.send(plan)
+            if (masks := engine.masks()) is not None:
+                self._workers.send(masks)
 
     def _commit(self, result: StepResult, now: float) -> None:
         assert self._engine is not None

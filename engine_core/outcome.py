@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine_core.request import Request
 from protocol.messages import TokenLogprobs
 from protocol.steps import Logprobs, StepPlan, StepResult
 
@@ -44,18 +45,46 @@ def outcomes_of(plan: StepPlan, result: StepResult) -> list[Outcome]:
     return outcomes
 
 
+def why_failed(request: Request) -> str:
+    """In one line, for a request that got no token, or one that its grammar does not admit."""
+    if request.matcher is not None and request.matcher.error is not None:
+        return f"the grammar failed: {request.matcher.error}"
+    params = request.params
+    asked = {
+        "grammar": request.grammar,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words,
+        "min_tokens": params.min_tokens,
+    }
+    bounds = [name for name, value in asked.items() if value]
+    if bounds:
+        return f"no token was possible: {', '.join(bounds)} left none"
+    return "the model's output was not a number"
+
+
 def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
     """(row, that token's logprobs), in the order of the columns."""
     num, width = columns.top_ids.shape
     top_ids, top_logprobs = columns.top_ids.tolist(), columns.top_logprobs.tolist()
     ids, logprobs, ranks = columns.ids.tolist(), columns.logprobs.tolist(), columns.ranks.tolist()
+    asked = _asked(columns)
     entries = []
     for i, (row, count) in enumerate(
         zip(columns.rows.tolist(), columns.counts.tolist(), strict=True)
     ):
         best = slice(i * width, i * width + count)
-        entries.append(
-            (row, TokenLogprobs(ids[i], logprobs[i], ranks[i], top_ids[best], top_logprobs[best]))
+        entry = TokenLogprobs(
+            ids[i], logprobs[i], ranks[i], top_ids[best], top_logprobs[best], asked[i]
         )
+        entries.append((row, entry))
     assert len(entries) == num
     return entries
+
+
+def _asked(columns: Logprobs) -> list[list[float]]:
+    """[N], of each row the logprobs of the tokens that its request named."""
+    if columns.asked is None or columns.asked_counts is None:
+        return [[]] * len(columns.ids)
+    width, values = columns.asked.shape[1], columns.asked.tolist()
+    counts = columns.asked_counts.tolist()
+    return [values[i * width : i * width + count] for i, count in enumerate(counts)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
+from engine_core.grammar.matcher import Matcher
 from engine_core.request import Request
 from engine_core.scheduler import Schedule
 from protocol.arrays import Int32, UInt8
@@ -20,6 +22,9 @@ def build_plan(
 ) -> StepPlan:
     """`generations`: slot -> its present generation, already counted up for `schedule.admitted`."""
     work = work_of(schedule)
+    samples = [request.samples and count == request.num_uncomputed for request, count in work]
+    sampled = compress((request for request, _ in work), samples)
+    masked = [index for index, request in enumerate(sampled) if request.matcher is not None]
     grown = schedule.grown
     return StepPlan(
         step=step,
@@ -32,11 +37,18 @@ def build_plan(
         row_slots=Int32.of(_slot(request) for request, _ in work),
         row_starts=Int32.of(request.num_computed for request, _ in work),
         row_tokens=Int32.of(count for _, count in work),
-        row_samples=UInt8.of(
-            request.samples and count == request.num_uncomputed for request, count in work
-        ),
+        row_samples=UInt8.of(samples),
         num_decodes=len(schedule.decodes),
+        masked=Int32.of(masked) if masked else None,
     )
+
+
+def matchers_of(plan: StepPlan, work: Sequence[tuple[Request, int]]) -> list[Matcher]:
+    """Of the plan's `masked` rows, in their order."""
+    if plan.masked is None:
+        return []
+    sampled = compress((request for request, _ in work), plan.row_samples.tolist())
+    return [request.matcher for request in sampled if request.matcher is not None]
 
 
 def _slot(request: Request) -> int:

@@ -11,11 +11,13 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from engine_core.grammar.matcher import Matcher
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 
 class Phase(Enum):
+    ARRIVED = auto()  # not accepted yet, its grammar may be being compiled; owns nothing
     WAITING = auto()  # accepted; owns nothing
     RUNNING = auto()  # owns a slot, and blocks for every known token
     PREEMPTED = auto()  # gave slot and blocks back; will be computed again
@@ -23,12 +25,15 @@ class Phase(Enum):
 
 
 class Event(Enum):
+    ACCEPT = auto()
     ADMIT = auto()
     PREEMPT = auto()
     FINISH = auto()
 
 
 NEXT_PHASE = {
+    (Phase.ARRIVED, Event.ACCEPT): Phase.WAITING,
+    (Phase.ARRIVED, Event.FINISH): Phase.FINISHED,  # aborted, or its grammar was refused
     (Phase.WAITING, Event.ADMIT): Phase.RUNNING,
     (Phase.WAITING, Event.FINISH): Phase.FINISHED,  # aborted before it ran
     (Phase.RUNNING, Event.PREEMPT): Phase.PREEMPTED,
@@ -55,6 +60,8 @@ class Request:
     num_published    how many of its blocks have been offered to the prefix cache
     num_cached       prompt tokens whose K/V was found, at the first admission
     prompt_logprobs  as computed so far in this life; told with the first token
+    grammar          digest of the grammar that constrains the answer, if one does
+    matcher          where the answer is in that grammar, whatever becomes of slot and blocks
     """
 
     client: bytes
@@ -68,7 +75,7 @@ class Request:
     seed: int
     end: int
     stop_ids: frozenset[int]
-    phase: Phase = Phase.WAITING
+    phase: Phase = Phase.ARRIVED
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -77,6 +84,8 @@ class Request:
     num_cached: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    grammar: bytes | None = None
+    matcher: Matcher | None = None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -1,9 +1,11 @@
 """Client <-> engine: every sentence of the conversation.
 
 A client (a gateway, a program using `protocol.client`, a tool) says commands; the engine answers
-with reports. Each `Generate` is answered by `Accepted` or `Refused`, at once. After `Accepted` come
-`Outputs` until one of them carries `finish`: exactly one end each. The engine's own end (`Gone`, or
-silence beyond the lease, or a new epoch) ends all open requests.
+with reports. Each `Generate` is answered by `Accepted` or `Refused`: at once, or, if it brings a
+grammar, when that has been compiled. After `Accepted` come `Outputs` until one of them carries
+`finish`: exactly one end each. (A request aborted while its grammar is compiled gets that end
+alone.) The engine's own end (`Gone`, or silence beyond the lease, or a new epoch) ends all open
+requests.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import msgspec
 
 from protocol.arrays import Int32
 from protocol.errors import ErrorInfo
+from protocol.grammar import Grammar
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
@@ -47,6 +50,7 @@ class Generate(Message, frozen=True, kw_only=True):
     prompt     [tokens], at least one
     namespace  prefix-cache entries are shared only inside one namespace
     priority   lower goes first; equal ones in order of arrival
+    grammar    what the answer must look like; it ends with "stop" as soon as it is complete
     """
 
     request: int
@@ -54,6 +58,7 @@ class Generate(Message, frozen=True, kw_only=True):
     params: SamplingParams = SamplingParams()
     namespace: str = ""
     priority: int = 0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:
@@ -127,6 +132,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     rank     1 for the most likely token
     top_ids, top_logprobs   the most likely tokens, best first
+    asked_logprobs   of the request's `logprob_token_ids`, in their order; sampled tokens only
     """
 
     token_id: int
@@ -134,6 +140,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     top_ids: list[int] = []
     top_logprobs: list[float] = []
+    asked_logprobs: list[float] = []
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -148,7 +155,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """News of one request: tokens appended since the last news and, once, its end.
 
-    stop_token       the token (last of `tokens`) that ended it, with finish="stop"
+    stop_token       the token (last of `tokens`) that ended it, with finish="stop"; None where its
+                     grammar was complete
     prompt_logprobs  [prompt tokens - 1], with the first news, if asked for
     usage            with the first tokens, and with finish
     error            with finish="error"

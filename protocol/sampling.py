@@ -8,6 +8,7 @@ not here.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Annotated
 
 import msgspec
@@ -18,6 +19,14 @@ from protocol.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+"""Words, as a user counts them."""
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
+"""A word has up to two spellings in tokens: at the beginning of a text, and after a space."""
+MAX_BAD_TOKENS = 1024
+"""Of all sequences together."""
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_TOKENS = 1 << 24
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -34,6 +43,10 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 BiasValue = Annotated[float, Meta(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenId, BiasValue], Meta(max_length=MAX_LOGIT_BIAS)]
+BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_TOKENS)]
+BadWords = Annotated[list[BadWord], Meta(max_length=MAX_BAD_SEQUENCES)]
+AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
+LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -50,6 +63,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     ignore_eos         the model's own end tokens do not end the answer
     logprobs           None: none; n: the chosen token's and the n most likely ones'
     prompt_logprobs    the same for each prompt token after the first
+    bad_words          token sequences that the answer never contains
+    allowed_token_ids  None: all; else nothing but these is ever chosen, end tokens included
+    logprob_token_ids  tokens whose logprobs are told at each sampled token, whatever was chosen
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
@@ -67,6 +83,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     logit_bias: LogitBias = {}
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
+    bad_words: BadWords = []
+    allowed_token_ids: AllowedTokenIds | None = None
+    logprob_token_ids: LogprobTokenIds = []
 
     def __post_init__(self) -> None:
         for name in _FLOATS:
@@ -78,6 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})"
             )
+        if sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
+            raise ValueError(f"bad_words must not be more than {MAX_BAD_TOKENS} tokens together")
 
 
 _FLOATS = (
@@ -97,6 +118,9 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     for field, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias),
+        ("bad_words", chain.from_iterable(params.bad_words)),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logprob_token_ids", params.logprob_token_ids),
     ):
         worst = max(ids, default=0)
         if worst >= vocab_size:

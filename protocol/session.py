@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from protocol.arrays import Int32
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, ServingError, WireError
+from protocol.grammar import Grammar
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -75,6 +76,7 @@ class Session:
         *,
         namespace: str = "",
         priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> Generate:
         """The message that opens a request.
 
@@ -88,6 +90,7 @@ class Session:
             params=params,
             namespace=namespace,
             priority=priority,
+            grammar=grammar,
         )
         self._next_request += 1
         self.open.add(message.request)

@@ -60,6 +60,8 @@ class StepPlan(Message, frozen=True, kw_only=True):
     row_tokens     [R]  how many positions are computed, >= 1
     row_samples    [R]  1: sample a token after the row's last position
     num_decodes         rows with row_tokens == 1, which come first
+    masked         [N]  indexes into the sampled rows, ascending, whose tokens a grammar constrains:
+                        `Masks` follow; None where there are none, and nothing follows
     """
 
     step: int
@@ -74,15 +76,28 @@ class StepPlan(Message, frozen=True, kw_only=True):
     row_tokens: Int32
     row_samples: UInt8
     num_decodes: int
+    masked: Int32 | None = None
 
 
-class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+class Masks(Message, frozen=True, kw_only=True):
+    """Engine -> worker, after a plan with `masked` rows, while it is being computed: which tokens
+    are possible.
+
+    bits   [N, ceil(vocab_size / 32)] for each masked row; bit t % 32 of word t // 32: token t
+    """
+
+    step: int
+    bits: Int32
+
+
+class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Logprobs of some tokens, in natural logarithms of the model's own distribution.
 
     rows     [N]     index into the step's sampled rows (or rows, for prompt logprobs), ascending
     counts   [N]     how many of the K columns each asked for
     ids      [N]     the token in question;  logprobs [N], ranks [N] (1 = most likely)
     top_ids, top_logprobs  [N, K]   the K most likely tokens, best first; K = max(counts)
+    asked_counts [N], asked [N, A]  logprobs of the tokens that the request named; None: nobody did
     """
 
     rows: Int32
@@ -92,6 +107,8 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Int32
     top_ids: Int32
     top_logprobs: Float32
+    asked_counts: Int32 | None = None
+    asked: Float32 | None = None
 
 
 class StepResult(Message, frozen=True, kw_only=True):
@@ -101,8 +118,8 @@ class StepResult(Message, frozen=True, kw_only=True):
     logprobs         of sampled tokens, for rows that asked
     prompt_logprobs  of prompt tokens at positions row_starts+1 ... (as far as they are prompt), in
                      row then position order; `rows` then indexes the step's rows
-    failed           [N]  indexes into the sampled rows whose logits were not finite; their token is
-                          0
+    failed           [N]  indexes into the sampled rows whose logits were not finite, or where no
+                          token was possible; their token is 0
     compute_s        seconds of computation, for the statistics
     """
 
@@ -141,5 +158,5 @@ class Stop(Message, frozen=True, kw_only=True):
     """Engine -> worker: exit with code 0."""
 
 
-ToWorker = StepPlan | Stop
+ToWorker = StepPlan | Masks | Stop
 FromWorker = WorkerReady | StepResult | WorkerFailed

@@ -1,45 +1,46 @@
-"""What parameters do to logits before a token is drawn: bias, penalties, end tokens.
+"""What parameters do to logits before a token is drawn: bias, penalties, then what is impossible.
 
-Each function changes, in place, only the rows that it is given; which rows those are is decided on
-the host from the slots' host twins, so that nothing is launched for what no row uses. Order: bias,
-repetition penalty, frequency and presence penalty, mask of end tokens. Penalties keep no state:
-what a request has said is read from its own tokens each time.
+Each stage changes, in place, only the rows that ask for it; which rows those are is decided on the
+host from the slots' host twins, so that nothing is launched for what no row uses. Order: bias,
+repetition penalty, frequency and presence penalty, allowed tokens, bad words, end tokens before
+min_tokens, the grammar's mask (`bans.py` has the last four). Penalties keep no state: what a
+request has said is read from its own tokens each time.
 
-Legend: S sampled rows, V vocabulary, N rows that use a function, L tokens of the longest of them,
-K items of the longest list.
+Legend: S sampled rows, V vocabulary, N rows that use a stage, L tokens of the longest of them, K
+items of the longest list.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from worker.bans import RowMasks, allow_rows, ban_words, hold_back_ends, keep_possible
 from worker.batch import Sampled
+from worker.gathering import known_tokens, listed_ids, rows_and_slots, where
 from worker.slots import SlotTable
-from worker.staging import upload_one
+
+Asks = Callable[[SlotTable, Sampled], Tensor]
+"""Which of the sampled rows want a stage: [S] bool, on the host."""
+Stage = Callable[[Tensor, SlotTable, Sampled, Tensor], None]
+"""(logits [S, V], slots, sampled, rows [N] on the host): changes these rows of the logits."""
 
 
-def process_logits(logits: Tensor, slots: SlotTable, sampled: Sampled) -> Tensor:
+def process_logits(
+    logits: Tensor, slots: SlotTable, sampled: Sampled, masks: RowMasks | None = None
+) -> Tensor:
     """logits [S, V] float32, unchanged -> the same tensor, or a changed copy if a row asks."""
-    biased = slots.host("num_bias")[sampled.host_slots] > 0
-    repeats = slots.host("repetition_penalty")[sampled.host_slots] != 1
-    adds = (slots.host("frequency_penalty")[sampled.host_slots] != 0) | (
-        slots.host("presence_penalty")[sampled.host_slots] != 0
-    )
-    minded = (slots.host("num_stop_ids")[sampled.host_slots] > 0) & (
-        sampled.host_known < slots.host("min_len")[sampled.host_slots]
-    )
-    if not bool((biased | repeats | adds | minded).any()):
+    asked = ((stage, where(asks(slots, sampled))) for asks, stage in STAGES)
+    work = [(stage, rows) for stage, rows in asked if len(rows)]
+    if not work and masks is None:
         return logits
     logits = logits.clone()
-    if bool(biased.any()):
-        _bias_rows(logits, slots, sampled, _where(biased))
-    if bool(repeats.any()):
-        _repetition_rows(logits, slots, sampled, _where(repeats))
-    if bool(adds.any()):
-        _additive_rows(logits, slots, sampled, _where(adds))
-    if bool(minded.any()):
-        _mask_rows(logits, slots, sampled, _where(minded))
+    for stage, rows in work:
+        stage(logits, slots, sampled, rows)
+    if masks is not None:
+        keep_possible(logits, masks)
     return logits
 
 
@@ -76,17 +77,12 @@ def penalise_counts(
     logits.scatter_(1, tokens, logits.gather(1, tokens) - cost)
 
 
-def forbid(logits: Tensor, ids: Tensor) -> None:
-    """ids [N, K] become impossible."""
-    logits.scatter_(1, ids, float("-inf"))
-
-
 # ---- what they need, from the slots; rows [N] index the step's sampled rows, on the host
 
 
 def _bias_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    of, at = _rows_and_slots(slots, sampled, rows)
-    ids, listed = _list(slots, "bias_ids", "num_bias", sampled.host_slots[rows], at)
+    of, at = rows_and_slots(slots, sampled, rows)
+    ids, listed = listed_ids(slots, "bias_ids", "num_bias", sampled.host_slots[rows], at)
     values = slots["bias_values"][:, : ids.shape[1]].index_select(0, at)
     part = logits.index_select(0, of)
     add_bias(part, ids, torch.where(listed, values, 0.0))
@@ -94,8 +90,8 @@ def _bias_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor)
 
 
 def _repetition_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    of, at = _rows_and_slots(slots, sampled, rows)
-    tokens, _ = _known_tokens(slots, sampled, rows, at)
+    of, at = rows_and_slots(slots, sampled, rows)
+    tokens, _ = known_tokens(slots, sampled, rows, at)
     part = logits.index_select(0, of)
     penalise_repetition(part, tokens, slots["repetition_penalty"].index_select(0, at))
     logits.index_copy_(0, of, part)
@@ -103,8 +99,8 @@ def _repetition_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: T
 
 def _additive_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
     """Only tokens after the prompt count."""
-    of, at = _rows_and_slots(slots, sampled, rows)
-    tokens, known = _known_tokens(slots, sampled, rows, at)
+    of, at = rows_and_slots(slots, sampled, rows)
+    tokens, known = known_tokens(slots, sampled, rows, at)
     places = torch.arange(tokens.shape[1], device=slots.device)
     said = known & (places >= slots["prompt_len"].index_select(0, at)[:, None])
     frequency, presence = (
@@ -115,43 +111,38 @@ def _additive_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Ten
     logits.index_copy_(0, of, part)
 
 
-def _mask_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    of, at = _rows_and_slots(slots, sampled, rows)
-    ids, _ = _list(slots, "stop_ids", "num_stop_ids", sampled.host_slots[rows], at)
-    part = logits.index_select(0, of)
-    forbid(part, ids)
-    logits.index_copy_(0, of, part)
+# ---- who asks for what
 
 
-def _rows_and_slots(slots: SlotTable, sampled: Sampled, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """On the device: the rows' indexes [N] and their slots [N]."""
-    of = upload_one(rows, slots.device)
-    return of, sampled.slots.index_select(0, of)
+def _host(name: str, slots: SlotTable, sampled: Sampled) -> Tensor:
+    return slots.host(name)[sampled.host_slots]
 
 
-def _known_tokens(
-    slots: SlotTable, sampled: Sampled, rows: Tensor, at: Tensor
-) -> tuple[Tensor, Tensor]:
-    """tokens [N, L] int64 and where they are real [N, L]; beyond a row's end, its first token."""
-    longest = int(sampled.host_known[rows].max())
-    tokens = slots["token_ids"][:, :longest].index_select(0, at).long()
-    return _bounded(tokens, slots["len"].index_select(0, at))
+def _has(count: str) -> Asks:
+    """The rows whose list, of so many items, is not empty."""
+    return lambda slots, sampled: _host(count, slots, sampled) > 0
 
 
-def _list(
-    slots: SlotTable, name: str, count: str, host_slots: Tensor, at: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Lists of ids as [N, K] int64 and where they are real; beyond its end, a list's first id."""
-    longest = int(slots.host(count)[host_slots].max())
-    ids = slots[name][:, :longest].index_select(0, at).long()
-    return _bounded(ids, slots[count].index_select(0, at))
+def _is_repetition_penalised(slots: SlotTable, sampled: Sampled) -> Tensor:
+    return _host("repetition_penalty", slots, sampled) != 1
 
 
-def _bounded(items: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Items [N, K], beyond counts [N] >= 1 replaced by the row's first; and which are known."""
-    known = torch.arange(items.shape[1], device=items.device) < counts[:, None]
-    return torch.where(known, items, items[:, :1]), known
+def _is_count_penalised(slots: SlotTable, sampled: Sampled) -> Tensor:
+    by_count = _host("frequency_penalty", slots, sampled) != 0
+    return by_count | (_host("presence_penalty", slots, sampled) != 0)
 
 
-def _where(mask: Tensor) -> Tensor:
-    return mask.nonzero().squeeze(1)
+def _must_go_on(slots: SlotTable, sampled: Sampled) -> Tensor:
+    has_ends = _host("num_stop_ids", slots, sampled) > 0
+    return has_ends & (sampled.host_known < _host("min_len", slots, sampled))
+
+
+STAGES: tuple[tuple[Asks, Stage], ...] = (
+    (_has("num_bias"), _bias_rows),
+    (_is_repetition_penalised, _repetition_rows),
+    (_is_count_penalised, _additive_rows),
+    (_has("num_allowed"), allow_rows),
+    (_has("num_bad_words"), ban_words),
+    (_must_go_on, hold_back_ends),
+)
+"""In this order."""

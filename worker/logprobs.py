@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from protocol.sampling import MAX_LOGPROBS
 from protocol.steps import Logprobs
 from worker.batch import StepBatch
 from worker.slots import SlotTable
-from worker.staging import upload
+from worker.staging import upload, upload_one
 from worker.weights import relative, rows_at_once, scale_bits, weigh
 
 CHUNK = 64
@@ -31,16 +32,19 @@ CHUNK = 64
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Of N tokens: logprobs [N] float32, ranks [N] int64 (1: most likely). Of the K most likely:
-    top_ids [N, K] int64, top_logprobs [N, K] float32, best first, equal ones by id."""
+    top_ids [N, K] int64, top_logprobs [N, K] float32, best first, equal ones by id. Of those that
+    somebody named: asked [N, A] float32."""
 
     logprobs: Tensor
     ranks: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+    asked: Tensor
 
 
-def score(logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
-    """logits [N, V] float32, the model's own; tokens [N] int64; num_top up to MAX_LOGPROBS."""
+def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None = None) -> Scores:
+    """logits [N, V] float32, the model's own; tokens [N] int64; num_top up to MAX_LOGPROBS;
+    asked_ids [N, A] int64."""
     peaks = logits.amax(-1)
     vocab = logits.shape[1]
     mass = weigh(relative(logits, peaks), vocab).sum(-1)
@@ -48,11 +52,13 @@ def score(logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
     chosen = logits.gather(1, tokens[:, None])
     ranks = (logits > chosen).sum(-1) + 1
     top, top_ids = _most_likely(logits, num_top)
+    asked = logits[:, :0] if asked_ids is None else logits.gather(1, asked_ids)
     return Scores(
         (chosen.squeeze(1) - normaliser).float(),
         ranks,
         top_ids,
         (top - normaliser[:, None]).float(),
+        (asked - normaliser[:, None]).float(),
     )
 
 
@@ -65,9 +71,17 @@ def sampled_logprobs(
     if not len(rows):
         return None
     (of,) = upload([rows], slots.device)
-    return _scored(
-        rows, counts[rows], tokens.index_select(0, of), lambda a, b: logits.index_select(0, of[a:b])
+    scored = _scored(
+        rows,
+        counts[rows],
+        tokens.index_select(0, of),
+        lambda a, b: logits.index_select(0, of[a:b]),
+        _asked_ids(slots, batch, rows),
     )
+    if scored.asked is None:
+        return scored
+    asked_counts = slots.host("num_asked")[batch.sampled.host_slots].numpy()[rows]
+    return replace(scored, asked_counts=_int32(asked_counts))
 
 
 def prompt_logprobs(
@@ -98,6 +112,19 @@ def prompt_logprobs(
     )
 
 
+def _asked_ids(slots: SlotTable, batch: StepBatch, rows: NDArray[np.int64]) -> Tensor | None:
+    """The ids [N, A] that the requests of these sampled rows named; 0 beyond a row's own list, and
+    None where there are none."""
+    host_slots = batch.sampled.host_slots[torch.from_numpy(rows)]
+    longest = int(slots.host("num_asked")[host_slots].max())
+    if not longest:
+        return None
+    at = upload_one(host_slots, slots.device)
+    ids = slots["asked_ids"][:, :longest].index_select(0, at).long()
+    places = torch.arange(longest, device=slots.device)
+    return torch.where(places < slots["num_asked"].index_select(0, at)[:, None], ids, 0)
+
+
 def _most_likely(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """Values and ids of the num_top greatest logits. The same for any num_top: always the first of
     MAX_LOGPROBS, in falling order, equal ones in rising order of id."""
@@ -114,14 +141,20 @@ def _scored(
     counts: NDArray[np.int32],
     tokens: Tensor,
     logits_of: Callable[[int, int], Tensor],
+    asked_ids: Tensor | None = None,
 ) -> Logprobs:
     """Scores of tokens [N], as a message; logits_of(a, b) are the logits of tokens [a, b)."""
     num_top, size = int(counts.max()), rows_at_once(tokens.device)
+    asked = tokens.new_empty(len(tokens), 0) if asked_ids is None else asked_ids
     parts = []
-    for start, chunk in zip(range(0, len(rows), CHUNK), torch.split(tokens, CHUNK), strict=True):
-        logits = logits_of(start, start + len(chunk))
-        pieces = zip(torch.split(logits, size), torch.split(chunk, size), strict=True)
-        parts += [score(piece, some, num_top) for piece, some in pieces]
+    for start in range(0, len(rows), CHUNK):
+        some = slice(start, start + CHUNK)
+        logits = logits_of(start, min(start + CHUNK, len(rows)))
+        pieces = (torch.split(each, size) for each in (logits, tokens[some], asked[some]))
+        parts += [
+            score(piece, chosen, num_top, named)
+            for piece, chosen, named in zip(*pieces, strict=True)
+        ]
     return Logprobs(
         rows=_int32(rows),
         counts=_int32(counts),
@@ -130,6 +163,7 @@ def _scored(
         ranks=_int32(_gather([part.ranks for part in parts])),
         top_ids=_int32(_gather([part.top_ids for part in parts])),
         top_logprobs=_float32(_gather([part.top_logprobs for part in parts])),
+        asked=None if asked_ids is None else _float32(_gather([part.asked for part in parts])),
     )
 
 

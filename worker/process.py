@@ -21,7 +21,7 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.config import WorkerConfig
-from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed
+from protocol.steps import FromWorker, Masks, Stop, ToWorker, WorkerFailed
 from worker.phases import Phases
 
 log = logging.getLogger("worker")
@@ -72,7 +72,9 @@ def run(config: WorkerConfig, engine: Connection) -> int:
         engine.send(ready)
         log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
         while not isinstance(plan := engine.receive(), Stop):
-            engine.send(runner.step(plan))
+            if isinstance(plan, Masks):
+                raise ValueError(f"masks for step {plan.step}, which nobody asked for")
+            engine.send(runner.step(plan, engine.receive))
         return 0
     except ParentGone:
         log.error("the engine is gone")

@@ -8,6 +8,7 @@ Legend: T tokens in the step, S sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from protocol.arrays import Int32
 from protocol.steps import Logprobs, StepPlan, StepResult
 from worker.attention.base import Attention, AttentionBatch
+from worker.bans import row_masks
 from worker.batch import StepBatch, build_batch
 from worker.kv_cache import KVCache
 from worker.logits import process_logits
@@ -41,6 +43,11 @@ class Model(Protocol):
         ...
 
 
+def no_masks() -> object:
+    """For plans that have none."""
+    return None
+
+
 class Runner:
     """Owns the slots and the cache of one worker."""
 
@@ -53,8 +60,11 @@ class Runner:
         self._attention = attention
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult:
-        """Do exactly what the plan says. Raises ValueError if it contradicts the slots."""
+    def step(self, plan: StepPlan, await_masks: Callable[[], object] = no_masks) -> StepResult:
+        """Do exactly what the plan says. Raises ValueError if it contradicts the slots.
+
+        await_masks   asked for the plan's `Masks`, if it has any, when all but they is computed
+        """
         started = perf_counter()
         self._prepare(plan)
         if not len(plan.row_slots):
@@ -62,7 +72,7 @@ class Runner:
         batch = build_batch(plan, self._slots, block_tokens=self._cache.block_tokens)
         hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
         of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
-        choice, of_sampled = self._sample(hidden, batch)
+        choice, of_sampled = self._sample(hidden, batch, plan, await_masks)
         return StepResult(
             step=plan.step,
             tokens=_int32(choice.tokens) if choice else Int32(b""),
@@ -86,13 +96,18 @@ class Runner:
             (blocks,) = upload([integers(plan.zero_blocks.data)], slots.device)
             self._cache.zero(blocks)
 
-    def _sample(self, hidden: Tensor, batch: StepBatch) -> tuple[Choice | None, Logprobs | None]:
+    def _sample(
+        self, hidden: Tensor, batch: StepBatch, plan: StepPlan, await_masks: Callable[[], object]
+    ) -> tuple[Choice | None, Logprobs | None]:
         """A token for each sampled row, written where it will be read from, and its logprobs."""
         rows = batch.sampled
         if not len(rows.host_slots):
             return None, None
         logits = self._model.logits(hidden.index_select(0, rows.last))
-        choice = sample(process_logits(logits, self._slots, rows), self._slots, rows)
+        masks = None
+        if plan.masked is not None:
+            masks = row_masks(plan, await_masks(), logits.shape[1], logits.device)
+        choice = sample(process_logits(logits, self._slots, rows, masks), self._slots, rows)
         self._slots.append_tokens(rows.slots, rows.known, choice.tokens)
         return choice, sampled_logprobs(logits, choice.tokens, self._slots, batch)
 

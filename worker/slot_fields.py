@@ -10,7 +10,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from protocol.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from protocol.steps import NULL_BLOCK, SlotInit
 from worker.slots import Rest, SlotField, Value
 from worker.staging import integers
@@ -82,9 +90,7 @@ def _numbers() -> tuple[SlotField, ...]:
             lambda init: init.prompt_tokens + init.params.min_tokens,
             host=True,
         ),
-        _scalar(
-            "num_logprobs", torch.int32, lambda init: _or_none(init.params.logprobs), host=True
-        ),
+        _scalar("num_logprobs", torch.int32, lambda init: _num_logprobs(init.params), host=True),
         _scalar(
             "num_prompt_logprobs",
             torch.int32,
@@ -123,6 +129,48 @@ def _lists() -> tuple[SlotField, ...]:
             guard="num_stop_ids",
             init=lambda init: np.array(init.stop_ids, np.int64),
         ),
+        *_ids("allowed", MAX_ALLOWED_TOKEN_IDS, lambda params: params.allowed_token_ids or []),
+        *_ids("asked", MAX_LOGPROB_TOKEN_IDS, lambda params: params.logprob_token_ids),
+        *_bad_words(),
+    )
+
+
+def _bad_words() -> tuple[SlotField, ...]:
+    """All sequences one after the other, and where each ends."""
+    return (
+        *_ids("bad", MAX_BAD_TOKENS, lambda params: [t for word in params.bad_words for t in word]),
+        _scalar("num_bad_words", torch.int32, lambda init: len(init.params.bad_words), host=True),
+        _scalar(
+            "longest_bad_word",
+            torch.int32,
+            lambda init: max(map(len, init.params.bad_words), default=0),
+            host=True,
+        ),
+        SlotField(
+            name="bad_ends",
+            dtype=torch.int32,
+            shape=(MAX_BAD_SEQUENCES,),
+            rest=Rest.GUARDED,
+            guard="num_bad_words",
+            init=lambda init: np.cumsum(
+                [len(word) for word in init.params.bad_words], dtype=np.int64
+            ),
+        ),
+    )
+
+
+def _ids(name: str, most: int, of: Callable[[SamplingParams], list[int]]) -> tuple[SlotField, ...]:
+    """A list of token ids, `{name}_ids`, behind its count, `num_{name}`."""
+    return (
+        _scalar(f"num_{name}", torch.int32, lambda init: len(of(init.params)), host=True),
+        SlotField(
+            name=f"{name}_ids",
+            dtype=torch.int32,
+            shape=(most,),
+            rest=Rest.GUARDED,
+            guard=f"num_{name}",
+            init=lambda init: np.array(of(init.params), np.int64),
+        ),
     )
 
 
@@ -136,6 +184,11 @@ def _parameter(name: str) -> SlotField:
     """A float that SamplingParams has under the same name."""
     assert name in SamplingParams.__struct_fields__
     return _scalar(name, torch.float32, lambda init: getattr(init.params, name), host=True)
+
+
+def _num_logprobs(params: SamplingParams) -> int:
+    """Who asks for the logprobs of tokens of its own also gets those of the chosen ones."""
+    return 0 if params.logprobs is None and params.logprob_token_ids else _or_none(params.logprobs)
 
 
 def _or_none(count: int | None) -> int:

@@ -37,6 +37,14 @@ def upload_one(tensor: Tensor, device: torch.device) -> Tensor:
     return upload([tensor.numpy()], device)[0]
 
 
+def upload_bytes(buffer: Any, device: torch.device) -> Tensor:
+    """Bytes as a flat uint8 tensor on `device`."""
+    array = np.frombuffer(buffer, np.uint8)
+    staged = torch.empty(array.size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    staged.numpy()[:] = array
+    return staged.to(device, non_blocking=True)
+
+
 def integers(buffer: Any) -> NDArray[np.int64]:
     """The items of a `protocol.arrays.Int32` (its `data`), widened."""
     return np.frombuffer(buffer, np.int32).astype(np.int64)

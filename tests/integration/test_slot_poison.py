@@ -40,6 +40,10 @@ SPECS = [
     SamplingParams(temperature=0.0, min_tokens=4, logprobs=0),
     SamplingParams(temperature=0.7, min_tokens=3, logprobs=5, prompt_logprobs=3),
     SamplingParams(temperature=0.0, prompt_logprobs=0),
+    SamplingParams(temperature=0.0, allowed_token_ids=list(range(2, 97, 5))),
+    SamplingParams(temperature=1.0, bad_words=[[i] for i in range(0, 97, 4)] + [[1, 3], [5] * 4]),
+    SamplingParams(temperature=0.8, logprobs=1, logprob_token_ids=[60, 4, 33]),
+    SamplingParams(temperature=0.0, logprob_token_ids=[96]),
 ]
 SURVIVORS = {
     "generation": "read by nothing within a step; it is for work that outlives a slot's occupant"

@@ -53,8 +53,12 @@ def step_plan(
     extend: Sequence[tuple[int, int, int]] = (),
     zero: Sequence[int] = (),
     rows: Sequence[tuple[int, int, int, bool]] = (),
+    masked: Sequence[int] = (),
 ) -> StepPlan:
-    """rows: (slot, first position, how many, sampled); those of one token are put first."""
+    """rows: (slot, first position, how many, sampled); those of one token are put first.
+
+    masked: indexes into the sampled rows, as they then are.
+    """
     rows = sorted(rows, key=lambda row: row[2] != 1)
     slots, indexes, ids = zip(*extend, strict=True) if extend else ((), (), ())
     return StepPlan(
@@ -70,6 +74,7 @@ def step_plan(
         row_tokens=Int32.of(row[2] for row in rows),
         row_samples=UInt8.of(row[3] for row in rows),
         num_decodes=sum(row[2] == 1 for row in rows),
+        masked=Int32.of(masked) if masked else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protocol.arrays import Float32, Int32, UInt8
 from protocol.errors import ErrorInfo
+from protocol.grammar import Grammar, Lark, Thinking
 from protocol.messages import (
     Abort,
     Accepted,
@@ -28,6 +29,7 @@ from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
 from protocol.steps import (
     Logprobs,
+    Masks,
     SlotInit,
     StepPlan,
     StepResult,
@@ -52,6 +54,13 @@ PARAMS = SamplingParams(
     logit_bias={5: -1.5},
     logprobs=2,
     prompt_logprobs=1,
+    bad_words=[[12, 13], [14]],
+    allowed_token_ids=[15, 16],
+    logprob_token_ids=[17],
+)
+GRAMMAR = Grammar(
+    body=Lark(text="start: @call", schemas={"call": "{}"}),
+    thinking=Thinking(opens="<think>", closes="</think>", inside=True, optional=True),
 )
 CARD = ModelCard(
     name="tiny",
@@ -100,11 +109,20 @@ LOGPROBS = Logprobs(
     ranks=Int32.of([1]),
     top_ids=Int32.of([9, 8], (1, 2)),
     top_logprobs=Float32.of([-0.5, -1.5], (1, 2)),
+    asked_counts=Int32.of([1]),
+    asked=Float32.of([-2.5], (1, 1)),
 )
 
 MESSAGES: list[Message] = [
     Hello(protocol=1, name="gateway", pid=42),
-    Generate(request=1, prompt=Int32.of([5, 6]), params=PARAMS, namespace="key", priority=-1),
+    Generate(
+        request=1,
+        prompt=Int32.of([5, 6]),
+        params=PARAMS,
+        namespace="key",
+        priority=-1,
+        grammar=GRAMMAR,
+    ),
     Abort(requests=[1, 2]),
     Drain(),
     Ping(),
@@ -130,7 +148,7 @@ MESSAGES: list[Message] = [
             Output(
                 request=1,
                 tokens=[9],
-                logprobs=[TokenLogprobs(9, -0.5, 1, [9, 8], [-0.5, -1.5])],
+                logprobs=[TokenLogprobs(9, -0.5, 1, [9, 8], [-0.5, -1.5], [-2.5])],
                 prompt_logprobs=[TokenLogprobs(6, -2.5, 3)],
                 finish="stop",
                 stop_token=9,
@@ -166,7 +184,9 @@ MESSAGES: list[Message] = [
         row_tokens=Int32.of([1, 2]),
         row_samples=UInt8.of([1, 1]),
         num_decodes=1,
+        masked=Int32.of([0]),
     ),
+    Masks(step=3, bits=Int32.of([7, -1, 0, 1], (1, 4))),
     StepResult(
         step=3,
         tokens=Int32.of([9, 10]),

@@ -18,7 +18,7 @@ LIBRARIES = {
         *("msgspec", "zmq", "gevent", "flask", "jinja2", "tokenizers"),
         *("prometheus_client", "gunicorn", "werkzeug", "markupsafe"),
     },
-    "engine_core": {"msgspec", "zmq"},
+    "engine_core": {"msgspec", "zmq", "llguidance"},
     "worker": {"msgspec", "zmq", "numpy", "torch", "safetensors", "gguf"},
     "tools": {"msgspec", "tqdm"},
 }
@@ -35,7 +35,7 @@ PURE = ("chat", "text", "output")
 HEAVY = {"torch", "transformers", "numpy", "gguf", "safetensors"}
 LIGHT_ENTRANCES = {
     "gateway.app": HEAVY,
-    "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
+    "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
     "tools.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
 }

@@ -1,4 +1,4 @@
-"""Bias, penalties and the mask of end tokens, against the same said for one row in plain Python."""
+"""What parameters do to logits, against the same said for one row, token by token, in Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,16 @@ def twin(logits: list[float], asker: Asker) -> list[float]:
         out[token] -= params.presence_penalty * (token in said)
         if len(said) < params.min_tokens and token in asker.stop_ids:
             out[token] = -math.inf
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            out[token] = -math.inf
+        if any(is_said(word, [*said, token]) for word in params.bad_words):
+            out[token] = -math.inf
     return out
+
+
+def is_said(word: list[int], answer: list[int]) -> bool:
+    """Does the answer end with the word?"""
+    return len(word) <= len(answer) and answer[len(answer) - len(word) :] == word
 
 
 TOKEN = st.integers(0, VOCAB - 1)
@@ -38,8 +47,16 @@ ADDITIVE = st.sampled_from([0.0, 0.0, 0.5, -2.0, 1.7])
 
 
 @st.composite
+def words(draw, tokens: list[int]) -> list[int]:
+    """Bad words, of which many are nearly said: they begin as the tokens end."""
+    said = tokens[len(tokens) - draw(st.integers(0, min(5, len(tokens)))) :]
+    return [*draw(st.sampled_from([[], said, said])), draw(TOKEN)]
+
+
+@st.composite
 def askers(draw) -> Asker:
     tokens = draw(st.lists(TOKEN, min_size=1, max_size=20))
+    prompt_tokens = draw(st.integers(1, len(tokens)))
     min_tokens = draw(st.sampled_from([0, 0, 1, 5]))
     params = SamplingParams(
         logit_bias=draw(st.dictionaries(TOKEN, st.sampled_from([-100.0, 2.5, 100.0]), max_size=4)),
@@ -47,11 +64,13 @@ def askers(draw) -> Asker:
         frequency_penalty=draw(ADDITIVE),
         presence_penalty=draw(ADDITIVE),
         min_tokens=min_tokens,
+        allowed_token_ids=draw(st.none() | st.lists(TOKEN, min_size=1, max_size=9)),
+        bad_words=draw(st.lists(words(tokens), max_size=6)),
     )
     return Asker(
         params,
         tokens,
-        prompt_tokens=draw(st.integers(1, len(tokens))),
+        prompt_tokens=prompt_tokens,
         stop_ids=draw(st.lists(TOKEN, max_size=5, unique=True)),
     )
 
@@ -95,6 +114,8 @@ def test_where_no_row_asks_for_anything_the_logits_are_not_even_copied():
         SamplingParams(frequency_penalty=1.0),
         SamplingParams(presence_penalty=1.0),
         SamplingParams(min_tokens=9),
+        SamplingParams(allowed_token_ids=[3, 4]),
+        SamplingParams(bad_words=[[5, 0, 0], [8]]),
     ],
 )
 def test_the_models_own_logits_and_the_other_rows_are_left_as_they_are(params):
@@ -111,3 +132,26 @@ def test_end_tokens_are_possible_from_the_first_position_that_min_tokens_allows(
     said = [Asker(SamplingParams(min_tokens=2), [9] * n, 3, stop_ids=[6, 2]) for n in (3, 4, 5)]
     processed = process_logits(random_logits(3), *asking(said))
     assert processed[:, [2, 6]].isinf().all(1).tolist() == [True, True, False]
+
+
+def test_a_bad_word_is_impossible_only_at_its_last_token_and_only_within_the_answer():
+    """The word is [7, 8, 9]; after each of these answers, to the prompt [7, 8], what of 9?"""
+    answers = {(): False, (7,): False, (8,): False, (7, 8): True, (1, 7, 8): True, (8, 7): False}
+    params = SamplingParams(bad_words=[[7, 8, 9]])
+    group = [Asker(params, [7, 8, *answer], prompt_tokens=2) for answer in answers]
+    processed = process_logits(random_logits(len(group)), *asking(group))
+    assert processed[:, 9].isinf().tolist() == list(answers.values())
+    assert int(processed.isinf().sum()) == 2
+
+
+def test_the_longest_lists_fit_a_slot():
+    ids = [token % VOCAB for token in range(1024)]
+    params = SamplingParams(
+        allowed_token_ids=ids,
+        bad_words=[[1, 2, 3, 4]] * 256,
+        logit_bias={token: 0.5 for token in range(VOCAB)},
+        logprob_token_ids=ids[:128],
+    )
+    logits = random_logits(1)
+    processed = process_logits(logits, *asking([Asker(params)]))
+    torch.testing.assert_close(processed, logits + 0.5)

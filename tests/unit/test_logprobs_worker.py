@@ -185,3 +185,31 @@ def test_long_prompts_are_scored_a_chunk_of_logits_at_a_time():
     assert told.ids.tolist() == [token for row in tokens for token in row[1:]]
     assert max(model.sizes) <= CHUNK
     assert sum(model.sizes) == 4 * 35 + 4
+
+
+def test_named_tokens_are_told_in_the_requests_order_with_or_without_the_most_likely_ones():
+    asks = [
+        SamplingParams(temperature=0.0, logprob_token_ids=[60, 4, 33], logprobs=2),
+        GREEDY,
+        SamplingParams(temperature=0.0, logprob_token_ids=[96], logit_bias={96: 50.0}),
+        SamplingParams(temperature=0.0, logprobs=0),
+    ]
+    plan = step_plan(
+        bind=[bound(slot, PROMPT, params) for slot, params in enumerate(asks)],
+        rows=[(slot, 0, len(PROMPT), True) for slot in range(4)],
+    )
+    told = runner_of().step(plan).logprobs
+    assert told.rows.tolist() == [0, 2, 3]
+    assert told.counts.tolist() == [2, 0, 0]
+    assert told.asked_counts.tolist() == [3, 1, 0]
+    expected = reference(PROMPT)[-1]
+    values = torch.tensor(told.asked.tolist()).view(3, 3).double()
+    torch.testing.assert_close(values[0], expected[[60, 4, 33]], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values[1, :1], expected[[96]], rtol=1e-4, atol=1e-4)
+
+
+def test_where_nobody_names_tokens_nothing_of_them_is_told():
+    asks = SamplingParams(temperature=0.0, logprobs=1)
+    plan = step_plan(bind=[bound(0, PROMPT, asks)], rows=[(0, 0, len(PROMPT), True)])
+    told = runner_of().step(plan).logprobs
+    assert (told.asked_counts, told.asked) == (None, None)

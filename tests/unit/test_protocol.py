@@ -78,6 +78,13 @@ def test_an_unknown_code_is_the_engines_fault() -> None:
         ("logit_bias", [{}, {5: 100}, {5: -100}], [{5: 101}, {-1: 1}, {5: math.nan}]),
         ("logprobs", [0, 20, None], [-1, 21]),
         ("prompt_logprobs", [0, 20, None], [-1, 21]),
+        (
+            "bad_words",
+            [[], [[5, 6]], [[1]] * 256, [[1] * 1024]],
+            [[[]], [[-1]], [[1]] * 257, [[1] * 1000, [2] * 25]],
+        ),
+        ("allowed_token_ids", [None, [0], [3] * 1024], [[], [-1], [3] * 1025]),
+        ("logprob_token_ids", [[], [7] * 128], [[-1], [7] * 129]),
     ],
 )
 def test_every_number_has_its_bounds(field: str, good: list[Any], bad: list[Any]) -> None:
@@ -98,6 +105,9 @@ def test_token_ids_beyond_the_vocabulary_are_refused_by_field() -> None:
     for field, params in (
         ("stop_token_ids", SamplingParams(stop_token_ids=[97])),
         ("logit_bias", SamplingParams(logit_bias={97: 1.0})),
+        ("bad_words", SamplingParams(bad_words=[[5], [6, 97]])),
+        ("allowed_token_ids", SamplingParams(allowed_token_ids=[97])),
+        ("logprob_token_ids", SamplingParams(logprob_token_ids=[97])),
     ):
         with pytest.raises(errors.InvalidRequest, match="97") as caught:
             check_vocabulary(params, 97)

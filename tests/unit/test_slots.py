@@ -41,6 +41,9 @@ FULL = SamplingParams(
     logit_bias={4: 1.5, 2: -2.0},
     logprobs=3,
     prompt_logprobs=0,
+    bad_words=[[5, 6], [7]],
+    allowed_token_ids=[8, 9],
+    logprob_token_ids=[10],
 )
 
 
@@ -72,6 +75,15 @@ def test_binding_writes_every_field_of_the_row():
         "bias_values": [1.5, -2.0],
         "num_stop_ids": 1,
         "stop_ids": [1],
+        "num_allowed": 2,
+        "allowed_ids": [8, 9],
+        "num_asked": 1,
+        "asked_ids": [10],
+        "num_bad": 3,
+        "bad_ids": [5, 6, 7],
+        "num_bad_words": 2,
+        "longest_bad_word": 2,
+        "bad_ends": [2, 3],
     }
 
 

@@ -1,0 +1,61 @@
+"""Grammar -> Template: llguidance, with limits on what one grammar may cost.
+
+What it cannot enforce exactly it refuses: an error, a warning, a grammar that no text satisfies or
+whose first steps exceed the limits. Nothing is ever silently left unconstrained.
+"""
+
+from __future__ import annotations
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from engine_core.grammar.markers import added_tokens, with_markers_special
+from engine_core.grammar.matcher import Template, explain
+from engine_core.grammar.source import invalid, write
+from protocol.grammar import Grammar
+from protocol.model_card import ModelCard
+
+LIMITS = LLParserLimits(
+    max_items_in_row=6_000,  # 1,000 optional properties take 4,000; a mask of so many, about 30 ms
+    step_max_items=200_000,
+    max_lexer_states=100_000,  # 1 to 2 kB each, shared by all answers of a grammar
+    verbose_errors=False,
+)
+
+
+class Compiler:
+    """Of one model. Construction takes a few tenths of a second and holds the GIL."""
+
+    def __init__(self, model: ModelCard) -> None:
+        tokenizer = with_markers_special(model.tokenizer)
+        self._tokenizer = LLTokenizer(
+            tokenizer.decode(), n_vocab=model.vocab_size, eos_token=model.eos_token_ids
+        )
+        self._markers = {
+            token.content: token.id
+            for token in added_tokens(tokenizer)
+            if self._tokenizer.is_special_token(token.id)
+        }
+
+    def compile(self, grammar: Grammar) -> Template:
+        """Raises InvalidRequest. Takes milliseconds, for huge schemas seconds, mostly without the
+        GIL; needs a deep stack."""
+        source = write(grammar, self._markers)
+        inner = LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
+        if inner.is_error():
+            raise invalid(explain(inner))
+        if warnings := inner.get_grammar_warnings():
+            raise invalid(warnings[0])
+        self._try(inner)
+        return Template(inner)
+
+    def _try(self, inner: LLMatcher) -> None:
+        """Take the first steps, which are also the slowest, before a stream could wait for them."""
+        inner.compute_bitmask()
+        if inner.is_error() or (inner.is_stopped() and not inner.is_accepting()):
+            raise invalid(f"no text satisfies it ({explain(inner)})")
+        probe = inner.deep_copy()
+        forced = self._tokenizer.tokenize_bytes(probe.compute_ff_bytes())
+        probe.try_consume_tokens(forced)
+        probe.compute_bitmask()
+        if probe.is_error():
+            raise invalid(explain(probe))

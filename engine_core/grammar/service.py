@@ -1,0 +1,134 @@
+"""Compiling beside the loop: a few threads that take jobs and hand back results.
+
+The loop never waits: `submit` queues, and `fd` becomes readable when `take` has something. Every
+job is answered, at the latest when its time is over. llguidance cannot be interrupted, so a job
+that is overdue goes on in its thread, within the compiler's limits; what comes of it is still kept
+for the next who asks.
+
+The threads have deep stacks, because llguidance recurses over what it is given: a chain of 20,000
+references overflows the usual 8 MB, and with it the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from concurrent.futures import Future
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from engine_core.grammar.book import Compiled, Job
+from engine_core.grammar.matcher import Template
+from protocol.errors import EngineError, InvalidRequest, RequestError, ServingError
+from protocol.model_card import ModelCard
+
+if TYPE_CHECKING:
+    from engine_core.grammar.compiler import Compiler
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+STACK_BYTES = 512 << 20
+"""Address space; memory is taken only as far as a stack grows."""
+SLOW_S = 1.0
+"""A compilation that takes longer is worth a line in the log."""
+
+
+class GrammarService:
+    """`budget_s`: a job that takes longer, waiting for a thread included, is refused."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._budget_s = budget_s
+        self._compiler: Future[Compiler] = Future()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._results: deque[Compiled] = deque()
+        self._deadlines: dict[bytes, float] = {}  # of jobs that were not answered yet
+        self._lock = threading.Lock()  # nobody writes to `fd` once it is closed
+        self._is_closed = False
+
+    def start(self, model: ModelCard) -> None:
+        """Make the model's compiler ready, in the background. Jobs submitted earlier wait."""
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            for n in range(NUM_THREADS):
+                arguments = (model if n == 0 else None,)
+                name = f"grammar-{n}"
+                threading.Thread(target=self._work, args=arguments, name=name, daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+    @property
+    def is_busy(self) -> bool:
+        """There are jobs that were not answered: `take` from time to time, whatever `fd` says."""
+        return bool(self._deadlines)
+
+    def submit(self, job: Job, now: float) -> None:
+        self._deadlines[job.digest] = now + self._budget_s
+        self._jobs.put(job)
+
+    def take(self, now: float) -> list[Compiled]:
+        """What was finished since the last call, and refusals of what is overdue at `now`."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        taken = []
+        while self._results:
+            taken.append(self._results.popleft())
+            self._deadlines.pop(taken[-1].digest, None)
+        overdue = [digest for digest, deadline in self._deadlines.items() if now > deadline]
+        for digest in overdue:
+            del self._deadlines[digest]
+        return taken + [Compiled(digest, self._refusal()) for digest in overdue]
+
+    def close(self) -> None:
+        """What is still being compiled is for nobody; the threads end with the process."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self.fd)
+
+    def _refusal(self) -> ServingError:
+        return InvalidRequest(
+            f"the grammar: it could not be compiled within {self._budget_s:g} s", param="grammar"
+        )
+
+    # ---- in the threads
+
+    def _work(self, model: ModelCard | None) -> None:
+        if model is not None:
+            self._prepare(model)
+        while True:
+            job = self._jobs.get()
+            self._results.append(Compiled(job.digest, self._compile(job)))
+            with self._lock:
+                if self._is_closed:
+                    return
+                os.eventfd_write(self.fd, 1)
+
+    def _prepare(self, model: ModelCard) -> None:
+        started = perf_counter()
+        try:
+            from engine_core.grammar.compiler import Compiler
+
+            self._compiler.set_result(Compiler(model))
+        except BaseException as error:  # a panic of the library is no Exception
+            log.error("answers cannot be constrained by grammars: %s", error)
+            self._compiler.set_exception(error)
+        else:
+            log.info("ready to compile grammars after %.2f s", perf_counter() - started)
+
+    def _compile(self, job: Job) -> Template | ServingError:
+        started = perf_counter()
+        try:
+            return self._compiler.result().compile(job.grammar)
+        except RequestError as error:
+            return error
+        except BaseException as error:
+            log.error("a grammar could not be compiled: %s: %s", type(error).__name__, error)
+            return EngineError("this server cannot constrain answers by grammars")
+        finally:
+            if (took := perf_counter() - started) > SLOW_S:
+                log.warning("a grammar took %.1f s to compile", took)

@@ -1,0 +1,179 @@
+"""What an answer must look like: written by a client, enforced by the engine token by token.
+
+A `Grammar` describes the whole answer: an optional stretch of thinking, then a body. The body
+begins exactly where the thinking ends, so there is no gate beside the grammar to disagree with it.
+
+A marker (`Thinking.opens`, `Tag.begin`, ...) is written as text. Where a part of it is a token that
+the vocabulary has for itself ("</think>", "<|channel|>"), that token alone counts, never the same
+letters spelt by other tokens; the engine looks that up. Conversely such a token is never text: no
+string of a constrained answer can hold one.
+
+Bounds are checked by `check_grammar`, not while decoding: one request's fault is its own refusal.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.errors import InvalidRequest
+
+MAX_GRAMMAR_CHARS = 512 << 10
+"""Of all texts of a grammar together: schemas, choices, markers."""
+MAX_SYNTAX_CHARS = 64 << 10
+"""Of one regular expression, or of one grammar in Lark or GBNF."""
+MAX_CHOICES = 4096
+MAX_SCHEMAS = 1024
+MAX_TAGS = 1024
+
+
+class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What may precede the body: free text in blocks between two markers, blanks after each.
+
+    opens      begins a block; "" where only the template writes it: no second block can come
+    closes     ends a block
+    inside     the prompt ends inside a block: the answer begins with the rest of it
+    optional   if not `inside`: the answer may begin with the body at once
+    """
+
+    closes: str
+    opens: str = ""
+    inside: bool = False
+    optional: bool = False
+
+
+class _Body(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True, kw_only=True):
+    """Base of the forms a body can have."""
+
+
+class JsonSchema(_Body, frozen=True, tag="json_schema", kw_only=True):
+    """JSON that `text`, a JSON Schema (draft 2020-12) in JSON, admits.
+
+    Keywords that cannot be enforced are refused by name. Properties come in the schema's order.
+    """
+
+    text: str
+
+
+class JsonObject(_Body, frozen=True, tag="json_object", kw_only=True):
+    """Any JSON object."""
+
+
+class Regex(_Body, frozen=True, tag="regex", kw_only=True):
+    """Text that `pattern` (the syntax of Rust's regex crate; no look-around) matches as a whole."""
+
+    pattern: str
+
+
+class Choice(_Body, frozen=True, tag="choice", kw_only=True):
+    """One of these texts."""
+
+    choices: list[str]
+
+
+class Lark(_Body, frozen=True, tag="lark", kw_only=True):
+    """A context-free grammar in llguidance's dialect of Lark; the rule `start` is the body.
+
+    `<[151657]>` and `<|python_tag|>` in it are tokens, by id and by name. `@name` refers to one of
+    `schemas` (name -> JSON Schema in JSON), which is enforced as in `JsonSchema`.
+    """
+
+    text: str
+    schemas: dict[str, str] = {}
+
+
+class Gbnf(_Body, frozen=True, tag="gbnf", kw_only=True):
+    """A context-free grammar in the GBNF of llama.cpp; the rule `root` is the body."""
+
+    text: str
+
+
+class Tag(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """`begin`, then JSON that `schema` admits, then `end`."""
+
+    begin: str
+    schema: str
+    end: str
+
+
+class Structural(_Body, frozen=True, tag="structural", kw_only=True):
+    """Free text in which a trigger must go on as one of the tags that begin with it.
+
+    at_least_one   the answer has a tag
+    only_one       the answer ends with its first tag
+    """
+
+    triggers: list[str]
+    tags: list[Tag]
+    at_least_one: bool = False
+    only_one: bool = False
+
+
+Body = JsonSchema | JsonObject | Regex | Choice | Lark | Gbnf | Structural
+
+
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    body: Body
+    thinking: Thinking | None = None
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raises InvalidRequest for what is empty where it must not be, or beyond the bounds above."""
+    if grammar.thinking is not None:
+        _check_thinking(grammar.thinking)
+    texts = _texts(grammar.body)
+    size = sum(map(len, texts))
+    if size > MAX_GRAMMAR_CHARS:
+        raise _invalid(f"is {size:,} characters long; the limit is {MAX_GRAMMAR_CHARS:,}")
+    match grammar.body:
+        case Regex(pattern=text) | Lark(text=text) | Gbnf(text=text):
+            _check_size("characters", len(text), MAX_SYNTAX_CHARS)
+    match grammar.body:
+        case Choice(choices=choices):
+            _check_size("choices", len(choices), MAX_CHOICES)
+        case Lark(schemas=schemas):
+            _check_size("schemas", len(schemas), MAX_SCHEMAS, least=0)
+        case Structural(triggers=triggers, tags=tags):
+            _check_structural(triggers, tags)
+
+
+def _texts(body: Body) -> list[str]:
+    match body:
+        case JsonSchema(text=text) | Regex(pattern=text) | Gbnf(text=text):
+            return [text]
+        case JsonObject():
+            return []
+        case Choice(choices=choices):
+            return choices
+        case Lark(text=text, schemas=schemas):
+            return [text, *schemas, *schemas.values()]
+        case Structural(triggers=triggers, tags=tags):
+            return [*triggers, *(part for tag in tags for part in (tag.begin, tag.schema, tag.end))]
+
+
+def _check_thinking(thinking: Thinking) -> None:
+    if not thinking.closes:
+        raise _invalid("has thinking without a marker that closes it")
+    if not thinking.opens and not thinking.inside:
+        raise _invalid("has thinking that nothing opens")
+
+
+def _check_structural(triggers: list[str], tags: list[Tag]) -> None:
+    _check_size("triggers", len(triggers), MAX_TAGS)
+    _check_size("tags", len(tags), MAX_TAGS)
+    if "" in triggers:
+        raise _invalid("has an empty trigger")
+    for trigger in triggers:
+        if not any(tag.begin.startswith(trigger) for tag in tags):
+            raise _invalid(f"has no tag that begins with the trigger {trigger!r}")
+    for tag in tags:
+        if not any(tag.begin.startswith(trigger) for trigger in triggers):
+            raise _invalid(f"has no trigger for the tag {tag.begin!r}")
+
+
+def _check_size(what: str, size: int, most: int, *, least: int = 1) -> None:
+    if not least <= size <= most:
+        raise _invalid(f"has {size:,} {what}; it must have from {least} to {most:,}")
+
+
+def _invalid(what: str) -> InvalidRequest:
+    return InvalidRequest(f"the grammar {what}", param="grammar")
