@@ -4,8 +4,9 @@ Two laws live here, so that no syntax has to know them.
 
 Blanks. Blanks around markup are no content: those before a call or a block of reasoning, between
 calls, and after a call are dropped. So blanks at the end of content wait for what follows, and are
-content only if more content does, or the end. After a block of reasoning, and at both of its ends,
-newlines are dropped, as the templates do when they render the answer again.
+content only if more content does, or the end. Behind a block of reasoning or a marker around the
+answer proper, and at both ends of the reasoning, newlines are dropped, as the templates do when
+they render the answer again.
 
 Calls. They are numbered from 0. Fragments of arguments go out as they come; joined they are the
 JSON text. A call that ends is checked once: no arguments are `{}`; what is no JSON object is told
@@ -140,8 +141,8 @@ class Teller:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def mark(self) -> None:
-        """Markup that is neither: the blanks around it are no content."""
-        self.s.blanks, self.s.dropping = [], BLANKS
+        """Markup that is neither: blanks before it and newlines behind it are no content."""
+        self.s.blanks, self.s.dropping = [], NEWLINES
 
     def finish(self) -> None:
         """Blanks at the very end of content are content."""

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.output.formats import TOOLS, Format
 from gateway.output.reasoning import THINK
+from gateway.output.tools import json_tags, mistral, named_json
 from tests.support.formats import (
     Call,
     Sample,
@@ -126,8 +127,6 @@ def sample(label: str, write: Write, tag: str, **more: Any) -> Sample:
 SAMPLES = [
     sample("hermes", each("<tool_call>\n", "\n</tool_call>"), "</tool_call>"),
     sample("hermes (opening tag)", each("<tool_call>", "</tool_call>"), "<tool_call>"),
-    sample("qwen3_json", each("<tool_call>\n", "\n</tool_call>"), "</tool_call>"),
-    sample("granite4", each("<tool_call>\n", "\n</tool_call>"), "</tool_call>"),
     sample("ernie45", each("\n<tool_call>\n", "\n</tool_call>\n"), "</tool_call>"),
     sample(
         "longcat",
@@ -143,14 +142,12 @@ SAMPLES = [
         "<|action_end|>",
     ),
     sample("hunyuan_a13b", array("<tool_calls>", "</tool_calls>"), "</tool_calls>"),
-    sample("jamba", array("<tool_calls>", "</tool_calls>"), "</tool_calls>"),
     sample("phi4_mini_json", array("functools"), "functools", markers=()),
     sample("xlam", array(""), "</tool_call>", markers=(), only_first=True),
     sample("xlam (fence)", array("```json\n", "\n```"), "```", markers=(), only_first=True),
     sample("xlam (tags)", array("<tool_call>", "</tool_call>"), "</tool_call>", markers=()),
     sample("xlam (marker)", array("[TOOL_CALLS]"), "</tool_call>", markers=()),
     sample("llama3_json", separated, "<|python_tag|>", only_first=True),
-    sample("llama4_json", separated, "<|python_tag|>", only_first=True),
     sample(
         "llama3_json (marker)",
         lambda calls, before: "<|python_tag|>" + separated(calls, before),
@@ -160,7 +157,6 @@ SAMPLES = [
     sample("gigachat3 (role)", each("function call<|role_sep|>\n", ""), "function call"),
     sample("apertus", by_name, "<|tools_suffix|>"),
     sample("cohere_command3", command, "<|END_ACTION|>"),
-    sample("cohere_command4", command, "<|END_ACTION|>"),
     sample(
         "inkling",
         each("<|content_invoke_tool_json|>", "<|end_message|>", arguments="args"),
@@ -173,8 +169,22 @@ SAMPLES = [
     sample("mistral (v11)", mistral_named, "[ARGS]", call_id=ours_in_nine),
     sample("mistral (v13)", mistral_with_ids, "[ARGS]", call_id=lambda index, call: nine(index)),
 ]
+ALIASES = {
+    "qwen3_json": "hermes",
+    "granite4": "hermes",
+    "jamba": "hunyuan_a13b",
+    "llama4_json": "llama3_json",
+    "cohere_command4": "cohere_command3",
+}
 NAMES = [each_one.name for each_one in SAMPLES]
 EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
+
+
+def test_every_format_of_these_syntaxes_is_read_here() -> None:
+    ours = json_tags.FORMATS.keys() | named_json.FORMATS.keys() | mistral.FORMATS.keys()
+    assert {name.partition(" ")[0] for name in NAMES} | ALIASES.keys() == ours
+    for name, other in ALIASES.items():
+        assert TOOLS[name] == TOOLS[other]
 
 
 @EVERY

@@ -168,9 +168,10 @@ class JsonTagsSection(Section):
 
     def _array_ended(self, rest: str) -> str:
         s = self.s
-        if s.raw:
+        if s.raw:  # an array of no calls
             s.raw.append("]")
-            self._give_back("an array of no tool calls")
+            self._break()
+            return rest
         s.at = "after"
         s.done = not self.syntax.is_closed(s.opener)
         return rest
@@ -256,7 +257,7 @@ COMMAND = JsonTags(
     close=("<|END_ACTION|>",),
     keys=CallKeys(name=("tool_name", "name"), arguments=("parameters", "arguments")),
 )
-IN_THE_OPEN = CallKeys(name=("name", "function"), strict=True)
+IN_THE_OPEN = CallKeys(strict=True)
 LLAMA = JsonTags(
     open=("<|python_tag|>",),
     start=("{",),

@@ -114,7 +114,7 @@ class CallKeys(msgspec.Struct, frozen=True):
     also         further keys that a call may have
     """
 
-    name: tuple[str, ...] = ("name",)
+    name: tuple[str, ...] = ("name", "function")
     arguments: tuple[str, ...] = ("arguments", "parameters")
     id: tuple[str, ...] = ()
     name_is_key: bool = False
@@ -133,12 +133,14 @@ class CallScan(msgspec.Struct):
     """A call's position; fresh before the `{`.
 
     phase    what is expected: "open" "key" "in_key" "colon" "value" "in_value"
-    role     what the value at hand is: "name" "arguments" "id" "other"
+    role     what the value at hand is: "name" "arguments" "id" "other"; "again" is one of these for
+             the second time, and means nothing
     value    where the key or value at hand is
     parts    its text so far, unless it is told as it comes
     tells    it is: arguments of a call that has a name
     nested   open objects
     told     the call has begun
+    argued   its arguments have begun
     waiting  arguments that wait for the name
     """
 
@@ -149,6 +151,7 @@ class CallScan(msgspec.Struct):
     tells: bool = False
     nested: int = 0
     told: bool = False
+    argued: bool = False
     name: str | None = None
     call_id: str | None = None
     waiting: str | None = None
@@ -201,7 +204,7 @@ class CallScan(msgspec.Struct):
 
     def _expect_key(self, char: str) -> bool:
         if char == '"':
-            self.phase, self.value, self.parts = "in_key", JsonScan(), []
+            self.phase, self.value, self.parts, self.tells = "in_key", JsonScan(), [], False
         elif char == "}":
             self.nested -= 1
             self.phase = "key" if self.nested else "end"
@@ -230,7 +233,7 @@ class CallScan(msgspec.Struct):
         match self.role:
             case "name":
                 name = text_of(raw)
-                if name is None or self.name is not None:
+                if name is None:
                     return False
                 self._named(name, keys, teller)
             case "id":
@@ -245,8 +248,12 @@ class CallScan(msgspec.Struct):
         self.phase, self.role = "colon", keys.role(key)
         if keys.name_is_key:
             self._finish(keys, teller)
-            self.told = False
+            self.told = self.argued = False
             self._named(key, keys, teller)
+        elif self.role == "name" and self.name is not None:
+            self.role = "again"
+        elif self.role == "arguments":
+            self.role, self.argued = "again" if self.argued else self.role, True
         return self.role != "other" or not keys.strict or key in keys.also
 
     def _named(self, name: str, keys: CallKeys, teller: Teller) -> None:

@@ -47,10 +47,13 @@ class Mistral(SectionSyntax, frozen=True, kw_only=True):
 
 
 class MistralState(MachineState):
-    """opener  the marker, and the blanks behind it"""
+    """opener  the marker
+    blanks  those behind it
+    """
 
     at: str = "choosing"
     opener: str = ""
+    blanks: list[str] = []
 
 
 class MistralSection(Section):
@@ -83,6 +86,7 @@ class MistralSection(Section):
     def _choose(self, way: str) -> None:
         self.s.at = way
         self.ways[way].open(self.s.opener)
+        self.ways[way].read("".join(self.s.blanks))
 
     def on_text(self, text: str) -> str:
         if self.s.at != "choosing":
@@ -91,6 +95,7 @@ class MistralSection(Section):
             self.s.done = section.s.done
             return rest
         start = SPACE.match(text).end()  # type: ignore[union-attr]
+        self.s.blanks.append(text[:start])
         if start < len(text):
             self._choose("array" if text[start] in "[{" else "named")
         return text[start:]
