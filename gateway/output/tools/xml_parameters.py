@@ -69,6 +69,7 @@ class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
     trim            what around a value is markup
     bare_json       a parameter without a schema is JSON if it can be
     doubled_names   `f.f` means the tool `f`
+    doubts          what follows decides whether a closing tag in a value is one
     """
 
     open: tuple[str, ...] = ("<tool_call>",)
@@ -84,6 +85,7 @@ class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
     trim: Trim = "newline"
     bare_json: bool = False
     doubled_names: bool = False
+    doubts: bool = True
 
     def markers(self) -> tuple[str, ...]:
         return self.open + self.close + self.skip + self.tags()
@@ -139,7 +141,7 @@ class XmlParametersSection(Section):
         ends = x.close + x.open
         calls = (x.call_open, *ends, *x.skip)
         inside = (x.parameter_open, x.call_close, *calls)
-        value = (x.parameter_close, *((x.call_close,) if x.close else ()))
+        value = (x.parameter_close, *((x.call_close,) if x.close and x.doubts else ()))
         tokens = tuple(end for end in ends if self.context.lexicon.is_token(end))
         return {
             "opened": calls,
@@ -312,8 +314,10 @@ class XmlParametersSection(Section):
             if marker not in (x.parameter_close, x.call_close):  # a token that ends the stretch
                 self._value_ended()
                 self._structure(marker)
-            else:
+            elif x.doubts:
                 s.at, s.doubtful = "doubt", [marker]
+            else:
+                self._value_ended()
         else:
             self._structure(marker)
 

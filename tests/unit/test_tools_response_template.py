@@ -1,0 +1,269 @@
+"""Formats that checkpoints describe themselves: however the answer is cut, it says the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gateway.output.events import ToolArguments, ToolCall, merged
+from gateway.output.formats import Format
+from gateway.output.tools.template_loading import load
+from gateway.output.tools.template_pattern import Opening, closings, openings
+from tests.support.format_tools import TYPED_TOOLS, plain
+from tests.support.formats import (
+    Call,
+    Fixture,
+    Sample,
+    Say,
+    Think,
+    answers,
+    check,
+    content,
+    cut_off,
+    dumps,
+    expected,
+    lexicon,
+    seconds,
+    table,
+    units,
+)
+from tests.support.response_templates import SMOLLM, TEMPLATES
+from tests.unit.test_tools_gemma import literal
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a template's model writes; `tags` as in Sample."""
+
+    call: Callable[[Call], str]
+    says: Callable[[str], str]
+    thinks: Callable[[str], str]
+    tags: tuple[str, ...]
+    between: tuple[str, str, str] = ("", "\n", "")
+
+
+def hermes(call: Call) -> str:
+    body = dumps({"name": call.name, "arguments": call.arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def qwen(call: Call) -> str:
+    body = "".join(
+        f"<parameter={key}>\n{plain(value)}\n</parameter>\n"
+        for key, value in call.arguments.items()
+    )
+    return f"<tool_call>\n<function={call.name}>\n{body}</function>\n</tool_call>"
+
+
+def harmony(call: Call) -> str:
+    head = f"<|start|>assistant<|channel|>commentary to=functions.{call.name} <|constrain|>json"
+    return f"{head}<|message|>{dumps(call.arguments)}<|call|>"
+
+
+def cohere(call: Call) -> str:
+    return dumps({"tool_call_id": "0", "tool_name": call.name, "parameters": call.arguments})
+
+
+def gemma(call: Call) -> str:
+    return f"<|tool_call>call:{call.name}{literal(call.arguments, QUOTE)}<tool_call|>"
+
+
+def muse(call: Call) -> str:
+    body = "".join(
+        f'<atem:parameter name="{key}">{plain(value)}</atem:parameter>\n'
+        for key, value in call.arguments.items()
+    )
+    return f'<atem:invoke name="{call.name}">\n{body}</atem:invoke>'
+
+
+def think(text: str) -> str:
+    return f"<think>\n{text}\n</think>\n\n"
+
+
+def itself(text: str) -> str:
+    return text
+
+
+def around(before: str, after: str) -> Callable[[str], str]:
+    return lambda text: before + text + after
+
+
+QUOTE = '<|"|>'
+ASSISTANT = "<|start|>assistant"
+FINAL = around(f"{ASSISTANT}<|channel|>final<|message|>", "<|end|>")
+ANALYSIS = around(f"{ASSISTANT}<|channel|>analysis<|message|>", "<|end|>")
+ACTION = ("<|START_ACTION|>[", ", ", "]<|END_ACTION|>")
+WRITTEN = {
+    "smollm": Written(hermes, itself, think, ("</tool_call>",)),
+    "qwen3": Written(qwen, itself, think, ("</tool_call>",)),
+    "gpt_oss": Written(harmony, FINAL, ANALYSIS, ("<|call|>", "<|end|>")),
+    "cohere": Written(
+        cohere,
+        around("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        around("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|END_ACTION|>",),
+        ACTION,
+    ),
+    "ernie": Written(hermes, around("<response>\n", "\n</response>\n"), think, ("</tool_call>",)),
+    "gemma4": Written(
+        gemma, itself, around("<|channel>thought\n", "<channel|>"), ("<tool_call|>",)
+    ),
+    "muse": Written(
+        muse,
+        around("to=user<|message|>", "<|eot|>"),
+        around("to=self<|message|>", "<|eom|>"),
+        ("<atem:function_calls>",),
+    ),
+}
+
+
+def sample(name: str) -> Sample:
+    written = WRITTEN[name]
+    before, joint, after = written.between
+    syntax = load(TEMPLATES[name])
+    closes = [literal for region in syntax.regions for literal in region.close]
+    return Sample(
+        name,
+        Format(syntax),
+        lambda calls, index: before + joint.join(map(written.call, calls)) + after,
+        markers=(*(literal for literal in closes if "|" in literal), "<tool_call>", "</tool_call>"),
+        tags=written.tags,
+        tools=TYPED_TOOLS,
+    )
+
+
+SAMPLES = [sample(name) for name in TEMPLATES]
+EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+
+
+def cases(sample: Sample) -> list[Fixture]:
+    found = []
+    how = WRITTEN[sample.name]
+    for name, parts in answers(sample.tags[0]):
+        text, index = "", 0
+        for part in parts:
+            match part:
+                case Say(said):
+                    text += how.says(said)
+                case Think(thought):
+                    text += how.thinks(thought)
+                case calls:
+                    text += sample.write(calls, index)
+                    index += len(calls)
+        if sample.name == "ernie":  # the prompt has opened the thinking
+            text = text.removeprefix("<think>") if text.startswith("<think>") else "</think>" + text
+        found.append(Fixture(name, text, expected(sample, parts)))
+    return found
+
+
+def say(name: str, text: str, *, inside: bool = False) -> list[Any]:
+    s = sample(name)
+    words = lexicon(s, tokens=False)
+    machine = s.format.machine(words, tools=TYPED_TOOLS, new_id=lambda: "id", starts_inside=inside)
+    events = [event for piece in units(text, words) for event in machine.push(piece)]
+    return merged(events + machine.finish())
+
+
+@EACH
+def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
+    row = check(sample, cases(sample))
+    print("\n" + table([row]))
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+@EACH
+def test_an_answer_cut_off_anywhere_shows_no_markup(sample: Sample) -> None:
+    case = next(fixture for fixture in cases(sample) if fixture.name == "text before a call")
+    said = content(case.events)
+    for tokens in (True, False):
+        for events in cut_off(sample, case, tokens=tokens):
+            assert said.startswith(content(events).rstrip())
+
+
+def test_what_begins_like_an_opening_and_is_none_is_what_stands_outside() -> None:
+    text = "a <tool_call>\n<b> c"
+    assert content(say("qwen3", text)) == text
+    assert content(say("qwen3", "<tool_call>" + " " * 300 + "x")) == "<tool_call>" + " " * 300 + "x"
+
+
+def test_a_string_is_told_while_it_is_written() -> None:
+    s = sample("gemma4")
+    machine = s.format.machine(lexicon(s, tokens=False), new_id=lambda: "id")
+    assert merged(machine.push('<|tool_call>call:run{code:<|"|>a')) == [
+        ToolCall(0, "id", "run"),
+        ToolArguments(0, '{"code": "a'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "opening"),
+    [
+        (r"to=self<\|message\|>", Opening("to=self<|message|>")),
+        (r"(?:^|<think>\s*)", Opening(at_start=True)),
+        (r"<tool>(?P<n>\w+)", Opening("<tool>", r"<tool>(?P<n>\w+)", "", r"\w")),
+        (r"<a>\s*<b=(?P<n>\w+)>", Opening("<a>", r"<a>\s*<b=(?P<n>\w+)>", ">")),
+    ],
+)
+def test_a_pattern_is_a_literal_and_what_stands_behind_it(pattern: str, opening: Opening) -> None:
+    assert openings(pattern)[0] == opening
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\w+<a>", r"(a|b)<c>", r"a(?=b)", r"a{2}", r"a.*", r"(a+)+b", r"x*", "(?:)"]
+)
+def test_a_pattern_that_is_not_understood_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        openings(pattern)
+
+
+def test_a_closing_pattern_is_one_of_several_literals() -> None:
+    assert closings(r"(?:<\|END\|>|$)") == ("<|END|>",)
+    assert closings(r"\n?</response>") == ("</response>",)
+    with pytest.raises(ValueError, match="more than a literal"):
+        closings(r"</a\w+>")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        (("version",), 2, "version"),
+        (("surprise",), 1, "unknown keys"),
+        (("fields", "content", "surprise"), 1, "unknown keys"),
+        (("fields", "summary"), {"open": "<s>"}, "only"),
+        (("fields", "thinking", "content"), "json", "only text"),
+        (("fields", "thinking", "open"), "<tool_call>", "same literal"),
+        (("fields", "tool_calls", "content"), "kv-lines", "not understood"),
+        (("fields", "tool_calls", "transform"), "{content}", "name and the arguments"),
+        (
+            ("fields", "tool_calls", "transform"),
+            {"name": "{n}", "arguments": "{content}"},
+            "captures",
+        ),
+        (("fields", "tool_calls", "open_pattern"), r"\w<a>", "exclude"),
+        (("fields", "tool_calls", "open"), [], "understood|list of strings|opening"),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_the_fields_name(
+    path: tuple[str, ...], value: Any, complaint: str
+) -> None:
+    template = copy.deepcopy(SMOLLM)
+    at: Any = template
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(ValueError, match=complaint):
+        load(template)
+
+
+@EACH
+def test_time_is_linear_in_the_text(sample: Sample) -> None:
+    syntax: Any = sample.format.tools
+    calls = next(region for region in syntax.regions if region.kind == "tool_calls")
+    literal = calls.open[0].literal
+    for body in (literal, literal + "f>", literal[:5], f"{literal} <" + "a" * 60):
+        assert seconds(sample, body * (1_000_000 // len(body)), step=1000) < 5
