@@ -7,6 +7,7 @@ import os
 import flask
 import msgspec
 from flask import Flask, Response, g, request
+from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException
 
 from gateway.admin import routes as admin
@@ -36,9 +37,15 @@ def config_from_environment() -> GatewayConfig:
 def create_app(config: GatewayConfig | None = None) -> Flask:
     """The WSGI application, with its `Service` among its extensions. It connects to its engine with
     the first request, or when `gunicorn_conf` starts its service; making it has no effect on the
-    world."""
+    world.
+
+    Raises AppImportError, which gunicorn tells in one line, where an option is wrong.
+    """
     app = Flask(__name__, static_folder=None)
-    service = Service(config if config is not None else config_from_environment())
+    try:
+        service = Service(config if config is not None else config_from_environment())
+    except ValueError as error:
+        raise AppImportError(f"the gateway cannot start: {error}") from None
     app.extensions[EXTENSION] = service
     for part in (openai, tokens, admin):
         app.register_blueprint(part.blueprint(service))

@@ -94,6 +94,11 @@ def _inside(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
+def has_field(data: bytes, name: str) -> bool:
+    """Whether the body's object has it: where two kinds of body share a route."""
+    return name in decode(data, _top_level)
+
+
 def unknown_fields(data: bytes, kind: type[msgspec.Struct]) -> list[str]:
     """Names of top-level fields that `kind` does not have: accepted, without effect, and listed.
 

@@ -9,7 +9,8 @@ import msgspec
 from flask import Blueprint, Response
 
 from gateway.metrics import CONTENT_TYPE
-from gateway.service import ServedModel, Service, version
+from gateway.served import ServedModel, version
+from gateway.service import Service
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -49,6 +50,7 @@ def model(service: Service, name: str) -> Response:
 
 
 def _model(served: ServedModel, name: str) -> dict[str, Any]:
+    reading = served.reading
     return {
         "id": name,
         "object": "model",
@@ -57,6 +59,7 @@ def _model(served: ServedModel, name: str) -> dict[str, Any]:
         "root": served.card.name,
         "parent": None,
         "max_model_len": served.limits.max_len,
+        "formats": {"tools": reading.tools, "reasoning": reading.reasoning, "why": reading.why},
     }
 
 

@@ -20,7 +20,9 @@ from gateway.openai.parameters import choices_of, first, read_options
 from gateway.openai.schema import BatchBody, ChatBody, empty_prompt
 from gateway.openai.tools import ToolPlan, tool_plan
 from gateway.output.reader import AnswerOptions, ReaderFactory
-from gateway.service import ServedModel, offload
+from gateway.reading import Beginning
+from gateway.served import ServedModel
+from gateway.service import offload
 from protocol.errors import InvalidRequest
 
 
@@ -34,6 +36,11 @@ class Prompt:
     text: str
     ids: list[int]
     kwargs: dict[str, Any]
+
+    @property
+    def effective(self) -> dict[str, Any]:
+        """As the response tells it."""
+        return {"chat_template_kwargs": self.kwargs}
 
 
 class Preparation:
@@ -102,31 +109,26 @@ class Preparation:
         """What the engine is asked for a prompt, and how its answers are read: a start of their
         own for the answers of each conversation."""
         body, model, plan = self.body, self.model, self.plan
-        reads_calls = plan.mode != "none"
-        starts_inside = self._starts_inside(prompt)
-        marks = model.reading.marks(calls=reads_calls)
+        begun = model.reading.begin(prompt.text, prompt.kwargs, calls=plan.mode != "none")
+        marks, inside = begun.marks, begun.inside
         return Ask(
             prompt.ids,
             choices_of(body, model.defaults),
             ReaderFactory(
-                model.tokenizer, read_options(body, continues=False), self._answer(starts_inside)
+                model.tokenizer, read_options(body, continues=False), self._answer(begun)
             ),
-            new_meter=partial(ThinkingMeter, marks, starts_inside=starts_inside) if marks else None,
+            new_meter=partial(ThinkingMeter, marks, starts_inside=inside) if marks else None,
             demand=Demand(plan.name) if plan.mode in ("required", "named") else None,
         )
 
-    def _starts_inside(self, prompt: Prompt) -> bool:
-        return self.model.reading.starts_inside(prompt.text, calls=self.plan.mode != "none")
-
-    def _answer(self, starts_inside: bool) -> AnswerOptions | None:
+    def _answer(self, begun: Beginning) -> AnswerOptions | None:
         """None: all text is content."""
-        bound = self.model.reading.bound(calls=self.plan.mode != "none")
-        if bound is None:
+        if begun.bound is None:
             return None
         return AnswerOptions(
-            format=bound,
+            format=begun.bound,
             tools=self.plan.declared,
-            starts_inside=starts_inside,
+            starts_inside=begun.inside,
             include_reasoning=self.body.include_reasoning is not False,
             parallel_tool_calls=self.plan.many,
         )

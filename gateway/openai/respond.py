@@ -17,7 +17,8 @@ from gateway.openai.responses import whole_response
 from gateway.openai.schema import GenerationBody
 from gateway.openai.shapes import Dialect, Origin
 from gateway.output.events import Warning
-from gateway.service import ServedModel, Service
+from gateway.served import ServedModel
+from gateway.service import Service
 from gateway.sse import EventStream
 
 

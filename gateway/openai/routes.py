@@ -5,19 +5,18 @@ A view says what its API's fields mean; `respond` does the rest.
 
 from __future__ import annotations
 
-from typing import Any
-
 from flask import Blueprint, Response, g, request
 
 from gateway.answering import Ask
 from gateway.body import decode, read_json, unknown_fields
 from gateway.openai import checks, schema
 from gateway.openai.parameters import choices_of, read_options
-from gateway.openai.prepare import Preparation, Prompt
+from gateway.openai.prepare import Preparation
 from gateway.openai.respond import origin, respond
 from gateway.openai.shapes import ChatDialect, CompletionDialect
 from gateway.output.reader import ReaderFactory
-from gateway.service import ServedModel, Service, offload
+from gateway.served import ServedModel
+from gateway.service import Service, offload
 from protocol.errors import RequestError
 
 
@@ -37,7 +36,7 @@ def chat(service: Service) -> Response:
     model = service.model(body.model)
     preparation = _preparation(service, body, model)
     prompt = preparation.prompt(body.messages)
-    effective = _effective(prompt) if body.return_effective_kwargs else None
+    effective = prompt.effective if body.return_effective_kwargs else None
     try:
         return respond(
             service,
@@ -63,7 +62,9 @@ def batch(service: Service) -> Response:
         preparation.prompt(messages, f"messages[{place}]")
         for place, messages in enumerate(body.messages)
     ]
-    effective = list(map(_effective, prompts)) if body.return_effective_kwargs else None
+    effective = None
+    if body.return_effective_kwargs:
+        effective = [prompt.effective for prompt in prompts]
     try:
         return respond(
             service,
@@ -86,10 +87,6 @@ def _preparation(
 def _note_ignored(data: bytes, body: schema.GenerationBody) -> None:
     g.ignored = unknown_fields(data, type(body))
     checks.check_ignored(g.ignored, body)
-
-
-def _effective(prompt: Prompt) -> dict[str, Any]:
-    return {"chat_template_kwargs": prompt.kwargs}
 
 
 def _of_messages(error: RequestError) -> RequestError:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in plain text. The gateway has the tokenizer: no engine is asked."""
+"""/tokenize and /detokenize: texts and chats. The gateway has the tokenizer; no engine is asked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import flask
 import msgspec
 from flask import Blueprint, Response, request
 
-from gateway.body import decode, read_json
+from gateway.body import decode, has_field, read_json
+from gateway.openai.checks import check_chat
+from gateway.openai.prepare import Preparation
+from gateway.served import ServedModel
 from gateway.service import Service, offload
 from gateway.tokens import schema
 from protocol.errors import InvalidRequest
@@ -22,14 +25,34 @@ def blueprint(service: Service) -> Blueprint:
 
 
 def tokenize(service: Service) -> Response:
-    body = decode(read_json(request, service.config.max_body_mib << 20), schema.tokenize_decoder)
+    """Of a text, or of a conversation: what a chat request with these fields would send."""
+    data = read_json(request, service.config.max_body_mib << 20)
+    if has_field(data, "messages"):
+        return _tokenize_chat(service, data)
+    body = decode(data, schema.tokenize_decoder)
     model = service.model(body.model)
     add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
     ids = model.tokenizer.encode(body.prompt, add_special_tokens, offload=offload)
-    answer = {"count": len(ids), "max_model_len": model.limits.max_len, "tokens": ids}
-    if body.return_token_strs:
-        answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in ids]
+    return _json(_tokenized(model, ids, body.return_token_strs))
+
+
+def _tokenize_chat(service: Service, data: bytes) -> Response:
+    body = decode(data, schema.tokenize_chat_decoder)
+    check_chat(body)
+    model = service.model(body.model)
+    trusts = service.config.trust_request_chat_template
+    prompt = Preparation(body, model, trusts_template=trusts).prompt(body.messages)
+    answer = _tokenized(model, prompt.ids, body.return_token_strs)
+    if body.return_effective_kwargs:
+        answer["effective"] = prompt.effective
     return _json(answer)
+
+
+def _tokenized(model: ServedModel, ids: list[int], tells_strs: bool | None) -> dict[str, Any]:
+    answer = {"count": len(ids), "max_model_len": model.limits.max_len, "tokens": ids}
+    if tells_strs:
+        answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in ids]
+    return answer
 
 
 def detokenize(service: Service) -> Response:

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from gateway.openai.schema import ChatBody
 from protocol.sampling import TokenId
 
 MAX_TOKENS = 1 << 20
@@ -21,10 +22,17 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
+class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
+    """A chat request as it is; what only concerns its answer has no effect."""
+
+    return_token_strs: bool | None = None
+
+
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: str | None = None
 
 
 tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+tokenize_chat_decoder = msgspec.json.Decoder(TokenizeChatBody)
 detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)

@@ -110,3 +110,56 @@ def unfolded(response: Any) -> dict[int, dict[str, Any]]:
         }
         for choice in response["choices"]
     }
+
+
+def spoken(events: list[Any]) -> dict[int, dict[str, Any]]:
+    """What a client of a chat stream ends up with, by choice: content, reasoning, calls, finish,
+    warnings. Also that the stream is one: a call's head comes first, and nothing after the end."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for bit in event["choices"]:
+            whole = choices.setdefault(bit["index"], _nothing_said())
+            assert whole["finish"] is None, "news after the end"
+            _speak(whole, bit["delta"])
+            whole["finish"] = bit["finish_reason"]
+            if whole["finish"] is not None:
+                whole["warnings"] = [w["code"] for w in event.get("warnings", [])]
+    return choices
+
+
+def _nothing_said() -> dict[str, Any]:
+    return {"content": "", "reasoning": "", "calls": [], "finish": None, "warnings": []}
+
+
+def _speak(whole: dict[str, Any], delta: dict[str, Any]) -> None:
+    whole["content"] += delta.get("content", "")
+    whole["reasoning"] += delta.get("reasoning", "")
+    assert delta.get("reasoning") == delta.get("reasoning_content")
+    for call in delta.get("tool_calls", []):
+        if "id" in call:
+            assert call["index"] == len(whole["calls"])
+            assert call["type"] == "function"
+            assert call["function"]["arguments"] == ""
+            whole["calls"].append((call["id"], call["function"]["name"], ""))
+        else:
+            call_id, name, arguments = whole["calls"][call["index"]]
+            arguments += call["function"]["arguments"]
+            whole["calls"][call["index"]] = (call_id, name, arguments)
+
+
+def said_whole(response: Any) -> dict[int, dict[str, Any]]:
+    """A whole chat answer in the same shape."""
+    warnings = response.get("warnings", [])
+    return {
+        choice["index"]: {
+            "content": choice["message"]["content"] or "",
+            "reasoning": choice["message"]["reasoning"] or "",
+            "calls": [
+                (call["id"], call["function"]["name"], call["function"]["arguments"])
+                for call in choice["message"].get("tool_calls", [])
+            ],
+            "finish": choice["finish_reason"],
+            "warnings": [w["code"] for w in warnings if w["choice"] == choice["index"]],
+        }
+        for choice in response["choices"]
+    }

@@ -10,6 +10,7 @@ is answered.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -53,7 +54,23 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> tokenizers.Tokenizer:
+MARKERS = {"<think>": 259, "</think>": 260, "<tool_call>": 261, "</tool_call>": 262}
+"""Tokens of a model that thinks and calls tools: markup that is no special token, as usual."""
+THINKING_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}<tool>{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>"
+    '{"name": {{ call.function.name | tojson }}, '
+    '"arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined %}{% if enable_thinking %}<think>\n"
+    "{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}{% endif %}"
+)
+"""Thinks or not as it is told; where it is told nothing, the model decides."""
+
+
+def byte_tokenizer(markers: Iterable[str] = ()) -> tokenizers.Tokenizer:
     """One token per byte, and three special ones: what a test reads in ids it can read as text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     by_byte = _letters_by_byte(letters)
@@ -62,6 +79,7 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<bos>", "<eos>", "<end>"])
+    inner.add_tokens([tokenizers.AddedToken(m, special=False, normalized=False) for m in markers])
     return inner
 
 
@@ -89,12 +107,31 @@ def scripted_card(**changes: Any) -> ModelCard:
     return ModelCard(**(fields | changes))
 
 
+def thinking_card(**changes: Any) -> ModelCard:
+    """A model that thinks and calls tools, with `MARKERS`."""
+    fields = {
+        "vocab_size": 259 + len(MARKERS),
+        "tokenizer": byte_tokenizer(MARKERS).to_str().encode(),
+        "chat_template": THINKING_TEMPLATE,
+    }
+    return scripted_card(**(fields | changes))
+
+
 def ids_of(text: str) -> list[int]:
     return list(text.encode())
 
 
+def marked_ids(text: str) -> list[int]:
+    """With `MARKERS` as tokens."""
+    parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
+    return [i for part in parts for i in ([MARKERS[part]] if part in MARKERS else part.encode())]
+
+
 def text_of(ids: Iterable[int]) -> str:
-    return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+    """Without special tokens."""
+    spelt = {token_id: marker.encode() for marker, token_id in MARKERS.items()}
+    data = b"".join(bytes([i]) if i < 256 else spelt.get(i, b"") for i in ids)
+    return data.decode("utf-8", "replace")
 
 
 @dataclass
@@ -111,9 +148,16 @@ Reply = Says | ErrorInfo
 Script = Callable[[Generate], Reply]
 
 
-def says(text: str, *, size: int = 1, finish: str = "stop", error: ErrorInfo | None = None) -> Says:
-    """`text`, `size` bytes a step, and an ordinary end."""
-    ids = ids_of(text)
+def says(
+    text: str,
+    *,
+    size: int = 1,
+    finish: str = "stop",
+    error: ErrorInfo | None = None,
+    marked: bool = False,
+) -> Says:
+    """`text`, `size` tokens a step, and an ordinary end. `marked`: with `MARKERS` as tokens."""
+    ids = marked_ids(text) if marked else ids_of(text)
     steps = [ids[at : at + size] for at in range(0, len(ids), size)]
     return Says(steps, finish, EOS if finish == "stop" else None, error)
 

@@ -11,7 +11,7 @@ from gateway.body import decode
 from gateway.openai import schema
 from gateway.openai.checks import check_batch, check_chat, check_ignored
 from gateway.openai.parameters import choices_of, read_options
-from gateway.service import usable_defaults
+from gateway.served import usable_defaults
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
 from protocol.sampling import SamplingParams
