@@ -26,6 +26,7 @@ class Compiler:
     """Of one model. Construction takes a few tenths of a second and holds the GIL."""
 
     def __init__(self, model: ModelCard) -> None:
+        self.vocab_size = model.vocab_size
         tokenizer = with_markers_special(model.tokenizer)
         self._tokenizer = LLTokenizer(
             tokenizer.decode(), n_vocab=model.vocab_size, eos_token=model.eos_token_ids

@@ -8,24 +8,35 @@ stale slot or a lost token shows as a wrong answer, not only as a broken count.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 
 from engine_core.engine import Engine
+from engine_core.grammar.book import Compiled, Job
+from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.matcher import Template
 from protocol.arrays import Int32
 from protocol.config import EngineConfig, WorkerConfig
+from protocol.errors import ServingError
+from protocol.grammar import Body, Grammar
 from protocol.messages import Accepted, Generate, Limits, Output, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.steps import StepPlan, StepResult
+from protocol.steps import Masks, StepPlan, StepResult
+from tests.support.grammars import signs_tokenizer
 
 VOCAB = 97
 EOS = 0
 CLIENT = b"client"
 
 
-def next_token(tokens: list[int], seed: int = 0) -> int:
-    """What the echo model says after `tokens`; never EOS for most, EOS for about one in 97."""
-    return sha256(repr((tokens, seed)).encode()).digest()[0] % VOCAB
+def next_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+    """What the echo model says after `tokens`; never EOS for most, EOS for about one in 97.
+
+    possible: where a grammar leaves only these
+    """
+    drawn = sha256(repr((tokens, seed)).encode()).digest()[0]
+    return drawn % VOCAB if possible is None else possible[drawn % len(possible)]
 
 
 def answer(prompt: list[int], max_tokens: int, seed: int = 0) -> list[int]:
@@ -47,8 +58,10 @@ class EchoWorker:
     tables: dict[int, list[int]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
     kv: dict[int, list[int | None]] = field(default_factory=dict)
+    _possible: list[list[int] | None] = field(default_factory=list)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
+        self._possible = _possible(plan, masks)
         for slot in plan.release.tolist():
             del self.tokens[slot], self.tables[slot], self.seeds[slot]
         for init in plan.bind:
@@ -91,8 +104,24 @@ class EchoWorker:
         if not samples:
             return None
         assert len(tokens) == start + count, "a sample that is not after the last known token"
-        tokens.append(next_token(tokens, self.seeds[slot]))
+        possible = self._possible.pop(0)
+        tokens.append(next_token(tokens, self.seeds[slot], possible))
         return tokens[-1]
+
+
+def _possible(plan: StepPlan, masks: Masks | None) -> list[list[int] | None]:
+    """Of each sampled row, the tokens that its mask leaves; None where it has no mask."""
+    assert (masks is None) == (plan.masked is None), "masks come with a plan that says so, only"
+    rows: list[list[int] | None] = [None] * sum(plan.row_samples.tolist())
+    if masks is None or plan.masked is None:
+        return rows
+    assert (masks.step, masks.bits.shape) == (plan.step, (len(plan.masked), -(-VOCAB // 32)))
+    row_bytes = masks.bits.data.nbytes // len(plan.masked)
+    for place, row in enumerate(plan.masked.tolist()):
+        mask = masks.bits.data[place * row_bytes : (place + 1) * row_bytes]
+        bits = int.from_bytes(mask, "little")
+        rows[row] = [token for token in range(VOCAB) if bits >> token & 1]
+    return rows
 
 
 def a_card(**changes: object) -> ModelCard:
@@ -102,10 +131,16 @@ def a_card(**changes: object) -> ModelCard:
         "digest": "00",
         "vocab_size": VOCAB,
         "context_tokens": 512,
-        "tokenizer": b"{}",
+        "tokenizer": signs_tokenizer(markers=False),
         "eos_token_ids": [EOS],
     }
     return ModelCard(**(fields | changes))  # type: ignore[arg-type]
+
+
+@lru_cache
+def echo_compiler() -> Compiler:
+    """Of all echo engines: it keeps nothing of what it compiles."""
+    return Compiler(a_card())
 
 
 class Bench:
@@ -138,8 +173,12 @@ class Bench:
         )
         self.engine = Engine(config, a_card(), self.limits, draw_seed=lambda: 0)
         self.worker = EchoWorker(self.limits)
+        self.compiler = echo_compiler()
         self.news: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []
+        self.masks: Masks | None = None  # of the plan that is out
+        self.jobs: list[Job] = []
+        self.refusals: dict[tuple[bytes, int], Refused] = {}  # of those who waited for a grammar
         self._next = 0
 
     def add(
@@ -148,9 +187,10 @@ class Bench:
         client: bytes = CLIENT,
         namespace: str = "",
         priority: int = 0,
+        grammar: Body | Grammar | None = None,
         **params: object,
     ) -> int | Refused:
-        """The new request's number, or the refusal."""
+        """The new request's number, or the refusal. A new grammar is for `compile` to compile."""
         self._next += 1
         message = Generate(
             request=self._next,
@@ -158,13 +198,31 @@ class Bench:
             params=SamplingParams(**params),  # type: ignore[arg-type]
             namespace=namespace,
             priority=priority,
+            grammar=grammar if isinstance(grammar, Grammar | None) else Grammar(body=grammar),
         )
         reply = self.engine.add(client, message)
+        self.jobs += self.engine.take_jobs()
         if isinstance(reply, Refused):
             return reply
-        assert reply == Accepted(request=self._next)
+        assert reply in (Accepted(request=self._next), None)
         self.news[client, self._next] = []
         return self._next
+
+    def compile(self, which: int = 0) -> dict[int, Accepted | Refused]:
+        """Do one of the jobs: {request: what it is told}."""
+        job = self.jobs.pop(which)
+        result: Template | ServingError
+        try:
+            result = self.compiler.compile(job.grammar)
+        except ServingError as error:
+            result = error
+        told = self.engine.settle(Compiled(job.digest, result))
+        for client, reply in told:
+            if isinstance(reply, Refused):
+                del self.news[client, reply.request]
+                self.refusals[client, reply.request] = reply
+        self.engine.check()
+        return {reply.request: reply for _, reply in told}
 
     def abort(self, *numbers: int, client: bytes = CLIENT) -> None:
         self.take(client, self.engine.abort(client, numbers))
@@ -174,12 +232,15 @@ class Bench:
         plan = self.engine.plan()
         if plan is not None:
             self.plans.append(plan)
+            self.masks = self.engine.masks()
         self.engine.check()
         return plan
 
     def finish(self, plan: StepPlan) -> None:
         """The worker executes, the engine commits."""
-        for client, outputs in self.engine.commit(self.worker.execute(plan), 0.01).items():
+        for client, outputs in self.engine.commit(
+            self.worker.execute(plan, self.masks), 0.01
+        ).items():
             self.take(client, outputs.outputs)
         self.engine.check()
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from engine_core.engine import Engine
+from engine_core.grammar.book import Compiled
+from engine_core.grammar.compiler import Compiler
 from protocol.arrays import Int32
 from protocol.config import EngineConfig, WorkerConfig
+from protocol.grammar import Grammar
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import StepPlan
@@ -71,17 +75,27 @@ class Replica:
         self.runner = Runner(self.loaded.model, slots, cache, attention)
         self.engine = Engine(EngineConfig(worker=WorkerConfig(model="")), self.loaded.card, limits)
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> int:
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar | None = None
+    ) -> int:
         number = len(self.outputs)
-        message = Generate(request=number, prompt=Int32.of(prompt), params=params)
-        assert self.engine.add(CLIENT, message) == Accepted(request=number)
+        message = Generate(request=number, prompt=Int32.of(prompt), params=params, grammar=grammar)
+        reply = self.engine.add(CLIENT, message)
+        for job in self.engine.take_jobs():
+            compiled = Compiled(job.digest, self.compiler.compile(job.grammar))
+            ((_, reply),) = self.engine.settle(compiled)
+        assert reply == Accepted(request=number)
         self.outputs[number] = []
         return number
+
+    @cached_property
+    def compiler(self) -> Compiler:
+        return Compiler(self.loaded.card)
 
     def run(self) -> None:
         while (plan := self.engine.plan()) is not None:
             self.plans.append(plan)
-            result = self.runner.step(plan)
+            result = self.runner.step(plan, self.engine.masks)
             for news in self.engine.commit(result, result.compute_s).values():
                 for output in news.outputs:
                     self.outputs[output.request].append(output)

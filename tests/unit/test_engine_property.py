@@ -2,21 +2,32 @@
 
 After each operation the engine's invariants are checked by brute force, the echo worker checks that
 attention would read exactly each request's own K/V, and at the end each answer is compared with the
-oracle.
+oracle: a free one token by token, a constrained one with its pattern, and with the same request
+alone in an empty engine.
 """
 
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
+from protocol.grammar import Body, Choice, Regex
 from protocol.messages import Refused
 from protocol.steps import StepPlan
 from tests.support.engines import VOCAB, Bench, next_token
+from tests.support.grammars import text_of
 
 OPERATIONS = 10_000
 SEEDS = range(4)
+GRAMMARS: list[tuple[Body, str, str]] = [
+    (Choice(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
+    (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),
+    (Regex(pattern="(no)+"), "(no)+", "(no)*n?"),
+]
+"""(grammar, pattern of whole answers, pattern of what may be cut short)"""
+BAD = Regex(pattern="(")
 
 
 class Storm:
@@ -35,6 +46,7 @@ class Storm:
             max_waiting=12,
         )
         self.asked: dict[tuple[bytes, int], tuple[list[int], int, int]] = {}
+        self.constrained: dict[tuple[bytes, int], tuple[Body, str, str]] = {}
         self.dropped: set[tuple[bytes, int]] = set()
         self.plan: StepPlan | None = None
         self.refused = 0
@@ -48,6 +60,8 @@ class Storm:
             self.plan = self.bench.plan()
         elif choice < 0.85:
             self.add()
+        elif choice < 0.89:
+            self.compile()
         elif choice < 0.99:
             self.abort()
         else:
@@ -58,8 +72,10 @@ class Storm:
         client = self.random.choice([b"a", b"b", b"c"])
         prompt, seed = self.prompt(), self.random.randrange(3)
         max_tokens = self.random.randrange(20)
+        grammar = self.grammar() if self.random.random() < 0.3 else None
         number = self.bench.add(
             prompt,
+            grammar=None if grammar is None else grammar[0],
             client=client,
             namespace=self.random.choice(["", "", "x"]),
             priority=self.random.choice([0, 0, 0, 1]),
@@ -69,8 +85,30 @@ class Storm:
         )
         if isinstance(number, Refused):
             self.refused += 1
-        else:
-            self.asked[client, number] = (prompt, max_tokens, seed)
+            return
+        self.asked[client, number] = (prompt, max_tokens, seed)
+        if grammar is not None:
+            self.constrained[client, number] = grammar
+
+    def grammar(self) -> tuple[Body, str, str]:
+        """A good one mostly, or a new one, or one that is refused."""
+        choice = self.random.random()
+        if choice < 0.05:
+            return BAD, "", ""
+        if choice < 0.2:
+            count = self.random.randrange(1, 40)
+            return Regex(pattern=f"a{{{count}}}"), f"a{{{count}}}", "a*"
+        return self.random.choice(GRAMMARS)
+
+    def compile(self) -> None:
+        """One of the grammars that wait; those whose grammar is bad are refused, and only they."""
+        if not self.bench.jobs:
+            return
+        replies = self.bench.compile(self.random.randrange(len(self.bench.jobs)))
+        for key in [key for key in self.asked if key in self.bench.refusals]:
+            assert key[1] not in replies or self.constrained[key][0] is BAD
+            self.refused += 1
+            del self.asked[key], self.constrained[key], self.bench.refusals[key]
 
     def prompt(self) -> list[int]:
         """A new one, or the beginning of an earlier conversation and more (a fork)."""
@@ -94,6 +132,8 @@ class Storm:
     def settle(self) -> None:
         if self.plan is not None:
             self.bench.finish(self.plan)
+        while self.bench.jobs:
+            self.compile()
         self.bench.run()
 
 
@@ -109,16 +149,39 @@ def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
     assert stats.num_accepted == len(storm.asked) == sum(stats.num_finished.values())
     assert stats.num_refused == storm.refused
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
+    alone = 0
     for (client, number), (prompt, max_tokens, sampling_seed) in storm.asked.items():
         news = bench.news[client, number]
         if (client, number) in storm.dropped and (not news or news[-1].finish is None):
             continue  # dropped while open: nobody was told
         assert [output.finish is not None for output in news].count(True) == 1
         tokens = bench.tokens(number, client)
-        _check_tokens(prompt, tokens, sampling_seed)
         assert len(tokens) <= max_tokens
+        if (client, number) in storm.constrained:
+            _check_text(text_of(tokens), news[-1].finish, *storm.constrained[client, number])
+            if news[-1].finish == "stop":
+                alone += 1
+                body, _, _ = storm.constrained[client, number]
+                assert tokens == _alone(bench, prompt, body, max_tokens, sampling_seed)
+        else:
+            _check_tokens(prompt, tokens, sampling_seed)
         if news[-1].finish == "length":
             assert len(tokens) == min(max_tokens, bench.limits.max_len - len(prompt))
+    assert alone > 20, "too few constrained answers came to their end"
+
+
+def _check_text(text: str, finish: str | None, body: Body, whole: str, cut: str) -> None:
+    assert finish in ("stop", "length", "abort")
+    pattern = whole if finish == "stop" else f"{whole}|{cut}"
+    assert re.fullmatch(pattern, text), (body, finish, text)
+
+
+def _alone(bench: Bench, prompt: list[int], body: Body, max_tokens: int, seed: int) -> list[int]:
+    fresh = Bench(max_len=bench.limits.max_len)
+    number = fresh.add(prompt, grammar=body, max_tokens=max_tokens, seed=seed)
+    fresh.compile()
+    fresh.run()
+    return fresh.tokens(number)
 
 
 def _check_tokens(prompt: list[int], tokens: list[int], seed: int) -> None:

@@ -1,0 +1,94 @@
+"""Grammars under test: a vocabulary that a test can read, and a walk through a compiled grammar."""
+
+from __future__ import annotations
+
+import json
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.masks import fill
+from engine_core.grammar.matcher import Matcher
+from protocol.grammar import Body, Grammar, Thinking
+from protocol.model_card import ModelCard
+
+EOS = 0
+SIGNS = "\n" + "".join(map(chr, range(0x20, 0x7F)))
+"""Token 1 is a line feed, 2 a blank, and so on to 96, a tilde: every sign a token of its own."""
+MARKERS = {"<think>": 97, "</think>": 98, "<tool>": 99, "</tool>": 100, "[CALL]": 101, "word": 102}
+"""Tokens of which letters are the name. The last is a word, not a marker."""
+SPECIAL = {"<eos>", "<think>", "</think>"}
+
+
+def signs_tokenizer(*, markers: bool = True) -> bytes:
+    """tokenizer.json of 97 tokens, or of 103 with the markers."""
+    spelt = {" ": "Ġ", "\n": "Ċ"}
+    vocab = {spelt.get(sign, sign): number for number, sign in enumerate(SIGNS, 1)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab | {"<eos>": EOS}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<eos>"])
+    for name in MARKERS if markers else ():
+        added = tokenizers.AddedToken(name, special=name in SPECIAL, normalized=False)
+        inner.add_tokens([added])
+    return inner.to_str().encode()
+
+
+def signs_card(*, markers: bool = True) -> ModelCard:
+    return ModelCard(
+        name="signs",
+        architecture="Signs",
+        digest="00",
+        vocab_size=103 if markers else 97,
+        context_tokens=512,
+        tokenizer=signs_tokenizer(markers=markers),
+        eos_token_ids=[EOS],
+    )
+
+
+def ids_of(text: str) -> list[int]:
+    """Sign by sign: what looks like a marker is spelt."""
+    return [SIGNS.index(sign) + 1 for sign in text]
+
+
+def text_of(tokens: list[int]) -> str:
+    names = {number: name for name, number in MARKERS.items()}
+    return "".join(names.get(token) or SIGNS[token - 1] for token in tokens if token != EOS)
+
+
+def possible(matcher: Matcher, vocab_size: int) -> set[int]:
+    bits = int.from_bytes(fill([matcher], vocab_size).data, "little")
+    return {token for token in range(vocab_size) if bits >> token & 1}
+
+
+def read(
+    compiler: Compiler, body: Body, *parts: str | int, thinking: Thinking | None = None
+) -> str:
+    """What is left of an answer, given as texts (spelt) and token ids, when its grammar stops it.
+
+    "" if all of it is possible, and then "$" if the answer may end there, "$$" if it must.
+    """
+    matcher = compiler.compile(Grammar(body=body, thinking=thinking)).start()
+    size = compiler.vocab_size
+    tokens = [t for part in parts for t in ([part] if isinstance(part, int) else ids_of(part))]
+    for place, token in enumerate(tokens):
+        if token not in possible(matcher, size):
+            return text_of(tokens[place:])
+        matcher.consume(token)
+        assert matcher.error is None
+    if matcher.is_complete:
+        return "$$"
+    return "$" if EOS in possible(matcher, size) else ""
+
+
+def schema(**properties: object) -> str:
+    """Of an object that has exactly these."""
+    return json.dumps(
+        {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+    )

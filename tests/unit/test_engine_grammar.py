@@ -1,0 +1,385 @@
+"""The engine and grammars: who waits for one, what a step may say, how constrained answers end."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from engine_core.grammar.book import MAX_KEPT, MAX_PENDING, Compiled, GrammarBook
+from engine_core.grammar.matcher import Matcher
+from protocol import wire
+from protocol.arrays import Int32
+from protocol.errors import Overloaded
+from protocol.grammar import Choice, Grammar, JsonSchema, Lark, Regex, Thinking
+from protocol.messages import Accepted, Refused
+from protocol.steps import StepPlan, StepResult
+from tests.support.engines import CLIENT, EOS, Bench, echo_compiler
+from tests.support.grammars import ids_of, schema, text_of
+
+WORD = Regex(pattern="[ab]{3,9}c")
+PROMPT = [5, 6, 7]
+
+
+def asked(bench: Bench, *prompts: list[int], grammar: object = WORD, **params: object) -> list[int]:
+    """Requests with one grammar, compiled and accepted."""
+    numbers = [bench.add(prompt, grammar=grammar, **params) for prompt in prompts or (PROMPT,)]
+    while bench.jobs:
+        bench.compile()
+    return numbers
+
+
+def said(bench: Bench, number: int) -> str:
+    return text_of(bench.tokens(number))
+
+
+# ---- accepted when compiled
+
+
+def test_a_request_is_accepted_when_its_grammar_is_compiled_and_not_before() -> None:
+    bench = Bench()
+    number = bench.add(PROMPT, grammar=WORD)
+    assert bench.step() is None, "nothing may be computed yet"
+    assert bench.compile() == {number: Accepted(request=number)}
+    bench.run()
+    assert re.fullmatch("[ab]{3,9}c", said(bench, number))
+
+
+def test_others_go_on_while_a_grammar_is_compiled() -> None:
+    bench = Bench()
+    bench.add(PROMPT, grammar=WORD)
+    other = bench.add([9, 9], max_tokens=4, ignore_eos=True)
+    bench.run()
+    assert bench.end(other).finish == "length"
+    assert not bench.engine.is_idle
+
+
+def test_a_grammar_is_compiled_once_for_all_who_wait_and_for_all_who_come_later() -> None:
+    bench = Bench()
+    early = [bench.add(PROMPT, grammar=WORD) for _ in range(3)]
+    assert len(bench.jobs) == 1
+    assert list(bench.compile()) == early
+    late = bench.add(PROMPT, grammar=Regex(pattern=WORD.pattern))
+    assert bench.jobs == []
+    bench.run()
+    assert len({said(bench, number) for number in (*early, late)}) == 1
+
+
+def test_a_bad_grammar_is_refused_to_those_who_asked_for_it_alone() -> None:
+    bench = Bench()
+    bad = [bench.add(PROMPT, grammar=JsonSchema(text='{"not":{}}')) for _ in range(2)]
+    good = bench.add(PROMPT, grammar=WORD)
+    replies = bench.compile()
+    assert list(replies) == bad
+    for reply in replies.values():
+        assert isinstance(reply, Refused)
+        assert (reply.error.code, reply.error.param) == ("invalid_request", "grammar")
+        assert "not" in reply.error.message
+    bench.compile()
+    bench.run()
+    assert bench.end(good).finish == "stop"
+    stats = bench.engine.stats()
+    assert (stats.num_accepted, stats.num_refused) == (1, 2)
+    assert bench.engine.is_idle
+
+
+def test_a_bad_grammar_is_compiled_anew_when_asked_for_again() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.add(PROMPT, grammar=Regex(pattern="["))
+        assert len(bench.jobs) == 1
+        bench.compile()
+
+
+def test_what_is_out_of_bounds_is_refused_at_once() -> None:
+    bench = Bench()
+    reply = bench.add(PROMPT, grammar=Choice(choices=[]))
+    assert isinstance(reply, Refused)
+    assert (reply.error.param, bench.jobs) == ("grammar", [])
+
+
+def test_an_abort_while_the_grammar_is_compiled_is_the_requests_one_end() -> None:
+    bench = Bench()
+    number, other = bench.add(PROMPT, grammar=WORD), bench.add(PROMPT, grammar=WORD)
+    bench.abort(number)
+    assert bench.end(number).finish == "abort"
+    assert list(bench.compile()) == [other]
+    bench.run()
+    assert len(bench.news[CLIENT, number]) == 1
+    stats = bench.engine.stats()
+    assert (stats.num_accepted, stats.num_finished) == (2, {"abort": 1, "stop": 1})
+
+
+def test_a_client_that_leaves_takes_what_it_waits_for_along() -> None:
+    bench = Bench()
+    bench.add(PROMPT, grammar=WORD)
+    bench.engine.drop(CLIENT)
+    assert bench.engine.is_idle
+    assert bench.compile() == {}
+    bench.add(PROMPT, grammar=WORD)
+    assert bench.jobs == [], "it was kept all the same"
+
+
+def test_a_drain_waits_for_grammars() -> None:
+    bench = Bench()
+    number = bench.add(PROMPT, grammar=WORD)
+    bench.engine.is_draining = True
+    assert not bench.engine.is_idle
+    bench.compile()
+    bench.run()
+    assert bench.end(number).finish == "stop"
+    assert bench.engine.is_idle
+
+
+def test_those_who_wait_for_grammars_count_as_waiting() -> None:
+    bench = Bench(max_waiting=2)
+    assert not any(isinstance(bench.add(PROMPT, grammar=WORD), Refused) for _ in range(2))
+    for grammar in (WORD, None):
+        reply = bench.add(PROMPT, grammar=grammar)
+        assert isinstance(reply, Refused)
+        assert reply.error.code == Overloaded.code
+
+
+# ---- each step
+
+
+def test_a_step_without_grammars_sends_what_it_sends_where_there_never_was_one() -> None:
+    plain, other = Bench(), Bench()
+    other.abort(*asked(other))
+    streams = []
+    for bench in (plain, other):
+        bench.add([1, 2, 3, 4, 5], max_tokens=5, ignore_eos=True)
+        sent: list[bytes] = []
+        while (plan := bench.plan()) is not None:
+            assert bench.masks is None, "no second message"
+            sent.append(b"".join(wire.encode(plan)))
+            bench.finish(plan)
+        streams.append(sent)
+    assert len(streams[0]) == 5
+    assert streams[0] == streams[1]
+    assert not any(b"masked" in frame for frame in streams[0])
+
+
+def test_masks_are_for_the_constrained_rows_that_are_sampled() -> None:
+    bench = Bench(token_budget=8, prefix_cache=False)
+    free = bench.add([1], ignore_eos=True, max_tokens=9)
+    (bound,) = asked(bench, [2] * 10, max_tokens=4)
+    seen = []
+    while (plan := bench.plan()) is not None:
+        seen.append(
+            (plan.row_samples.tolist(), None if plan.masked is None else plan.masked.tolist())
+        )
+        assert (bench.masks is None) == (plan.masked is None)
+        bench.finish(plan)
+    assert seen[:4] == [([1, 0], None), ([1, 1], [1]), ([1, 1], [1]), ([1, 1], [1])]
+    assert bench.end(free).finish == "length"
+    assert re.fullmatch("[ab]{4}", said(bench, bound))
+
+
+def test_many_constrained_answers_in_one_batch_keep_to_their_own_grammars() -> None:
+    bench = Bench()
+    grammars = [
+        WORD,
+        Choice(choices=["yes", "no"]),
+        JsonSchema(text=schema(x={"enum": ["a", "b"]})),
+        Lark(text='start: "<" start ">" | "."'),
+    ]
+    numbers = [asked(bench, [3, n], grammar=g, seed=n)[0] for n, g in enumerate(grammars * 2)]
+    bench.run()
+    patterns = ["[ab]{3,9}c", "yes|no", r'\{\s*"x"\s*:\s*"[ab]"\s*\}', r"<*\.>*"]
+    for number, pattern in zip(numbers, patterns * 2, strict=True):
+        assert bench.end(number).finish == "stop"
+        assert re.fullmatch(pattern, said(bench, number))
+
+
+# ---- the end
+
+
+def test_a_complete_answer_ends_with_its_last_token_which_is_text() -> None:
+    bench = Bench()
+    (number,) = asked(bench, grammar=Choice(choices=["yes", "yea"]))
+    bench.run()
+    end = bench.end(number)
+    assert (end.finish, end.stop_token) == ("stop", None)
+    assert said(bench, number) in ("yes", "yea")
+
+
+def test_an_answer_that_may_go_on_ends_with_a_stop_token_that_is_named() -> None:
+    bench = Bench()
+    numbers = asked(bench, *([n] for n in range(1, 30)), grammar=Regex(pattern="a+"), max_tokens=90)
+    bench.run()
+    ends = [bench.end(number) for number in numbers]
+    assert {(end.finish, end.stop_token) for end in ends} == {("stop", EOS)}
+    for number in numbers:
+        assert re.fullmatch("a+", said(bench, number))
+
+
+def test_ignore_eos_does_not_make_a_complete_answer_go_on() -> None:
+    bench = Bench()
+    (fixed,) = asked(bench, grammar=Choice(choices=["yes"]), ignore_eos=True)
+    numbers = asked(
+        bench, *([n] for n in range(1, 9)), grammar=Regex(pattern="a+"), ignore_eos=True
+    )
+    bench.run()
+    assert said(bench, fixed) == "yes"
+    for number in numbers:
+        assert (bench.end(number).finish, bench.end(number).stop_token) == ("stop", EOS)
+
+
+def test_length_cuts_an_answer_that_is_not_complete() -> None:
+    bench = Bench()
+    cut, whole = asked(bench, [1], [1], grammar=Choice(choices=["yes"]), max_tokens=2)
+    bench.run()
+    assert (bench.end(cut).finish, said(bench, cut), said(bench, whole)) == ("length", "ye", "ye")
+    (exact,) = asked(bench, grammar=Choice(choices=["yes"]), max_tokens=3)
+    bench.run()
+    assert (bench.end(exact).finish, said(bench, exact)) == ("stop", "yes")
+
+
+def test_a_users_stop_token_ends_a_constrained_answer_too() -> None:
+    bench = Bench()
+    (number,) = asked(bench, grammar=Choice(choices=["yes"]), stop_token_ids=ids_of("e"))
+    bench.run()
+    end = bench.end(number)
+    assert (end.finish, end.stop_token, said(bench, number)) == ("stop", ids_of("e")[0], "ye")
+
+
+def test_an_answer_keeps_its_place_in_the_grammar_through_preemption() -> None:
+    crowded = Bench(num_blocks=9, block_tokens=4, max_slots=4, prefix_cache=False)
+    roomy = Bench()
+    prompts = [[n, n, n] for n in range(1, 5)]
+    answers = []
+    for bench in (crowded, roomy):
+        numbers = asked(bench, *prompts, grammar=Regex(pattern="([ab]c){6}d"))
+        bench.run()
+        answers.append([said(bench, number) for number in numbers])
+    assert crowded.engine.stats().num_preemptions > 0
+    assert answers[0] == answers[1]
+    assert all(re.fullmatch("([ab]c){6}d", answer) for answer in answers[0])
+
+
+def test_a_token_that_the_grammar_does_not_admit_ends_that_request_alone() -> None:
+    bench = Bench()
+    bad, good = asked(bench, [1], [2])
+    plan = bench.plan()
+    assert plan is not None
+    result = bench.worker.execute(plan, bench.masks)
+    wrong = ids_of("z")[0]
+    tampered = StepResult(
+        step=result.step, tokens=Int32.of([wrong, result.tokens.tolist()[1]]), failed=result.failed
+    )
+    bench.worker.tokens[0][-1] = wrong
+    for client, outputs in bench.engine.commit(tampered, 0.01).items():
+        bench.take(client, outputs.outputs)
+    end = bench.end(bad)
+    assert end.finish == "error"
+    assert end.error is not None
+    assert (end.error.code, end.tokens) == ("step_failed", [])
+    assert end.error.message.startswith("the grammar failed:")
+    bench.run()
+    assert re.fullmatch("[ab]{3,9}c", said(bench, good))
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        ({"allowed_token_ids": [9]}, "grammar, allowed_token_ids left none"),
+        ({"bad_words": [[9]], "min_tokens": 1}, "grammar, bad_words, min_tokens left none"),
+    ],
+)
+def test_a_row_for_which_nothing_is_possible_fails_alone_and_says_what_left_nothing(
+    params: dict[str, object], names: str
+) -> None:
+    bench = Bench()
+    (number,) = asked(bench, **params)
+    (other,) = asked(bench, [2, 3])
+    plan = bench.plan()
+    assert plan is not None
+    result = bench.worker.execute(plan, bench.masks)
+    failed = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
+    for client, outputs in bench.engine.commit(failed, 0.01).items():
+        bench.take(client, outputs.outputs)
+    end = bench.end(number)
+    assert end.error is not None
+    assert (end.finish, end.error.message) == ("error", f"no token was possible: {names}")
+    assert bench.news[CLIENT, other][-1].finish is None
+
+
+def test_a_grammar_that_failed_is_compiled_anew_for_the_next(monkeypatch) -> None:
+    bench = Bench()
+    asked(bench)
+    monkeypatch.setattr(Matcher, "error", "lexer limit reached")
+    bench.run()
+    monkeypatch.undo()
+    bench.add(PROMPT, grammar=WORD)
+    assert len(bench.jobs) == 1
+
+
+def test_thinking_is_part_of_the_grammar() -> None:
+    bench = Bench()
+    thinking = Thinking(opens="(", closes=")")
+    numbers = asked(
+        bench,
+        *([n] for n in range(1, 9)),
+        grammar=Grammar(body=Choice(choices=["yes"]), thinking=thinking),
+        max_tokens=190,
+    )
+    bench.run()
+    complete = [said(bench, n) for n in numbers if bench.end(n).finish == "stop"]
+    assert complete
+    for answer in complete:
+        assert re.fullmatch(r"(\([^)]*\)[ \n]*)+yes", answer)
+
+
+# ---- the book
+
+
+def test_the_most_recently_used_grammars_are_kept() -> None:
+    book, template = GrammarBook(), echo_compiler().compile(Grammar(body=WORD))
+    grammars = [Grammar(body=Regex(pattern=f"a{n}")) for n in range(MAX_KEPT + 1)]
+    digests = [book.find(grammar)[0] for grammar in grammars]
+    for digest in digests[:-1]:
+        book.settle(Compiled(digest, template))
+    assert book.find(grammars[0])[1] is template
+    book.settle(Compiled(digests[-1], template))
+    assert book.find(grammars[0])[1] is template
+    assert book.find(grammars[1])[1] is None
+
+
+def test_different_grammars_are_different_and_equal_ones_equal() -> None:
+    book = GrammarBook()
+    grammars = [
+        Grammar(body=Regex(pattern="a")),
+        Grammar(body=Choice(choices=["a"])),
+        Grammar(body=Lark(text="a")),
+        Grammar(body=Regex(pattern="a"), thinking=Thinking(opens="<", closes=">")),
+    ]
+    assert len({book.find(grammar)[0] for grammar in grammars}) == 4
+    assert book.find(grammars[0])[0] == book.find(Grammar(body=Regex(pattern="a")))[0]
+
+
+def test_too_many_grammars_at_once_are_refused_but_not_those_already_on_their_way() -> None:
+    bench = Bench(max_waiting=10_000)
+    for n in range(MAX_PENDING):
+        bench.add(PROMPT, grammar=Regex(pattern=f"a{{{n + 1}}}"))
+    reply = bench.add(PROMPT, grammar=WORD)
+    assert isinstance(reply, Refused)
+    assert (reply.error.code, reply.error.retry_after_s) == ("overloaded", 5.0)
+    assert isinstance(bench.add(PROMPT, grammar=Regex(pattern="a{1}")), int)
+    bench.compile()
+    assert isinstance(bench.add(PROMPT, grammar=WORD), int)
+
+
+def test_a_plan_out_has_its_masks_whatever_ends_meanwhile() -> None:
+    bench = Bench()
+    first, second = asked(bench, [1], [2])
+    plan = bench.engine.plan()
+    assert isinstance(plan, StepPlan)
+    bench.abort(first)
+    masks = bench.engine.masks()
+    assert masks is not None
+    assert masks.bits.shape == (2, 4)
+    bench.masks = masks
+    bench.finish(plan)
+    bench.run()
+    assert bench.end(second).finish == "stop"

@@ -1,0 +1,345 @@
+"""Which answers a grammar admits, token by token: the compiler on a vocabulary that can be read."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.markers import added_tokens, is_marker, with_markers_special
+from engine_core.grammar.masks import fill
+from engine_core.grammar.source import MAX_BLANKS, literal, speller
+from protocol.errors import InvalidRequest
+from protocol.grammar import (
+    Body,
+    Choice,
+    Gbnf,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    Structural,
+    Tag,
+    Thinking,
+    check_grammar,
+)
+from tests.support.grammars import (
+    MARKERS,
+    ids_of,
+    possible,
+    read,
+    schema,
+    signs_card,
+    signs_tokenizer,
+)
+
+THINK, END_THINK = MARKERS["<think>"], MARKERS["</think>"]
+TOOL, END_TOOL, CALL = MARKERS["<tool>"], MARKERS["</tool>"], MARKERS["[CALL]"]
+NUMBER = schema(x={"type": "integer"})
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(signs_card())
+
+
+@pytest.mark.parametrize(
+    ("body", "answer", "left"),
+    [
+        (JsonSchema(text=NUMBER), '{"x":12}', "$$"),
+        (JsonSchema(text=NUMBER), '{ "x": 12\n}', "$$"),
+        (JsonSchema(text=NUMBER), '{"y":12}', 'y":12}'),
+        (JsonSchema(text=NUMBER), '{"x":"12"}', '"12"}'),
+        (JsonSchema(text=NUMBER), ' {"x":12}', ' {"x":12}'),
+        (JsonSchema(text='{"enum":["a","b"]}'), '"b"', "$$"),
+        (JsonSchema(text='{"type":"integer"}'), "12", "$"),
+        (JsonObject(), '{"any":[1,{"thing":null}]}', "$$"),
+        (JsonObject(), "[1]", "[1]"),
+        (Regex(pattern=r"a/b\d{2}"), "a/b12", "$$"),
+        (Regex(pattern=r"a/b\d{2}"), "a/b1x", "x"),
+        (Regex(pattern="^[ab]+$"), "abba", "$"),
+        (Regex(pattern="yes|no"), "no", "$$"),
+        (Choice(choices=["yes", "no", 'not "x"\n']), 'not "x"\n', "$$"),
+        (Choice(choices=["yes", "no", "not"]), "no", "$"),
+        (Choice(choices=["yes", "no"]), "maybe", "maybe"),
+        (Choice(choices=["", "x"]), "", "$"),
+        (Lark(text='start: "a"+ b\nb: "[" b "]" | "."'), "aa[[.]]", "$$"),
+        (Lark(text='start: "a"+ b\nb: "[" b "]" | "."'), "aa[[.],", ","),
+        (Lark(text='start: "f" @args', schemas={"args": NUMBER}), 'f{"x":1}', "$$"),
+        (Gbnf(text='root ::= "yes" | "no" [0-9]+'), "no12", "$"),
+    ],
+)
+def test_an_answer_is_what_its_grammar_admits(compiler, body, answer, left):
+    assert read(compiler, body, answer) == left
+
+
+def test_blanks_between_items_are_bounded(compiler):
+    for blanks, left in ((MAX_BLANKS, "$$"), (MAX_BLANKS + 1, ' "x":1}')):
+        answer = "{" + " " * blanks + '"x":1}'
+        assert read(compiler, JsonSchema(text=NUMBER), answer) == left
+
+
+def test_alternatives_that_begin_alike_are_told_apart_where_they_differ(compiler):
+    calls = {name: schema(name={"const": name}, x={"type": kind}) for name, kind in KINDS.items()}
+    body = Lark(text="start: @add | @say", schemas=calls)
+    assert read(compiler, body, '{"name":"say","x":"y"}') == "$$"
+    assert read(compiler, body, '{ "name": "add", "x": 1}') == "$$"
+    assert read(compiler, body, '{"name":"add","x":"y"}') == '"y"}'
+
+
+KINDS = {"add": "integer", "say": "string"}
+
+
+# ---- markers
+
+
+def test_a_marker_is_possible_only_where_a_grammar_names_it_and_never_as_text(compiler):
+    by_id = Lark(text=f"start: <[{TOOL}]> @args </tool>", schemas={"args": NUMBER})
+    assert read(compiler, by_id, TOOL, '{"x":1}', END_TOOL) == "$$"
+    assert read(compiler, by_id, "<tool>") == "<tool>"
+    for marker in (THINK, TOOL, CALL):
+        assert read(compiler, JsonObject(), '{"x":"', marker) != ""
+        assert read(compiler, Regex(pattern="(?s:.*)"), "so ", marker) != "$"
+    assert read(compiler, Regex(pattern="(?s:.*)"), MARKERS["word"], " and <tool>") == "$"
+
+
+def test_only_overlooked_markers_are_made_special():
+    before = {token.content: token.special for token in added_tokens(signs_tokenizer())}
+    made = with_markers_special(signs_tokenizer())
+    after = {token.content: token.special for token in added_tokens(made)}
+    assert {name for name in before if before[name] != after[name]} == {"[CALL]"}
+    assert with_markers_special(made) is made
+    assert json.loads(made)["model"] == json.loads(signs_tokenizer())["model"]
+
+
+@pytest.mark.parametrize(
+    ("text", "yes"),
+    [
+        ("[CALL]", 1),
+        ("<|x|>", 1),
+        ("|z|", 1),
+        ("  ", 0),
+        ("word", 0),
+        ("--", 0),
+        ("A>", 0),
+        ("", 0),
+    ],
+)
+def test_a_marker_is_a_word_between_signs(text, yes):
+    assert is_marker(text) == bool(yes)
+
+
+def test_texts_are_written_sign_by_sign_and_markers_by_their_ids():
+    spell = speller({"<a>": 7, "<a><b>": 8})
+    assert spell("x<a>/<a><b>") == r"/x/ <[7]> /\x{2f}/ <[8]>"
+    assert spell("") == literal("") == ""
+    assert speller({})('"\n') == r"/\x{22}\x{a}/"
+
+
+# ---- thinking
+
+
+YES = Choice(choices=["yes"])
+BLOCK = Thinking(opens="<think>", closes="</think>")
+REST = Thinking(opens="<think>", closes="</think>", inside=True)
+MAYBE = Thinking(opens="<think>", closes="</think>", optional=True)
+SPELT = Thinking(opens="{{", closes="}}")
+MIXED = Thinking(closes="</think>final<tool>", inside=True)
+AFTER = Thinking(closes="end</think>", inside=True)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "answer", "left"),
+    [
+        (BLOCK, ["yes"], "yes"),
+        (BLOCK, [THINK, "yes or\nno", END_THINK, "yes"], "$$"),
+        (BLOCK, [THINK, END_THINK, "\n\nyes"], "$$"),
+        (BLOCK, [THINK, "hm", END_THINK, "\n", THINK, "oh", END_THINK, "yes"], "$$"),
+        (BLOCK, [THINK, "hm", END_THINK, "no"], "no"),
+        (BLOCK, [THINK, "hm</think>yes", 0], ""),
+        (BLOCK, [THINK, THINK], "<think>"),
+        (MAYBE, ["yes"], "$$"),
+        (MAYBE, ["\nyes"], "\nyes"),
+        (MAYBE, [THINK, "hm", END_THINK, "yes"], "$$"),
+        (REST, ["hm", END_THINK, "yes"], "$$"),
+        (REST, [END_THINK, "\n\nyes"], "$$"),
+        (REST, ["hm", END_THINK, "\n", THINK, "oh", END_THINK, "\nyes"], "$$"),
+        (REST, [THINK], "<think>"),
+        (SPELT, ["{{ yes } or no }}yes"], "$$"),
+        (SPELT, ["{{ yes }}no"], "no"),
+        (MIXED, ["hm", END_THINK, "final", TOOL, "yes"], "$$"),
+        (MIXED, ["hm", END_THINK, "yes"], "yes"),
+        (AFTER, ["the end", END_THINK, "yes"], "$$"),
+    ],
+)
+def test_the_body_begins_exactly_where_thinking_ends(compiler, thinking, answer, left):
+    assert read(compiler, YES, *answer, thinking=thinking) == left
+
+
+@pytest.mark.parametrize("body", [JsonSchema(text=NUMBER), Regex(pattern=r'\{"x":1\}')])
+def test_any_body_may_follow_thinking(compiler, body):
+    answer = [THINK, "hm", END_THINK, "\n\n", '{"x":1}']
+    assert read(compiler, body, *answer, thinking=BLOCK) == "$$"
+
+
+def test_a_grammar_of_the_clients_own_may_follow_thinking(compiler):
+    body = Lark(text=f"start: <[{TOOL}]> @args", schemas={"args": NUMBER})
+    answer = [THINK, "hm", END_THINK, "\n\n", TOOL, '{"x":1}']
+    assert read(compiler, body, *answer, thinking=BLOCK) == "$$"
+
+
+# ---- tags in free text
+
+
+TAGS = [
+    Tag(begin="<f=a>", schema=NUMBER, end="</f>"),
+    Tag(begin="<f=b>", schema="{}", end="</f>"),
+    Tag(begin="<tool>c\n", schema=NUMBER, end="\n</tool>"),
+]
+TRIGGERS = ["<f=", "<tool>"]
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "left"),
+    [
+        ({}, ["just text"], "$"),
+        ({}, ['a <f <f=a>{"x":1}</f> and <f=b>[2]</f>.'], "$"),
+        ({}, [TOOL, 'c\n{"x":1}\n', END_TOOL, " bye"], "$"),
+        ({}, ["<f=c>"], "c>"),
+        ({}, [TOOL, "d"], "d"),
+        ({}, ["<f=a>[2]"], "[2]"),
+        ({"at_least_one": True}, ["just text", 0], ""),
+        ({"at_least_one": True}, ['so <f=a>{"x":1}</f> ok'], "$"),
+        ({"only_one": True}, ["just text"], "$"),
+        ({"only_one": True, "at_least_one": True}, ['so <f=a>{"x":1}</f>'], "$$"),
+    ],
+)
+def test_a_trigger_in_free_text_must_become_one_of_its_tags(compiler, options, answer, left):
+    body = Structural(triggers=TRIGGERS, tags=TAGS, **options)
+    check_grammar(Grammar(body=body))
+    assert read(compiler, body, *answer) == left
+
+
+# ---- refusals
+
+
+def wide(num: int) -> str:
+    """An object of so many optional properties."""
+    properties = {f"name_{n}": {"type": "string"} for n in range(num)}
+    return json.dumps({"type": "object", "properties": properties})
+
+
+def chain(length: int) -> str:
+    """So many references, one to the next."""
+    links = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(length)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": links | {f"d{length}": {"type": "string"}}})
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (JsonSchema(text="["), "not a JSON object"),
+        (JsonSchema(text="true"), "not a JSON object"),
+        (JsonSchema(text='{"a":' * 60_000), "not a JSON object"),
+        (JsonSchema(text='{"type":"object","not":{},"if":{}}'), '"if", "not"'),
+        (JsonSchema(text='{"type":"array","uniqueItems":true}'), "uniqueItems"),
+        (JsonSchema(text='{"type":"string","format":"colour"}'), "Unknown format: colour"),
+        (JsonSchema(text='{"type":"string","pattern":"(?<=x)y"}'), "look-behind"),
+        (JsonSchema(text='{"x-guidance":{"lenient":true}}'), "x-guidance"),
+        (JsonSchema(text='{"properties":{"a":{"x-guidance":1,"not":{}}}}'), '"not"'),
+        (JsonSchema(text='{"$ref":"#"}'), "no text satisfies it"),
+        (JsonSchema(text='{"$ref":"https://example.com/s.json"}'), "example.com"),
+        (JsonSchema(text='{"enum":[]}'), "Unsatisfiable"),
+        (JsonSchema(text=wide(2000)), "max is"),
+        (Regex(pattern="(?<=x)*"), "look-behind"),
+        (Regex(pattern="(" * 30_000 + ")" * 30_000), "invalid regex"),
+        (Regex(pattern="["), "invalid regex"),
+        (Lark(text="start: start"), "no text satisfies it"),
+        (Lark(text="start: nowhere"), "nowhere"),
+        (Lark(text="start: <nowhere>"), "nowhere"),
+        (Lark(text="start: " + "(" * 20_000), "nested"),
+        (Lark(text="start: @other"), "other"),
+        (Lark(text='start: "a"', schemas={"x": "["}), "not a JSON object"),
+        (Gbnf(text="root = x"), "GBNF"),
+        (Gbnf(text="root ::= " + "(" * 20_000), "nested"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_and_named(compiler, body, says):
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        compiler.compile(Grammar(body=body))
+    assert caught.value.param == "grammar"
+    assert len(caught.value.message) < 700
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (Grammar(body=JsonSchema(text=" " * (600 << 10))), "characters long"),
+        (Grammar(body=Regex(pattern="")), "from 1"),
+        (Grammar(body=Regex(pattern="a" * (65 << 10))), "characters"),
+        (Grammar(body=Choice(choices=[])), "choices"),
+        (Grammar(body=Choice(choices=["a"] * 5000)), "choices"),
+        (Grammar(body=Lark(text="s", schemas={str(n): "" for n in range(1025)})), "schemas"),
+        (Grammar(body=Structural(triggers=[], tags=TAGS)), "triggers"),
+        (Grammar(body=Structural(triggers=["<f="], tags=TAGS)), "no trigger for the tag '<tool>"),
+        (Grammar(body=Structural(triggers=["<f=", "<g"], tags=TAGS[:1])), "the trigger '<g'"),
+        (Grammar(body=Structural(triggers=[""], tags=TAGS[:1])), "empty trigger"),
+        (Grammar(body=JsonObject(), thinking=Thinking(closes="")), "closes it"),
+        (Grammar(body=JsonObject(), thinking=Thinking(closes="x")), "nothing opens"),
+    ],
+)
+def test_bounds_are_checked_before_anything_is_compiled(grammar, says):
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        check_grammar(grammar)
+    assert caught.value.param == "grammar"
+
+
+def test_huge_but_honest_schemas_compile(compiler):
+    assert read(compiler, JsonSchema(text=wide(1000)), '{"name_5":"a","name_999":"b"}') == "$$"
+    values = [f"value {n}" for n in range(20_000)]
+    assert read(compiler, JsonSchema(text=json.dumps({"enum": values})), '"value 19999"') == "$$"
+    assert read(compiler, JsonSchema(text=chain(500)), '"a"') == "$$"
+
+
+def test_a_copy_of_a_template_goes_its_own_way(compiler):
+    template = compiler.compile(Grammar(body=Choice(choices=["ab", "ac"])))
+    first, second = template.start(), template.start()
+    for token in ids_of("ab"):
+        first.consume(token)
+    assert (first.is_complete, second.is_complete) == (True, False)
+    second.consume(ids_of("b")[0])
+    assert second.error is not None
+    assert first.error is None
+    assert template.start().error is None
+
+
+def test_a_compiled_grammar_is_fast_from_its_first_token(compiler):
+    """The slow first mask (of about a millisecond) was made while compiling."""
+    template = compiler.compile(Grammar(body=JsonSchema(text=NUMBER)))
+    took: list[float] = []
+    for _ in range(20):
+        matcher = template.start()
+        started = time.perf_counter()
+        fill([matcher], compiler.vocab_size)
+        took.append(time.perf_counter() - started)
+    assert sorted(took)[10] < 0.001
+
+
+def bodies() -> list[Body]:
+    return [JsonObject(), YES, Structural(triggers=TRIGGERS, tags=TAGS)]
+
+
+@pytest.mark.parametrize("body", bodies(), ids=lambda body: type(body).__name__)
+def test_every_step_leaves_something_until_the_answer_is_complete(compiler, body):
+    """Whatever is possible is taken: no grammar runs into a dead end."""
+    matcher = compiler.compile(Grammar(body=body, thinking=BLOCK)).start()
+    for step in range(300):
+        if matcher.is_complete:
+            return
+        left = sorted(possible(matcher, compiler.vocab_size))
+        assert left, "a dead end"
+        matcher.consume(left[-1 - step * 7 % len(left)])
+        assert matcher.error is None
