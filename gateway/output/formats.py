@@ -16,9 +16,21 @@ from gateway.output.machine import (
     SectionSyntax,
     tokens_of,
 )
-from gateway.output.reasoning import REASONING, ReasoningFormat
+from gateway.output.reasoning import REASONING, WHOLE, ReasoningFormat
 from gateway.output.teller import DeclaredTool, new_call_id
-from gateway.output.tools import json_tags, mistral, named_json
+from gateway.output.tools import (
+    arg_pairs,
+    gemma,
+    json_tags,
+    messages,
+    mistral,
+    named_json,
+    nested_elements,
+    plamo,
+    pythonic,
+    xml_parameters,
+    xtml,
+)
 from gateway.text.tokenizer import Tokenizer
 
 ToolSyntax = SectionSyntax | AnswerSyntax
@@ -27,16 +39,29 @@ TOOLS: Mapping[str, ToolSyntax] = {
     **json_tags.FORMATS,
     **named_json.FORMATS,
     **mistral.FORMATS,
+    **xml_parameters.FORMATS,
+    **nested_elements.FORMATS,
+    **arg_pairs.FORMATS,
+    **pythonic.FORMATS,
+    **gemma.FORMATS,
+    **plamo.FORMATS,
+    **messages.FORMATS,
+    **xtml.FORMATS,
 }
 
-
-READ_WHOLE: Mapping[str, str] = {"openai_gptoss": "openai", "kimi_k3": "kimi_k3"}
+READ_WHOLE: Mapping[str, str] = {
+    "openai_gptoss": "openai",
+    "kimi_k3": "kimi_k3",
+    "muse_glimmer": "muse_glimmer",
+}
 """Reasoning that is part of a syntax which rules the whole answer: its name -> the tool format."""
 
 
 class Format(msgspec.Struct, frozen=True):
-    """How an answer is to be read: a tool syntax, a way of thinking aloud, both or neither. An
-    AnswerSyntax rules the whole answer, reasoning included."""
+    """How an answer is to be read: a tool syntax, a way of thinking aloud, both or neither.
+
+    An AnswerSyntax rules the whole answer; `reasoning` then only says where it starts.
+    """
 
     tools: ToolSyntax | None = None
     reasoning: ReasoningFormat | None = None
@@ -87,17 +112,18 @@ def format_of(tools: str | None, reasoning: str | None) -> Format:
 
     Raises ValueError, naming those that exist, for a name that does not.
     """
-    syntax = _named(TOOLS, tools, "tool format") if tools else None
     if reasoning is not None and reasoning in READ_WHOLE:
-        whole = _named(TOOLS, READ_WHOLE[reasoning], "tool format")
-        if syntax not in (None, whole):
+        whole = READ_WHOLE[reasoning]
+        if tools not in (None, whole):
             raise ValueError(
-                f"reasoning format {reasoning!r} is part of tool format {READ_WHOLE[reasoning]!r} "
-                f"and cannot be read together with {tools!r}"
+                f"reasoning format {reasoning!r} is part of tool format {whole!r} and cannot be "
+                f"read together with {tools!r}"
             )
-        return Format(whole)
-    thinking = _named(REASONING, reasoning, "reasoning format") if reasoning else None
-    return Format(syntax, thinking)
+        tools = whole
+    syntax = _named(TOOLS, tools, "tool format") if tools else None
+    if isinstance(syntax, AnswerSyntax):
+        return Format(syntax, WHOLE.get(tools or ""))
+    return Format(syntax, _named(REASONING, reasoning, "reasoning format") if reasoning else None)
 
 
 _Entry = TypeVar("_Entry")
