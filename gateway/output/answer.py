@@ -92,7 +92,7 @@ class Answer(Machine):
             START: reasoning.open + reasoning.wrap_open + between + calls + first,
             CONTENT: again + wrap + between + calls,
             WRAPPED: again + reasoning.wrap_close + between + calls,
-            HEADER: reasoning.open + wrap + reasoning.header_end + between + calls,
+            HEADER: reasoning.open + wrap + between + calls,
             OPENING: reasoning.open + reasoning.label + ends,
             REASONING: ends,
         }
@@ -150,8 +150,6 @@ class Answer(Machine):
                 self.s.at = START
                 if marker not in reasoning.close:
                     self._open_section(marker)
-            case "header" if marker in reasoning.header_end:
-                self._header_ended()
             case _:
                 self._between(marker)
 
@@ -186,13 +184,6 @@ class Answer(Machine):
         if len(s.heading) > MAX_HEADER_CHARS:
             s.at = CONTENT
             self.teller.content(s.heading)
-
-    def _header_ended(self) -> None:
-        thinks = self.reasoning.thinks
-        if thinks and thinks in self.s.heading:
-            self._open_reasoning()
-        else:
-            self._mark(CONTENT)
 
     def _mark(self, then: str) -> None:
         self.teller.mark()

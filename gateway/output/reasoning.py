@@ -47,8 +47,6 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
                     said; no content
     wrap_close      markers behind it
     header          markers that begin a message; the text up to the next marker says whom it is for
-    header_end      markers that end a header of which nothing else is known
-    thinks          a header with this text begins reasoning
     ignored         markers that say nothing in content
     prefix          told as content before all else
     switch          how the template is told to leave reasoning out
@@ -66,8 +64,6 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     wrap_open: tuple[str, ...] = ()
     wrap_close: tuple[str, ...] = ()
     header: tuple[str, ...] = ()
-    header_end: tuple[str, ...] = ()
-    thinks: str = ""
     ignored: tuple[str, ...] = ()
     prefix: str = ""
     switch: Switch | None = None
@@ -79,7 +75,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     def markers(self) -> tuple[str, ...]:
         """Every marker that a vocabulary may have as one token."""
         answer = self.wrap_open + self.wrap_close
-        return self.open + self.close + answer + self.header + self.header_end + self.ignored
+        return self.open + self.close + answer + self.header + self.ignored
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -129,23 +125,19 @@ def says_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
     """Whether the last turn of the prompt leaves a block of reasoning open; None where it has
     none."""
     turn = prompt_tail[_last_boundary(prompt_tail, format) :]
-    opened = max((turn.rfind(marker) for marker in _openers(format)), default=-1)
+    opened = max((turn.rfind(marker) for marker in format.open), default=-1)
     closed = max((turn.rfind(marker) for marker in format.close), default=-1)
     return None if opened == closed == -1 else opened > closed
 
 
-def _openers(format: ReasoningFormat) -> tuple[str, ...]:
-    if not format.thinks:
-        return format.open
-    return format.open + tuple(format.thinks + end for end in format.header_end)
-
-
 def _last_boundary(text: str, format: ReasoningFormat) -> int:
-    """Where the text behind the last separator of turns begins."""
-    own = format.markers()
+    """Where the text behind the last separator of turns begins. The format's own markers separate
+    none, though they may look alike or be made of what does."""
+    own = sorted({*format.open, *format.close, *format.wrap_open}, key=len, reverse=True)
+    either = re.compile("|".join([*map(re.escape, own), BOUNDARY.pattern]))
     last = 0
-    for found in BOUNDARY.finditer(text):
-        if found[0] not in own or found[0] in format.header:
+    for found in either.finditer(text):
+        if found[0] not in own:
             last = found.end()
     return last
 
@@ -234,13 +226,6 @@ REASONING: Mapping[str, ReasoningFormat] = {
         open=("<mm:think>",), close=("</mm:think>",), switch=Switch(("thinking_mode",))
     ),
     "mistral": ReasoningFormat(open=("[THINK]", "<think>"), close=("[/THINK]", "</think>")),
-    "muse_glimmer": ReasoningFormat(
-        close=("<|eom|>",),
-        header=("<|start|>",),
-        header_end=("<|message|>",),
-        thinks="to=self",
-        ignored=("<|eom|>", "<|eot|>"),
-    ),
     "nemotron_v3": _FORCING,
     "olmo3": _INSIDE,
     "plamo3": ReasoningFormat(
@@ -254,3 +239,12 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "step3": _INSIDE,
     "step3p5": _QWEN,
 }
+
+WHOLE: Mapping[str, ReasoningFormat] = {
+    "openai": ReasoningFormat(open=("<|channel|>analysis<|message|>",), close=("<|end|>",)),
+    "kimi_k3": ReasoningFormat(
+        open=("<|open|>think<|sep|>",), close=("<|close|>think<|sep|>",), switch=_EITHER
+    ),
+    "muse_glimmer": ReasoningFormat(open=(" to=self<|message|>",), close=("<|eom|>",)),
+}
+"""Of tool formats that rule the whole answer: what opens and closes reasoning in their prompts."""

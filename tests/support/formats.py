@@ -129,6 +129,7 @@ def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
     yield "text before a call", [Say("I will look.\n\nOne moment"), [weather]]
     yield "reasoning before", [Think("Hm.\n\nLet me see"), Say("Here."), [weather]]
     yield "reasoning alone", [Think("a <b> c"), Say("It is so.")]
+    yield "reasoning before and after", [Think("a"), Say("b"), Think("c"), [weather]]
     yield "reasoning, then calls", [Think("x"), [weather, weather]]
 
 
@@ -212,7 +213,10 @@ def units(text: str, words: Lexicon) -> list[Piece]:
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """One delta: neighbouring text as one string."""
-    found: list[Piece] = []
+    try:
+        return ["".join(pieces)]  # type: ignore[arg-type]
+    except TypeError:  # there are markers among them
+        found: list[Piece] = []
     for special, run in itertools.groupby(pieces, lambda piece: isinstance(piece, Special)):
         together = list(run)
         found += together if special else ["".join(together)]  # type: ignore[arg-type]
@@ -257,7 +261,7 @@ def all_cuts(pieces: list[Piece], seed: int, num_random: int) -> Iterator[list[l
         yield [pieces[:at], pieces[at:]]
     rng = random.Random(seed)
     for _ in range(num_random):
-        most = rng.choice((3, 8, 20, 50))
+        most = rng.choice((5, 20, 60, 200))
         deltas, start = [], 0
         while start < len(pieces):
             end = start + rng.randint(1, most)

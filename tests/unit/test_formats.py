@@ -56,6 +56,18 @@ def test_every_format_tells_its_markers_and_makes_a_machine() -> None:
             assert format.machine(words).finish() == []
 
 
+def test_a_rule_names_a_format_that_exists() -> None:
+    assert {rule.name for rule in TOOL_RULES} <= TOOLS.keys()
+    assert {rule.name for rule in REASONING_RULES} <= REASONING.keys() | READ_WHOLE.keys()
+
+
+def test_reasoning_that_is_part_of_a_whole_answer_brings_its_syntax() -> None:
+    assert format_of(None, "openai_gptoss") == format_of("openai", None)
+    assert format_of("kimi_k3", "kimi_k3").tools is TOOLS["kimi_k3"]
+    with pytest.raises(ValueError, match="cannot be read together with 'hermes'"):
+        format_of("hermes", "openai_gptoss")
+
+
 @pytest.mark.parametrize("rule", [*TOOL_RULES, *REASONING_RULES], ids=lambda rule: rule.name)
 def test_every_rule_finds_its_format_and_says_why(rule: object) -> None:
     assert isinstance(rule, type(TOOL_RULES[0]))

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from gateway.output.events import Content, Event, Reasoning, ToolCall, ToolCallEnd, merged
-from gateway.output.formats import TOOLS, Format
+from gateway.output.formats import TOOLS, Format, format_of
 from gateway.output.machine import Lexicon
 from gateway.output.reasoning import (
     NO_REASONING,
     REASONING,
+    WHOLE,
     ReasoningFormat,
     Start,
     start,
@@ -46,9 +47,6 @@ def writer(name: str) -> Any:
         "inkling": lambda thought: (
             f"<|content_thinking|>{thought}<|end_message|><|message_model|><|content_text|>"
         ),
-        "muse_glimmer": lambda thought: (
-            f" to=self<|message|>{thought}<|eom|><|start|>assistant to=user<|message|>"
-        ),
     }.get(name, reasoning_writer(format) if format.open else None)
 
 
@@ -58,7 +56,6 @@ CLOSING = {
     "ernie45": "\n</response>\n",
     "cohere_command3": "<|END_RESPONSE|>",
     "inkling": "<|end_message|>",
-    "muse_glimmer": "<|eot|>",
 }
 
 
@@ -254,10 +251,6 @@ PROMPTS: dict[str, list[tuple[str, dict[str, Any], bool]]] = {
         ("]~b]ai\n<mm:think></mm:think>", {"thinking_mode": "disabled"}, False),
     ],
     "mistral": [("[INST]Hi[/INST]", {}, False), ("[INST]Hi[/INST][THINK]", {}, True)],
-    "muse_glimmer": [
-        ("<|start|>user<|message|>Hi<|eot|><|start|>assistant", {}, False),
-        ("<|start|>user<|message|>Hi<|eot|><|start|>assistant to=self<|message|>", {}, True),
-    ],
     "plamo3": [
         ("<|plamo:op|>assistant\n<|plamo:begin_think:plamo|>", {}, True),
         ("<|plamo:op|>assistant\n", NO, False),
@@ -265,6 +258,24 @@ PROMPTS: dict[str, list[tuple[str, dict[str, Any], bool]]] = {
     "seed_oss": [
         ("<seed:bos>assistant\n", {}, False),
         ("<seed:bos>assistant\n<seed:think>", {}, True),
+    ],
+}
+WHOLE_PROMPTS = {
+    "openai": [
+        ("<|start|>user<|message|>Hi<|end|><|start|>assistant", False),
+        ("<|start|>assistant<|channel|>analysis<|message|>", True),
+        ("<|start|>assistant<|channel|>analysis<|message|>I thought", True),
+        ("<|start|>assistant<|channel|>final<|message|>Then", False),
+        ("<|channel|>analysis<|message|>x<|end|><|start|>assistant", False),
+    ],
+    "kimi_k3": [
+        ('<|open|>message role="assistant"<|sep|><|open|>think<|sep|>', True),
+        ("<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|>", False),
+        ('<|open|>message role="assistant"<|sep|>', False),
+    ],
+    "muse_glimmer": [
+        ("<|start|>user<|message|>Hi<|eot|><|start|>assistant", False),
+        ("<|start|>user<|message|>Hi<|eot|><|start|>assistant to=self<|message|>", True),
     ],
 }
 ALIKE = {
@@ -291,6 +302,14 @@ def test_an_answer_starts_where_the_prompt_has_left_off(name: str) -> None:
         begun = start(REASONING[name], tail, kwargs)
         assert begun.inside == inside, (tail, kwargs)
         assert not inside or begun.format is not NO_REASONING
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_formats_of_whole_answers_start_where_the_prompt_has_left_off_too(name: str) -> None:
+    format = format_of(name, None).reasoning
+    assert format is WHOLE[name]
+    for tail, inside in WHOLE_PROMPTS[name]:
+        assert start(format, tail).inside == inside, tail
 
 
 def test_a_marker_in_an_earlier_turn_says_nothing() -> None:
