@@ -22,7 +22,6 @@ from tests.support.formats import (
     fixtures,
     lexicon,
     reasoning_writer,
-    seconds,
     table,
     units,
 )
@@ -156,13 +155,3 @@ def test_a_suffix_is_found_in_the_vocabulary() -> None:
     assert suffix_in(["<s>", "<tool_calls:6124c78e>", "a"]) == ":6124c78e"
     assert suffix_in(["<s>", "<tool_calls>"]) == ""
     assert HY_V4.key == ("<arg_key:6124c78e>", "</arg_key:6124c78e>")
-
-
-@EACH
-def test_time_is_linear_in_the_text(sample: Sample) -> None:
-    x = sample.format.tools
-    assert isinstance(x, ArgPairs)
-    bait = f"{x.openers()[0]}{x.call_open}n{x.key[0]}k{x.key[1]}{x.value[0]}{x.value[1]} <"
-    for text in (bait, x.openers()[0] + " \n" * 50, x.value[1] + "\n"):
-        many = bait + text * (1_000_000 // len(text))
-        assert seconds(sample, many, step=1000) < 2.5

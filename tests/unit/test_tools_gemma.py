@@ -22,7 +22,6 @@ from tests.support.formats import (
     fixtures,
     lexicon,
     reasoning_writer,
-    seconds,
     table,
     units,
 )
@@ -126,12 +125,3 @@ def test_what_is_no_object_is_told_as_it_stands_with_a_warning() -> None:
 
 def test_content_goes_on_behind_a_call_that_is_not_closed() -> None:
     assert say("<|tool_call>call:now{} Done.")[-1] == Content("Done.")
-
-
-@EACH
-def test_time_is_linear_in_the_text(sample: Sample) -> None:
-    x = sample.format.tools
-    assert isinstance(x, Gemma)
-    for body in ("a:[" * 3, f"a:{x.quote}{x.quote},", "a:1,", f"{x.close}{x.open}call:f{{", "<|<"):
-        text = f"{x.open}call:f{{" + body * (1_000_000 // len(body))
-        assert seconds(sample, text, step=1000) < 4

@@ -32,7 +32,6 @@ from tests.support.formats import (
     dumps,
     expected,
     lexicon,
-    seconds,
     table,
     units,
 )
@@ -197,16 +196,3 @@ def test_text_for_a_tool_that_is_no_call_is_content_with_a_warning() -> None:
     assert content(events) == "oops, no call"
     assert [type(event) for event in events] == [Warning, Content]
     assert arguments_of(events) == []
-
-
-@EACH
-def test_time_is_linear_in_the_text(sample: Sample) -> None:
-    for body in (
-        "<|message|><|end|>",
-        "<|start|>",
-        "<|message|>{[",
-        "<|start|>a to=f<|message|>{",
-        "<|",
-    ):
-        text = "<|start|>assistant" + body * (1_000_000 // len(body))
-        assert seconds(sample, text, step=1000) < 4

@@ -22,7 +22,6 @@ from tests.support.formats import (
     fixtures,
     lexicon,
     reasoning_writer,
-    seconds,
     table,
     units,
 )
@@ -165,9 +164,3 @@ def test_an_unfinished_call_has_no_end() -> None:
     events = say(f'{NS}<tool_call>{NS}<invoke name="run">{NS}<code>x')
     assert not any(isinstance(event, ToolCallEnd) for event in events)
     assert isinstance(events[-1], Warning)
-
-
-def test_time_is_linear_in_the_text() -> None:
-    start = f'{NS}<tool_call>{NS}<invoke name="types">'
-    for body in (f"{NS}<z>", f"{NS}<z>{NS}</z>", NS, f"{NS}<", "]<]minimax", f"{NS}</z>"):
-        assert seconds(M3, start + body * (1_000_000 // len(body)), step=1000) < 4

@@ -27,7 +27,6 @@ from tests.support.formats import (
     dumps,
     expected,
     lexicon,
-    seconds,
     table,
     units,
 )
@@ -258,12 +257,3 @@ def test_what_is_not_understood_is_refused_with_the_fields_name(
     at[path[-1]] = value
     with pytest.raises(ValueError, match=complaint):
         load(template)
-
-
-@EACH
-def test_time_is_linear_in_the_text(sample: Sample) -> None:
-    syntax: Any = sample.format.tools
-    calls = next(region for region in syntax.regions if region.kind == "tool_calls")
-    literal = calls.open[0].literal
-    for body in (literal, literal + "f>", literal[:5], f"{literal} <" + "a" * 60):
-        assert seconds(sample, body * (1_000_000 // len(body)), step=1000) < 5

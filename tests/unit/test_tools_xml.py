@@ -22,7 +22,6 @@ from tests.support.formats import (
     fixtures,
     lexicon,
     reasoning_writer,
-    seconds,
     table,
     units,
 )
@@ -264,15 +263,3 @@ def test_a_name_that_is_no_tool_is_told_all_the_same() -> None:
 
 
 MINIMAX = '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>'
-
-
-@EACH
-def test_time_is_linear_in_the_text(sample: Sample) -> None:
-    syntax = sample.format.tools
-    bait = (
-        f"{syntax.openers()[0]}{syntax.call_open}x>{syntax.parameter_open}k>"
-        f"{syntax.parameter_close}\n{syntax.parameter_close} <{syntax.call_close}\n<"
-        f"/{syntax.call_open}"
-    )
-    text = bait * (1_000_000 // len(bait))
-    assert seconds(sample, text, step=1000) < 2.5

@@ -31,7 +31,6 @@ from tests.support.formats import (
     cut_off,
     expected,
     lexicon,
-    seconds,
     table,
     units,
 )
@@ -150,9 +149,3 @@ def test_a_string_is_told_while_it_is_written() -> None:
 def test_an_unfinished_call_has_no_end() -> None:
     events = say(argument("x", "string").partition("<|close|>")[0])
     assert [type(event) for event in events] == [ToolCall, ToolArguments, Warning]
-
-
-def test_time_is_linear_in_the_text() -> None:
-    call = '<|open|>tools<|sep|><|open|>call tool="f"<|sep|>'
-    for body in ("<|open|>", "<|open|>think<|sep|>", call, "<|close|>a", "<|open|>argument<|sep|>"):
-        assert seconds(K3, call + body * (1_000_000 // len(body)), step=1000) < 4

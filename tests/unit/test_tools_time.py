@@ -1,0 +1,80 @@
+"""No text makes reading slow, in formats that are no JSON either: time is linear in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.formats import Call, Sample, seconds
+from tests.unit import (
+    test_tools_arg_pairs,
+    test_tools_gemma,
+    test_tools_messages,
+    test_tools_nested,
+    test_tools_pythonic,
+    test_tools_response_template,
+    test_tools_xml,
+    test_tools_xtml,
+)
+
+MEGABYTE = 1_000_000
+SAMPLES: list[Sample] = [
+    *test_tools_xml.SAMPLES,
+    *test_tools_arg_pairs.SAMPLES,
+    *test_tools_pythonic.SAMPLES,
+    *test_tools_gemma.SAMPLES,
+    *test_tools_nested.SAMPLES,
+    *test_tools_messages.SAMPLES,
+    test_tools_xtml.K3,
+    *test_tools_response_template.SAMPLES,
+]
+EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+
+
+def texts(sample: Sample) -> Iterator[tuple[str, str]]:
+    """(head, what is repeated behind it): calls that break off anywhere, again and again, and
+    values that are full of what might end them."""
+    call = sample.write([Call("run", {"code": "X", "path": "Y"})], 0)
+    for tenths in range(1, 10):
+        yield "", call[: len(call) * tenths // 10]
+    yield "", call + " \n"
+    value = call.index("X")
+    for filler in ("\\", "'''\\'", '"', "[", "{a:[", "<", "\n ", "1", *sample.tags, *ends(call)):
+        yield call[:value], filler
+    for filler in (" ", "\n", "a", "a ", "(", "[a"):
+        yield call[: call.index("run")], filler
+
+
+def ends(call: str) -> Iterator[str]:
+    """Pieces of the text behind the value."""
+    rest = call[call.index("X") + 1 :]
+    yield from (rest[:3], rest[: len(rest) // 2], rest[:-1])
+
+
+def adversarial(sample: Sample, size: int) -> Iterator[str]:
+    """Each text for itself, of `size` characters in all."""
+    found = list(texts(sample))
+    for head, part in found:
+        yield head + part * (size // len(found) // len(part))
+
+
+def time_of(sample: Sample, size: int) -> float:
+    return sum(seconds(sample, text, step=64) for text in adversarial(sample, size))
+
+
+@EACH
+def test_a_megabyte_is_read_in_a_second(sample: Sample) -> None:
+    assert time_of(sample, MEGABYTE) < 1.0
+
+
+@EACH
+def test_twice_the_text_takes_twice_the_time(sample: Sample) -> None:
+    """Doubled twice, with the best of a few tries: other processes only ever add time."""
+    ratio = 99.0
+    for _ in range(5):
+        small, large = time_of(sample, 60_000), time_of(sample, 240_000)
+        ratio = min(ratio, large / small)
+        if ratio <= 2.2**2:
+            return
+    raise AssertionError(f"four times the text took {ratio:.2f} times the time")
