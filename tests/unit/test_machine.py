@@ -1,0 +1,80 @@
+"""The base of all machines: states, markers as tokens and as text, and what is told when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from gateway.output.events import Content
+from gateway.output.machine import BLOCK_CHARS, Context, Lexicon, Machine, MachineState, Special
+
+
+class Counting(MachineState):
+    at: str = "a"
+
+
+class Switching(Machine):
+    """Reads up to a dot in state a, where <A> is a marker, then goes on in b, where <B> is."""
+
+    State = Counting
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        return {"a": ("<A>",), "b": ("<B>",)}
+
+    def on_text(self, text: str) -> str:
+        read, dot, rest = text.partition(".")
+        self.teller.content(f"{self.s.at}({read})")
+        if dot:
+            self.s.at = "b" if self.s.at == "a" else "a"
+        return rest
+
+    def on_marker(self, marker: str) -> None:
+        self.teller.content(f"[{marker}]")
+
+
+def told(pieces: list[str | Special], *, tokens: bool = False, complete: bool = True) -> str:
+    words = Lexicon({1: "<A>", 2: "<B>"} if tokens else {})
+    context = Context(words)
+    machine = Switching(context, context.teller())
+    events = [event for piece in pieces for event in machine.push(piece)]
+    events += machine.finish(complete)
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
+def test_what_is_held_is_read_again_in_the_state_that_the_text_before_it_led_to() -> None:
+    assert told(["x.", "<B>"]) == "a(x)[<B>]"
+    assert told(["x.<", "B>"]) == "a(x)[<B>]"
+    assert told(["x.<B>"]) == "a(x)[<B>]"
+    assert told(["x.<A>.<A>"]) == "a(x)b(<A>)[<A>]"
+    assert told(["x.<A", ">"]) == "a(x)b(<A)b(>)"
+
+
+def test_a_marker_that_is_a_token_is_known_by_its_id_alone() -> None:
+    assert told(["<A>", Special(1, "<A>")], tokens=True) == "a(<A>)[<A>]"
+    assert told(["<A", Special(1, "<A>")]) == "a(<A)[<A>]"
+
+
+def test_a_token_that_means_nothing_in_this_state_is_dropped() -> None:
+    assert told(["x", Special(2, "<B>"), "y"], tokens=True) == "a(x)a(y)"
+
+
+def test_half_a_marker_at_the_end_is_text_unless_the_answer_was_cut_off() -> None:
+    assert told(["x<A"]) == "a(x)a(<A)"
+    assert told(["x<A"], complete=False) == "a(x)"
+
+
+@pytest.mark.parametrize("length", [BLOCK_CHARS - 2, BLOCK_CHARS, 3 * BLOCK_CHARS + 1])
+def test_a_long_text_is_read_in_blocks_and_means_the_same(length: int) -> None:
+    text = "x" * length + "<A>" + "y" * length + "<A>"
+    said = told([text])
+    assert said.replace("a(", "").replace(")", "") == text.replace("<A>", "[<A>]")
+
+
+def test_a_marker_is_found_in_no_more_than_its_own_automaton() -> None:
+    words = Lexicon({1: "<A>"})
+    assert words.automaton(("<A>",)) is None
+    found = words.automaton(("<A>", "<B>"))
+    assert found is not None
+    assert found.markers == ("<B>",)
+    assert words.automaton(("<A>", "<B>")) is found
