@@ -28,7 +28,7 @@ from gateway.output.tools import (
     nested_elements,
     plamo,
     pythonic,
-    xml_parameters,
+    xml_formats,
     xtml,
 )
 from gateway.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ TOOLS: Mapping[str, ToolSyntax] = {
     **json_tags.FORMATS,
     **named_json.FORMATS,
     **mistral.FORMATS,
-    **xml_parameters.FORMATS,
+    **xml_formats.FORMATS,
     **nested_elements.FORMATS,
     **arg_pairs.FORMATS,
     **pythonic.FORMATS,

@@ -11,7 +11,7 @@ import pytest
 from gateway.output.events import Content, ToolArguments, ToolCall, ToolCallEnd, Warning, merged
 from gateway.output.formats import Format
 from gateway.output.reasoning import THINK
-from gateway.output.tools.xml_parameters import FORMATS
+from gateway.output.tools.xml_formats import FORMATS
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, tool
 from tests.support.formats import (
     Call,

@@ -43,7 +43,7 @@ from gateway.output.machine import (
 )
 from gateway.output.teller import BLANKS, NEWLINES, PARSE_FAILED, Teller, is_json_object
 from gateway.output.tools.json_value import JsonScan
-from gateway.output.tools.xml_parameters import MUSE_CALLS
+from gateway.output.tools.xml_formats import MUSE_CALLS
 
 MAX_HEADER_CHARS = 512
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")

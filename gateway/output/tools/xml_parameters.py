@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001  (markers are spelt as the vocabularies have them)
 """Calls as tags, one tag for each argument; values are plain text.
 
     <tool_call>                                     open
@@ -26,9 +25,6 @@ contain closing tags, but not two of them in their order. Text between arguments
 
 Whatever follows a call, or blanks, is read as content again. Without `open`, a stretch begins with
 a call's own tag, which is then one only if it names a tool of the request.
-
-Sources: the chat templates of Qwen3-Coder, MiMo, Seed-OSS, MiniMax-M2 and DeepSeek-V3.2, and the
-published parsers of vLLM for the others (dots, MiniCPM5, Muse, DeepSeek-V4, V4.1, Step3).
 """
 
 from __future__ import annotations
@@ -401,71 +397,3 @@ class XmlParametersSection(Section):
             self._no_tag()
         elif s.raw:
             self._give_back("a tool call that is not finished")
-
-
-def _invoke(prefix: str = "", **options: Any) -> XmlParameters:
-    """`<invoke name="f"><parameter name="k">v</parameter></invoke>`, with prefixed tags."""
-    return XmlParameters(
-        call_open=f"<{prefix}invoke name=",
-        call_close=f"</{prefix}invoke>",
-        parameter_open=f"<{prefix}parameter name=",
-        parameter_close=f"</{prefix}parameter>",
-        quoted=True,
-        **options,
-    )
-
-
-def _dsml(space: str, stretch: str) -> XmlParameters:
-    mark = "｜DSML｜" + space
-    return _invoke(
-        mark,
-        open=(f"<{mark}{stretch}>",),
-        close=(f"</{mark}{stretch}>",),
-        string_key="string",
-        trim="nothing",
-    )
-
-
-QWEN3_XML = XmlParameters(bare=True)
-
-MUSE_CALLS = _invoke(
-    "atem:",
-    open=("<atem:function_calls>",),
-    close=("</atem:function_calls>", "<|eom|>", "<|eot|>"),
-    doubled_names=True,
-    trim="nothing",
-    bare_json=True,
-)
-
-FORMATS = {
-    "qwen3_coder": QWEN3_XML,
-    "qwen3_xml": QWEN3_XML,
-    "step3p5": QWEN3_XML,
-    "mimo": XmlParameters(bare=True, trim="nothing"),
-    "seed_oss": XmlParameters(open=("<seed:tool_call>",), close=("</seed:tool_call>",)),
-    "minimax_m2": _invoke(open=("<minimax:tool_call>",), close=("</minimax:tool_call>",)),
-    "dots": _invoke(
-        open=("<dots_function_call>",), close=("</dots_function_call>",), trim="blanks"
-    ),
-    "minicpm5": XmlParameters(
-        open=(),
-        close=(),
-        call_open="<function name=",
-        call_close="</function>",
-        parameter_open="<param name=",
-        parameter_close="</param>",
-        quoted=True,
-        trim="blanks",
-        bare_json=True,
-    ),
-    "deepseek_v32": _dsml("", "function_calls"),
-    "deepseek_v4": _dsml("", "tool_calls"),
-    "deepseek_v41": _dsml(" ", "calls"),
-    "step3": _invoke(
-        "steptml:",
-        open=("<｜tool_calls_begin｜>",),
-        close=("<｜tool_calls_end｜>",),
-        skip=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", "<｜tool_call_end｜>"),
-        trim="blanks",
-    ),
-}
