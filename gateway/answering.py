@@ -29,6 +29,7 @@ from gateway.output.events import Delta, Failed, Finished, ToolCall, ToolCallEnd
 from gateway.output.reader import Reader, ReaderFactory
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
+from protocol.grammar import Grammar
 from protocol.messages import Accepted, Output, Refused, TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -61,7 +62,8 @@ class Ask:
     """What one prompt needs: its tokens, the parameters of each of its choices, how they are read.
 
     new_meter  makes what counts the tokens of reasoning, where they can be counted
-    demand     what the answer has to be, where nothing forces it to
+    demand     what the answer has to be, even where nothing forces it to
+    grammar    what the engine lets it be
     """
 
     prompt_ids: list[int]
@@ -69,6 +71,7 @@ class Ask:
     readers: ReaderFactory
     new_meter: Callable[[], ThinkingMeter] | None = None
     demand: Demand | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(slots=True)
@@ -146,6 +149,7 @@ class Answer:
                 partial(self._take, choice),
                 namespace=self._namespace,
                 priority=self._priority,
+                grammar=choice.ask.grammar,
             )
         self._accepted.wait()
         self._raise_troubles()

@@ -21,6 +21,7 @@ from gevent import get_hub
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.errors import EngineNotReady, ServingError, WireError
+from protocol.grammar import Grammar
 from protocol.messages import Accepted, Output, Ping, Pong, Refused, ToClient, ToEngine, Welcome
 from protocol.sampling import SamplingParams
 from protocol.session import News, Session
@@ -86,13 +87,16 @@ class EngineClient:
         *,
         namespace: str = "",
         priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
         Raises EngineNotReady or EngineLost where there is no engine to ask.
         """
         self.start()
-        message = self.session.generate(prompt, params, namespace=namespace, priority=priority)
+        message = self.session.generate(
+            prompt, params, namespace=namespace, priority=priority, grammar=grammar
+        )
         self._subscribers[message.request] = subscriber
         try:
             self._send(message)

@@ -64,7 +64,7 @@ def post_request(worker: Any, req: Any, environ: Any, _resp: Any) -> None:
 
 def worker_exit(_server: Any, worker: Any) -> None:
     """In the worker, at its end: the engine hears that our requests are over, not from silence."""
-    if worker.wsgi is not None:
+    if getattr(worker, "wsgi", None) is not None:  # it may have failed to start
         _service(worker).close()
 
 

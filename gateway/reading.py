@@ -15,8 +15,10 @@ from gateway.metering import ThinkingMarks, thinking_marks
 from gateway.output.detect import Detected, detect
 from gateway.output.formats import TOOLS, BoundFormat, Format, bind, format_of
 from gateway.output.machine import AnswerSyntax
-from gateway.output.reasoning import start
+from gateway.output.reasoning import says_inside, start
 from gateway.text.tokenizer import Tokenizer
+from protocol.errors import InvalidRequest
+from protocol.grammar import Thinking
 from protocol.model_card import ModelCard
 
 AUTO, NONE = "auto", "none"
@@ -28,12 +30,37 @@ class Beginning(msgspec.Struct, frozen=True):
     """How the answers to one prompt are read. `bound` None: all text is content.
 
     inside  the prompt has already opened the reasoning
+    closed  the prompt has closed it again, or there is none: the answer proper begins at once
     marks   by which the tokens of reasoning are counted, where they can be
     """
 
     bound: BoundFormat | None = None
     inside: bool = False
+    closed: bool = True
     marks: ThinkingMarks | None = None
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """What may come before an answer that a grammar describes. Raises InvalidRequest where that
+        is more than a block between two markers."""
+        if self.bound is None or self.closed:
+            return None
+        format = self.bound.format
+        reasoning = format.reasoning
+        if isinstance(format.tools, AnswerSyntax) or (reasoning and reasoning.header):
+            raise InvalidRequest(
+                "the answers of this model have parts of their own, around which no grammar can be "
+                "put yet",
+                param="grammar",
+            )
+        if reasoning is None or not reasoning.close:
+            return None
+        opens = reasoning.open[0] if reasoning.open else ""
+        if not opens and not self.inside:
+            return None
+        return Thinking(
+            closes=reasoning.close[0], opens=opens, inside=self.inside, optional=not self.inside
+        )
 
 
 class Reading:
@@ -62,15 +89,17 @@ class Reading:
         calls   the answer is searched for tool calls
         """
         format = self._formats[calls]
-        inside = False
+        inside, closed = False, not isinstance(format.tools, AnswerSyntax)
         if format.reasoning is not None:
-            begun = start(format.reasoning, prompt[-TAIL_CHARS:], kwargs)
+            tail = prompt[-TAIL_CHARS:]
+            begun = start(format.reasoning, tail, kwargs)
             inside = begun.inside
+            closed = not inside and says_inside(tail, format.reasoning) is False
             format = msgspec.structs.replace(format, reasoning=begun.format)
         if not format.markers() and format.tools is None and format.reasoning is None:
             return Beginning()
         bound = self._bind(format)
-        return Beginning(bound, inside, thinking_marks(bound))
+        return Beginning(bound, inside, closed, thinking_marks(bound))
 
     def _bind(self, format: Format) -> BoundFormat:
         """Cached; there are only a few ways to read one model."""

@@ -80,18 +80,17 @@ def check_completion(body: CompletionBody) -> None:
         )
 
 
-def _check_common(body: GenerationBody) -> None:
+def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs: not given in a stream", param="prompt_logprobs")
+    if body.logprob_token_ids and body.num_logprobs is None:
+        raise InvalidRequest("logprob_token_ids: needs logprobs", param="logprob_token_ids")
     if body.best_of not in (None, body.n or 1):
         raise unsupported("best_of", "only a value equal to n is")
-    kind = body.response_format
-    if kind is not None and not (isinstance(kind, dict) and kind.get("type") == "text"):
-        raise unsupported("response_format", "only the type 'text' is")
-    if body.structured_outputs:
-        raise unsupported("structured_outputs")
+    for field in ("response_format", "structured_outputs"):
+        check_depth(getattr(body, field), field)
 
 
 def check_ignored(ignored: Sequence[str], body: GenerationBody) -> None:

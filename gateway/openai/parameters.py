@@ -10,6 +10,7 @@ from typing import TypeVar
 from gateway.answering import Ask
 from gateway.openai.schema import BatchBody, ChatBody, CompletionBody, GenerationBody
 from gateway.output.reader import ReadOptions
+from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
 from protocol.sampling import SamplingParams
@@ -24,19 +25,37 @@ def first(*values: T | None, default: T) -> T:
 
 
 def choices_of(
-    body: ChatBody | BatchBody | CompletionBody, model: SamplingDefaults
+    body: ChatBody | BatchBody | CompletionBody,
+    model: SamplingDefaults,
+    tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
-    """The parameters of each of a prompt's n answers. Raises InvalidRequest."""
+    """The parameters of each of a prompt's n answers. `tokenizer` spells `bad_words`. Raises
+    InvalidRequest."""
     echoes = isinstance(body, CompletionBody) and bool(body.echo)
+    bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
     try:
-        return [_params(body, model, place, echoes) for place in range(body.n or 1)]
+        return [_params(body, model, place, echoes, bad) for place in range(body.n or 1)]
     except ValueError as error:  # a cross-check, in words that begin with the field's name
         message = str(error)
         raise InvalidRequest(message, param=message.split()[0]) from None
 
 
+def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Each word in tokens, at the beginning of a text and after a blank; each spelling once."""
+    spellings = (
+        tuple(tokenizer.encode(text, False, param="bad_words"))
+        for word in words
+        for text in (word, " " + word.lstrip(" "))
+    )
+    return [list(ids) for ids in dict.fromkeys(spellings) if ids]
+
+
 def _params(
-    body: ChatBody | BatchBody | CompletionBody, model: SamplingDefaults, place: int, echoes: bool
+    body: ChatBody | BatchBody | CompletionBody,
+    model: SamplingDefaults,
+    place: int,
+    echoes: bool,
+    bad: list[list[int]],
 ) -> SamplingParams:
     return SamplingParams(
         max_tokens=body.answer_tokens,
@@ -52,6 +71,9 @@ def _params(
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
         logit_bias=body.logit_bias or {},
+        bad_words=bad,
+        allowed_token_ids=body.allowed_token_ids,
+        logprob_token_ids=body.logprob_token_ids or [],
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_logprobs if echoes else body.prompt_logprobs,
     )

@@ -18,12 +18,15 @@ from gateway.chat.template import ChatTemplate
 from gateway.metering import ThinkingMeter
 from gateway.openai.parameters import choices_of, first, read_options
 from gateway.openai.schema import BatchBody, ChatBody, empty_prompt
+from gateway.openai.structured import answer_form
+from gateway.openai.tool_grammar import tool_grammar
 from gateway.openai.tools import ToolPlan, tool_plan
 from gateway.output.reader import AnswerOptions, ReaderFactory
 from gateway.reading import Beginning
 from gateway.served import ServedModel
 from gateway.service import offload
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, RequestError
+from protocol.grammar import Body, Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Preparation:
     """What holds for all conversations of a body. Raises InvalidRequest naming the field.
 
     trusts_template  a request may bring its own
+    form             what all answers must look like; None: free text
     """
 
     def __init__(
@@ -55,6 +59,9 @@ class Preparation:
         self.body = body
         self.model = model
         self.plan: ToolPlan = tool_plan(body)
+        field, form = answer_form(body) or ("tools", None)
+        self.form_field: str = field
+        self.form: Body | None = form
         self._template = self._own_template(trusts_template)
         self._check_tools()
 
@@ -76,6 +83,18 @@ class Preparation:
                 "tool_choice: it is not known how this model writes tool calls (--tool-format)",
                 param="tool_choice",
             )
+        if self.form is not None and self.plan.mode != "none":
+            raise InvalidRequest(
+                f"{self.form_field}: an answer of one form cannot call tools; tool_choice may be "
+                "'none'",
+                param=self.form_field,
+            )
+
+    def named(self, error: RequestError) -> RequestError:
+        """The engine's words for fields, "prompt" and "grammar", are not those of the request."""
+        fields = {"prompt": "messages", "grammar": self.form_field}
+        error.param = fields.get(error.param or "", error.param)
+        return error
 
     def prompt(self, messages: Sequence[Any], param: str = "messages") -> Prompt:
         """Render and encode. `param` is where the messages stand in the body."""
@@ -111,15 +130,23 @@ class Preparation:
         body, model, plan = self.body, self.model, self.plan
         begun = model.reading.begin(prompt.text, prompt.kwargs, calls=plan.mode != "none")
         marks, inside = begun.marks, begun.inside
+        demands = plan.mode in ("required", "named")
         return Ask(
             prompt.ids,
-            choices_of(body, model.defaults),
+            choices_of(body, model.defaults, model.tokenizer),
             ReaderFactory(
                 model.tokenizer, read_options(body, continues=False), self._answer(begun)
             ),
             new_meter=partial(ThinkingMeter, marks, starts_inside=inside) if marks else None,
-            demand=Demand(plan.name) if plan.mode in ("required", "named") else None,
+            demand=Demand(plan.name) if demands else None,
+            grammar=self._grammar(begun),
         )
+
+    def _grammar(self, begun: Beginning) -> Grammar | None:
+        body = self.form
+        if body is None and begun.bound is not None:
+            body = tool_grammar(begun.bound, self.plan)
+        return Grammar(body=body, thinking=begun.thinking) if body is not None else None
 
     def _answer(self, begun: Beginning) -> AnswerOptions | None:
         """None: all text is content."""

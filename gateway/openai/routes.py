@@ -14,10 +14,12 @@ from gateway.openai.parameters import choices_of, read_options
 from gateway.openai.prepare import Preparation
 from gateway.openai.respond import origin, respond
 from gateway.openai.shapes import ChatDialect, CompletionDialect
+from gateway.openai.structured import answer_form
 from gateway.output.reader import ReaderFactory
 from gateway.served import ServedModel
 from gateway.service import Service, offload
 from protocol.errors import RequestError
+from protocol.grammar import Grammar
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -42,11 +44,11 @@ def chat(service: Service) -> Response:
             service,
             body,
             [preparation.ask(prompt)],
-            ChatDialect(model.tokenizer, body.num_logprobs),
+            ChatDialect(model.tokenizer, body.num_logprobs, body.logprob_token_ids or ()),
             origin("chatcmpl", body.model, model, effective=effective),
         )
     except RequestError as error:
-        raise _of_messages(error) from None
+        raise preparation.named(error) from None
 
 
 def batch(service: Service) -> Response:
@@ -70,11 +72,13 @@ def batch(service: Service) -> Response:
             service,
             body,
             [preparation.ask(prompt) for prompt in prompts],
-            ChatDialect(model.tokenizer, body.num_logprobs, in_batch=True),
+            ChatDialect(
+                model.tokenizer, body.num_logprobs, body.logprob_token_ids or (), in_batch=True
+            ),
             origin("chatcmpl", body.model, model, effective=effective),
         )
     except RequestError as error:
-        raise _of_messages(error) from None
+        raise preparation.named(error) from None
 
 
 def _preparation(
@@ -89,13 +93,6 @@ def _note_ignored(data: bytes, body: schema.GenerationBody) -> None:
     checks.check_ignored(g.ignored, body)
 
 
-def _of_messages(error: RequestError) -> RequestError:
-    """The engine's word "prompt" is what these routes call messages."""
-    if error.param == "prompt":
-        error.param = "messages"
-    return error
-
-
 def completions(service: Service) -> Response:
     data = read_json(request, service.config.max_body_mib << 20)
     body = decode(data, schema.completion_decoder)
@@ -103,20 +100,27 @@ def completions(service: Service) -> Response:
     checks.check_completion(body)
     prompts = schema.prompts_of(body, service.config.max_prompts)
     model = service.model(body.model)
-    choices = choices_of(body, model.defaults)
+    choices = choices_of(body, model.defaults, model.tokenizer)
     options = read_options(body, continues=True)
     readers = ReaderFactory(model.tokenizer, options)
-    asks = [Ask(_prompt_ids(prompt, model), choices, readers) for prompt in prompts]
+    field, form = answer_form(body) or ("", None)
+    grammar = Grammar(body=form) if form is not None else None
+    asks = [
+        Ask(_prompt_ids(prompt, model), choices, readers, grammar=grammar) for prompt in prompts
+    ]
     texts = [_prompt_text(prompt, model, options.skip_special_tokens) for prompt in prompts]
-    return respond(
-        service,
-        body,
-        asks,
-        CompletionDialect(
-            model.tokenizer, body.num_logprobs, options, texts if body.echo else None
-        ),
-        origin("cmpl", body.model, model),
+    dialect = CompletionDialect(
+        model.tokenizer,
+        body.num_logprobs,
+        options,
+        texts if body.echo else None,
+        body.logprob_token_ids or (),
     )
+    try:
+        return respond(service, body, asks, dialect, origin("cmpl", body.model, model))
+    except RequestError as error:
+        error.param = field if error.param == "grammar" else error.param
+        raise
 
 
 def _prompt_ids(prompt: schema.Prompt, model: ServedModel) -> list[int]:

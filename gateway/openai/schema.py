@@ -19,9 +19,12 @@ from gateway.chat.kwargs import ThinkingFields
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.errors import InvalidRequest
 from protocol.sampling import (
+    MAX_BAD_WORDS,
     MAX_TOKENS,
     AdditivePenalty,
+    AllowedTokenIds,
     LogitBias,
+    LogprobTokenIds,
     MaxTokens,
     MinP,
     MinTokens,
@@ -39,6 +42,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_PRIORITY = 1 << 31
 
+BadText = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 Count = Annotated[int, Meta(ge=1, le=1024)]
@@ -63,6 +67,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     priority            lower goes first
     return_token_ids    also give the ids of prompt and answer
     prompt_logprobs     also give logprobs of the prompt's tokens, and of so many likelier ones
+    bad_words           texts that the answer never has, however they are spelt in tokens
+    logprob_token_ids   tokens whose logprobs are told beside the most likely ones
     strict_params       fields without effect are an error
     """
 
@@ -88,6 +94,9 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
+    bad_words: Annotated[list[BadText], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
     strict_params: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None

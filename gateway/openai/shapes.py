@@ -108,9 +108,15 @@ class ChatDialect:
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, tokenizer: Tokenizer, num_logprobs: int | None, *, in_batch: bool = False
+        self,
+        tokenizer: Tokenizer,
+        num_logprobs: int | None,
+        logprob_token_ids: Sequence[int] = (),
+        *,
+        in_batch: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._asked_ids = logprob_token_ids
         self._in_batch = in_batch
         self.num_logprobs = num_logprobs
         self.prompt_ids_on_top = not in_batch
@@ -157,7 +163,12 @@ class ChatDialect:
     def logprobs(self, choice: Choice, delta: Delta) -> Any:
         if self.num_logprobs is None:
             return None
-        items = chat_logprobs(self._tokenizer, delta.logprobs, num_top=self.num_logprobs)
+        items = chat_logprobs(
+            self._tokenizer,
+            delta.logprobs,
+            num_top=self.num_logprobs,
+            asked_ids=self._asked_ids,
+        )
         return {"content": items, "refusal": None}
 
     def echo_logprobs(self, choice: Choice) -> Any:
@@ -180,8 +191,10 @@ class CompletionDialect:
         num_logprobs: int | None,
         options: ReadOptions,
         prompts: Sequence[str] | None = None,
+        logprob_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._asked_ids = logprob_token_ids
         self._options = options
         self._prompts = prompts
         self._offsets: dict[int, TextOffsets] = {}
@@ -226,7 +239,12 @@ class CompletionDialect:
             )
             offsets = self._offsets[choice.index] = TextOffsets(detokenizer)
         return completion_logprobs(
-            self._tokenizer, ids, entries, offsets=offsets, num_top=self.num_logprobs or 0
+            self._tokenizer,
+            ids,
+            entries,
+            offsets=offsets,
+            num_top=self.num_logprobs or 0,
+            asked_ids=self._asked_ids,
         )
 
 

@@ -41,14 +41,29 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, num_top: int
+    tokenizer: Tokenizer,
+    entries: Sequence[TokenLogprobs],
+    *,
+    num_top: int,
+    asked_ids: Sequence[int] = (),
 ) -> list[ChatLogprob]:
-    """One item a token; `num_top` may be less than the engine sent."""
-    return [_chat_logprob(tokenizer, entry, num_top) for entry in entries]
+    """One item a token; `num_top` may be less than the engine sent. `asked_ids` are the request's
+    own, told behind the most likely ones."""
+    return [_chat_logprob(tokenizer, entry, num_top, asked_ids) for entry in entries]
 
 
-def _chat_logprob(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> ChatLogprob:
-    top = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+def likely(entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]) -> list[tuple[int, float]]:
+    """(id, logprob) of the most likely tokens, best first, and of those asked for that are not
+    among them."""
+    top = dict(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False))
+    asked = zip(asked_ids, entry.asked_logprobs, strict=False)
+    return [*top.items(), *((i, logprob) for i, logprob in asked if i not in top)]
+
+
+def _chat_logprob(
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]
+) -> ChatLogprob:
+    top = likely(entry, num_top, asked_ids)
     chosen = _top(tokenizer, entry.token_id, entry.logprob)
     tops = [_top(tokenizer, token_id, logprob) for token_id, logprob in top]
     return ChatLogprob(chosen.token, chosen.logprob, chosen.bytes, tops)
@@ -84,21 +99,27 @@ def completion_logprobs(
     *,
     offsets: TextOffsets,
     num_top: int,
+    asked_ids: Sequence[int] = (),
 ) -> CompletionLogprobs:
     """`entries[i]` belongs to `token_ids[i]`; None where nothing predicts it."""
     return CompletionLogprobs(
         text_offset=[offsets.next(token_id) for token_id in token_ids],
         token_logprobs=[shown(entry.logprob) if entry else None for entry in entries],
         tokens=[_spelled(tokenizer, token_id) for token_id in token_ids],
-        top_logprobs=[_tops(tokenizer, entry, num_top) if entry else None for entry in entries],
+        top_logprobs=[
+            _tops(tokenizer, entry, num_top, asked_ids) if entry else None for entry in entries
+        ],
     )
 
 
-def _tops(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float] | None:
-    """The most likely tokens and the chosen one; None where only the chosen one was asked for."""
-    if not num_top:
+def _tops(
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]
+) -> dict[str, float] | None:
+    """The most likely tokens, those asked for and the chosen one; None where only that one was
+    asked for."""
+    if not num_top and not asked_ids:
         return None
-    pairs = [*zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)]
+    pairs = likely(entry, num_top, asked_ids)
     pairs.append((entry.token_id, entry.logprob))
     return {_spelled(tokenizer, token_id): shown(logprob) for token_id, logprob in pairs}
 

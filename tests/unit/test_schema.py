@@ -45,8 +45,8 @@ def without_none(annotation: Any) -> Any:
 def test_sampling_fields_are_bounded_as_the_engine_bounds_them() -> None:
     ours = get_type_hints(schema.CompletionBody, include_extras=True)
     theirs = get_type_hints(SamplingParams, include_extras=True)
-    assert set(theirs) - set(ours) <= {"bad_words", "allowed_token_ids", "logprob_token_ids"}
-    for name in set(theirs) & set(ours):
+    assert set(theirs) <= set(ours)
+    for name in set(theirs) - {"bad_words"}:  # texts here, tokens there
         assert without_none(ours[name]) == without_none(theirs[name]), name
 
 
@@ -132,8 +132,6 @@ def test_what_changes_nothing_is_taken_and_what_would_change_meaning_is_not() ->
     check_chat(chat_body(modalities=["text"], functions=[], best_of=2, n=2))
     check_chat(chat_body(thinking_token_budget=-1, thinking={"type": "enabled"}))
     for field, value in {
-        "response_format": {"type": "json_schema"},
-        "structured_outputs": {"regex": "a"},
         "thinking_token_budget": 100,
         "functions": [{"name": "f"}],
         "modalities": ["text", "audio"],
