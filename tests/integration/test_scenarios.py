@@ -12,16 +12,21 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
-from protocol.errors import ErrorInfo
+from engine_core.grammar.compiler import Compiler
+from protocol.errors import ErrorInfo, InvalidRequest
+from protocol.grammar import JsonSchema, Lark, Thinking, check_grammar
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, exchange, said_whole, spoken
 from tests.support.scripted_engine import (
     EOS,
+    Reply,
     Says,
     ScriptedEngine,
     marked_ids,
@@ -540,3 +545,311 @@ def test_22_many_different_calls_at_once_are_as_if_alone(
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+# ---- structured output: the engine's own compiler decides what can be enforced
+
+
+class Compiling:
+    """A script that refuses what the engine's compiler refuses, and says `text` to all else."""
+
+    def __init__(self, text: str = "{}") -> None:
+        self.text = text
+        self._compiler = Compiler(thinking_card())
+
+    def __call__(self, generate: Generate) -> Reply:
+        try:
+            if generate.grammar is not None:
+                check_grammar(generate.grammar)
+                self._compiler.compile(generate.grammar)
+        except InvalidRequest as error:
+            return error.info()
+        return says(self.text, marked=True)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def structured(**members: Any) -> dict[str, Any]:
+    return {"messages": HI, "structured_outputs": members}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    return {"messages": HI, "response_format": wanted}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        structured(json=""),
+        structured(json_object=False),
+        structured(structural_tag=""),
+        structured(regex="(?<=x)*"),
+        structured(regex="(" * 60_000),
+        structured(grammar="start: " + "(" * 60_000),
+        structured(choice=["x" * 100] * 10_000),
+        structured(json={"enum": ["x" * 1000 + str(i) for i in range(1000)]}),
+        structured(json={"$ref": "#"}) | OFF["thinking"],
+        structured(json={"type": "string", "pattern": "(?=a)b"}),
+        structured(),
+        structured(regex="a", choice=["b"]),
+        structured(guided="a"),
+    ],
+    ids=lambda body: str(body["structured_outputs"])[:30],
+)
+def test_56_a_form_that_cannot_be_enforced_is_a_400_and_harms_nobody(
+    body: dict[str, Any], engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Compiling("fine")
+    for more in ({}, {"stream": True}):
+        response = gateway.post(CHAT, {**body, **more})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"].startswith("structured_outputs")
+    assert both(gateway, {"messages": HI})["content"] == "fine"
+
+
+def test_57_a_bad_grammar_after_a_good_one_is_a_400_for_it_alone(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Compiling('{"a": 1}')
+    assert both(gateway, json_schema(SCHEMA))["content"] == '{"a": 1}'
+    response = gateway.post(CHAT, structured(grammar='start: nothing "'))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "structured_outputs"
+    assert both(gateway, json_schema(SCHEMA))["content"] == '{"a": 1}'
+    assert [generate.grammar is not None for generate in engine.generates] == [True] * 5
+
+
+def test_58_a_keyword_that_is_not_understood_is_named_in_a_400(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Compiling()
+    response = gateway.post(CHAT, json_schema({**SCHEMA, "unevaluatedProperties": False}))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "response_format")
+    assert "unevaluatedProperties" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("said", "thinking"),
+    [
+        (ON["enable_thinking"], Thinking(opens="<think>", closes="</think>", inside=True)),
+        (OFF["enable_thinking"], None),
+        ({}, Thinking(opens="<think>", closes="</think>", optional=True)),
+    ],
+    ids=["on", "off", "omitted"],
+)
+def test_60_a_form_begins_where_the_thinking_ends(
+    said: dict[str, Any],
+    thinking: Thinking | None,
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    thought = {None: "", "on": "hm</think>", "omitted": "<think>hm</think>"}
+    key = None if thinking is None else "on" if thinking.inside else "omitted"
+    engine.script = Compiling(thought[key] + '{"a": 1}')
+    answer = both(gateway, {**json_schema(SCHEMA), **said})
+    assert answer["content"] == '{"a": 1}'
+    assert answer["reasoning"] == ("hm" if thought[key] else "")
+    grammar = engine.generates[0].grammar
+    assert grammar is not None
+    assert grammar.thinking == thinking
+    assert isinstance(grammar.body, JsonSchema)
+
+
+def test_a_required_call_is_demanded_in_the_models_own_format(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Compiling(COLOGNE)
+    answer = both(gateway, {**WITH_TOOLS, "tool_choice": "required"})
+    assert (answer["finish"], answer["warnings"]) == ("tool_calls", [])
+    grammar = engine.generates[0].grammar
+    assert grammar is not None
+    assert isinstance(grammar.body, Lark)
+    assert '"weather' in grammar.body.text.replace('\\"', '"')
+
+
+# ---- what a request may ask, beside
+
+
+def test_65_an_unknown_field_is_listed_or_refused(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, "ok")
+    body = {"messages": HI, "max_tokenz": 5}
+    assert whole(gateway, body)["ignored_params"] == ["max_tokenz"]
+    events = stream(gateway, body)
+    assert [event.get("ignored_params") for event in events[:2]] == [["max_tokenz"], None]
+    response = gateway.post(CHAT, {**body, "strict_params": True})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokenz")
+    response = gateway.post(CHAT, {"messages": HI, "reasoning_effort": "banana"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "reasoning_effort")
+    assert "none, minimal, low, medium, high, xhigh, max" in error["message"]
+
+
+def test_reasoning_is_counted_and_may_be_left_out(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, f"<think>12345</think>yes{COLOGNE}", size=4)
+    answer = whole(gateway, WITH_TOOLS)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+    silent = both(gateway, {**WITH_TOOLS, "include_reasoning": False})
+    assert (silent["reasoning"], silent["content"]) == ("", "yes")
+
+
+def test_logprobs_and_ids_cover_every_token_of_reasoning_calls_and_text(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    text = f"<think>hm</think>yes{COLOGNE}"
+    ids = [*marked_ids(text), EOS]
+    for size in (1, 3, 1000):
+        answers(engine, text, size=size)
+        body = {**WITH_TOOLS, "logprobs": True, "return_token_ids": True}
+        (choice,) = whole(gateway, body)["choices"]
+        assert choice["token_ids"] == ids
+        assert len(choice["logprobs"]["content"]) == len(ids)
+        events = [event["choices"][0] for event in stream(gateway, body)]
+        assert [i for event in events for i in event.get("token_ids", [])] == ids
+        told = [event["logprobs"]["content"] for event in events if event["logprobs"]]
+        assert [item for items in told for item in items] == choice["logprobs"]["content"]
+
+
+def test_words_and_tokens_reach_the_engine(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    answers(engine, "ok")
+    body = {
+        "messages": HI,
+        "bad_words": ["no"],
+        "allowed_token_ids": [65, EOS],
+        "logprobs": True,
+        "logprob_token_ids": [66],
+        "prompt_logprobs": 1,
+    }
+    answer = whole(gateway, body)
+    params = engine.generates[0].params
+    assert params.bad_words == [list(b"no"), list(b" no")]
+    assert (params.allowed_token_ids, params.logprob_token_ids) == ([65, EOS], [66])
+    prompt = engine.generates[0].prompt.tolist()
+    assert len(answer["prompt_logprobs"]) == len(prompt)
+    assert answer["prompt_logprobs"][0] is None
+    assert answer["prompt_logprobs"][1][str(prompt[1])]["rank"] == 1
+
+
+def test_a_batch_is_many_conversations_each_read_in_its_own_way(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    def echo(generate: Generate) -> Says:
+        prompt = text_of(generate.prompt.tolist())
+        name = prompt.rpartition("<user>")[2][0]
+        return says(f"{name}</think>{name}{call('now', {})}", marked=True)
+
+    engine.script = echo
+    begun = {"role": "assistant", "content": "<think>so "}
+    conversations = [[user("a")], [user("b"), begun], [user("c")]]
+    body = {"messages": conversations, "tools": TOOLS, "n": 2, "continue_final_message": True}
+    response = gateway.post(CHAT + "/batch", body)
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4, 5]
+    assert [choice["conversation"] for choice in choices] == [0, 0, 1, 1, 2, 2]
+    messages = [choice["message"] for choice in choices]
+    assert [message["reasoning"] for message in messages] == [None, None, "b", "b", None, None]
+    assert messages[2]["content"] == "b"
+    assert {message["tool_calls"][0]["function"]["name"] for message in messages} == {"now"}
+    ids = [message["tool_calls"][0]["id"] for message in messages]
+    assert len(set(ids)) == 6
+
+
+def test_a_batch_tells_effective_kwargs_and_errors_by_conversation(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, "ok")
+    body = {"messages": [HI, HI], "return_effective_kwargs": True, "reasoning_effort": "none"}
+    answer = gateway.post(CHAT + "/batch", body).json()
+    assert answer["effective"] == [{"chat_template_kwargs": {"enable_thinking": False}}] * 2
+    for fields, param in (
+        ({"messages": [HI, [{"role": "king", "content": ""}]]}, "messages[1][0].role"),
+        ({"messages": [HI], "stream": True}, "stream"),
+        ({"messages": [HI] * 1025}, "messages"),
+    ):
+        response = gateway.post(CHAT + "/batch", fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_tokenize_sends_what_chat_would_send(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, "ok")
+    for said in ({}, ON["reasoning_effort"], OFF["thinking"], {"tool_choice": "none"}):
+        body = {**WITH_TOOLS, **said}
+        tokens = gateway.post("/tokenize", body).json()["tokens"]
+        whole(gateway, body)
+        assert engine.generates[-1].prompt.tolist() == tokens
+
+
+def test_a_requests_own_template_is_refused_unless_the_operator_trusts_it(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, "ok")
+    body = {"messages": HI, "chat_template": "{{ messages[0].content }}!"}
+    response = gateway.post(CHAT, body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
+    with GatewayProcess(engine=engine.address, trust_request_chat_template=True) as trusting:
+        trusting.await_ready()
+        assert said_whole(whole(trusting, body))[0]["content"] == "ok"
+        assert text_of(engine.generates[-1].prompt.tolist()) == "hi!"
+        response = trusting.post(CHAT, {"messages": HI, "chat_template": "{% if %}"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
+
+
+# ---- what the operator may choose
+
+
+def test_the_formats_and_why_they_were_chosen_are_told(gateway: GatewayProcess) -> None:
+    (model,) = requests.get(gateway.url + "/v1/models", timeout=5).json()["data"]
+    formats = model["formats"]
+    assert (formats["tools"], formats["reasoning"]) == ("hermes", "qwen3")
+    assert "the chat template writes <tool_call>" in formats["why"]
+
+
+def test_the_operator_chooses_template_formats_and_defaults(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ enable_thinking }} <think>{{ messages[0].content }}")
+    options: dict[str, Any] = {
+        "chat_template": str(template),
+        "tool_format": "none",
+        "reasoning_format": "none",
+        "default_chat_template_kwargs": '{"thinking": false}',
+    }
+    answers(engine, "<think>text</think>" + COLOGNE)
+    with GatewayProcess(engine=engine.address, **options) as own:
+        own.await_ready()
+        (model,) = requests.get(own.url + "/v1/models", timeout=5).json()["data"]
+        assert model["formats"] == {"tools": None, "reasoning": None, "why": "as the options say"}
+        content = whole(own, WITH_TOOLS)["choices"][0]["message"]["content"]
+        assert content == "<think>text</think>" + COLOGNE
+        assert text_of(engine.generates[-1].prompt.tolist()) == "False <think>hi"
+    assert "formats: as the options say" in own.log
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("tool_format", "hermez", "there is no tool format 'hermez'; there are "),
+        ("reasoning_format", "qwen", "there is no reasoning format 'qwen'; there are "),
+        ("chat_template", "/nowhere/at.all", "--chat-template /nowhere/at.all: "),
+        ("default_chat_template_kwargs", "[]", "--default-chat-template-kwargs: "),
+        ("default_chat_template_kwargs", '{"tools": 1}', "--default-chat-template-kwargs: "),
+    ],
+)
+def test_a_wrong_option_is_one_line_at_the_start(
+    option: str, value: str, said: str, engine: ScriptedEngine
+) -> None:
+    options: dict[str, Any] = {option: value}
+    with GatewayProcess(engine=engine.address, **options) as wrong:
+        assert wrong.wait() != 0
+    assert f"the gateway cannot start: {said}" in wrong.log
+    assert "Traceback" not in wrong.log

@@ -1,0 +1,251 @@
+"""Every form a request may ask of its answer; grammars of tools that the parser understands."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine_core.grammar.compiler import Compiler
+from gateway.body import decode
+from gateway.openai import schema
+from gateway.openai.structured import answer_form
+from gateway.openai.tool_grammar import tool_grammar
+from gateway.openai.tools import tool_plan
+from gateway.output.events import Event, ToolArguments, ToolCall, ToolCallEnd, merged
+from gateway.output.reader import AnswerOptions, ReaderFactory
+from gateway.reading import Beginning, Reading
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import InvalidRequest
+from protocol.grammar import (
+    Body,
+    Choice,
+    Gbnf,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    Structural,
+    Tag,
+    Thinking,
+)
+from protocol.messages import Output
+from tests.support.grammars import possible
+from tests.support.scripted_engine import EOS, marked_ids, thinking_card
+
+OBJECT = {"type": "object"}
+CARD = thinking_card()
+TOKENIZER = Tokenizer(CARD)
+END = frozenset(b'"}')
+READING = Reading(CARD, TOKENIZER)
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def chat_body(**fields: Any) -> schema.ChatBody:
+    data = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}], **fields})
+    return decode(data, schema.chat_decoder)
+
+
+def form(**fields: Any) -> Body | None:
+    found = answer_form(chat_body(**fields))
+    return found[1] if found else None
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, JsonObject()),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": OBJECT}}},
+            JsonSchema(text='{"type":"object"}'),
+        ),
+        ({"structured_outputs": {"json": OBJECT}}, JsonSchema(text='{"type":"object"}')),
+        ({"structured_outputs": {"json": "{}", "regex": None}}, JsonSchema(text="{}")),
+        ({"structured_outputs": {"json_object": True}}, JsonObject()),
+        ({"structured_outputs": {"regex": "a+"}}, Regex(pattern="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Choice(choices=["a", "b"])),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Lark(text='start: "a"')),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Gbnf(text='root ::= "a"')),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "triggers": ["<f"],
+                    "structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}],
+                }
+            },
+            Structural(
+                triggers=["<f"], tags=[Tag(begin="<f=a>", schema='{"type":"object"}', end="</f>")]
+            ),
+        ),
+    ],
+)
+def test_every_way_to_ask_for_a_form(fields: dict[str, Any], body: Body | None) -> None:
+    assert form(**fields) == body
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": OBJECT, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"jsno": OBJECT}}, "structured_outputs.jsno"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
+        ({"structured_outputs": {"structural_tag": ""}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_a_form_that_is_none_is_refused_at_its_place(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        form(**fields)
+    assert caught.value.param == param
+
+
+# ---- thinking before a form
+
+
+@pytest.mark.parametrize(
+    ("tail", "thinking"),
+    [
+        ("<assistant>", Thinking(opens="<think>", closes="</think>", optional=True)),
+        ("<assistant><think>\n", Thinking(opens="<think>", closes="</think>", inside=True)),
+        ("<assistant><think>\n\n</think>\n\n", None),
+    ],
+)
+def test_a_form_begins_where_the_prompt_lets_thinking_end(
+    tail: str, thinking: Thinking | None
+) -> None:
+    assert READING.begin("<user>hi" + tail, {}, calls=False).thinking == thinking
+
+
+# ---- tools
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(CARD)
+
+
+def tools(**fields: Any) -> tuple[Beginning, Body | None]:
+    functions = [
+        {"name": "weather", "parameters": WEATHER, "strict": True},
+        {"name": "now.utc"},
+    ]
+    declared = [{"type": "function", "function": function} for function in functions]
+    plan = tool_plan(chat_body(tools=declared, **fields))
+    begun = READING.begin("<assistant>", {}, calls=plan.mode != "none")
+    assert begun.bound is not None
+    return begun, tool_grammar(begun.bound, plan)
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def walked(compiler: Compiler, grammar: Grammar, rng: random.Random) -> list[int]:
+    """The answer of a model that says anything it may, and likes to come to an end."""
+    matcher = compiler.compile(grammar).start()
+    ids: list[int] = []
+    while not matcher.is_complete and len(ids) < 500:
+        allowed = sorted(possible(matcher, compiler.vocab_size))
+        wanted = [i for i in allowed if i in END or i > 255]
+        token = rng.choice(wanted if wanted and rng.random() < 0.5 else allowed)
+        if token == EOS:
+            break
+        matcher.consume(token)
+        assert matcher.error is None
+        ids.append(token)
+    return ids
+
+
+def understood(ids: list[int], begun: Beginning) -> list[Event]:
+    assert begun.bound is not None
+    reader = ReaderFactory(TOKENIZER, None, AnswerOptions(format=begun.bound)).new()
+    return merged(reader.push(Output(request=1, tokens=ids, finish="stop")).events)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_required_call_is_one_that_the_parser_understands(seed: int, compiler: Compiler) -> None:
+    begun, body = tools(tool_choice="required", parallel_tool_calls=False)
+    assert body is not None
+    grammar = Grammar(body=body)
+    call, arguments, end, _ = understood(walked(compiler, grammar, random.Random(seed)), begun)
+    assert isinstance(call, ToolCall)
+    assert isinstance(arguments, ToolArguments)
+    assert isinstance(end, ToolCallEnd)
+    assert call.name in ("weather", "now.utc")
+    assert isinstance(json.loads(arguments.fragment), dict)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_named_call_is_of_that_tool_and_fits_its_schema(seed: int, compiler: Compiler) -> None:
+    begun, body = tools(tool_choice=named("weather"))
+    assert body is not None
+    events = understood(walked(compiler, Grammar(body=body), random.Random(seed)), begun)
+    names = [event.name for event in events if isinstance(event, ToolCall)]
+    assert set(names) == {"weather"}
+    for event in events:
+        if isinstance(event, ToolArguments):
+            arguments = json.loads(event.fragment)
+            assert len(arguments["city"]) <= 5
+            assert arguments.get("days", 1) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_possible"),
+    [
+        ("Just text.", True),
+        ('<tool_call>\n{"name": "now.utc", "arguments": {"any": 1}}\n</tool_call>', True),
+        ('Ok <tool_call>\n{"name": "weather", "arguments": {"city":"Rom"}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "weather", "arguments": {"town"', False),
+        ('<tool_call>\n{"name": "other"', False),
+    ],
+)
+def test_a_strict_tool_constrains_calls_and_nothing_else(
+    text: str, is_possible: bool, compiler: Compiler
+) -> None:
+    _, body = tools(tool_choice="auto")
+    assert body is not None
+    matcher = compiler.compile(Grammar(body=body)).start()
+    for token in marked_ids(text):
+        if token not in possible(matcher, compiler.vocab_size):
+            assert not is_possible
+            return
+        matcher.consume(token)
+    assert is_possible
+    assert EOS in possible(matcher, compiler.vocab_size)
+
+
+def test_what_is_not_demanded_is_not_constrained() -> None:
+    assert tools(tool_choice="none")[1] is None
+    plain = {"type": "function", "function": {"name": "f", "parameters": WEATHER}}
+    begun = READING.begin("<assistant>", {}, calls=True)
+    assert begun.bound is not None
+    assert tool_grammar(begun.bound, tool_plan(chat_body(tools=[plain]))) is None
