@@ -119,7 +119,7 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
     (CHAT, chat(priority=1 << 40), "priority"),
     (CHAT, chat(cache_salt=""), "cache_salt"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
+    (CHAT, chat(response_format={"type": "json"}), "response_format.type"),
     (CHAT, chat(tool_choice="required"), "tool_choice"),
     (CHAT, chat(tools=[1]), "tools[0]"),
     (CHAT, chat(tools=[{"deep": deep(100)}]), "tools"),

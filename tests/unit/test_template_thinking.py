@@ -1,0 +1,119 @@
+"""The template, the effective kwargs and the parser's start agree: for every template we have, and
+every way to say on, off, nothing, or how hard."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from gateway.chat.kwargs import REASONING_EFFORTS, ThinkingFields, effective_kwargs, thinks
+from gateway.chat.template import ChatTemplate
+from gateway.output.reasoning import says_inside
+from gateway.reading import Reading
+from gateway.text.tokenizer import Tokenizer
+from protocol.model_card import ModelCard
+from tests.support.model import smollm2_gguf
+from tests.support.scripted_engine import thinking_card
+from tests.support.templates import THINKING_TEMPLATES
+from tests.support.tokenizers import FAMILY_NAMES, card_of, family, smollm2_tokenizer_json
+from worker.loading.gguf_file import GGUFFile
+
+SETTINGS: dict[str, ThinkingFields] = {
+    "omitted": ThinkingFields(),
+    "on": ThinkingFields(enable_thinking=True),
+    "off": ThinkingFields(enable_thinking=False),
+    **{effort: ThinkingFields(reasoning_effort=effort) for effort in REASONING_EFFORTS},
+}
+TEMPLATES = (*FAMILY_NAMES, "smollm2", *THINKING_TEMPLATES)
+USER = [{"role": "user", "content": "What does <think> mean? And </think>?"}]
+"""Markers in what the user wrote say nothing about the answer."""
+
+
+@cache
+def model(name: str) -> tuple[ModelCard, ChatTemplate, Reading]:
+    card = _card(name)
+    template = ChatTemplate(card.chat_template or "", card.special_tokens)
+    return card, template, Reading(card, Tokenizer(card))
+
+
+def _card(name: str) -> ModelCard:
+    if name in THINKING_TEMPLATES:
+        return thinking_card(chat_template=THINKING_TEMPLATES[name])
+    if name == "smollm2":
+        metadata = GGUFFile(smollm2_gguf()).metadata
+        source = metadata["tokenizer.chat_template"]
+        return card_of(smollm2_tokenizer_json(), chat_template=source)
+    data, config = family(name)
+    return card_of(data, chat_template=config["chat_template"], special_tokens=_texts(config))
+
+
+def _texts(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token")}
+    return {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in tokens.items()
+        if token
+    }
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("calls", [False, True], ids=["", "tools"])
+def test_the_parser_starts_where_the_prompt_and_the_kwargs_say(
+    name: str, setting: str, calls: bool
+) -> None:
+    _, template, reading = model(name)
+    kwargs = effective_kwargs(SETTINGS[setting], None, None, template.profile)
+    prompt = template.render(USER, kwargs=kwargs)
+    begun = reading.begin(prompt, kwargs, calls=calls)
+    told = thinks(kwargs, template.profile)
+    if begun.bound is None or begun.bound.format.reasoning is None:
+        assert not begun.inside  # a model that does not think
+        return
+    said = says_inside(prompt, begun.bound.format.reasoning)
+    assert begun.inside == bool(said) or said is None
+    if told is False:
+        assert not begun.inside, "told not to think, and read as thinking"
+    elif told is True:
+        assert said is not False, "told to think, and the prompt has closed it"
+    if setting in ("off", "none"):
+        assert not begun.inside
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "inside"),
+    [
+        ("switch", "on", False),  # the model opens the block itself
+        ("switch", "off", False),
+        ("opening switch", "on", True),
+        ("opening switch", "off", False),
+        ("opening switch", "omitted", False),
+        ("opening switch", "low", True),
+        ("mode", "on", True),
+        ("mode", "off", False),
+        ("effort", "on", True),
+        ("effort", "minimal", True),
+        ("effort", "none", False),
+        ("effort", "omitted", False),
+        ("switch and effort", "max", True),
+        ("switch and effort", "none", False),
+    ],
+)
+def test_where_an_answer_starts_by_idiom(name: str, setting: str, inside: bool) -> None:
+    _, template, reading = model(name)
+    kwargs = effective_kwargs(SETTINGS[setting], None, None, template.profile)
+    prompt = template.render(USER, kwargs=kwargs)
+    assert reading.begin(prompt, kwargs, calls=False).inside is inside
+
+
+def test_real_templates_are_understood_as_they_are_known_to_be() -> None:
+    assert model("qwen3")[1].profile.switches == ("enable_thinking",)
+    for name in ("llama3_1", "deepseek_v3", "smollm2"):
+        profile = model(name)[1].profile
+        assert (profile.has_switch, profile.reads_effort) == (False, False), name
+    formats = {name: model(name)[2] for name in (*FAMILY_NAMES, "smollm2")}
+    assert (formats["qwen3"].tools, formats["qwen3"].reasoning) == ("hermes", "qwen3")
+    assert formats["deepseek_v3"].tools == "deepseek_v3"
+    assert (formats["smollm2"].tools, formats["smollm2"].reasoning) == (None, None)
