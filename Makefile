@@ -8,6 +8,7 @@ VENV   ?= .venv
 ARGS   ?=
 
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -ra --durations=10
 DECLARED := setup.cfg setup.py
 
 .DEFAULT_GOAL := help
@@ -22,9 +23,13 @@ help:
 serve: $(VENV)/.installed-all
 	@$(BIN)/tidegate serve $(ARGS)
 
+# Two passes: what computes little runs on all cores at once, what starts servers and models alone.
+# Exit code 5 (no test matches ARGS) is a failure of neither.
 test: $(VENV)/.installed-test
-	@echo '== Running the tests'
-	@$(BIN)/python -m pytest -v -ra --durations=15 $(ARGS)
+	@echo '== Unit and property tests, as many at a time as there are cores'
+	@$(PYTEST) --numprocesses auto tests/unit tests/property $(ARGS) || test $$? -eq 5
+	@echo '== Integration, differential and end-to-end tests: real processes, the real model'
+	@$(PYTEST) -v tests/integration tests/differential tests/e2e $(ARGS) || test $$? -eq 5
 
 check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check

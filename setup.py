@@ -8,7 +8,7 @@ from setuptools import setup
 
 GATEWAY = [
     "flask>=3.1,<4",
-    "gevent>=25.5",
+    "gevent>=25.5,<28",
     "gunicorn>=23,<28",
     "jinja2>=3.1.6,<4",
     "prometheus-client>=0.21,<1",
@@ -32,6 +32,7 @@ TEST = [
     "psutil>=7,<8",
     "pytest>=8.4,<10",
     "pytest-timeout>=2.4,<3",
+    "pytest-xdist>=3.6,<4",
     "ruff>=0.14,<1",
     "transformers>=4.56,<6",
     "types-tqdm>=4.66,<5",

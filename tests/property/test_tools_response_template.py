@@ -31,7 +31,7 @@ from tests.support.formats import (
     units,
 )
 from tests.support.response_templates import SMOLLM, TEMPLATES
-from tests.unit.test_tools_gemma import literal
+from tests.property.test_tools_gemma import literal
 
 
 @dataclass(frozen=True)

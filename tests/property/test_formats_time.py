@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.formats import Call, Sample, seconds
-from tests.unit.test_tools_json import NAMES, SAMPLES
+from tests.property.test_tools_json import NAMES, SAMPLES
 
 MEGABYTE = 1_000_000
 PARTS = 12

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.formats import Call, Sample, seconds
-from tests.unit import (
+from tests.property import (
     test_tools_arg_pairs,
     test_tools_gemma,
     test_tools_messages,

@@ -15,7 +15,7 @@ from gateway.output.reader import AnswerOptions, ReaderFactory
 from protocol.messages import Output
 from tests.support.formats import JOINT, Fixture, Sample, fixtures, without_ids
 from tests.support.tokenizers import real_tokenizer
-from tests.unit import (
+from tests.property import (
     test_tools_arg_pairs,
     test_tools_gemma,
     test_tools_messages,
