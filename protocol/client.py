@@ -28,6 +28,7 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_from
+from protocol.grammar import Grammar
 from protocol.messages import (
     Accepted,
     Drain,
@@ -125,6 +126,7 @@ class Engine:
         *,
         namespace: str = "",
         priority: int = 0,
+        grammar: Grammar | None = None,
         **options: Any,
     ) -> Generation:
         """Start a generation; `options` are fields of SamplingParams, as an alternative to
@@ -138,7 +140,9 @@ class Engine:
         elif options:
             raise TypeError("give either params or its fields, not both")
         with self._lock:
-            message = self._session.generate(prompt, params, namespace=namespace, priority=priority)
+            message = self._session.generate(
+                prompt, params, namespace=namespace, priority=priority, grammar=grammar
+            )
             news = self._queues[message.request] = queue.SimpleQueue()
             self._outbox.append(message)
         self._wake()

@@ -17,9 +17,18 @@ import pytest
 import zmq
 
 from protocol import sockets, wire
+from protocol.arrays import Int32
 from protocol.config import WorkerConfig
 from protocol.sampling import SamplingParams
-from protocol.steps import FromWorker, StepPlan, StepResult, Stop, WorkerFailed, WorkerReady
+from protocol.steps import (
+    FromWorker,
+    Masks,
+    StepPlan,
+    StepResult,
+    Stop,
+    WorkerFailed,
+    WorkerReady,
+)
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_checkpoint import CONFIG, write_tiny_llama
 
@@ -98,6 +107,29 @@ PROMPT = list(range(3, 12))
 def first_step(step: int = 1, **more: object) -> StepPlan:
     init = slot_init(0, PROMPT, blocks=[3], params=GREEDY)
     return step_plan(step, bind=[init], rows=[(0, 0, len(PROMPT), True)], zero=[3], **more)
+
+
+def test_a_step_with_masked_rows_waits_for_their_masks_and_obeys_them(start, tiny_llama):
+    engine = start(tiny_llama, max_slots=5, block_tokens=16)
+    engine.hear(START_S)
+    free = engine.step(first_step()).tokens.tolist()[0]
+    token = (free + 1) % 97
+    engine.say(*wire.encode(step_plan(2, rows=[(0, len(PROMPT), 1, True)], masked=[0])))
+    assert not engine.socket.poll(300), "it answered before it knew what is possible"
+    words = [1 << token % 32 if word == token // 32 else 0 for word in range(4)]
+    words = [word - (1 << 32) if word >> 31 else word for word in words]
+    engine.say(*wire.encode(Masks(step=2, bits=Int32.of(words, (1, 4)))))
+    assert engine.hear().tokens.tolist() == [token]
+
+
+def test_masks_that_no_plan_announced_are_a_failure_and_said(start, tiny_llama):
+    engine = start(tiny_llama, max_slots=5, block_tokens=16)
+    engine.hear(START_S)
+    engine.say(*wire.encode(Masks(step=7, bits=Int32.of([1], (1, 1)))))
+    failed = engine.hear()
+    assert isinstance(failed, WorkerFailed)
+    assert "step 7" in failed.message
+    assert engine.exit_code() == 1
 
 
 def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start, tiny_llama):

@@ -1,0 +1,239 @@
+"""Constrained answers: a real model whose every answer keeps to its grammar, and a real engine that
+compiles beside its streams."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import tokenizers
+import torch
+
+from protocol.client import Engine
+from protocol.errors import InvalidRequest
+from protocol.grammar import Body, Choice, Grammar, JsonSchema, Regex, Thinking
+from protocol.sampling import SamplingParams
+from tests.support.grammars import ids_of, schema, signs_tokenizer, text_of
+from tests.support.model import smollm2_gguf
+from tests.support.processes import Program
+from tests.support.replica import Replica, load
+from tests.support.tiny_checkpoint import write_tiny_llama
+
+# ---- the default model
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Replica]:
+    """On one thread: on a machine that has other work, two would wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Replica(load(smollm2_gguf(), torch.bfloat16), max_slots=16)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(replica: Replica) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_buffer(replica.loaded.card.tokenizer)
+
+
+Ask = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def ask(replica: Replica, tokenizer: tokenizers.Tokenizer) -> Ask:
+    def answers(question: str, grammar: Grammar, count: int, max_tokens: int = 150) -> list[str]:
+        """So many answers at temperature 1, all of which must have come to their end."""
+        chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = tokenizer.encode(chat).ids
+        numbers = []
+        for seed in range(count):
+            params = SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=seed)
+            numbers.append(replica.add(prompt, params, grammar))
+        replica.run()
+        ends = [replica.outputs[number][-1] for number in numbers]
+        assert {end.finish for end in ends} == {"stop"}, [end.error for end in ends]
+        return [tokenizer.decode(replica.tokens(number)) for number in numbers]
+
+    return answers
+
+
+PERSON = {
+    "name": {"type": "string", "maxLength": 12},
+    "age": {"type": "integer", "minimum": 0, "maximum": 130},
+    "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+}
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    return (
+        list(person) == ["name", "age", "tags"]
+        and type(person["name"]) is str
+        and len(person["name"]) <= 12
+        and type(person["age"]) is int
+        and 0 <= person["age"] <= 130
+        and len(person["tags"]) <= 2
+        and set(person["tags"]) <= {"a", "b"}
+    )
+
+
+def test_a_hundred_answers_of_a_hundred_satisfy_their_schema(ask: Ask) -> None:
+    grammar = Grammar(body=JsonSchema(text=schema(**PERSON)))
+    answers = ask("Invent a person, as JSON.", grammar, 100)
+    assert [text for text in answers if not is_person(text)] == []
+    assert len(set(answers)) > 90, "a grammar must not make answers alike"
+
+
+@pytest.mark.parametrize(
+    ("body", "pattern"),
+    [
+        (Regex(pattern=r"\d{4}-\d{2}-\d{2}"), r"\d{4}-\d{2}-\d{2}"),
+        (Choice(choices=["yes", "no", "it depends"]), "yes|no|it depends"),
+    ],
+    ids=["regex", "choice"],
+)
+def test_a_hundred_answers_of_a_hundred_match(ask: Ask, body: Body, pattern: str) -> None:
+    answers = ask("When was the first flight? Was it long?", Grammar(body=body), 100)
+    assert [text for text in answers if not re.fullmatch(pattern, text)] == []
+    assert len(set(answers)) > 1
+
+
+def test_thinking_comes_before_the_body_and_as_long_as_it_likes(
+    replica: Replica, tokenizer: tokenizers.Tokenizer
+) -> None:
+    """One of the model's markers stands for the end of thinking; a bias makes it come soon."""
+    closes = "<file_sep>"
+    thinking = Thinking(closes=closes, inside=True)
+    grammar = Grammar(body=Choice(choices=["yes", "no"]), thinking=thinking)
+    prompt = tokenizer.encode("<|im_start|>assistant\nLet me think.").ids
+    marker = tokenizer.token_to_id(closes)
+    numbers = []
+    for seed in range(16):
+        params = SamplingParams(
+            temperature=1.0, max_tokens=200, seed=seed, logit_bias={marker: 14.0}
+        )
+        numbers.append(replica.add(prompt, params, grammar))
+    replica.run()
+    thoughts = set()
+    for number in numbers:
+        assert replica.outputs[number][-1].finish == "stop"
+        text = tokenizer.decode(replica.tokens(number), skip_special_tokens=False)
+        thought, body = text.split(closes)
+        assert body.strip() in ("yes", "no")
+        thoughts.add(thought)
+    assert len(thoughts) > 1
+
+
+# ---- a real engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine whose tiny model speaks sign by sign."""
+    folder = tmp_path_factory.mktemp("signs")
+    checkpoint = write_tiny_llama(folder, max_position_embeddings=2000, eos_token_id=0)
+    (checkpoint / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))
+    address = f"ipc://{folder}/run/engine.sock"
+    worker = {"dtype": "float32", "max_slots": 8, "kv_blocks": 257, "threads": 1}
+    config = {"address": address, "worker": {"model": str(checkpoint), **worker}}
+    (folder / "run").mkdir(mode=0o700)
+    folder.chmod(0o700)
+    with (
+        Program(["-P", "-m", "engine_core", "--config", json.dumps(config)]),
+        Engine(address, wait_s=60) as client,
+    ):
+        yield client
+
+
+def test_the_engine_constrains_what_a_client_asks_for(engine: Engine) -> None:
+    grammar = Grammar(body=Regex(pattern="[ab]{5,9}c"))
+    generations = [engine.generate([5, seed], grammar=grammar, seed=seed) for seed in range(1, 30)]
+    answers = [text_of(generation.tokens()) for generation in generations]
+    assert all(re.fullmatch("[ab]{5,9}c", answer) for answer in answers)
+    assert len(set(answers)) > 5
+
+
+def test_a_bad_grammar_is_refused_by_name_and_others_are_not_touched(engine: Engine) -> None:
+    other = engine.generate([5], max_tokens=50, ignore_eos=True)
+    with pytest.raises(InvalidRequest, match="dependentRequired") as caught:
+        engine.generate([5], grammar=Grammar(body=BAD)).tokens()
+    assert caught.value.param == "grammar"
+    assert len(other.tokens()) == 50
+
+
+BAD = JsonSchema(text='{"type":"object","dependentRequired":{"a":["b"]}}')
+
+
+def test_leaving_while_the_grammar_is_compiled_leaves_nothing_behind(engine: Engine) -> None:
+    generations = [engine.generate([5], grammar=Grammar(body=wide(1500 + n))) for n in range(4)]
+    for generation in generations:
+        generation.close()
+    assert text_of(engine.generate([5], grammar=Grammar(body=YES)).tokens()) == "yes"
+    deadline = time.monotonic() + 20
+    while engine.stats.running or engine.stats.waiting:
+        assert time.monotonic() < deadline, engine.stats
+        time.sleep(0.1)
+
+
+YES = Choice(choices=["yes"])
+
+
+def wide(num: int) -> JsonSchema:
+    properties = {f"name_{n}": {"type": "string"} for n in range(num)}
+    return JsonSchema(text=json.dumps({"type": "object", "properties": properties}))
+
+
+def test_a_slow_compilation_does_not_stretch_another_streams_gaps(engine: Engine) -> None:
+    """Seconds of compilation; the gaps are what two busy cores make of them, not its length."""
+    arrivals: list[float] = []
+    stop = threading.Event()
+
+    def stream() -> None:
+        while not stop.is_set():
+            for _ in engine.generate(ids_of("hello"), max_tokens=1000, ignore_eos=True):
+                arrivals.append(time.monotonic())
+                if stop.is_set():
+                    return
+
+    listener = threading.Thread(target=stream)
+    listener.start()
+    try:
+        while len(arrivals) < 50:
+            time.sleep(0.01)
+        started = time.monotonic()
+        with pytest.raises(InvalidRequest, match="grammar"):
+            engine.generate([5], grammar=Grammar(body=wide(6000))).tokens()
+        ended = time.monotonic()
+    finally:
+        stop.set()
+        listener.join()
+    during = [at for at in arrivals if started <= at <= ended]
+    gaps = [after - before for before, after in pairwise(during)]
+    print(f"compiled for {ended - started:.2f} s, longest gap {max(gaps) * 1e3:.1f} ms")
+    assert ended - started > 0.5, "choose a larger schema: this one proves nothing"
+    assert max(gaps) < min(0.25, (ended - started) / 3)
+
+
+def test_many_clients_with_many_grammars_at_once(engine: Engine) -> None:
+    patterns = [f"[ab]{{{n}}}c" for n in range(1, 9)]
+    answers: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+
+    def work(pattern: str) -> None:
+        for seed in range(5):
+            grammar = Grammar(body=Regex(pattern=pattern))
+            answer = engine.generate([seed + 1], grammar=grammar, seed=seed)
+            answers[pattern].append(text_of(answer.tokens()))
+
+    threads = [threading.Thread(target=work, args=(pattern,)) for pattern in patterns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for pattern, texts in answers.items():
+        assert len(texts) == 5
+        assert all(re.fullmatch(pattern, text) for text in texts)

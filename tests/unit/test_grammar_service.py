@@ -1,0 +1,121 @@
+"""Compiling beside the loop: threads that take jobs, a file descriptor that says when to look."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from engine_core.grammar.book import Compiled, Job
+from engine_core.grammar.matcher import Template
+from engine_core.grammar.service import GrammarService
+from protocol.errors import EngineError, InvalidRequest
+from protocol.grammar import Grammar, Regex
+from tests.support.grammars import signs_card
+
+ROOT = Path(__file__).parents[2]
+WAIT_MS = 60_000
+BUDGET_S = 10.0
+
+
+@pytest.fixture
+def service() -> Iterator[GrammarService]:
+    made = GrammarService(BUDGET_S)
+    yield made
+    made.close()
+
+
+def job(name: str, body: object) -> Job:
+    return Job(name.encode(), Grammar(body=body))
+
+
+def waited(service: GrammarService, count: int, now: float = 0.0) -> dict[str, Compiled]:
+    """What comes of so many jobs, as the loop would hear of it."""
+    poller = select.poll()
+    poller.register(service.fd, select.POLLIN)
+    results: dict[str, Compiled] = {}
+    while len(results) < count:
+        assert poller.poll(WAIT_MS), "nothing was heard"
+        results |= {compiled.digest.decode(): compiled for compiled in service.take(now)}
+    assert not poller.poll(0), "the loop would spin"
+    return results
+
+
+def test_jobs_come_back_as_templates_or_as_the_clients_errors(service: GrammarService) -> None:
+    service.submit(job("early", Regex(pattern="a")), 0.0)
+    service.start(signs_card())
+    service.submit(job("good", Regex(pattern="b")), 0.0)
+    service.submit(job("bad", Regex(pattern="(")), 0.0)
+    results = waited(service, 3)
+    assert isinstance(results["early"].result, Template)
+    assert isinstance(results["good"].result, Template)
+    assert isinstance(results["bad"].result, InvalidRequest)
+    assert not service.is_busy
+    assert service.take(1e9) == []
+
+
+def test_a_job_is_refused_when_its_time_is_over_and_kept_when_it_comes_late(
+    service: GrammarService,
+) -> None:
+    service.submit(job("slow", Regex(pattern="a")), 100.0)
+    assert service.is_busy
+    assert service.take(100.0 + BUDGET_S) == []
+    (refusal,) = service.take(100.1 + BUDGET_S)
+    assert isinstance(refusal.result, InvalidRequest)
+    assert (refusal.digest, refusal.result.param) == (b"slow", "grammar")
+    assert "10 s" in refusal.result.message
+    assert not service.is_busy
+    service.start(signs_card())
+    assert isinstance(waited(service, 1)["slow"].result, Template)
+
+
+def test_without_a_usable_tokenizer_the_fault_is_ours_and_everything_else_works(
+    service: GrammarService,
+) -> None:
+    service.start(replace(signs_card(), tokenizer=b'{"model": "none"}'))
+    service.submit(job("any", Regex(pattern="a")), 0.0)
+    result = waited(service, 1)["any"].result
+    assert isinstance(result, EngineError)
+    assert "cannot constrain" in result.message
+
+
+def test_what_comes_after_the_end_is_for_nobody() -> None:
+    service = GrammarService(BUDGET_S)
+    service.submit(job("late", Regex(pattern="a")), 0.0)
+    service.close()
+    service.start(signs_card())
+
+
+DEEP = """
+import json, select
+from engine_core.grammar.book import Job
+from engine_core.grammar.service import GrammarService
+from protocol.grammar import Grammar, JsonSchema, Lark
+from tests.support.grammars import ids_of, signs_card
+links = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(15_000)}
+schema = {"$ref": "#/$defs/d0", "$defs": links | {"d15000": {"type": "string"}}}
+rules = "start: r0\\n" + "".join(f"r{n}:r{n + 1}\\n" for n in range(4_500)) + 'r4500: "a"'
+service = GrammarService(60.0)
+service.start(signs_card())
+bodies = [JsonSchema(text=json.dumps(schema)), Lark(text=rules)]
+for n, body in enumerate(bodies):
+    service.submit(Job(bytes([n]), Grammar(body=body)), 0.0)
+while bodies:
+    select.select([service.fd], [], [], 60)
+    for compiled in service.take(0.0):
+        matcher = compiled.result.start()
+        matcher.consume(ids_of('"a'[compiled.digest[0]])[0])
+        assert matcher.error is None, matcher.error
+        bodies.pop()
+"""
+
+
+def test_what_is_deep_but_within_bounds_does_not_overflow_the_stack() -> None:
+    """In a process of its own: otherwise a failure would be the end of the test run."""
+    ran = subprocess.run([sys.executable, "-c", DEEP], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
