@@ -19,7 +19,9 @@ from worker.logits import process_logits
 
 def bits_of(tokens: set[int], vocab: int) -> list[int]:
     """The words of a mask, as signed 32-bit numbers."""
-    words = [sum(1 << t % 32 for t in tokens if t // 32 == w) for w in range(-(-vocab // 32))]
+    words = [0] * -(-vocab // 32)
+    for token in tokens:
+        words[token // 32] |= 1 << token % 32
     return [word - (1 << 32) if word >> 31 else word for word in words]
 
 
