@@ -22,6 +22,9 @@ from protocol.grammar import Thinking
 from protocol.model_card import ModelCard
 
 AUTO, NONE = "auto", "none"
+TAUGHT = "hermes"
+"""The format of `chat.teaching`."""
+_TEACHES = f"; so tools are described to the model in words, and calls read as {TAUGHT}"
 TAIL_CHARS = 1 << 16
 """How much of a prompt's end is looked at: more than any turn that an answer goes on with."""
 
@@ -66,14 +69,23 @@ class Beginning(msgspec.Struct, frozen=True):
 class Reading:
     """tools, reasoning  names of docs/formats.md; None: no such thing in this model's answers
     why              in words for the operator
+    teachable        the model has a chat template with no place for tools, so they can be taught
 
     Raises ValueError, with the names there are, for a name that is none.
     """
 
     def __init__(
-        self, card: ModelCard, tokenizer: Tokenizer, tools: str = AUTO, reasoning: str = AUTO
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        tools: str = AUTO,
+        reasoning: str = AUTO,
+        *,
+        teachable: bool = False,
     ) -> None:
         found = detect(card.chat_template, tokenizer.token_id)
+        if found.tools is None and teachable:
+            found = msgspec.structs.replace(found, tools=TAUGHT, why=found.why + _TEACHES)
         self.tools = _chosen(tools, found.tools)
         self.reasoning = _chosen(reasoning, found.reasoning)
         self.why = _why(tools, reasoning, found)

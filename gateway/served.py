@@ -108,13 +108,20 @@ class ServedModel:
         if options.chat_template is not None:
             card = msgspec.structs.replace(card, chat_template=options.chat_template)
         tokenizer = Tokenizer(card)
+        renderer = ChatRenderer(card, tokenizer)
         return cls(
             card=card,
             limits=limits,
             names=options.served_names or [card.name],
             tokenizer=tokenizer,
-            renderer=ChatRenderer(card, tokenizer),
-            reading=Reading(card, tokenizer, options.tool_format, options.reasoning_format),
+            renderer=renderer,
+            reading=Reading(
+                card,
+                tokenizer,
+                options.tool_format,
+                options.reasoning_format,
+                teachable=renderer.writes_no_tools,
+            ),
             defaults=usable_defaults(card.defaults),
             default_kwargs=options.template_kwargs,
             fingerprint=f"tidegate-{version()}-{card.digest[:8]}",

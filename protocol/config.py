@@ -86,6 +86,12 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     max_waiting_tokens: Annotated[
         int, about("prompt tokens that may wait; more are refused with 429", ge=1, le=1 << 30)
     ] = 2_000_000
+    grammar_timeout_s: Annotated[
+        float,
+        about(
+            "a grammar (JSON schema, ...) that takes longer to compile is refused", ge=0.1, le=600
+        ),
+    ] = 10.0
     lease_s: Annotated[
         float,
         about("a client silent for so long is gone: its requests are aborted", ge=0.5, le=3600),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.chat.content import template_messages
-from gateway.chat.template import ChatTemplate
+from gateway.chat.teaching import taught
+from gateway.chat.template import ChatTemplate, Habits
 from gateway.text.tokenizer import Offload, Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import ModelCard
@@ -24,11 +25,13 @@ class Conversation:
     kwargs    the result of `kwargs.effective_kwargs`
     param     where the messages stand in the request, for errors
     template  another one than the model's own
+    teaches   tools are said in words, where the template does not write them
     """
 
     messages: Sequence[Any]
     param: str = "messages"
     template: ChatTemplate | None = None
+    teaches: bool = False
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -63,10 +66,17 @@ class ChatRenderer:
             )
         return self._template
 
+    @property
+    def writes_no_tools(self) -> bool:
+        """There is a template, and it has no place for tools."""
+        return self._template is not None and not self._template.habits.tools
+
     def text(self, conversation: Conversation) -> str:
         """The prompt as text. Raises InvalidRequest."""
         template = conversation.template or self.template
         messages = template_messages(conversation.messages, template.habits, conversation.param)
+        if conversation.teaches and conversation.tools and not template.habits.tools:
+            messages = _taught(messages, conversation.tools, template)
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation)
@@ -97,6 +107,15 @@ class ChatRenderer:
             return ChatTemplate(source, self._special_tokens)
         except ValueError as error:
             raise InvalidRequest(str(error), param="chat_template") from None
+
+
+def _taught(
+    messages: Sequence[Any], tools: Sequence[Any], template: ChatTemplate
+) -> list[dict[str, Any]]:
+    """`messages` have been checked in the template's form; a lesson is a text, whatever that is."""
+    plain = Habits(strings=True, parts=False)
+    texts = template_messages(messages, plain)
+    return template_messages(taught(texts, tools), template.habits)
 
 
 def _check_continues(conversation: Conversation) -> None:

@@ -39,6 +39,7 @@ class Habits(msgspec.Struct, frozen=True):
     null_content      an assistant's message that is only calls has content None; else ""
     string_arguments  a call's arguments are JSON text; else an object
     developer         it knows this role; else the message goes in as `system`
+    tools             it writes the tools it is given
     """
 
     parts: bool = False
@@ -46,6 +47,7 @@ class Habits(msgspec.Struct, frozen=True):
     null_content: bool = False
     string_arguments: bool = False
     developer: bool = False
+    tools: bool = False
 
 
 class ChatTemplate:
@@ -120,13 +122,25 @@ def _habits(template: ChatTemplate, source: str) -> Habits:
         null_content=null_content,
         string_arguments=string_arguments,
         developer="'developer'" in source or '"developer"' in source,
+        tools=_writes_tools(template),
     )
 
 
-def _tried(template: ChatTemplate, messages: Sequence[Message]) -> str:
+def _writes_tools(template: ChatTemplate) -> bool:
+    tool = {"type": "function", "function": {"name": _NEEDLE, "parameters": {"type": "object"}}}
+    user = [{"role": "user", "content": "?"}]
+    return any(
+        _NEEDLE in _tried(template, [*system, *user], [tool])
+        for system in ([], [{"role": "system", "content": "!"}])
+    )
+
+
+def _tried(
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None = None
+) -> str:
     """What the template writes; nothing, where it refuses."""
     try:
-        return template.render(messages, budget=_trial_budget())
+        return template.render(messages, tools=tools, budget=_trial_budget())
     except InvalidRequest:
         return ""
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from gateway.answering import Ask, Demand
+from gateway.chat import teaching
 from gateway.chat.kwargs import effective_kwargs
 from gateway.chat.render import Conversation
 from gateway.chat.template import ChatTemplate
@@ -112,6 +113,7 @@ class Preparation:
                 messages=messages,
                 param=param,
                 template=template,
+                teaches=self.model.reading.tools in teaching.FORMATS,
                 tools=self.plan.shown or None,
                 documents=body.documents,
                 kwargs=kwargs,

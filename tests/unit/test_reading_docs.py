@@ -1,0 +1,55 @@
+"""docs/formats.md says what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gateway.answering import NOT_CALLED
+from gateway.chat.kwargs import REASONING_EFFORTS
+from gateway.output import teller
+from gateway.output.formats import READ_WHOLE, TOOLS
+from gateway.output.reasoning import REASONING
+from tests.integration.test_scenarios import TRUTH
+
+PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"`([\w-]+)`", text)
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_every_reasoning_format_is_listed_in_order() -> None:
+    listed = words(section("Thinking").rpartition("Reasoning formats:")[2])
+    assert listed == sorted({*REASONING, *READ_WHOLE})
+
+
+def test_every_tool_format_is_listed_with_the_file_of_its_syntax() -> None:
+    listed: dict[str, str] = {}
+    for row in re.findall(r"^\| (`.*?) \| .*\(`(\w+)\.py`\) \|$", PAGE, re.MULTILINE):
+        names = words(row[0])
+        assert names == sorted(names)
+        listed |= dict.fromkeys(names, row[1])
+    assert listed == {
+        name: type(syntax).__module__.rpartition(".")[2] for name, syntax in TOOLS.items()
+    }
+
+
+def test_the_truth_table_is_the_one_that_is_tested() -> None:
+    rows = re.findall(r"^\| (\w+) \| (\w+) \| (yes|no) \| (\w+) \|$", PAGE, re.MULTILINE)
+    assert [(choice, calls, cut == "yes", reason) for choice, calls, cut, reason in rows] == TRUTH
+
+
+def test_every_warning_and_every_effort_is_explained() -> None:
+    assert set(words(section("Warnings"))) >= {
+        teller.PARSE_FAILED,
+        teller.INVALID_ARGUMENTS,
+        teller.UNKNOWN_TOOL,
+        NOT_CALLED,
+    }
+    for effort in REASONING_EFFORTS:
+        assert f'"{effort}"' in section("Thinking")
