@@ -1,13 +1,16 @@
-"""Refuse early: what can never run, and what would wait too long.
+"""Refuse early: what can never run, and what would wait too long. What passes becomes a `Request`.
 
-Pure checks over a `Generate` and the engine's present load. Whatever passes is accepted and will
-end.
+Pure checks over a `Generate` and the engine's present load. Whatever passes is accepted (once its
+grammar is compiled, if it has one) and will end.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Callable
 
+from engine_core.request import Request
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded
 from protocol.messages import Generate, Limits
 from protocol.model_card import ModelCard
@@ -39,6 +42,36 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
             "answer together",
             param="max_tokens",
         )
+
+
+def new_request(
+    client: bytes,
+    message: Generate,
+    prompt: list[int],
+    order: int,
+    draw_seed: Callable[[], int],
+    model: ModelCard,
+    limits: Limits,
+) -> Request:
+    """What `message` asks for, once it has been checked."""
+    params = message.params
+    room = limits.max_len - len(prompt)
+    stop_ids = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids |= frozenset(model.eos_token_ids)
+    return Request(
+        client=client,
+        number=message.request,
+        order=order,
+        priority=message.priority,
+        namespace=message.namespace,
+        tokens=array("i", prompt),
+        prompt_tokens=len(prompt),
+        params=params,
+        seed=draw_seed() if params.seed is None else params.seed,
+        end=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
+        stop_ids=stop_ids,
+    )
 
 
 def check_load(

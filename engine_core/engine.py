@@ -19,11 +19,10 @@ and each accepted request gets exactly one end.
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from engine_core.admission import check_load, check_request
+from engine_core.admission import check_load, check_request, new_request
 from engine_core.grammar.book import Compiled, GrammarBook, Job
 from engine_core.grammar.masks import fill
 from engine_core.invariants import check_invariants
@@ -31,6 +30,7 @@ from engine_core.outcome import Outcome, outcomes_of, why_failed
 from engine_core.planning import build_plan, matchers_of, work_of
 from engine_core.request import Event, Phase, Request
 from engine_core.scheduler import Scheduler
+from engine_core.speed import Speed
 from protocol.config import EngineConfig
 from protocol.errors import Draining, InvalidRequest, ServingError, StepFailed
 from protocol.grammar import Grammar, check_grammar
@@ -47,9 +47,6 @@ from protocol.messages import (
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats
 from protocol.steps import Masks, StepPlan, StepResult
-
-RATE_MEMORY_S = 10.0
-"""The measured rate of computation looks back about so many busy seconds."""
 
 
 def draw_seed() -> int:
@@ -86,8 +83,7 @@ class Engine:
         self._order = 0
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
-        self._busy_s = 0.0
-        self._tokens_per_s = 0.0
+        self._speed = Speed()
 
     # ---- add
 
@@ -154,29 +150,11 @@ class Engine:
             waiting.tokens,
             self._config.max_waiting,
             self._config.max_waiting_tokens,
-            self._tokens_per_s,
+            self._speed.tokens_per_s,
         )
-        return self._request(client, message, prompt)
-
-    def _request(self, client: bytes, message: Generate, prompt: list[int]) -> Request:
-        params = message.params
-        room = self.limits.max_len - len(prompt)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self._model.eos_token_ids)
         self._order += 1
-        return Request(
-            client=client,
-            number=message.request,
-            order=self._order,
-            priority=message.priority,
-            namespace=message.namespace,
-            tokens=array("i", prompt),
-            prompt_tokens=len(prompt),
-            params=params,
-            seed=self._draw_seed() if params.seed is None else params.seed,
-            end=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
-            stop_ids=stop_ids,
+        return new_request(
+            client, message, prompt, self._order, self._draw_seed, self._model, self.limits
         )
 
     # ---- abort
@@ -239,7 +217,7 @@ class Engine:
             raise RuntimeError(f"a result of step {result.step}, which is not the one in flight")
         plan, work = self._in_flight
         self._in_flight = None
-        self._measure(sum(count for _, count in work), elapsed_s)
+        self._speed.measure(sum(count for _, count in work), elapsed_s)
         for request in self._ended_in_flight:
             self._scheduler.finish(request)
         self._ended_in_flight.clear()
@@ -333,17 +311,11 @@ class Engine:
 
     # ---- what others may know
 
-    def _measure(self, num_tokens: int, elapsed_s: float) -> None:
-        self._busy_s += elapsed_s
-        if elapsed_s > 0:
-            weight = min(1.0, elapsed_s / RATE_MEMORY_S) if self._tokens_per_s else 1.0
-            self._tokens_per_s += weight * (num_tokens / elapsed_s - self._tokens_per_s)
-
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.running) - len(self._ended_in_flight),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + self._grammars.num_waiting,
             waiting_tokens=scheduler.waiting.tokens,
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.total,
@@ -357,7 +329,7 @@ class Engine:
             num_generated_tokens=self._counts["generated_tokens"],
             num_preemptions=self._counts["preemptions"],
             num_wire_errors=wire_errors,
-            busy_s=self._busy_s,
+            busy_s=self._speed.busy_s,
         )
 
     def check(self) -> None:

@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 TICK_MS = 250
 """Leases and the step's deadline are looked at so often."""
 MESSAGES_PER_TURN = 1000
-GRAMMAR_BUDGET_S = 10.0
-"""A grammar that takes longer to compile is refused."""
 
 
 class Loop:
@@ -71,7 +69,7 @@ class Loop:
         self._is_draining = False
         self._step_sent_at = 0.0
         self._wire_errors = 0
-        self._grammars = GrammarService(GRAMMAR_BUDGET_S)
+        self._grammars = GrammarService(config.grammar_timeout_s)
 
     def run(self) -> None:
         """Returns when drained. Raises WorkerLost when the worker is."""

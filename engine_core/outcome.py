@@ -57,9 +57,10 @@ def why_failed(request: Request) -> str:
         "min_tokens": params.min_tokens,
     }
     bounds = [name for name, value in asked.items() if value]
+    reason = "the model's output was not a number"
     if bounds:
-        return f"no token was possible: {', '.join(bounds)} left none"
-    return "the model's output was not a number"
+        return f"no token was possible: {', '.join(bounds)} left none, or {reason}"
+    return reason
 
 
 def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
@@ -84,7 +85,7 @@ def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
 def _asked(columns: Logprobs) -> list[list[float]]:
     """[N], of each row the logprobs of the tokens that its request named."""
     if columns.asked is None or columns.asked_counts is None:
-        return [[]] * len(columns.ids)
+        return [[] for _ in range(len(columns.ids))]
     width, values = columns.asked.shape[1], columns.asked.tolist()
     counts = columns.asked_counts.tolist()
     return [values[i * width : i * width + count] for i, count in enumerate(counts)]

@@ -7,11 +7,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from engine_core.admission import new_request
 from engine_core.request import NEXT_PHASE, Event, Phase
 from protocol.arrays import Float32, Int32
 from protocol.messages import Generate, Refused
 from protocol.steps import Logprobs, StepResult
-from tests.support.engines import CLIENT, EOS, Bench, answer, next_token
+from tests.support.engines import CLIENT, EOS, Bench, a_card, answer, next_token
 
 
 def test_an_answer_is_what_the_model_says_and_ends_once() -> None:
@@ -317,7 +318,8 @@ def test_a_request_without_a_seed_gets_one_and_keeps_it_through_preemption() -> 
 
 
 def test_illegal_moves_raise_and_change_nothing() -> None:
-    request = Bench().engine._request(CLIENT, Generate(request=1, prompt=Int32.of([1])), [1])
+    message = Generate(request=1, prompt=Int32.of([1]))
+    request = new_request(CLIENT, message, [1], 1, lambda: 0, a_card(), Bench().limits)
     for phase in Phase:
         for event in Event:
             request.phase = phase

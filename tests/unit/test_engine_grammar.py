@@ -301,7 +301,8 @@ def test_a_row_for_which_nothing_is_possible_fails_alone_and_says_what_left_noth
         bench.take(client, outputs.outputs)
     end = bench.end(number)
     assert end.error is not None
-    assert (end.finish, end.error.message) == ("error", f"no token was possible: {names}")
+    assert end.finish == "error"
+    assert end.error.message.startswith(f"no token was possible: {names}")
     assert bench.news[CLIENT, other][-1].finish is None
 
 
