@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.formats import Call, Sample, seconds
 from tests.property.test_tools_json import NAMES, SAMPLES
+from tests.support.formats import Call, Sample, seconds
 
 MEGABYTE = 1_000_000
 PARTS = 12

@@ -13,6 +13,7 @@ from gateway.output.events import ToolArguments, ToolCall, merged
 from gateway.output.formats import Format
 from gateway.output.tools.template_loading import load
 from gateway.output.tools.template_pattern import Opening, closings, openings
+from tests.property.test_tools_gemma import literal
 from tests.support.format_tools import TYPED_TOOLS, plain
 from tests.support.formats import (
     Call,
@@ -31,7 +32,6 @@ from tests.support.formats import (
     units,
 )
 from tests.support.response_templates import SMOLLM, TEMPLATES
-from tests.property.test_tools_gemma import literal
 
 
 @dataclass(frozen=True)

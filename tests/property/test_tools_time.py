@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.formats import Call, Sample, seconds
 from tests.property import (
     test_tools_arg_pairs,
     test_tools_gemma,
@@ -17,6 +16,7 @@ from tests.property import (
     test_tools_xml,
     test_tools_xtml,
 )
+from tests.support.formats import Call, Sample, seconds
 
 MEGABYTE = 1_000_000
 SAMPLES: list[Sample] = [

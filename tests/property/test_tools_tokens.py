@@ -13,8 +13,6 @@ from gateway.output.events import Event, Finished, ToolCall, merged
 from gateway.output.formats import bind
 from gateway.output.reader import AnswerOptions, ReaderFactory
 from protocol.messages import Output
-from tests.support.formats import JOINT, Fixture, Sample, fixtures, without_ids
-from tests.support.tokenizers import real_tokenizer
 from tests.property import (
     test_tools_arg_pairs,
     test_tools_gemma,
@@ -24,6 +22,8 @@ from tests.property import (
     test_tools_xml,
     test_tools_xtml,
 )
+from tests.support.formats import JOINT, Fixture, Sample, fixtures, without_ids
+from tests.support.tokenizers import real_tokenizer
 
 STREAMS = {
     **{s.name: (s, fixtures(s)) for s in test_tools_xml.SAMPLES},

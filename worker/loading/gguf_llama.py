@@ -10,6 +10,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -103,7 +104,10 @@ def read_tensor(file: GGUFFile, name: str, target: Tensor) -> None:
         # As one long row: the package walks over rows in Python, 16 at a time.
         piece = blocks[first : first + step].reshape(1, -1)
         try:
-            values = torch.from_numpy(dequantize(piece, kind))[0]
+            # A damaged scale gives infinities or NaN. That is no fault of the arithmetic, and shows
+            # where it matters: rows whose logits are not finite fail.
+            with np.errstate(all="ignore"):
+                values = torch.from_numpy(dequantize(piece, kind))[0]
         except NotImplementedError:
             raise UnusableModel(f"{file.path}: {kind.name} (of {name}) is not supported") from None
         flat[first * block_items :][: len(values)].copy_(values)
