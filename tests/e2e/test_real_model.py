@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -39,18 +40,22 @@ def exact_server() -> Iterator[Server]:
         yield running
 
 
-def sdk(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
+@contextmanager
+def sdk(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        yield client
 
 
 @pytest.fixture
-def client(server: Server) -> OpenAI:
-    return sdk(server)
+def client(server: Server) -> Iterator[OpenAI]:
+    with sdk(server) as client:
+        yield client
 
 
 @pytest.fixture
-def exact_client(exact_server: Server) -> OpenAI:
-    return sdk(exact_server)
+def exact_client(exact_server: Server) -> Iterator[OpenAI]:
+    with sdk(exact_server) as client:
+        yield client
 
 
 @pytest.fixture
