@@ -333,7 +333,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Every invariant of DESIGN 4.2, by brute force. For tests; O(blocks + tokens)."""
+        """Every law of slots, blocks and the prefix cache, by brute force; for tests."""
         check_invariants(self._scheduler, self._open.values(), self._ended_in_flight)
 
 
