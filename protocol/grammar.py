@@ -3,15 +3,17 @@
 A `Grammar` describes the whole answer: an optional stretch of thinking, then a body. The body
 begins exactly where the thinking ends, so there is no gate beside the grammar to disagree with it.
 
-A marker (`Thinking.opens`, `Tag.begin`, ...) is written as text. Where a part of it is a token that
-the vocabulary has for itself ("</think>", "<|channel|>"), that token alone counts, never the same
-letters spelt by other tokens; the engine looks that up. Conversely such a token is never text: no
-string of a constrained answer can hold one.
+A marker (`Thinking.opens`, `Tag.begin`, `Text`, ...) is written as text. Where a part of it is a
+token that the vocabulary has for itself ("</think>", "<|channel|>"), that token alone counts, never
+the same letters spelt by other tokens; the engine looks that up. Conversely such a token is never
+text: no string of a constrained answer can hold one.
 
 Bounds are checked by `check_grammar`, not while decoding: one request's fault is its own refusal.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import msgspec
 
@@ -24,6 +26,9 @@ MAX_SYNTAX_CHARS = 64 << 10
 MAX_CHOICES = 4096
 MAX_SCHEMAS = 1024
 MAX_TAGS = 1024
+MAX_FORMS = 16_384
+"""In all rules of one grammar together."""
+MAX_FORM_DEPTH = 64
 
 
 class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -108,12 +113,89 @@ class Structural(_Body, frozen=True, tag="structural", kw_only=True):
     only_one: bool = False
 
 
-Body = JsonSchema | JsonObject | Regex | Choice | Lark | Gbnf | Structural
+class _Form(msgspec.Struct, frozen=True, tag_field="form", omit_defaults=True):
+    """Base of what `Rules` are made of."""
+
+
+class Text(_Form, frozen=True, tag="text"):
+    """Exactly `text`, which may be empty; its markers are tokens."""
+
+    text: str
+
+
+class Json(_Form, frozen=True, tag="json"):
+    """JSON that `schemas[schema]` of the rules admits."""
+
+    schema: str
+
+
+class Pattern(_Form, frozen=True, tag="pattern"):
+    """Text without markers that `pattern` (Rust's regex syntax) matches as a whole."""
+
+    pattern: str
+
+
+class Until(_Form, frozen=True, tag="until"):
+    """Text without markers that `pattern` matches, up to the first `end` behind it; `end` itself
+    is part of this. `end` is not empty."""
+
+    end: str
+    pattern: str = "(?s:.*)"
+
+
+class Rule(_Form, frozen=True, tag="rule"):
+    """What `rules[rule]` says. Rules may refer to themselves."""
+
+    rule: str
+
+
+class Sequence(_Form, frozen=True, tag="sequence"):
+    """One behind the other."""
+
+    items: list[Form]
+
+
+class Either(_Form, frozen=True, tag="either"):
+    """One of these."""
+
+    options: list[Form]
+
+
+class Repeat(_Form, frozen=True, tag="repeat"):
+    """`item`, from `least` to `most` times; None: as often as the model likes."""
+
+    item: Form
+    least: int = 0
+    most: int | None = None
+
+
+Form = Text | Json | Pattern | Until | Rule | Sequence | Either | Repeat
+
+
+class Rules(_Body, frozen=True, tag="rules", kw_only=True):
+    """A context-free grammar, in no engine's dialect; `start` is the body.
+
+    rules    name -> form, for what `Rule` refers to
+    schemas  name -> JSON Schema in JSON, enforced as in `JsonSchema`
+    """
+
+    start: Form
+    rules: dict[str, Form] = {}
+    schemas: dict[str, str] = {}
+
+
+Body = JsonSchema | JsonObject | Regex | Choice | Lark | Gbnf | Structural | Rules
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """before, after  fixed text around the body, behind the thinking: markup that the answers of
+    some models need around all they say
+    """
+
     body: Body
     thinking: Thinking | None = None
+    before: str = ""
+    after: str = ""
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -134,10 +216,29 @@ def check_grammar(grammar: Grammar) -> None:
             _check_size("schemas", len(schemas), MAX_SCHEMAS, least=0)
         case Structural(triggers=triggers, tags=tags):
             _check_structural(triggers, tags)
+        case Rules():
+            _check_rules(grammar.body)
+
+
+def forms_of(rules: Rules) -> Iterator[Form]:
+    """Every form of all rules. Raises InvalidRequest where they are nested too deeply."""
+    waiting = [(form, 1) for form in (rules.start, *rules.rules.values())]
+    while waiting:
+        form, depth = waiting.pop()
+        if depth > MAX_FORM_DEPTH:
+            raise _invalid(f"has forms nested more than {MAX_FORM_DEPTH} deep")
+        yield form
+        match form:
+            case Sequence(inner) | Either(inner):
+                waiting += [(one, depth + 1) for one in inner]
+            case Repeat(one):
+                waiting.append((one, depth + 1))
 
 
 def _texts(body: Body) -> list[str]:
     match body:
+        case Rules():
+            return [*map(_form_text, forms_of(body)), *body.schemas, *body.schemas.values()]
         case JsonSchema(text=text) | Regex(pattern=text) | Gbnf(text=text):
             return [text]
         case JsonObject():
@@ -168,6 +269,32 @@ def _check_structural(triggers: list[str], tags: list[Tag]) -> None:
     for tag in tags:
         if not any(tag.begin.startswith(trigger) for trigger in triggers):
             raise _invalid(f"has no trigger for the tag {tag.begin!r}")
+
+
+def _form_text(form: Form) -> str:
+    match form:
+        case Text(text) | Pattern(text):
+            return text
+        case Until(end, pattern):
+            return end + pattern
+    return ""
+
+
+def _check_rules(rules: Rules) -> None:
+    _check_size("forms", sum(1 for _ in forms_of(rules)), MAX_FORMS)
+    _check_size("schemas", len(rules.schemas), MAX_SCHEMAS, least=0)
+    for form in forms_of(rules):
+        match form:
+            case Json(name) if name not in rules.schemas:
+                raise _invalid(f"has no schema {name!r}")
+            case Rule(name) if name not in rules.rules:
+                raise _invalid(f"has no rule {name!r}")
+            case Until(""):
+                raise _invalid("has text that nothing ends")
+            case Either([]):
+                raise _invalid("has a choice of nothing")
+            case Repeat(_, least, most) if least < 0 or (most is not None and most < max(least, 1)):
+                raise _invalid(f"has something repeated from {least} to {most} times")
 
 
 def _check_size(what: str, size: int, most: int, *, least: int = 1) -> None:

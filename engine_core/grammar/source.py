@@ -1,23 +1,31 @@
 """Grammar -> the text that llguidance compiles: a list of grammars, the first being the answer's.
 
-All that a client wrote as plain text (choices, markers) becomes a regular expression in which every
-sign is escaped by its number, so no text can be read as syntax. Schemas are passed on as they are,
-with our options beside them: blanks are bounded, and no keyword is ever ignored.
+Schemas are passed on as they are, with our options beside them: blanks are bounded, and no keyword
+is ever ignored.
 
 Errors are InvalidRequest with param="grammar".
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine_core.grammar.lark import (
+    ANY_TEXT,
+    EMPTY,
+    Speller,
+    any_of,
+    literal,
+    regex,
+    speller,
+    up_to,
+)
 from engine_core.grammar.markers import Markers
+from engine_core.grammar.rules import lines_of
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
@@ -28,6 +36,7 @@ from protocol.grammar import (
     JsonSchema,
     Lark,
     Regex,
+    Rules,
     Structural,
     Tag,
     Thinking,
@@ -46,9 +55,8 @@ JSON_OPTIONS = msgspec.Raw(
 )
 OPTIONS_KEY = "x-guidance"
 BODY = "tidegate-body"
-"""The name of the body where something precedes it."""
-FREE = "FREE: /(?s:.*)/"
-"""Any text, which never includes a marker."""
+"""The name of the body where something stands around it."""
+FREE = f"FREE: /{ANY_TEXT}/"
 BLANKS = r"BLANKS: /[ \t\r\n]{1,8}/"
 
 Part = dict[str, Any]
@@ -60,39 +68,9 @@ def write(grammar: Grammar, markers: Markers) -> str:
     spell = speller(markers)
     body, others = _body(grammar.body, spell)
     parts = [body, *others]
-    if grammar.thinking is not None:
-        parts = [_lark(_thinking(grammar.thinking, spell)), body | {"name": BODY}, *others]
+    if grammar.thinking or grammar.before or grammar.after:
+        parts = [_lark(_around(grammar, spell)), body | {"name": BODY}, *others]
     return msgspec.json.encode({"grammars": parts}).decode()
-
-
-# ---- texts
-
-Speller = Callable[[str], str]
-
-
-def speller(markers: Markers) -> Speller:
-    """Writes a text as a sequence of Lark items: markers by their ids, the rest as literals."""
-    longest_first = sorted(markers, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    def spell(text: str) -> str:
-        items, end = [], 0
-        for found in pattern.finditer(text):
-            items += [literal(text[end : found.start()]), f"<[{markers[found.group()]}]>"]
-            end = found.end()
-        items.append(literal(text[end:]))
-        return " ".join(filter(None, items))
-
-    return spell
-
-
-def literal(text: str) -> str:
-    """Exactly this text, as a Lark item; nothing for the empty text."""
-    return f"/{''.join(map(_escaped, text))}/" if text else ""
-
-
-def _escaped(sign: str) -> str:
-    return sign if sign.isascii() and sign.isalnum() else f"\\x{{{ord(sign):x}}}"
 
 
 # ---- bodies
@@ -106,15 +84,19 @@ def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
         case JsonObject():
             return _schema('{"type": "object"}'), []
         case Regex(pattern=pattern):
-            return _lark([f"start: /{regex_to_lark(pattern)}/"]), []
+            return _lark([f"start: {regex(pattern)}"]), []
         case Choice(choices=choices):
-            return _lark(["start: CHOICE", f"CHOICE: {_any_of(map(_choice, choices))}"]), []
+            return _lark(["start: CHOICE", f"CHOICE: {any_of(map(_choice, choices))}"]), []
         case Lark(text=text, schemas=schemas):
-            return _lark([text]), [_schema(s) | {"name": name} for name, s in schemas.items()]
+            return _lark([text]), _named(schemas)
         case Gbnf(text=text):
             return _lark([_from_gbnf(text)]), []
         case Structural():
             return _structural(body, spell)
+        case Rules():
+            names = {name: f"schema-{n}" for n, name in enumerate(body.schemas)}
+            schemas = {names[name]: text for name, text in body.schemas.items()}
+            return _lark(lines_of(body, names, spell)), _named(schemas)
 
 
 def _lark(lines: Iterable[str]) -> Part:
@@ -131,12 +113,12 @@ def _schema(text: str) -> Part:
     return {"json_schema": keywords | {OPTIONS_KEY: JSON_OPTIONS}}
 
 
+def _named(schemas: Mapping[str, str]) -> list[Part]:
+    return [_schema(text) | {"name": name} for name, text in schemas.items()]
+
+
 def _choice(text: str) -> str:
-    return literal(text) or '""'
-
-
-def _any_of(items: Iterable[str]) -> str:
-    return " | ".join(items)
+    return literal(text) or EMPTY
 
 
 def _from_gbnf(text: str) -> str:
@@ -148,7 +130,14 @@ def _from_gbnf(text: str) -> str:
         raise invalid(f"is not GBNF: {error}") from None
 
 
-# ---- thinking
+# ---- around the body
+
+
+def _around(grammar: Grammar, spell: Speller) -> list[str]:
+    """The rules of the whole answer; one of them is `BODY`, which stands for the body."""
+    framed = f"framed: {spell(grammar.before)} @{BODY} {spell(grammar.after)}"
+    thinking = grammar.thinking
+    return [*(_thinking(thinking, spell) if thinking else ["start: framed"]), framed]
 
 
 def _thinking(thinking: Thinking, spell: Speller) -> list[str]:
@@ -162,25 +151,17 @@ def _thinking(thinking: Thinking, spell: Speller) -> list[str]:
         start = f"rest BLANKS? {blocks}*" if thinking.opens else "rest BLANKS?"
     else:
         start = f"{blocks}*" if thinking.optional else f"{blocks}+"
-    lines = [f"start: {start} @{BODY}", *_up_to("rest", thinking.closes, spell), FREE, BLANKS]
+    lines = [f"start: {start} framed", *up_to("rest", thinking.closes, spell), BLANKS]
     if thinking.opens:
         lines.append(f"block: {spell(thinking.opens)} rest")
     return lines
-
-
-def _up_to(rule: str, end: str, spell: Speller) -> list[str]:
-    """`rule`: free text, then `end` at its first occurrence."""
-    first, _, others = spell(end).partition(" ")
-    if first.startswith("<"):
-        return [f"{rule}: FREE {first} {others}"]
-    return [f"{rule}: {rule}-text {others}", f"{rule}-text[suffix={first}]: FREE"]
 
 
 # ---- tags in free text
 
 
 def _structural(body: Structural, spell: Speller) -> tuple[Part, list[Part]]:
-    tag = _any_of(f"tag-{n}" for n in range(len(body.triggers)))
+    tag = any_of(f"tag-{n}" for n in range(len(body.triggers)))
     if body.only_one:
         start = tag if body.at_least_one else f"{tag} | FREE"
     else:
@@ -192,7 +173,7 @@ def _structural(body: Structural, spell: Speller) -> tuple[Part, list[Part]]:
             for index, one in enumerate(body.tags)
             if one.begin.startswith(trigger)
         )
-        lines += [f"tag-{n}: head-{n} ({_any_of(tails)})", *_up_to(f"head-{n}", trigger, spell)]
+        lines += [f"tag-{n}: head-{n} ({any_of(tails)})", *up_to(f"head-{n}", trigger, spell)]
     schemas = (_schema(one.schema) | {"name": f"schema-{n}"} for n, one in enumerate(body.tags))
     return _lark(lines), list(schemas)
 

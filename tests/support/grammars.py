@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -10,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.masks import fill
 from engine_core.grammar.matcher import Matcher
-from protocol.grammar import Body, Grammar, Thinking
+from protocol.grammar import Body, Grammar
 from protocol.model_card import ModelCard
 
 EOS = 0
@@ -62,14 +63,13 @@ def possible(matcher: Matcher, vocab_size: int) -> set[int]:
     return {token for token in range(vocab_size) if bits >> token & 1}
 
 
-def read(
-    compiler: Compiler, body: Body, *parts: str | int, thinking: Thinking | None = None
-) -> str:
+def read(compiler: Compiler, body: Body, *parts: str | int, **around: Any) -> str:
     """What is left of an answer, given as texts (spelt) and token ids, when its grammar stops it.
 
     "" if all of it is possible, and then "$" if the answer may end there, "$$" if it must.
+    around: the other fields of the grammar.
     """
-    matcher = compiler.compile(Grammar(body=body, thinking=thinking)).start()
+    matcher = compiler.compile(Grammar(body=body, **around)).start()
     size = compiler.vocab_size
     tokens = [t for part in parts for t in ([part] if isinstance(part, int) else ids_of(part))]
     for place, token in enumerate(tokens):

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from protocol.arrays import Float32, Int32, UInt8
 from protocol.errors import ErrorInfo
-from protocol.grammar import Grammar, Lark, Thinking
+from protocol.grammar import (
+    Either,
+    Grammar,
+    Json,
+    Pattern,
+    Repeat,
+    Rule,
+    Rules,
+    Sequence,
+    Text,
+    Thinking,
+    Until,
+)
 from protocol.messages import (
     Abort,
     Accepted,
@@ -59,7 +71,13 @@ PARAMS = SamplingParams(
     logprob_token_ids=[17],
 )
 GRAMMAR = Grammar(
-    body=Lark(text="start: @call", schemas={"call": "{}"}),
+    body=Rules(
+        start=Sequence([Text("<call>"), Repeat(Rule("part"), 1, 2), Until("</call>", "[a-z]*")]),
+        rules={"part": Either([Json("x"), Pattern("a+")])},
+        schemas={"x": "{}"},
+    ),
+    before="<",
+    after=">",
     thinking=Thinking(opens="<think>", closes="</think>", inside=True, optional=True),
 )
 CARD = ModelCard(

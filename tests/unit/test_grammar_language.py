@@ -8,22 +8,32 @@ import time
 import pytest
 
 from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.lark import literal, speller
 from engine_core.grammar.markers import added_tokens, is_marker, with_markers_special
 from engine_core.grammar.masks import fill
-from engine_core.grammar.source import MAX_BLANKS, literal, speller
+from engine_core.grammar.source import MAX_BLANKS
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
     Choice,
+    Either,
     Gbnf,
     Grammar,
+    Json,
     JsonObject,
     JsonSchema,
     Lark,
+    Pattern,
     Regex,
+    Repeat,
+    Rule,
+    Rules,
+    Sequence,
     Structural,
     Tag,
+    Text,
     Thinking,
+    Until,
     check_grammar,
 )
 from tests.support.grammars import (
@@ -223,7 +233,71 @@ def test_a_trigger_in_free_text_must_become_one_of_its_tags(compiler, options, a
     assert read(compiler, body, *answer) == left
 
 
+# ---- rules
+
+
+NESTED = Rules(
+    start=Rule("list"),
+    rules={
+        "list": Sequence([Text("["), Repeat(Rule("item")), Text("]")]),
+        "item": Either([Rule("list"), Json("number"), Text("-")]),
+    },
+    schemas={"number": NUMBER},
+)
+VALUE = Until("</v>", "[a-c]{2,3}")
+
+
+@pytest.mark.parametrize(
+    ("start", "answer", "left"),
+    [
+        (Text("a.b"), ["a.b"], "$$"),
+        (Text("a.b"), ["axb"], "xb"),
+        (Text("say <tool>x"), ["say ", TOOL, "x"], "$$"),
+        (Text("say <tool>x"), ["say <tool>x"], "<tool>x"),
+        (Sequence([Text(""), Text("a"), Sequence([])]), ["a"], "$$"),
+        (Pattern("a+|b"), ["aaa"], "$"),
+        (Sequence([Pattern("[a-z/]+"), Text("!")]), ["a/b!"], "$$"),
+        (Until("<end>"), ["a <en <end>"], "$$"),
+        (Sequence([Until("</tool>!"), Text("x")]), ["a </tool>", END_TOOL, "!x"], "$$"),
+        (Sequence([VALUE, VALUE]), ["ab</v>abc</v>"], "$$"),
+        (Sequence([VALUE, VALUE]), ["ab</v>abcd</v>"], "d</v>"),
+        (Either([Text("yes"), Text("yet"), Text("no")]), ["yet"], "$$"),
+        (Repeat(Text("ab"), 1), ["abab"], "$"),
+        (Repeat(Text("ab"), 1), ["a"], ""),
+        (Repeat(Text("ab"), 2, 3), ["ababab"], "$$"),
+        (Repeat(Text("ab"), 2, None), ["ababa", "b"], "$"),
+        (Sequence([Repeat(Text("a"), 0, 1), Text("b")]), ["b"], "$$"),
+    ],
+)
+def test_each_form_admits_what_it_says(compiler, start, answer, left):
+    body = Rules(start=start)
+    check_grammar(Grammar(body=body))
+    assert read(compiler, body, *answer) == left
+
+
+def test_rules_refer_to_themselves_and_to_schemas(compiler):
+    assert read(compiler, NESTED, '[[]-{"x":1}[-]]') == "$$"
+    assert read(compiler, NESTED, '[[]{"x":"1"}') == '"1"}'
+
+
+def test_markup_stands_around_any_body_behind_the_thinking(compiler):
+    frame = {"thinking": MAYBE, "before": "<tool>final:", "after": "\n</tool>"}
+    for body in (YES, Rules(start=Text("yes")), Lark(text='start: "yes"')):
+        answer = [TOOL, "final:yes\n", END_TOOL]
+        assert read(compiler, body, *answer, **frame) == "$$"
+        assert read(compiler, body, THINK, "hm", END_THINK, *answer, **frame) == "$$"
+        assert read(compiler, body, "yes", **frame) == "yes"
+    assert read(compiler, YES, "a yes", before="a ") == "$$"
+
+
 # ---- refusals
+
+
+def nested(depth: int) -> Sequence:
+    form = Sequence([])
+    for _ in range(depth):
+        form = Sequence([form])
+    return form
 
 
 def wide(num: int) -> str:
@@ -287,6 +361,14 @@ def test_what_cannot_be_enforced_is_refused_and_named(compiler, body, says):
         (Grammar(body=Structural(triggers=["<f="], tags=TAGS)), "no trigger for the tag '<tool>"),
         (Grammar(body=Structural(triggers=["<f=", "<g"], tags=TAGS[:1])), "the trigger '<g'"),
         (Grammar(body=Structural(triggers=[""], tags=TAGS[:1])), "empty trigger"),
+        (Grammar(body=Rules(start=Json("a"))), "no schema 'a'"),
+        (Grammar(body=Rules(start=Sequence([Rule("a")]))), "no rule 'a'"),
+        (Grammar(body=Rules(start=Repeat(Until("")))), "nothing ends"),
+        (Grammar(body=Rules(start=Either([]))), "choice of nothing"),
+        (Grammar(body=Rules(start=Repeat(Text("a"), 2, 1))), "from 2 to 1"),
+        (Grammar(body=Rules(start=nested(100))), "nested more than 64 deep"),
+        (Grammar(body=Rules(start=Sequence([Text("")] * 20_000))), "20,001 forms"),
+        (Grammar(body=Rules(start=Text("a" * (600 << 10)))), "characters long"),
         (Grammar(body=JsonObject(), thinking=Thinking(closes="")), "closes it"),
         (Grammar(body=JsonObject(), thinking=Thinking(closes="x")), "nothing opens"),
     ],

@@ -1,0 +1,73 @@
+"""Rules of our own -> Lark: each form an item; those that need a rule of their own get one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine_core.grammar.lark import EMPTY, Speller, any_of, regex, up_to
+from protocol.grammar import (
+    Either,
+    Form,
+    Json,
+    Pattern,
+    Repeat,
+    Rule,
+    Rules,
+    Sequence,
+    Text,
+    Until,
+)
+
+
+def lines_of(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[str]:
+    """`schemas`: the rules' name for a schema -> the name of its grammar in the list."""
+    writer = _Writer(spell, {name: f"rule-{n}" for n, name in enumerate(rules.rules)}, schemas)
+    lines = [f"start: {writer.item(rules.start)}"]
+    lines += [f"{writer.names[name]}: {writer.item(form)}" for name, form in rules.rules.items()]
+    return lines + writer.lines
+
+
+class _Writer:
+    """names    the rules' name for a rule -> ours
+    lines    the rules that items needed for themselves
+    """
+
+    def __init__(
+        self, spell: Speller, names: Mapping[str, str], schemas: Mapping[str, str]
+    ) -> None:
+        self.names = names
+        self.lines: list[str] = []
+        self._spell = spell
+        self._schemas = schemas
+        self._stretches: dict[Until, str] = {}
+
+    def item(self, form: Form) -> str:
+        match form:
+            case Text(text):
+                return self._spell(text) or EMPTY
+            case Json(schema):
+                return f"@{self._schemas[schema]}"
+            case Pattern(pattern):
+                return regex(pattern)
+            case Until():
+                return self._stretch(form)
+            case Rule(rule):
+                return self.names[rule]
+            case Sequence(items):
+                return " ".join(map(self.item, items)) or EMPTY
+            case Either(options):
+                return f"({any_of(map(self.item, options))})"
+            case Repeat(item, least, most):
+                return f"({self.item(item)}){_times(least, most)}"
+
+    def _stretch(self, form: Until) -> str:
+        if form not in self._stretches:
+            name = self._stretches[form] = f"stretch-{len(self._stretches)}"
+            self.lines += up_to(name, form.end, self._spell, form.pattern)
+        return self._stretches[form]
+
+
+def _times(least: int, most: int | None) -> str:
+    if most is None and least < 2:
+        return "+" if least else "*"
+    return f"{{{least},{'' if most is None else most}}}"
