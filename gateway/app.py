@@ -13,8 +13,9 @@ from werkzeug.exceptions import HTTPException
 from gateway.admin import routes as admin
 from gateway.answering import ClientGone
 from gateway.exchange import REQUEST_ID_HEADER, Exchange, request_id_from
+from gateway.faults import Fault, fault_of, internal_fault, plain_fault
 from gateway.openai import routes as openai
-from gateway.openai.errors import HttpError, http_error, internal_error, plain_error
+from gateway.openai.errors import error_body
 from gateway.service import Service
 from gateway.tokens import routes as tokens
 from protocol.config import GatewayConfig
@@ -81,7 +82,7 @@ def _frame_requests(app: Flask, service: Service) -> None:
 def _tell_errors(app: Flask) -> None:
     @app.errorhandler(ServingError)
     def serving_error(error: ServingError) -> Response:
-        return _response(http_error(error))
+        return _response(fault_of(error))
 
     @app.errorhandler(ClientGone)
     def client_gone(error: ClientGone) -> Response:
@@ -89,7 +90,7 @@ def _tell_errors(app: Flask) -> None:
 
     @app.errorhandler(HTTPException)
     def protocol_error(error: HTTPException) -> Response:
-        response = _response(plain_error(error.code or 500, error.description or error.name))
+        response = _response(plain_fault(error.code or 500, error.description or error.name))
         for name, value in error.get_headers():
             if name == "Allow":
                 response.headers[name] = value
@@ -97,12 +98,13 @@ def _tell_errors(app: Flask) -> None:
 
     @app.errorhandler(Exception)
     def failure(error: Exception) -> Response:
-        return _response(internal_error(error))
+        return _response(internal_fault(error))
 
 
-def _response(error: HttpError) -> Response:
-    response = flask.Response(error.body, status=error.status, content_type="application/json")
-    response.headers.update(error.headers)
-    if error.status == 413:  # the rest of the body is still on its way, and nobody will read it
+def _response(fault: Fault) -> Response:
+    body = error_body(fault)
+    response = flask.Response(body, status=fault.status, content_type="application/json")
+    response.headers.update(fault.headers)
+    if fault.status == 413:  # the rest of the body is still on its way, and nobody will read it
         response.headers["Connection"] = "close"
     return response

@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from gateway import sse
 from gateway.answering import Answer, Choice
-from gateway.openai.errors import http_error
+from gateway.faults import fault_of
+from gateway.openai.errors import error_body
 from gateway.openai.message import warning_of
 from gateway.openai.shapes import Dialect, Origin, encode, usage_of
 from gateway.output.events import Content, Delta, Event, Failed, Finished, Warning
@@ -99,7 +100,7 @@ class ChunkStream:
         self._finish()
 
     def fail(self, error: ServingError) -> None:
-        self._write(sse.frame(http_error(error).body) + sse.DONE)
+        self._write(sse.frame(error_body(fault_of(error))) + sse.DONE)
         self._finish()
 
     def _opening(self, choice: Choice) -> bytes | None:

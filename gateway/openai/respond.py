@@ -1,25 +1,25 @@
-"""Asks -> a response: open the answer, wait until all is accepted, tell it as it is wanted."""
+"""A chat's or completion's asks -> the response its body wants: chunks, or one JSON object."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flask
-from flask import Response, g, request
+from flask import Response, g
 
-from gateway.answering import Answer, Ask, Fold
-from gateway.connection import HangUp, Outlet
+from gateway import respond as any_api
+from gateway.answering import Answer, Ask
+from gateway.connection import Outlet
 from gateway.exchange import Exchange
 from gateway.openai.chunks import ChunkStream
 from gateway.openai.parameters import check_counts
-from gateway.openai.responses import whole_response
 from gateway.openai.schema import GenerationBody
 from gateway.openai.shapes import Dialect, Origin
+from gateway.openai.whole import whole_response
 from gateway.output.events import Warning
 from gateway.served import ServedModel
 from gateway.service import Service
-from gateway.sse import EventStream
 
 
 def origin(
@@ -52,30 +52,14 @@ def respond(
     """Raises what the engine says against it, before any header is sent."""
     config = service.config
     check_counts(asks, body, config.max_n, max(config.max_n, config.max_prompts))
-    answer = service.answer(asks, namespace=body.cache_salt or "", priority=body.priority or 0)
-    exchange: Exchange = g.exchange
-    exchange.begin(answer)
-    hang_up = HangUp(request.environ, answer.abandon)
-
-    def close() -> None:
-        hang_up.close()
-        answer.close()
-        service.forget(answer)
-
-    try:
-        answer.open()
-        if not body.stream:
-            fold = Fold(len(answer.choices))
-            answer.attach(fold)
-            answer.wait()
-    except BaseException:
-        close()
-        raise
+    terms = any_api.Terms(namespace=body.cache_salt or "", priority=body.priority or 0)
     if body.stream:
-        return _stream(service, body, answer, dialect, origin, hang_up, close)
-    close()
+        return any_api.stream(
+            service, asks, terms, partial(_chunk_stream, body=body, dialect=dialect, origin=origin)
+        )
     tokenizer = service.model(body.model).tokenizer if body.prompt_logprobs is not None else None
-    whole = whole_response(
+    answer, fold = any_api.whole(service, asks, terms)
+    told = whole_response(
         answer,
         fold,
         dialect,
@@ -83,47 +67,19 @@ def respond(
         tells_ids=bool(body.return_token_ids),
         prompt_logprobs=tokenizer,
     )
-    return flask.Response(whole, content_type="application/json")
+    return flask.Response(told, content_type="application/json")
 
 
-def _stream(
-    service: Service,
-    body: GenerationBody,
-    answer: Answer,
-    dialect: Dialect,
-    origin: Origin,
-    hang_up: HangUp,
-    close: Callable[[], None],
-) -> Response:
-    exchange: Exchange = g.exchange
-    exchange.is_streaming = True
-
-    def attach(outlet: Outlet) -> None:
-        if answer.is_gone:
-            outlet.cut()
-        answer.attach(
-            ChunkStream(
-                answer,
-                dialect,
-                origin,
-                write=outlet.write,
-                finish=outlet.finish,
-                includes_usage=body.includes_usage,
-                repeats_usage=body.repeats_usage,
-                tells_ids=bool(body.return_token_ids),
-            )
-        )
-
-    def end() -> None:
-        close()
-        exchange.close(200)
-
-    response = EventStream(
-        attach,
-        abandon=answer.abandon,
-        close=end,
-        closing=service.is_draining,
-        keep_alive_s=service.config.keep_alive_s,
+def _chunk_stream(
+    answer: Answer, outlet: Outlet, *, body: GenerationBody, dialect: Dialect, origin: Origin
+) -> ChunkStream:
+    return ChunkStream(
+        answer,
+        dialect,
+        origin,
+        write=outlet.write,
+        finish=outlet.finish,
+        includes_usage=body.includes_usage,
+        repeats_usage=body.repeats_usage,
+        tells_ids=bool(body.return_token_ids),
     )
-    hang_up.then = response.hang_up
-    return response

@@ -9,10 +9,11 @@ import pytest
 
 from gateway.answering import Answer, Ask, Fold
 from gateway.engine_client import EngineClient
+from gateway.faults import fault_of
 from gateway.openai.chunks import ChunkStream
-from gateway.openai.errors import http_error
-from gateway.openai.responses import whole_response
+from gateway.openai.errors import error_body
 from gateway.openai.shapes import ChatDialect, CompletionDialect, Dialect, Origin
+from gateway.openai.whole import whole_response
 from gateway.output.events import Content, Delta, Failed, Finished
 from gateway.output.reader import ReaderFactory, ReadOptions
 from gateway.text.tokenizer import Tokenizer
@@ -204,8 +205,8 @@ def _text_dialect(num_logprobs: int | None, prompts: list[str] | None) -> Comple
 def test_an_error_says_whose_fault_it_is(
     error: ServingError, status: int, kind: str, code: str | None, retry: int | None
 ) -> None:
-    told = http_error(error)
-    body = json.loads(told.body)["error"]
+    told = fault_of(error)
+    body = json.loads(error_body(told))["error"]
     assert (told.status, body["type"], body["code"]) == (status, kind, code)
     assert told.retry_after_s == retry
     assert body["param"] == error.param

@@ -1,0 +1,99 @@
+"""Asks -> a response, in any API: open the answer, wait until all is accepted, tell it.
+
+An API says what is asked and gives a sink for a stream, or makes one JSON object of a `Fold`. What
+all have in common is here: the answer is open only as long as its client is there, and is counted
+and closed however it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flask import Response, g, request
+
+from gateway.answering import Answer, Ask, Fold, Sink
+from gateway.connection import HangUp, Outlet
+from gateway.exchange import Exchange
+from gateway.service import Service
+from gateway.sse import EventStream
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a request wants to be served.
+
+    namespace  cached prompts are shared only within it
+    priority   lower goes first
+    """
+
+    namespace: str = ""
+    priority: int = 0
+
+
+class OpenAnswer:
+    """An answer whose client is watched. `close` it, whatever happens."""
+
+    def __init__(self, service: Service, asks: Sequence[Ask], terms: Terms) -> None:
+        """Raises what the engine says against it, before any header is sent."""
+        self.service = service
+        self.answer: Answer = service.answer(
+            asks, namespace=terms.namespace, priority=terms.priority
+        )
+        exchange: Exchange = g.exchange
+        exchange.begin(self.answer)
+        self.hang_up = HangUp(request.environ, self.answer.abandon)
+        try:
+            self.answer.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.hang_up.close()
+        self.answer.close()
+        self.service.forget(self.answer)
+
+
+def whole(service: Service, asks: Sequence[Ask], terms: Terms) -> tuple[Answer, Fold]:
+    """The answer when it has ended, and all it said. Raises what made it fail."""
+    opened = OpenAnswer(service, asks, terms)
+    try:
+        fold = Fold(len(opened.answer.choices))
+        opened.answer.attach(fold)
+        opened.answer.wait()
+    finally:
+        opened.close()
+    return opened.answer, fold
+
+
+def stream(
+    service: Service,
+    asks: Sequence[Ask],
+    terms: Terms,
+    sink_of: Callable[[Answer, Outlet], Sink],
+) -> Response:
+    """`sink_of` makes what writes the answer's events to the outlet, and finishes it."""
+    opened = OpenAnswer(service, asks, terms)
+    answer = opened.answer
+    exchange: Exchange = g.exchange
+    exchange.is_streaming = True
+
+    def attach(outlet: Outlet) -> None:
+        if answer.is_gone:
+            outlet.cut()
+        answer.attach(sink_of(answer, outlet))
+
+    def end() -> None:
+        opened.close()
+        exchange.close(200)
+
+    response = EventStream(
+        attach,
+        abandon=answer.abandon,
+        close=end,
+        closing=service.is_draining,
+        keep_alive_s=service.config.keep_alive_s,
+    )
+    opened.hang_up.then = response.hang_up
+    return response
