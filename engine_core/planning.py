@@ -24,7 +24,7 @@ def build_plan(
     work = work_of(schedule)
     samples = [request.samples and count == request.num_uncomputed for request, count in work]
     sampled = compress((request for request, _ in work), samples)
-    masked = [index for index, request in enumerate(sampled) if request.matcher is not None]
+    masked = [index for index, request in enumerate(sampled) if _matcher(request) is not None]
     grown = schedule.grown
     return StepPlan(
         step=step,
@@ -48,7 +48,13 @@ def matchers_of(plan: StepPlan, work: Sequence[tuple[Request, int]]) -> list[Mat
     if plan.masked is None:
         return []
     sampled = compress((request for request, _ in work), plan.row_samples.tolist())
-    return [request.matcher for request in sampled if request.matcher is not None]
+    return [matcher for request in sampled if (matcher := _matcher(request)) is not None]
+
+
+def _matcher(request: Request) -> Matcher | None:
+    """What constrains the next token, if anything does."""
+    matcher = request.matcher
+    return matcher if matcher is not None and matcher.constrains else None
 
 
 def _slot(request: Request) -> int:

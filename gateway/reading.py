@@ -7,6 +7,7 @@ vocabulary. A guess is said in the log and in /v1/models, so a wrong one is seen
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -14,11 +15,11 @@ import msgspec
 from gateway.metering import ThinkingMarks, thinking_marks
 from gateway.output.detect import Detected, detect
 from gateway.output.formats import TOOLS, BoundFormat, Format, bind, format_of
-from gateway.output.machine import AnswerSyntax
-from gateway.output.reasoning import says_inside, start
+from gateway.output.machine import AnswerSyntax, SectionSyntax
+from gateway.output.reasoning import NO_REASONING, ReasoningFormat, says_inside, start
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
-from protocol.grammar import Thinking
+from protocol.grammar import Thinking, ThinkingBudget
 from protocol.model_card import ModelCard
 
 AUTO, NONE = "auto", "none"
@@ -35,12 +36,14 @@ class Beginning(msgspec.Struct, frozen=True):
     inside  the prompt has already opened the reasoning
     closed  the prompt has closed it again, or there is none: the answer proper begins at once
     marks   by which the tokens of reasoning are counted, where they can be
+    opener  with which the prompt has opened the reasoning; "" where that cannot be seen
     """
 
     bound: BoundFormat | None = None
     inside: bool = False
     closed: bool = True
     marks: ThinkingMarks | None = None
+    opener: str = ""
 
     @property
     def thinking(self) -> Thinking | None:
@@ -63,6 +66,29 @@ class Beginning(msgspec.Struct, frozen=True):
             return None
         return Thinking(
             closes=reasoning.close[0], opens=opens, inside=self.inside, optional=not self.inside
+        )
+
+    def budget(self, field: str, most: int) -> ThinkingBudget | None:
+        """At most so many tokens of reasoning, as `field` of a request asks; None where there will
+        be none. Raises InvalidRequest where it is not known what closes the reasoning."""
+        format = self.bound.format if self.bound else Format()
+        reasoning = format.reasoning
+        if reasoning == NO_REASONING:
+            return None
+        if reasoning is None or not reasoning.close:
+            raise InvalidRequest(
+                f"{field}: it is not known how this model writes its reasoning "
+                "(--reasoning-format), so there is nothing to limit",
+                param=field,
+            )
+        pairs = list(zip_longest(reasoning.open, reasoning.close[: len(reasoning.open)]))
+        pairs.sort(key=lambda pair: pair[0] != self.opener)  # the block that is open comes first
+        closes = [close or reasoning.close[0] for _, close in pairs]
+        return ThinkingBudget(
+            most=most,
+            opens=[opener for opener, _ in pairs],
+            closes=[*closes, *reasoning.close, *_calls_that_end(format)],
+            inside=self.inside,
         )
 
 
@@ -101,23 +127,36 @@ class Reading:
         calls   the answer is searched for tool calls
         """
         format = self._formats[calls]
-        inside, closed = False, not isinstance(format.tools, AnswerSyntax)
+        opener, inside, closed = "", False, not isinstance(format.tools, AnswerSyntax)
         if format.reasoning is not None:
             tail = prompt[-TAIL_CHARS:]
             begun = start(format.reasoning, tail, kwargs)
             inside = begun.inside
+            opener = _opened_by(tail, format.reasoning) if inside else ""
             closed = not inside and says_inside(tail, format.reasoning) is False
             format = msgspec.structs.replace(format, reasoning=begun.format)
         if not format.markers() and format.tools is None and format.reasoning is None:
             return Beginning()
         bound = self._bind(format)
-        return Beginning(bound, inside, closed, thinking_marks(bound))
+        return Beginning(bound, inside, closed, thinking_marks(bound), opener)
 
     def _bind(self, format: Format) -> BoundFormat:
         """Cached; there are only a few ways to read one model."""
         if format not in self._bound:
             self._bound[format] = bind(format, self._tokenizer)
         return self._bound[format]
+
+
+def _opened_by(prompt_tail: str, format: ReasoningFormat) -> str:
+    """The last marker of the prompt that opens a block; "" where it has none."""
+    places = [(prompt_tail.rfind(marker), marker) for marker in format.open]
+    return max([place for place in places if place[0] >= 0], default=(-1, ""))[1]
+
+
+def _calls_that_end(format: Format) -> tuple[str, ...]:
+    """Markers of calls that also end a block of reasoning."""
+    ends = format.reasoning is not None and format.reasoning.calls_end_it
+    return format.tools.openers() if ends and isinstance(format.tools, SectionSyntax) else ()
 
 
 def check_names(tools: str, reasoning: str) -> None:

@@ -2,6 +2,7 @@
 
 A `Grammar` describes the whole answer: an optional stretch of thinking, then a body. The body
 begins exactly where the thinking ends, so there is no gate beside the grammar to disagree with it.
+A `ThinkingBudget` may stand beside the body, or alone, and then the answer is free text.
 
 A marker (`Thinking.opens`, `Tag.begin`, `Text`, ...) is written as text. Where a part of it is a
 token that the vocabulary has for itself ("</think>", "<|channel|>"), that token alone counts, never
@@ -29,6 +30,9 @@ MAX_TAGS = 1024
 MAX_FORMS = 16_384
 """In all rules of one grammar together."""
 MAX_FORM_DEPTH = 64
+MAX_MARKERS = 32
+"""Of a budget; each is looked for in every token."""
+MAX_MARKER_CHARS = 256
 
 
 class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -44,6 +48,25 @@ class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     opens: str = ""
     inside: bool = False
     optional: bool = False
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """At most so many tokens between the markers, in all blocks of an answer together; then the
+    marker that closes the block is written, token by token, and the model goes on behind it.
+
+    most     0: a block is closed as soon as it is opened
+    opens    what begins a block; one without any token of its own only where nothing but blanks
+             precedes it
+    closes   what ends one; that of `opens[i]` is `closes[i]` if there is one, else the first
+    inside   the prompt ends inside a block, which the first of `closes` ends
+
+    A marker that is spelt out counts as thinking as long as it is not complete.
+    """
+
+    most: int
+    closes: list[str]
+    opens: list[str] = []
+    inside: bool = False
 
 
 class _Body(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True, kw_only=True):
@@ -188,12 +211,15 @@ Body = JsonSchema | JsonObject | Regex | Choice | Lark | Gbnf | Structural | Rul
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """before, after  fixed text around the body, behind the thinking: markup that the answers of
-    some models need around all they say
+    """
+    body           None: free text, with a budget
+    before, after  fixed text around the body, behind the thinking: markup that the answers of
+                   some models need around all they say
     """
 
-    body: Body
+    body: Body | None = None
     thinking: Thinking | None = None
+    budget: ThinkingBudget | None = None
     before: str = ""
     after: str = ""
 
@@ -202,6 +228,11 @@ def check_grammar(grammar: Grammar) -> None:
     """Raises InvalidRequest for what is empty where it must not be, or beyond the bounds above."""
     if grammar.thinking is not None:
         _check_thinking(grammar.thinking)
+    if grammar.budget is not None:
+        _check_budget(grammar.budget)
+    if grammar.body is None:
+        _check_free(grammar)
+        return
     texts = _texts(grammar.body)
     size = sum(map(len, texts))
     if size > MAX_GRAMMAR_CHARS:
@@ -256,6 +287,25 @@ def _check_thinking(thinking: Thinking) -> None:
         raise _invalid("has thinking without a marker that closes it")
     if not thinking.opens and not thinking.inside:
         raise _invalid("has thinking that nothing opens")
+
+
+def _check_budget(budget: ThinkingBudget) -> None:
+    _check_size("markers of thinking", len(budget.closes) + len(budget.opens), MAX_MARKERS)
+    if budget.most < 0:
+        raise _invalid(f"has a budget of {budget.most} tokens of thinking")
+    if not budget.closes or not all((*budget.closes, *budget.opens)):
+        raise _invalid("has a budget for thinking without a marker that closes it")
+    if not budget.opens and not budget.inside:
+        raise _invalid("has a budget for thinking that nothing opens")
+    if (longest := max(map(len, (*budget.closes, *budget.opens)))) > MAX_MARKER_CHARS:
+        raise _invalid(f"has a marker of {longest:,} characters; the limit is {MAX_MARKER_CHARS}")
+
+
+def _check_free(grammar: Grammar) -> None:
+    if grammar.budget is None:
+        raise _invalid("has neither a body nor a budget for thinking")
+    if grammar.thinking or grammar.before or grammar.after:
+        raise _invalid("has no body, and so nothing that could stand around it")
 
 
 def _check_structural(triggers: list[str], tags: list[Tag]) -> None:

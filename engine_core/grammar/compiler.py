@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from engine_core.grammar.budget import spelling
 from engine_core.grammar.markers import added_tokens, with_markers_special
 from engine_core.grammar.matcher import Template, explain
 from engine_core.grammar.source import invalid, write
@@ -36,18 +37,31 @@ class Compiler:
             for token in added_tokens(tokenizer)
             if self._tokenizer.is_special_token(token.id)
         }
+        self._spelling = spelling(self._tokenizer, self._markers)
 
     def compile(self, grammar: Grammar) -> Template:
         """Raises InvalidRequest. Takes milliseconds, for huge schemas seconds, mostly without the
-        GIL; needs a deep stack."""
-        source = write(grammar, self._markers)
-        inner = LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
+        GIL; needs a deep stack. Thinking before it doubles the time."""
+        inner = None
+        if grammar.body is not None:
+            if (
+                grammar.thinking is not None
+            ):  # behind it, what the body lacks would be seen too late
+                self._compile(Grammar(body=grammar.body))
+            inner = self._compile(grammar)
+        budget = grammar.budget
+        return Template(inner, (budget, self._spelling) if budget is not None else None)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        inner = LLMatcher(
+            self._tokenizer, write(grammar, self._markers), log_level=0, limits=LIMITS
+        )
         if inner.is_error():
             raise invalid(explain(inner))
         if warnings := inner.get_grammar_warnings():
             raise invalid(warnings[0])
         self._try(inner)
-        return Template(inner)
+        return inner
 
     def _try(self, inner: LLMatcher) -> None:
         """Take the first steps, which are also the slowest, before a stream could wait for them."""

@@ -6,12 +6,11 @@ is escaped by its number, so no text can be read as syntax.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
 from llguidance import regex_to_lark
 
-from engine_core.grammar.markers import Markers
+from engine_core.grammar.markers import Markers, divider
 
 ANY_TEXT = "(?s:.*)"
 """Any text, which never includes a marker."""
@@ -22,15 +21,11 @@ Speller = Callable[[str], str]
 
 def speller(markers: Markers) -> Speller:
     """Writes a text as a sequence of Lark items: markers by their ids, the rest as literals."""
-    longest_first = sorted(markers, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    divide = divider(markers)
 
     def spell(text: str) -> str:
-        items, end = [], 0
-        for found in pattern.finditer(text):
-            items += [literal(text[end : found.start()]), f"<[{markers[found.group()]}]>"]
-            end = found.end()
-        items.append(literal(text[end:]))
+        parts = enumerate(divide(text))
+        items = (f"<[{markers[part]}]>" if n % 2 else literal(part) for n, part in parts)
         return " ".join(filter(None, items))
 
     return spell

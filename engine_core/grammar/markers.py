@@ -8,13 +8,17 @@ never text for us either.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 Markers = Mapping[str, int]
 """How a marker is written -> its token id."""
+
+
+Divider = Callable[[str], list[str]]
 
 
 class AddedToken(msgspec.Struct):
@@ -61,3 +65,10 @@ def is_marker(text: str) -> bool:
         and not any(end.isalnum() or end.isspace() for end in (text[0], text[-1]))
         and any(map(str.isalnum, text))
     )
+
+
+def divider(markers: Markers) -> Divider:
+    """Divides a text at its markers, which then stand at the odd places."""
+    longest_first = sorted(markers, key=len, reverse=True)
+    pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
+    return re.compile(f"({pattern})").split

@@ -19,6 +19,18 @@ def fill(matchers: Sequence[Matcher], vocab_size: int) -> Int32:
     row_bytes = -(-vocab_size // 32) * WORD_BYTES
     bits = array("i", bytes(row_bytes * len(matchers)))
     address, _ = bits.buffer_info()
+    rows = memoryview(bits).cast("B")
     for row, matcher in enumerate(matchers):
-        matcher.fill(address + row * row_bytes, row_bytes)
+        start = row * row_bytes
+        matcher.fill(address + start, row_bytes)
+        if matcher.forced is not None:
+            _leave_only(rows[start : start + row_bytes], matcher.forced, always=matcher.is_free)
     return Int32(bits, (len(matchers), row_bytes // WORD_BYTES))
+
+
+def _leave_only(bits: memoryview, token: int, *, always: bool) -> None:
+    """No token but this one; unless the grammar does not admit it."""
+    place, bit = token >> 3, 1 << (token & 7)
+    if always or bits[place] & bit:
+        bits[:] = bytes(len(bits))
+        bits[place] = bit

@@ -1,5 +1,5 @@
-"""Where one answer is in its grammar. Every call is followed by the question whether it went wrong:
-llguidance never raises, it remembers.
+"""Where one answer is in its grammar, and in its budget of thinking. Every call is followed by the
+question whether it went wrong: llguidance never raises, it remembers.
 
 A `Template` is a compiled grammar before its first token; each request gets a copy. Copies share
 what was learnt about the vocabulary, so only the first of them is slow.
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine_core.grammar.budget import Gauge, Spelling
+from protocol.grammar import ThinkingBudget
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
@@ -16,36 +19,71 @@ MAX_MESSAGE = 300
 
 
 class Matcher:
-    """One answer's place in its grammar. Moved by the engine alone, one token at a time."""
+    """One answer's place in its grammar. Moved by the engine alone, one token at a time.
 
-    def __init__(self, inner: LLMatcher) -> None:
+    inner  None: free text
+    gauge  None: thinking as long as the model likes
+    """
+
+    def __init__(self, inner: LLMatcher | None, gauge: Gauge | None = None) -> None:
         self._inner = inner
+        self._gauge = gauge
 
     @property
     def error(self) -> str | None:
         """What went wrong (a limit was reached, or a token was not possible); it stays so."""
-        return explain(self._inner) if self._inner.is_error() else None
+        return explain(self._inner) if self._inner and self._inner.is_error() else None
 
     @property
     def is_complete(self) -> bool:
         """Nothing can follow."""
-        return self._inner.is_stopped() and not self._inner.is_error()
+        inner = self._inner
+        return inner is not None and inner.is_stopped() and not inner.is_error()
+
+    @property
+    def constrains(self) -> bool:
+        """The next token needs a mask."""
+        return self._inner is not None or self.forced is not None
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that the budget leaves. Where the grammar does not admit it yet, a
+        character or the like must be completed first, and the grammar goes before."""
+        return self._gauge.forced if self._gauge else None
+
+    @property
+    def is_free(self) -> bool:
+        """No grammar stands beside the budget."""
+        return self._inner is None
 
     def consume(self, token: int) -> None:
         """The answer goes on with `token`; look at `error` afterwards."""
-        self._inner.consume_token(token)
+        if self._gauge is not None:
+            self._gauge.consume(token)
+        if self._inner is not None:
+            self._inner.consume_token(token)
 
     def fill(self, address: int, num_bytes: int) -> None:
-        """Write which tokens are possible now, a bit each, at `address`. Look at `error` then."""
-        self._inner.unsafe_compute_mask_ptr(address, num_bytes)
+        """Write which tokens the grammar admits now, a bit each, at `address`. Look at `error`
+        then."""
+        if self._inner is not None:
+            self._inner.unsafe_compute_mask_ptr(address, num_bytes)
 
 
 class Template:
-    def __init__(self, inner: LLMatcher) -> None:
+    """inner     None: free text
+    budget    None: no limit to thinking; else with how to spell it
+    """
+
+    def __init__(
+        self, inner: LLMatcher | None, budget: tuple[ThinkingBudget, Spelling] | None = None
+    ) -> None:
         self._inner = inner
+        self._budget = budget
 
     def start(self) -> Matcher:
-        return Matcher(self._inner.deep_copy())
+        inner = self._inner.deep_copy() if self._inner is not None else None
+        return Matcher(inner, Gauge(*self._budget) if self._budget else None)
 
 
 def explain(inner: LLMatcher) -> str:

@@ -64,7 +64,8 @@ Part = dict[str, Any]
 
 
 def write(grammar: Grammar, markers: Markers) -> str:
-    """The whole grammar, in llguidance's JSON."""
+    """The whole grammar, in llguidance's JSON. It has a body."""
+    assert grammar.body is not None, "free text has no grammar"
     spell = speller(markers)
     body, others = _body(grammar.body, spell)
     parts = [body, *others]

@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.chat.profile import EFFORT, MODE, OFF_WORDS, ON_WORDS, SWITCHES, ThinkingProfile
 from protocol.errors import InvalidRequest
+from protocol.sampling import MAX_TOKENS
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """From least to most."""
@@ -47,21 +48,25 @@ _ABOUT_THINKING = frozenset({*SWITCHES, MODE, EFFORT})
 _TYPES = {"enabled": True, "adaptive": True, "disabled": False}
 """Anthropic's and others' `thinking: {"type": ...}`."""
 _DEFAULT_EFFORT = "medium"
+UNLIMITED = -1
+"""As a budget."""
 
 
 class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True):
     """A request's own fields about thinking, as JSON gave them.
 
     reasoning_effort  OpenAI's
-    reasoning         {"effort": ..., "enabled": ...}
-    thinking          {"type": "enabled" | "adaptive" | "disabled"}, or a bool
+    reasoning         {"effort": ..., "enabled": ..., "max_tokens": ...}
+    thinking          {"type": "enabled" | "adaptive" | "disabled", "budget_tokens": ...}, or a bool
     enable_thinking   a bool
+    thinking_token_budget
     """
 
     reasoning_effort: Any = None
     reasoning: Any = None
     thinking: Any = None
     enable_thinking: Any = None
+    thinking_token_budget: Any = None
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -109,6 +114,14 @@ def effective_kwargs(
         name: value for name, value in (defaults | asked).items() if name not in _ABOUT_THINKING
     }
     return rest | _told(wish, profile)
+
+
+def thinking_budget(fields: ThinkingFields) -> tuple[str, int] | None:
+    """How many tokens of thinking there may be at most: (the field that says so, the number). None:
+    as many as the model likes. Raises InvalidRequest naming the field."""
+    said = list(_budgets(fields))
+    budget = _agreed(said)
+    return None if budget in (None, UNLIMITED) else (said[0][0], budget)
 
 
 def thinks(kwargs: Mapping[str, Any], profile: ThinkingProfile) -> bool | None:
@@ -165,6 +178,9 @@ def _switches(
     enabled = _member(fields.reasoning, "enabled")
     if enabled is not None:
         yield "reasoning.enabled", _flag(enabled, "reasoning.enabled")
+    for field, budget in _budgets(fields):
+        if budget == 0:
+            yield field, False
     for name in SWITCHES:
         if kwargs.get(name) is not None:
             field = f"{KWARGS}.{name}"
@@ -180,6 +196,27 @@ def _efforts(fields: ThinkingFields) -> Iterator[tuple[str, str]]:
     ):
         if effort is not None:
             yield field, _effort(effort, field)
+
+
+def _budgets(fields: ThinkingFields) -> Iterator[tuple[str, int]]:
+    typed = fields.thinking if isinstance(fields.thinking, Mapping) else {}
+    for field, budget in (
+        ("thinking_token_budget", fields.thinking_token_budget),
+        ("thinking.budget_tokens", typed.get("budget_tokens")),
+        ("reasoning.max_tokens", _member(fields.reasoning, "max_tokens")),
+    ):
+        if budget is not None:
+            yield field, _number(budget, field)
+
+
+def _number(value: Any, field: str) -> int:
+    if type(value) is not int or not UNLIMITED <= value <= MAX_TOKENS:
+        raise InvalidRequest(
+            f"{field} must be a whole number from 0 to {MAX_TOKENS:,}, or {UNLIMITED} for no "
+            f"limit; it is {value!r}",
+            param=field,
+        )
+    return value
 
 
 def _member(reasoning: Any, name: str) -> Any:

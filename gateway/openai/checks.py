@@ -20,8 +20,8 @@ _NESTED = (
     "reasoning",
     "thinking",
 )
-_REASONING_MEMBERS = ("effort", "enabled")
-_THINKING_MEMBERS = ("type",)
+_REASONING_MEMBERS = ("effort", "enabled", "max_tokens")
+_THINKING_MEMBERS = ("type", "budget_tokens")
 
 
 def check_chat(body: ChatBody) -> None:
@@ -54,8 +54,6 @@ def check_conversation(body: ChatBody | BatchBody) -> None:
     for field in ("functions", "function_call", "audio"):
         if getattr(body, field):
             raise unsupported(field)
-    if body.thinking_token_budget not in (None, -1):
-        raise unsupported("thinking_token_budget")
     _check_members(body.reasoning, "reasoning", _REASONING_MEMBERS)
     _check_members(body.thinking, "thinking", _THINKING_MEMBERS)
 

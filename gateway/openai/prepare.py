@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.answering import Ask, Demand
 from gateway.chat import teaching
-from gateway.chat.kwargs import effective_kwargs
+from gateway.chat.kwargs import effective_kwargs, thinking_budget
 from gateway.chat.render import Conversation
 from gateway.chat.template import ChatTemplate
 from gateway.metering import ThinkingMeter
@@ -148,7 +148,11 @@ class Preparation:
         body = self.form
         if body is None and begun.bound is not None:
             body = tool_grammar(begun.bound, self.plan)
-        return Grammar(body=body, thinking=begun.thinking) if body is not None else None
+        said = thinking_budget(self.body.thinking_fields)
+        budget = begun.budget(*said) if said else None
+        if body is None:
+            return Grammar(budget=budget) if budget else None
+        return Grammar(body=body, thinking=begun.thinking, budget=budget)
 
     def _answer(self, begun: Beginning) -> AnswerOptions | None:
         """None: all text is content."""

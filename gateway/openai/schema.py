@@ -169,6 +169,7 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
             reasoning=self.reasoning,
             thinking=self.thinking,
             enable_thinking=self.enable_thinking,
+            thinking_token_budget=self.thinking_token_budget,
         )
 
 

@@ -15,6 +15,7 @@ from protocol.grammar import (
     Sequence,
     Text,
     Thinking,
+    ThinkingBudget,
     Until,
 )
 from protocol.messages import (
@@ -79,6 +80,7 @@ GRAMMAR = Grammar(
     before="<",
     after=">",
     thinking=Thinking(opens="<think>", closes="</think>", inside=True, optional=True),
+    budget=ThinkingBudget(most=9, opens=["<think>"], closes=["</think>"], inside=True),
 )
 CARD = ModelCard(
     name="tiny",

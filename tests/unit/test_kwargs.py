@@ -11,6 +11,7 @@ from gateway.chat.kwargs import (
     RESERVED,
     ThinkingFields,
     effective_kwargs,
+    thinking_budget,
     thinks,
 )
 from gateway.chat.profile import ThinkingProfile, thinking_profile
@@ -249,3 +250,50 @@ def test_the_arguments_are_not_changed() -> None:
     asked, defaults = {"a": 1, "thinking": True}, {"b": 2}
     told({"reasoning_effort": "low"}, asked, defaults)
     assert (asked, defaults) == ({"a": 1, "thinking": True}, {"b": 2})
+
+
+# ---- the budget
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({}, None),
+        ({"thinking_token_budget": -1}, None),
+        ({"thinking_token_budget": 5}, ("thinking_token_budget", 5)),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, ("thinking.budget_tokens", 5)),
+        ({"reasoning": {"max_tokens": 5}}, ("reasoning.max_tokens", 5)),
+        ({"reasoning": {"max_tokens": 0}, "thinking": True}, ("reasoning.max_tokens", 0)),
+    ],
+)
+def test_every_spelling_of_a_budget_is_one_budget(
+    fields: dict[str, Any], budget: tuple[str, int] | None
+) -> None:
+    assert thinking_budget(ThinkingFields(**fields)) == budget
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": True}, "thinking_token_budget"),
+        ({"thinking_token_budget": 1.5}, "thinking_token_budget"),
+        ({"thinking_token_budget": 1 << 40}, "thinking_token_budget"),
+        ({"thinking": {"budget_tokens": "many"}}, "thinking.budget_tokens"),
+        ({"thinking_token_budget": 5, "reasoning": {"max_tokens": 6}}, "reasoning.max_tokens"),
+    ],
+)
+def test_what_is_no_budget_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        thinking_budget(ThinkingFields(**fields))
+    assert caught.value.param == param
+
+
+def test_a_budget_of_nothing_is_a_switch_and_any_other_says_nothing_about_it() -> None:
+    assert told({"thinking_token_budget": 0}) == {"enable_thinking": False}
+    assert told({"thinking_token_budget": 0, "enable_thinking": False}) == {
+        "enable_thinking": False
+    }
+    assert told({"thinking_token_budget": 9}) == told({"thinking_token_budget": -1}) == {}
+    with pytest.raises(InvalidRequest, match="contradict"):
+        told({"thinking_token_budget": 0, "enable_thinking": True})

@@ -1,0 +1,279 @@
+"""A budget of thinking: after so many tokens the block is closed, and nothing else is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
+from typing import Any
+
+import pytest
+
+from engine_core.grammar.budget import is_cut
+from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.matcher import Matcher
+from gateway.reading import Reading
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import InvalidRequest
+from protocol.grammar import (
+    Body,
+    Choice,
+    Grammar,
+    JsonObject,
+    Rules,
+    Text,
+    Thinking,
+    ThinkingBudget,
+    check_grammar,
+)
+from tests.support.engines import Bench
+from tests.support.grammars import MARKERS, ids_of, possible, signs_card, text_of
+from tests.support.scripted_engine import thinking_card
+from tests.support.tokenizers import card_of, family
+
+TOKENS = {"opens": ["<think>"], "closes": ["</think>"]}
+SPELT = {"opens": ["((", "[["], "closes": ["))", "]]"]}
+MIXED = {"opens": ["a<think>b"], "closes": ["c</think>d"]}
+OPEN, CLOSE = MARKERS["<think>"], MARKERS["</think>"]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(signs_card())
+
+
+def budget(most: int, markers: dict[str, list[str]], *, inside: bool = False) -> ThinkingBudget:
+    return ThinkingBudget(most=most, inside=inside, **markers)  # type: ignore[arg-type]
+
+
+def spelt(text: str) -> list[int]:
+    """`text`, its markers as tokens."""
+    ids: list[int] = []
+    while text:
+        name = next((name for name in MARKERS if text.startswith(name)), text[0])
+        ids += [MARKERS[name]] if name in MARKERS else ids_of(name)
+        text = text[len(name) :]
+    return ids
+
+
+def written(matcher: Matcher, size: int, wishes: Iterable[int], most: int = 60) -> list[int]:
+    """What a model says that wishes for these tokens one by one, and where a wish cannot be says
+    what it must instead, or the first thing it may, and wishes for the same again."""
+    answer: list[int] = []
+    todo = iter(wishes)
+    wish = next(todo, None)
+    while wish is not None and not matcher.is_complete and len(answer) < most:
+        may = possible(matcher, size) if matcher.constrains else {wish}
+        token = wish if wish in may else min(may)
+        matcher.consume(token)
+        assert matcher.error is None
+        answer.append(token)
+        if token == wish:
+            wish = next(todo, None)
+    return answer
+
+
+def told(compiler: Compiler, grammar: Grammar, wishes: str) -> str:
+    check_grammar(grammar)
+    matcher = compiler.compile(grammar).start()
+    return text_of(written(matcher, compiler.vocab_size, spelt(wishes)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "wishes", "answer"),
+    [
+        (budget(3, TOKENS, inside=True), "abcdef", "abc</think>def"),
+        (budget(0, TOKENS, inside=True), "abc", "</think>abc"),
+        (budget(9, TOKENS, inside=True), "abc</think>def", "abc</think>def"),
+        (budget(3, TOKENS, inside=True), "abc</think>def", "abc</think>def"),
+        (budget(2, TOKENS), "<think>abc", "<think>ab</think>c"),
+        (budget(0, TOKENS), "<think>abc", "<think></think>abc"),
+        (budget(2, TOKENS), "no thinking at all", "no thinking at all"),
+        (budget(3, TOKENS), "<think>ab</think>c<think>de", "<think>ab</think>c<think>d</think>e"),
+        (budget(3, SPELT, inside=True), "abcdef", "abc))def"),
+        (budget(3, SPELT), " ((abcdef", " ((abc))def"),
+        (budget(3, SPELT), "[[abcdef", "[[abc]]def"),
+        (budget(3, SPELT, inside=True), "ab)cdef", "ab))cdef"),
+        (budget(9, SPELT, inside=True), "ab))((cd", "ab))((cd"),
+        (budget(4, SPELT, inside=True), "ab))((cde", "ab))((c))de"),
+        (budget(0, SPELT), "text ((is text", "text ((is text"),
+        (budget(1, MIXED), "xa<think>bef", "xa<think>bec</think>df"),
+        (budget(2, MIXED), "a<think>becf", "a<think>bec</think>df"),
+        (budget(2, MIXED), "<think>bef", "<think>bef"),
+    ],
+)
+def test_the_block_is_closed_when_the_budget_is_spent(compiler, limit, wishes, answer):
+    assert told(compiler, Grammar(budget=limit), wishes) == answer
+
+
+def test_nothing_is_constrained_but_the_closing_marker(compiler):
+    matcher = compiler.compile(Grammar(budget=budget(2, TOKENS, inside=True))).start()
+    seen = []
+    for token in spelt("ab</think>c<tool>d"):
+        seen.append((matcher.constrains, matcher.forced))
+        matcher.consume(token)
+    assert seen == [(False, None)] * 2 + [(True, CLOSE)] + [(False, None)] * 3
+    assert not matcher.is_complete
+
+
+@pytest.mark.parametrize(
+    ("markers", "close"), [(TOKENS, "</think>"), (SPELT, "))")], ids=["tokens", "spelt"]
+)
+@pytest.mark.parametrize(
+    "body",
+    [
+        Choice(choices=["yes"]),
+        JsonObject(),
+        Rules(start=Text('<tool>{"name": "f"}</tool>')),
+    ],
+    ids=["choice", "json", "call"],
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_grammar_goes_on_behind_the_closed_block(compiler, markers, close, body: Body, inside):
+    opens = markers["opens"][0]
+    thinking = Thinking(opens=opens, closes=close, inside=inside, optional=not inside)
+    grammar = Grammar(body=body, thinking=thinking, budget=budget(4, markers, inside=inside))
+    check_grammar(grammar)
+    matcher = compiler.compile(grammar).start()
+    start = [] if inside else spelt(opens)
+    wishes: Iterator[int] = chain(start, ids_of("abcd"), repeat(OPEN if close != "))" else 0))
+    answer = text_of(written(matcher, compiler.vocab_size, wishes, most=len(start) + 30))
+    assert answer.startswith(("" if inside else opens) + "abcd" + close)
+    rest = answer.removeprefix(("" if inside else opens) + "abcd" + close)
+    assert rest.strip(), "the body has begun"
+
+
+def test_a_character_is_completed_before_the_block_is_closed() -> None:
+    tokenizer, _ = family("qwen3")
+    compiler = Compiler(card_of(tokenizer, vocab_size=151_936, eos_token_ids=[151_645]))
+    close = compiler._markers["</think>"]
+    smile = compiler._tokenizer.tokenize_bytes("𓀀".encode())
+    assert len(smile) > 1, "a character of several tokens"
+    limit = ThinkingBudget(most=1, closes=["</think>"], opens=["<think>"], inside=True)
+    thinking = Thinking(opens="<think>", closes="</think>", inside=True)
+    for grammar in (
+        Grammar(budget=limit),
+        Grammar(body=Choice(choices=["yes"]), thinking=thinking, budget=limit),
+    ):
+        matcher = compiler.compile(grammar).start()
+        answer = written(matcher, compiler.vocab_size, [*smile, *smile], most=len(smile) + 1)
+        assert answer == [*smile, close]
+
+
+@pytest.mark.parametrize("text", ["a", "é", "語", "𓀀", "", "ab\xff"])
+def test_a_text_is_cut_where_a_character_is(text: str) -> None:
+    data = text.encode()
+    assert not is_cut(data)
+    last = text[-1:].encode()
+    for size in range(1, len(last)):
+        assert is_cut(data[: len(data) - len(last) + size])
+
+
+def test_bytes_that_are_no_text_do_not_put_off_the_end() -> None:
+    """A model that writes nothing but beginnings of characters."""
+    tokenizer, _ = family("qwen3")
+    compiler = Compiler(card_of(tokenizer, vocab_size=151_936, eos_token_ids=[151_645]))
+    (lead,) = compiler._tokenizer.tokenize_bytes(b"\xf0")
+    limit = ThinkingBudget(most=5, closes=["</think>"], inside=True)
+    matcher = compiler.compile(Grammar(budget=limit)).start()
+    answer = written(matcher, compiler.vocab_size, repeat(lead), most=12)
+    assert answer.index(compiler._markers["</think>"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (Grammar(), "neither a body nor a budget"),
+        (Grammar(budget=budget(1, TOKENS), before="x"), "nothing that could stand around"),
+        (Grammar(budget=budget(-1, TOKENS)), "budget of -1"),
+        (Grammar(budget=ThinkingBudget(most=1, closes=["x"])), "nothing opens"),
+        (Grammar(budget=ThinkingBudget(most=1, closes=[], opens=["x"])), "closes it"),
+        (Grammar(budget=ThinkingBudget(most=1, closes=["x", ""], inside=True)), "closes it"),
+        (Grammar(budget=ThinkingBudget(most=1, closes=["x"] * 33, inside=True)), "33 markers"),
+        (Grammar(budget=ThinkingBudget(most=1, closes=["x" * 257], inside=True)), "257 char"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(grammar: Grammar, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        check_grammar(grammar)
+
+
+# ---- in the engine: "(" and ")" stand for the markers
+
+
+def answered(bench: Bench, prompts: int, **params: Any) -> list[str]:
+    grammar = Grammar(budget=ThinkingBudget(most=7, opens=["("], closes=[")"], inside=True))
+    numbers = [bench.add([n], grammar=grammar, **params) for n in range(1, prompts + 1)]
+    while bench.jobs:
+        bench.compile()
+    bench.run()
+    return [text_of(bench.tokens(number)) for number in numbers]
+
+
+def test_every_answer_of_the_engine_keeps_its_budget_and_is_free_behind_it() -> None:
+    answers = answered(Bench(), 30, max_tokens=60, ignore_eos=True)
+    thoughts = [answer.partition(")") for answer in answers]
+    assert all(close and len(thought) <= 7 for thought, close, _ in thoughts)
+    assert sum(len(thought) == 7 for thought, _, _ in thoughts) > 20
+    assert len({rest for _, _, rest in thoughts}) == 30
+
+
+def test_a_preempted_request_keeps_its_place_in_the_budget() -> None:
+    alone = answered(Bench(), 12, max_tokens=40)
+    crowded = Bench(num_blocks=25, max_slots=12)
+    assert answered(crowded, 12, max_tokens=40) == alone
+    assert crowded.engine.stats().num_preemptions > 0
+
+
+def test_only_rows_at_the_end_of_their_budget_are_masked() -> None:
+    bench = Bench()
+    answered(bench, 1, max_tokens=40)
+    assert sum(plan.masked is not None for plan in bench.plans) == 1
+
+
+# ---- what the gateway asks for
+
+
+def asked(reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwargs: Any) -> Any:
+    card = thinking_card()
+    reading = Reading(card, Tokenizer(card), tools, reasoning)
+    return reading.begin(prompt, kwargs, calls=tools != "none").budget("field", most)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "limit"),
+    [
+        ("qwen3", "<assistant>", (["<think>"], "</think>", False)),
+        ("qwen3", "<assistant><think>\n", (["<think>"], "</think>", True)),
+        ("qwen3", "<assistant><think>\n\n</think>\n\n", (["<think>"], "</think>", False)),
+        ("deepseek_r1", "<assistant>", (["<think>"], "</think>", True)),
+        ("seed_oss", "<assistant>", (["<seed:think>"], "</seed:think>", False)),
+        (
+            "k2_horizon",
+            "<assistant><ifm|think_fast>",
+            (
+                ["<ifm|think_fast>", "<ifm|think>", "<ifm|think_faster>"],
+                "</ifm|think_fast>",
+                True,
+            ),
+        ),
+        ("openai_gptoss", "<|start|>", (["<|channel|>analysis<|message|>"], "<|end|>", False)),
+    ],
+)
+def test_a_formats_markers_are_what_opens_and_closes_the_block(reasoning, prompt, limit):
+    made = asked(reasoning, prompt)
+    check_grammar(Grammar(budget=made))
+    assert (made.opens, made.closes[0], made.inside) == limit
+    assert made.most == 5
+
+
+def test_a_call_ends_the_thinking_where_the_format_says_so() -> None:
+    assert "<|tool_calls_section_begin|>" in asked("kimi_k2", "", tools="kimi_k2").closes
+    assert "<tool_call>" not in asked("qwen3", "", tools="hermes").closes
+
+
+def test_there_is_no_budget_without_thinking_and_none_for_what_nobody_knows() -> None:
+    assert asked("deepseek_v3", "<assistant>", thinking=False) is None
+    for name in ("none", "minimax_m2_append_think"):
+        with pytest.raises(InvalidRequest, match="--reasoning-format") as caught:
+            asked(name, "<assistant>")
+        assert caught.value.param == "field"
