@@ -19,7 +19,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.output.events import Content, Event
-from gateway.output.machine import Context, Machine, MachineState, Piece, Section, SectionSyntax
+from gateway.output.machine import (
+    Context,
+    Machine,
+    MachineState,
+    Part,
+    Piece,
+    Section,
+    SectionSyntax,
+)
 from gateway.output.reasoning import NO_REASONING, ReasoningFormat
 from gateway.output.teller import Teller
 
@@ -201,9 +209,12 @@ class Answer(Machine):
         self.section.open(marker)
         self._leave_if_done()
 
-    def _in_section(self, text: str) -> str:
+    def on_part(self, part: Part) -> str:
+        return self._in_section(part) if self.s.at == CALLS else ""
+
+    def _in_section(self, piece: str | Part) -> str:
         assert self.section is not None
-        rest = self.section.read(text)
+        rest = self.section.read(piece)
         self._leave_if_done()
         return rest
 

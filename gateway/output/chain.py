@@ -3,6 +3,9 @@
 Stop strings are looked for in content alone: one inside the reasoning or a call's arguments ends
 nothing. Content on both sides of a call or of reasoning is not one text, so a stop string does not
 span it. Where only one call is allowed, the answer ends with it.
+
+Special tokens have no text here, but for those of which the format's markers are made: the machine
+gets them as `Part`s, and they are text within a marker.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.output.events import Content, Event, Reasoning, ToolCallEnd, Warning
-from gateway.output.machine import Lexicon, Machine, Special
+from gateway.output.machine import Lexicon, Machine, Piece, Special
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopMatcher
 
@@ -18,6 +21,7 @@ from gateway.text.stop import StopMatcher
 class Chain:
     """One choice's.
 
+    parts        special tokens are not in the detokenizer's text: markers made of them need them
     min_tokens   content of the first so many tokens is not searched for stop strings
     thoughts     reasoning is told
     many         more than one call is allowed
@@ -28,9 +32,9 @@ class Chain:
     __slots__ = (
         "_detokenizer",
         "_many",
-        "_marker_ids",
-        "_markers",
         "_min_tokens",
+        "_pieces",
+        "_read_by_id",
         "_stop",
         "_thoughts",
         "completed",
@@ -45,14 +49,17 @@ class Chain:
         machine: Machine,
         stop: StopMatcher | None,
         *,
+        parts: bool = True,
         min_tokens: int = 0,
         thoughts: bool = True,
         many: bool = True,
     ) -> None:
         lexicon: Lexicon = machine.context.lexicon
         self._detokenizer = detokenizer
-        self._markers = lexicon.tokens
-        self._marker_ids = frozenset(lexicon.tokens)
+        self._pieces: dict[int, Piece] = lexicon.pieces
+        if not parts and lexicon.parts:
+            self._pieces = {i: p for i, p in lexicon.pieces.items() if isinstance(p, Special)}
+        self._read_by_id = frozenset(self._pieces)
         self._stop = stop
         self._min_tokens = min_tokens if stop is not None else 0
         self._thoughts = thoughts
@@ -68,7 +75,8 @@ class Chain:
         return self.full or (self._stop is not None and self._stop.matched is not None)
 
     def is_marker(self, token_id: int | None) -> bool:
-        return token_id in self._marker_ids
+        """A marker, or a part of one."""
+        return token_id in self._pieces
 
     def push(self, ids: Sequence[int]) -> list[Event]:
         unsearched = self._min_tokens - self.num_tokens
@@ -90,15 +98,15 @@ class Chain:
         return events
 
     def _understood(self, ids: Sequence[int]) -> list[Event]:
-        if self._marker_ids.isdisjoint(ids):
+        if self._read_by_id.isdisjoint(ids):
             return self._text(self._detokenizer.push(ids))
         events: list[Event] = []
         start = 0
         for at, token_id in enumerate(ids):
-            if token_id in self._marker_ids:
+            if (piece := self._pieces.get(token_id)) is not None:
                 text = self._detokenizer.push(ids[start:at]) + self._detokenizer.finish()
                 events += self._text(text)
-                events += self.machine.push(Special(token_id, self._markers[token_id]))
+                events += self.machine.push(piece)
                 start = at + 1
         return events + self._text(self._detokenizer.push(ids[start:]))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -72,9 +73,35 @@ class Format(msgspec.Struct, frozen=True):
         reasoning = self.reasoning.markers() if self.reasoning else ()
         return tuple(dict.fromkeys(tools + reasoning))
 
-    def lexicon(self, token_id: Callable[[str], int | None]) -> Lexicon:
-        """Once per format and vocabulary. `token_id`: a marker's id, None if it is no one token."""
-        return Lexicon(tokens_of(self.markers(), token_id))
+    def lexicon(
+        self,
+        token_id: Callable[[str], int | None],
+        specials: Mapping[int, str] | None = None,
+    ) -> Lexicon:
+        """Once per format and vocabulary.
+
+        token_id  a marker's id, None if it is no one token
+        specials  id -> text of the tokens that otherwise have no text
+        """
+        tokens = tokens_of(self.markers(), token_id)
+        spelt = [text for text in self._texts() if text not in tokens.values()]
+        parts = {
+            token: text
+            for token, text in (specials or {}).items()
+            if token not in tokens and any(text in whole for whole in spelt)
+        }
+        return Lexicon(tokens, parts)
+
+    def _texts(self) -> set[str]:
+        """All that is looked for, patterns too, in whatever part of the description it stands."""
+        openers = self.tools.openers() if isinstance(self.tools, SectionSyntax) else ()
+        return {*_strings(self.tools), *_strings(self.reasoning), *openers}
+
+    def fitted(self, vocabulary: Collection[str]) -> Format:
+        """The same format as a checkpoint with these added tokens writes it."""
+        tools = self.tools.fitted(vocabulary) if self.tools else None
+        reasoning = self.reasoning.fitted(vocabulary) if self.reasoning else None
+        return Format(tools, reasoning)
 
     def machine(
         self,
@@ -126,6 +153,17 @@ def format_of(tools: str | None, reasoning: str | None) -> Format:
     return Format(syntax, _named(REASONING, reasoning, "reasoning format") if reasoning else None)
 
 
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a description; of a pattern, with its escaped letters as they are meant."""
+    if isinstance(value, str):
+        yield re.sub(r"\\(\W)", r"\1", value)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, msgspec.Struct):
+        yield from _strings(msgspec.structs.astuple(value))
+
+
 _Entry = TypeVar("_Entry")
 
 
@@ -158,14 +196,25 @@ class BoundFormat(msgspec.Struct, frozen=True):
 
 def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
     """Find the format's markers in a vocabulary."""
-    return BoundFormat(format, format.lexicon(lambda marker: marker_id(tokenizer, marker)))
+    added = tokenizer.added_tokens
+    fitted = format.fitted(frozenset(added.values()))
+    specials = {token: added[token] for token in tokenizer.special_ids}
+    return BoundFormat(
+        fitted, fitted.lexicon(lambda marker: marker_id(tokenizer, marker), specials)
+    )
 
 
 def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
-    """The id of a marker that is always written as one token, whatever stands around it; None for
-    one that is spelt out, even if an ordinary token happens to have the same letters."""
+    """The id of a marker that is always written as one token; None for one that is spelt out, even
+    if an ordinary token happens to have the same letters.
+
+    Added tokens are always written as one. Of the others it is one if it is found whatever stands
+    around it.
+    """
     token_id = tokenizer.token_id(marker)
-    if token_id is None or marker.isalnum():
+    if token_id is None or token_id in tokenizer.added_tokens:
+        return token_id
+    if marker.isalnum():
         return None
     for text in (f"a{marker}a", marker[:1] + marker + marker[-1:]):
         if token_id not in tokenizer.encode(text, False):

@@ -6,7 +6,8 @@ shows. Whatever can no longer be part of a marker is told at once.
 
 A marker that the vocabulary has as one token comes as a `Special` and is recognised by its id
 alone: the same letters spelt by other tokens are text. A marker that is no single token is found in
-the text, by `markers.Scanner`. Machines never call the tokenizer.
+the text, by `markers.Scanner`. A special token of which such markers are made comes as a `Part`: it
+has a text inside a marker, and none outside of one. Machines never call the tokenizer.
 
 All that a machine remembers is in one struct of plain data, its `State`; so any machine can be put
 on the wire between two pieces and go on elsewhere.
@@ -14,14 +15,16 @@ on the wire between two pieces and go on elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import msgspec
 
 from gateway.output.events import Event
 from gateway.output.markers import MarkerSet, Scanner, ScannerState
 from gateway.output.teller import DeclaredTool, Teller, new_call_id
+
+NOTHING = ScannerState("")
 
 BLOCK_CHARS = 4096
 """Text is read in blocks of so many characters: what follows a marker is copied, so without blocks
@@ -35,17 +38,32 @@ class Special(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-Piece = str | Special
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """A special token that occurs in markers which are spelt out; no text anywhere else."""
+
+    text: str
+
+
+Piece = str | Special | Part
 
 
 class Lexicon:
     """Which markers of a format are tokens, for one vocabulary; shared, as it only ever caches.
 
     tokens  token id -> marker
+    parts   token id -> text, of the special tokens that occur in markers which are no tokens
+    pieces  token id -> what it is to a machine, for both
     """
 
-    def __init__(self, tokens: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, tokens: Mapping[int, str] | None = None, parts: Mapping[int, str] | None = None
+    ) -> None:
         self.tokens = dict(tokens or {})
+        self.parts = dict(parts or {})
+        self.pieces: dict[int, Piece] = {
+            **{token: Part(text) for token, text in self.parts.items()},
+            **{token: Special(token, marker) for token, marker in self.tokens.items()},
+        }
         self._by_id = frozenset(self.tokens.values())
         self._sets: dict[tuple[str, ...], MarkerSet | None] = {}
 
@@ -85,7 +103,7 @@ class MachineState(msgspec.Struct):
     """
 
     at: str
-    held: str = ""
+    held: ScannerState = NOTHING
     done: bool = False
 
 
@@ -101,6 +119,8 @@ class Machine:
                  next in the state that it is in then; it must have read some, changed the state or
                  be done
     on_marker    a marker of this state's table
+    on_part      a `Part` in a state whose text is not searched; by default it has none there.
+                 Returns what it did not read
     on_stray     a marker token that is not in this state's table; it is markup that means nothing
                  here, so by default it is dropped
     on_end       nothing more will come. `complete`: the model has ended by itself, and was not cut
@@ -122,7 +142,7 @@ class Machine:
         self._scanner: Scanner | None = None
         self._scans = ""  # the state that `_scanner` was made for
         self._enter(self.s.held)
-        self.s.held = ""
+        self.s.held = NOTHING
 
     def _memory(self, state: Mapping[str, Any] | None) -> Any:
         return self.State() if state is None else msgspec.convert(state, self.State)  # type: ignore[call-arg]
@@ -137,6 +157,9 @@ class Machine:
 
     def on_marker(self, marker: str) -> None:
         raise NotImplementedError
+
+    def on_part(self, part: Part) -> str:
+        return ""
 
     def on_stray(self, marker: str) -> None:
         """Dropped."""
@@ -160,7 +183,7 @@ class Machine:
     def state(self) -> dict[str, Any]:
         """Plain data, from which a machine of this class goes on."""
         data: dict[str, Any] = msgspec.to_builtins(self.s)
-        data["held"] = self._scanner.state().held if self._scanner else ""
+        data["held"] = msgspec.to_builtins(self._scanner.state() if self._scanner else NOTHING)
         return data
 
     # ---- reading, also for machines made of machines
@@ -170,6 +193,8 @@ class Machine:
         if isinstance(piece, Special):
             self.read_token(piece.text)
             return ""
+        if isinstance(piece, Part):
+            return self._read_part(piece)
         if len(piece) <= BLOCK_CHARS:
             return self._read_text(piece)
         for start in range(0, len(piece), BLOCK_CHARS):
@@ -197,13 +222,20 @@ class Machine:
             text = self._step(text, final=False)
         return text
 
+    def _read_part(self, part: Part) -> str:
+        if self._scanner is not None:
+            return self._read_text(self._step(part.text, final=False, part=True))
+        rest = self.on_part(part)
+        self._follow()
+        return self._read_text(rest)
+
     def _settle(self) -> None:
         """Nothing can continue the text so far: what is held is what it is."""
         text = ""
         while not self.s.done and (text or (self._scanner and self._scanner.state().held)):
             text = self._step(text, final=True)
 
-    def _step(self, text: str, *, final: bool) -> str:
+    def _step(self, text: str, *, final: bool, part: bool = False) -> str:
         """Read on up to the next marker or change of state; returns what is left to read."""
         scanner = self._scanner
         if scanner is None:
@@ -211,12 +243,12 @@ class Machine:
             self._follow()
             return rest
         at = self.s.at
-        certain, marker, rest = scanner.next(text, final=final)
+        certain, marker, rest = scanner.next(text, final=final, part=part)
         if certain:
             unread = self.on_text(certain)
             if unread or self.s.at != at or self.s.done:
                 held = scanner.state().held if marker is None else marker
-                self._enter("")
+                self._enter(NOTHING)
                 return unread + held + rest
         if marker is not None:
             self.on_marker(marker)
@@ -226,13 +258,13 @@ class Machine:
     def _follow(self) -> None:
         """The state may have changed, with nothing held: look for what is looked for there."""
         if self._scans != self.s.at:
-            self._enter("")
+            self._enter(NOTHING)
 
-    def _enter(self, held: str) -> None:
+    def _enter(self, held: ScannerState) -> None:
         at = self._scans = self.s.at
         markers = () if at in self.UNSCANNED else self._table.get(at, ())
         automaton = self.context.lexicon.automaton(markers)
-        self._scanner = Scanner(automaton, ScannerState(held)) if automaton else None
+        self._scanner = Scanner(automaton, held) if automaton else None
 
 
 class Section(Machine):
@@ -245,7 +277,7 @@ class Section(Machine):
         """`marker` has opened it. All that an earlier stretch left is forgotten."""
         self.s = self.State()  # type: ignore[call-arg]
         self.on_open(marker)
-        self._enter("")
+        self._enter(NOTHING)
 
     def on_open(self, marker: str) -> None:
         raise NotImplementedError
@@ -258,6 +290,10 @@ class Syntax(msgspec.Struct, frozen=True, kw_only=True):
     def markers(self) -> tuple[str, ...]:
         """Every marker that a vocabulary may have as one token."""
         raise NotImplementedError
+
+    def fitted(self, vocabulary: Collection[str]) -> Self:
+        """The same format as a checkpoint with these added tokens writes it."""
+        return self
 
 
 class SectionSyntax(Syntax, frozen=True, kw_only=True):

@@ -8,6 +8,8 @@ part of a marker; what is held is never longer than the longest marker.
 The search is the automaton of Aho and Corasick over characters, so its time is linear in the text.
 A marker that is found when an earlier, longer one could still complete has to wait for it; the few
 characters read in the meantime are then read again, at most the longest marker's length each time.
+
+Text may be read as `part`: letters that count in a marker alone, and are nothing outside of one.
 """
 
 from __future__ import annotations
@@ -33,8 +35,13 @@ class Marker(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-class ScannerState(msgspec.Struct, frozen=True):
+class ScannerState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """held   read, but not released
+    parts  (start, end) in `held` of what is text in a marker alone
+    """
+
     held: str
+    parts: list[tuple[int, int]] = []
 
 
 class MarkerSet:
@@ -96,22 +103,25 @@ class MarkerSet:
 class Scanner:
     """One stream's position in a MarkerSet. `held` is read, but not released."""
 
-    __slots__ = ("_best", "_held", "_node", "_set", "_start")
+    __slots__ = ("_best", "_held", "_node", "_parts", "_set", "_start")
 
     def __init__(self, markers: MarkerSet, state: ScannerState | None = None) -> None:
         self._set = markers
+        self._parts: list[tuple[int, int]] = []  # in `held`: text in a marker alone
         self._reset("")
         if state is not None:  # the automaton's position is a function of the held text
             self.next(state.held)
+            self._parts = list(state.parts)
 
     def _reset(self, held: str) -> None:
         self._held = held
+        self._parts = []
         self._node = 0
         self._best = NONE  # a complete marker that waits for an earlier or better one
         self._start = 0  # where it starts, in `held`
 
     def state(self) -> ScannerState:
-        return ScannerState(self._held)
+        return ScannerState(self._held, list(self._parts))
 
     def lets_through(self, delta: str) -> bool:
         """Nothing is held, and no marker begins in `delta`: it may be told unread."""
@@ -135,24 +145,43 @@ class Scanner:
             yield Marker(marker)
             delta = rest
 
-    def next(self, delta: str, *, final: bool = False) -> tuple[str, str | None, str]:
+    def next(
+        self, delta: str, *, final: bool = False, part: bool = False
+    ) -> tuple[str, str | None, str]:
         """Read on, up to the first marker: (released text, marker or None, what was not read).
 
-        After a marker nothing is held, and the caller decides about the rest.
+        After a marker nothing is held, and the caller decides about the rest, which is text.
         """
         text = self._held + delta
+        if part:
+            self._parts.append((len(self._held), len(text)))
         end = self._read(text, len(self._held))
         if end == NONE and not final:
             # An uncertain best marker begins no earlier than what is alive, so it is kept too.
-            released, self._held = _cut(text, len(text) - self._set.depth[self._node])
-            self._start -= len(released)
-            return released, None, ""
+            at = len(text) - self._set.depth[self._node]
+            self._held = text[at:]
+            self._start -= at
+            return self._release(text, at), None, ""
         if self._best == NONE:
+            released = self._release(text, len(text))
             self._reset("")
-            return text, None, ""
+            return released, None, ""
         marker, start = self._set.markers[self._best], self._start
+        released = self._release(text, start)
         self._reset("")
-        return text[:start], marker, text[start + len(marker) :]
+        return released, marker, text[start + len(marker) :]
+
+    def _release(self, text: str, end: int) -> str:
+        """`text` up to `end`, without what is text in a marker alone; the rest stays held."""
+        if not self._parts:
+            return text[:end]
+        kept, at = [], 0
+        for start, stop in self._parts:
+            kept.append(text[at : min(start, end)])
+            at = min(stop, end)
+        kept.append(text[at:end])
+        self._parts = [(max(a - end, 0), b - end) for a, b in self._parts if b > end]
+        return "".join(kept)
 
     def _read(self, text: str, position: int) -> int:
         """Walk the automaton from `position`; where the best marker became certain, or NONE."""
@@ -192,7 +221,3 @@ class Scanner:
         if live_start > self._start:
             return True
         return live_start == self._start and not self._set.children[node]
-
-
-def _cut(text: str, at: int) -> tuple[str, str]:
-    return text[:at], text[at:]

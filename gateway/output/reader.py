@@ -147,6 +147,7 @@ class Reader:
             self._detokenizer,
             machine,
             self._stop,
+            parts=options.skip_special_tokens,
             min_tokens=options.min_tokens,
             thoughts=answer.include_reasoning,
             many=answer.parallel_tool_calls,

@@ -9,10 +9,12 @@ default count, and the request's switch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
+
+from gateway.output.suffix import suffix_in, suffixed
 
 OFF = (False, 0, "none", "no_think", "disabled", "off", "false")
 """Values of a template's switch that mean no reasoning."""
@@ -54,6 +56,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     default_inside  an answer starts inside a block where the prompt does not say otherwise
     may_force       the request may want the reasoning of an answer that is nothing else as content
     force_content   it does
+    suffixed        opening and closing markers may have a suffix, which the vocabulary knows
     """
 
     open: tuple[str, ...] = ()
@@ -71,6 +74,20 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     default_inside: bool = False
     may_force: bool = False
     force_content: bool = False
+    suffixed: bool = False
+
+    def fitted(self, vocabulary: Collection[str]) -> ReasoningFormat:
+        """The same format as a checkpoint with these added tokens writes it."""
+        if not self.suffixed or not suffix_in(vocabulary):
+            return self
+        open_ = (suffixed(self.open[0], vocabulary), *self.open)
+        close = (suffixed(self.close[0], vocabulary), *self.close)
+        return msgspec.structs.replace(
+            self,
+            suffixed=False,
+            open=tuple(dict.fromkeys(open_)),
+            close=tuple(dict.fromkeys(close)),
+        )
 
     def markers(self) -> tuple[str, ...]:
         """Every marker that a vocabulary may have as one token."""
@@ -165,7 +182,7 @@ _QWEN = _like_think(switch=_ENABLE)
 _GLM = _like_think(switch=_EITHER)
 _FORCING = _like_think(switch=_ENABLE, may_force=True)
 _INSIDE = _like_think(default_inside=True)
-_HY_OPEN, _HY_CLOSE = ("<think:opensource>", "<think>"), ("</think:opensource>", "</think>")
+_HY_OPEN, _HY_CLOSE = ("<think>", "<think:opensource>"), ("</think>", "</think:opensource>")
 
 REASONING: Mapping[str, ReasoningFormat] = {
     "apertus": ReasoningFormat(open=("<|inner_prefix|>",), close=("<|inner_suffix|>",)),
@@ -199,9 +216,14 @@ REASONING: Mapping[str, ReasoningFormat] = {
         close=_HY_CLOSE,
         switch=Switch(("reasoning_effort",), default=False),
         identity=True,
+        suffixed=True,
     ),
     "hy_v4": ReasoningFormat(
-        open=_HY_OPEN, close=_HY_CLOSE, switch=Switch(("reasoning_effort",)), identity=True
+        open=_HY_OPEN,
+        close=_HY_CLOSE,
+        switch=Switch(("reasoning_effort",)),
+        identity=True,
+        suffixed=True,
     ),
     "inkling": ReasoningFormat(
         open=("<|content_thinking|>",),

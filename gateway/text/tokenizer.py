@@ -42,7 +42,9 @@ class Tokenizer:
     card            whose `tokenizer` holds tokenizer.json
     max_text_bytes  longest text encoded at all; None: BYTES_PER_TOKEN for every token of the
                     context
-    special_ids     ids that `skip_special_tokens` leaves out of the text
+    added_tokens    id -> text of the tokens that stand beside the vocabulary proper: each is found
+                    in a text before all else
+    special_ids     those of them that `skip_special_tokens` leaves out of the text
 
     Raises ValueError where the card's bytes are no tokenizer.
     """
@@ -53,6 +55,7 @@ class Tokenizer:
         self.eos_token_ids = frozenset(card.eos_token_ids)
         self.max_text_bytes = max_text_bytes or BYTES_PER_TOKEN * card.context_tokens
         added = self._inner.get_added_tokens_decoder()
+        self.added_tokens = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.codec = _codec_of(self._inner)
         self._tables = self._make_tables(self.codec) if self.codec else None

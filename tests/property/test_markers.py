@@ -114,3 +114,28 @@ def test_a_marker_has_at_least_one_character(names: list[str]) -> None:
 @pytest.mark.parametrize("char", "^]-\\[.*&|~\n")
 def test_characters_that_mean_something_to_a_regular_expression_are_plain_here(char: str) -> None:
     assert scanned([char * 2], ["x", char, char, "x"]) == [Text("x"), Marker(char * 2), Text("x")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("abc", min_size=1, max_size=5), st.text("abcABC", max_size=24), st.integers(0, 99))
+def test_what_is_text_in_a_marker_alone_is_nothing_outside_of_one(
+    name: str, text: str, seed: int
+) -> None:
+    """Letters that are read as parts are upper case here."""
+    compiled = MarkerSet([name])
+    scanner, told = Scanner(compiled), ""
+    for run in re.findall("[A-Z]|[a-z]+", text):
+        for delta in [run] if run.isupper() else cuts(run, seed):
+            released, marker, rest = scanner.next(delta.lower(), part=run.isupper())
+            told += released
+            while marker is not None:
+                told += marker
+                released, marker, rest = scanner.next(rest)
+                told += released
+            wire = msgspec.json.encode(scanner.state())
+            scanner = Scanner(compiled, msgspec.json.decode(wire, type=ScannerState))
+    told += scanner.next("", final=True)[0]
+    found = re.finditer(re.escape(name), text.lower())
+    inside = {place for match in found for place in range(match.start(), match.end())}
+    kept = [char for at, char in enumerate(text) if at in inside or char.islower()]
+    assert told == "".join(kept).lower()

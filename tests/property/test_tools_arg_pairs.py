@@ -10,7 +10,8 @@ import pytest
 from gateway.output.events import ToolCall, ToolCallEnd, Warning, merged
 from gateway.output.formats import Format
 from gateway.output.reasoning import THINK
-from gateway.output.tools.arg_pairs import FORMATS, ArgPairs, suffix_in, with_suffix
+from gateway.output.suffix import suffix_in
+from gateway.output.tools.arg_pairs import FORMATS, ArgPairs
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain
 from tests.support.formats import (
     Call,
@@ -65,7 +66,7 @@ def sample(name: str, syntax: ArgPairs, write: Writer, *tags: str) -> Sample:
     )
 
 
-HY_V4 = with_suffix(FORMATS["hy_v4"], ":6124c78e")
+HY_V4 = FORMATS["hy_v4"].fitted(["<tool_calls:6124c78e>", "<arg_key:6124c78e>"])
 K2 = FORMATS["k2_horizon"]
 SAMPLES = [
     *(sample(name, FORMATS[name], pairs(FORMATS[name])) for name in ("glm45", "hy_v3", "hy_v4")),

@@ -81,6 +81,7 @@ M3 = Sample(
     think=reasoning_writer(THINK),
     tags=(f"{NS}</item>", f"{NS}<tool_call>"),
     tools=TOOLS,
+    parts=(NS,),
 )
 PLAMO = Sample(
     "plamo3",
@@ -88,6 +89,7 @@ PLAMO = Sample(
     plamo3,
     think=reasoning_writer(THINK),
     tags=(plamo.end("tool_arguments"),),
+    parts=("<|plamo:begin_", "<|plamo:end_", ":plamo|>", "<|plamo:constrain|>", "<|plamo:msg|>"),
 )
 SAMPLES = [M3, PLAMO]
 EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])

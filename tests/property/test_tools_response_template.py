@@ -36,13 +36,14 @@ from tests.support.response_templates import SMOLLM, TEMPLATES
 
 @dataclass(frozen=True)
 class Written:
-    """How a template's model writes; `tags` as in Sample."""
+    """How a template's model writes; `tags` and `parts` as in Sample."""
 
     call: Callable[[Call], str]
     says: Callable[[str], str]
     thinks: Callable[[str], str]
     tags: tuple[str, ...]
     between: tuple[str, str, str] = ("", "\n", "")
+    parts: tuple[str, ...] = ()
 
 
 def hermes(call: Call) -> str:
@@ -95,11 +96,12 @@ QUOTE = '<|"|>'
 ASSISTANT = "<|start|>assistant"
 FINAL = around(f"{ASSISTANT}<|channel|>final<|message|>", "<|end|>")
 ANALYSIS = around(f"{ASSISTANT}<|channel|>analysis<|message|>", "<|end|>")
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
 ACTION = ("<|START_ACTION|>[", ", ", "]<|END_ACTION|>")
 WRITTEN = {
     "smollm": Written(hermes, itself, think, ("</tool_call>",)),
     "qwen3": Written(qwen, itself, think, ("</tool_call>",)),
-    "gpt_oss": Written(harmony, FINAL, ANALYSIS, ("<|call|>", "<|end|>")),
+    "gpt_oss": Written(harmony, FINAL, ANALYSIS, ("<|call|>", "<|end|>"), parts=HARMONY),
     "cohere": Written(
         cohere,
         around("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
@@ -109,13 +111,18 @@ WRITTEN = {
     ),
     "ernie": Written(hermes, around("<response>\n", "\n</response>\n"), think, ("</tool_call>",)),
     "gemma4": Written(
-        gemma, itself, around("<|channel>thought\n", "<channel|>"), ("<tool_call|>",)
+        gemma,
+        itself,
+        around("<|channel>thought\n", "<channel|>"),
+        ("<tool_call|>",),
+        parts=("<|channel>", "<|tool_call>"),
     ),
     "muse": Written(
         muse,
         around("to=user<|message|>", "<|eot|>"),
         around("to=self<|message|>", "<|eom|>"),
         ("<atem:function_calls>",),
+        parts=("<|message|>",),
     ),
 }
 
@@ -130,6 +137,7 @@ def sample(name: str) -> Sample:
         Format(syntax),
         lambda calls, index: before + joint.join(map(written.call, calls)) + after,
         markers=(*(literal for literal in closes if "|" in literal), "<tool_call>", "</tool_call>"),
+        parts=written.parts,
         tags=written.tags,
         tools=TYPED_TOOLS,
     )

@@ -111,6 +111,7 @@ def sample(name: str) -> Sample:
         write,
         think=reasoning_writer(THINK),
         markers=(*syntax.open, *syntax.close, *THINK.markers(), *syntax.skip[:1], *syntax.skip[2:]),
+        parts=("｜DSML｜",) if "DSML" in syntax.call_open else (),
         tags=tags,
         tools=TYPED_TOOLS,
     )

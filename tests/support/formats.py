@@ -31,7 +31,7 @@ from gateway.output.events import (
     merged,
 )
 from gateway.output.formats import Format, machine_state
-from gateway.output.machine import Lexicon, Piece, Special
+from gateway.output.machine import Lexicon, Piece
 from gateway.output.reasoning import ReasoningFormat
 from gateway.output.teller import DeclaredTool
 
@@ -75,6 +75,7 @@ class Sample:
     arguments  the JSON text that must be read for these values
     call_id    the native id of a call, by its index; None: ours
     markers    of these, those that the family's vocabulary has as tokens; None: all of them
+    parts      special tokens of the family's vocabulary that occur in markers which are no tokens
     tags       markers that may stand inside strings and in prose without meaning anything there;
                where they can mean something when spelt out, only with a vocabulary of tokens
     spelt_ok   the format is also read where no marker is a token
@@ -89,6 +90,7 @@ class Sample:
     arguments: Callable[[dict[str, Any]], str] = lambda values: dumps(values)
     call_id: Callable[[int, Call], str] | None = None
     markers: tuple[str, ...] | None = None
+    parts: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     spelt_ok: bool = True
     max_calls: int = 99
@@ -193,16 +195,35 @@ def lexicon(sample: Sample, *, tokens: bool) -> Lexicon:
     return Lexicon(dict(enumerate(markers, 1000)) if tokens else {})
 
 
+def lexicon_of_parts(sample: Sample) -> Lexicon:
+    """With the sample's parts as special tokens, of which its markers are made."""
+    markers = [
+        marker
+        for marker in sample.markers or ()
+        if marker in sample.format.markers() and not any(part in marker for part in sample.parts)
+    ]
+    return Lexicon(dict(enumerate(markers, 1000)), dict(enumerate(sample.parts, 2000)))
+
+
+def vocabularies(sample: Sample, fixture: Fixture) -> Iterator[Lexicon]:
+    """All in which the answer means the same."""
+    yield lexicon(sample, tokens=True)
+    if sample.spelt_ok and means_the_same_spelt_out(sample, fixture):
+        yield lexicon(sample, tokens=False)
+    if sample.parts and means_the_same_spelt_out(sample, fixture):
+        yield lexicon_of_parts(sample)
+
+
 def units(text: str, words: Lexicon) -> list[Piece]:
-    """Characters, and a Special wherever a marker that is a token is written."""
-    by_length = sorted(words.tokens.items(), key=lambda item: -len(item[1]))
+    """Characters, and a Special or a Part wherever the text of such a token is written."""
+    by_length = sorted(words.pieces.values(), key=lambda piece: -len(_text(piece)))
     found: list[Piece] = []
     position = 0
     while position < len(text):
-        for token_id, marker in by_length:
-            if text.startswith(marker, position):
-                found.append(Special(token_id, marker))
-                position += len(marker)
+        for piece in by_length:
+            if text.startswith(_text(piece), position):
+                found.append(piece)
+                position += len(_text(piece))
                 break
         else:
             if text[position] != JOINT:
@@ -211,15 +232,19 @@ def units(text: str, words: Lexicon) -> list[Piece]:
     return found
 
 
+def _text(piece: Piece) -> str:
+    return piece if isinstance(piece, str) else piece.text
+
+
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """One delta: neighbouring text as one string."""
     try:
         return ["".join(pieces)]  # type: ignore[arg-type]
     except TypeError:  # there are markers among them
         found: list[Piece] = []
-    for special, run in itertools.groupby(pieces, lambda piece: isinstance(piece, Special)):
+    for spelt_out, run in itertools.groupby(pieces, lambda piece: isinstance(piece, str)):
         together = list(run)
-        found += together if special else ["".join(together)]  # type: ignore[arg-type]
+        found += ["".join(together)] if spelt_out else together  # type: ignore[arg-type]
     return found
 
 
@@ -282,13 +307,11 @@ class Row:
 
 
 def check(sample: Sample, cases: Sequence[Fixture], *, num_random: int = 200) -> Row:
-    """Read every fixture in every way; with its markers as tokens, and spelt out."""
+    """Read every fixture in every way; with its markers as tokens, spelt out, made of tokens."""
     row = Row(sample.name)
-    for fixture, tokens in itertools.product(cases, (True, False)):
-        if not tokens and not (sample.spelt_ok and means_the_same_spelt_out(sample, fixture)):
-            continue
+    readings = [(f, words) for f in cases for words in vocabularies(sample, f)]
+    for fixture, words in readings:
         row.fixtures += 1
-        words = lexicon(sample, tokens=tokens)
         pieces = units(fixture.text, words)
         for deltas in all_cuts(pieces, row.fixtures, num_random):
             row.cuts += 1

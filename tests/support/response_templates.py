@@ -123,6 +123,28 @@ MUSE = {
     },
 }
 
+LLAMA = {
+    "start_anchor": "<|begin_of_text|>",
+    "fields": {
+        "thinking": {
+            "open": "<|start_header_id|>thinking<|end_header_id|>\n\n",
+            "close": "<|eot_id|>",
+        },
+        "content": {
+            "open": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "close": "<|eot_id|>",
+        },
+        "tool_calls": {
+            "open_pattern": r"<\|start_header_id\|>call:(?P<name>\w+)<\|end_header_id\|>",
+            "close": "<|eot_id|>",
+            "repeats": True,
+            "content": "json",
+            "transform": FUNCTION,
+        },
+    },
+}
+"""Invented: headers made of the special tokens that a Llama 3 has."""
+
 TEMPLATES: dict[str, dict[str, Any]] = {
     "smollm": SMOLLM,
     "qwen3": QWEN3,

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 import pytest
 
 from gateway.output.events import Content
-from gateway.output.machine import BLOCK_CHARS, Context, Lexicon, Machine, MachineState, Special
+from gateway.output.machine import (
+    BLOCK_CHARS,
+    Context,
+    Lexicon,
+    Machine,
+    MachineState,
+    Part,
+    Piece,
+    Special,
+)
 
 
 class Counting(MachineState):
@@ -33,7 +42,7 @@ class Switching(Machine):
         self.teller.content(f"[{marker}]")
 
 
-def told(pieces: list[str | Special], *, tokens: bool = False, complete: bool = True) -> str:
+def told(pieces: list[Piece], *, tokens: bool = False, complete: bool = True) -> str:
     words = Lexicon({1: "<A>", 2: "<B>"} if tokens else {})
     context = Context(words)
     machine = Switching(context, context.teller())
@@ -57,6 +66,16 @@ def test_a_marker_that_is_a_token_is_known_by_its_id_alone() -> None:
 
 def test_a_token_that_means_nothing_in_this_state_is_dropped() -> None:
     assert told(["x", Special(2, "<B>"), "y"], tokens=True) == "a(x)a(y)"
+
+
+def test_a_part_is_text_in_a_marker_and_nothing_outside_of_one() -> None:
+    assert told([Part("<"), "A>"]) == "[<A>]"
+    assert told([Part("<"), Part("A>")]) == "[<A>]"
+    assert told(["x", Part("<"), "A", Part("<"), "A>"]) == "a(x)a(A)[<A>]"
+    assert told(["x", Part("<"), "y"]) == "a(x)a(y)"
+    assert told(["x", Part("<")]) == "a(x)"
+    assert told(["x", Part("A>")]) == "a(x)"
+    assert told(["<", Part("B"), ">"]) == "a(<)a(>)"
 
 
 def test_half_a_marker_at_the_end_is_text_unless_the_answer_was_cut_off() -> None:

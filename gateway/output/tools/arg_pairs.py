@@ -21,8 +21,7 @@ Values are typed by the tool's schema (typed_value), or where that leaves it ope
 model has written. `</arg_value>` ends a value only if, blanks aside, another key or the call's end
 comes next: otherwise it is text of the value. A name is written without blanks in it.
 
-Some checkpoints have a suffix in all their markers (`<tool_call:6124c78e>`): `suffix_in` finds it
-in a vocabulary, `with_suffix` gives a format that reads it.
+Some checkpoints have a suffix in their markers (`<tool_call:6124c78e>`), see `suffix`.
 
 Sources: the chat templates of GLM-4.5 to 4.7; for the others, vLLM's published parsers.
 """
@@ -30,19 +29,19 @@ Sources: the chat templates of GLM-4.5 to 4.7; for the others, vLLM's published 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
 import msgspec
 
 from gateway.output.machine import Context, MachineState, Section, SectionSyntax
+from gateway.output.suffix import suffix_in, suffixed
 from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
 from gateway.output.tools.json_value import CallKeys, CallScan
 from gateway.output.tools.typed_value import ORDER, ArgumentsWriter, kinds_of, schema_of
 
 MAX_NAME_CHARS = 256
 NAME = re.compile(r"[^\s<>{}\[\]()\"'`,;]{1,256}")
-SUFFIXED = re.compile(r"<tool_calls?(:[^\s<>]+)>")
 TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object",
          "list": "array", "none": "null"}  # fmt: skip
 
@@ -55,6 +54,7 @@ class ArgPairs(SectionSyntax, frozen=True, kw_only=True):
     key, type, value  (opening, closing) markers of a pair's parts; `type` may be missing
     json_bodies       a call may be a JSON object instead
     bare_json         a parameter without a schema is JSON if it can be
+    suffixed          the markers may have a suffix, which the vocabulary knows
     """
 
     open: tuple[str, ...] = ()
@@ -67,6 +67,7 @@ class ArgPairs(SectionSyntax, frozen=True, kw_only=True):
     value: tuple[str, str] = ("<arg_value>", "</arg_value>")
     json_bodies: bool = False
     bare_json: bool = True
+    suffixed: bool = False
 
     def markers(self) -> tuple[str, ...]:
         return (
@@ -82,6 +83,21 @@ class ArgPairs(SectionSyntax, frozen=True, kw_only=True):
 
     def openers(self) -> tuple[str, ...]:
         return self.open or (self.call_open,)
+
+    def fitted(self, vocabulary: Collection[str]) -> Self:
+        if not self.suffixed or not suffix_in(vocabulary):
+            return self
+
+        def fit(marker: Any) -> Any:
+            return (
+                tuple(map(fit, marker))
+                if isinstance(marker, tuple)
+                else suffixed(marker, vocabulary)
+            )
+
+        names = ("open", "close", "call_open", "call_close", "name_close", "key", "type", "value")
+        found = {name: fit(getattr(self, name)) for name in names}
+        return msgspec.structs.replace(self, suffixed=False, **found)
 
     def section(
         self, context: Context, teller: Teller, state: Mapping[str, Any] | None = None
@@ -364,23 +380,6 @@ class ArgPairsSection(Section):
             self._give_back("a tool call that is not finished")
 
 
-def suffix_in(vocabulary: Iterable[str]) -> str:
-    """The suffix of a vocabulary's markers, its colon included; "" where they have none."""
-    return next((found[1] for token in vocabulary if (found := SUFFIXED.fullmatch(token))), "")
-
-
-def with_suffix(syntax: ArgPairs, suffix: str) -> ArgPairs:
-    """The same format for a checkpoint whose markers end with `suffix`."""
-
-    def suffixed(marker: Any) -> Any:
-        if isinstance(marker, tuple):
-            return tuple(map(suffixed, marker))
-        return marker.removesuffix(">") + suffix + ">"
-
-    names = ("open", "close", "call_open", "call_close", "name_close", "key", "type", "value")
-    return msgspec.structs.replace(syntax, **{n: suffixed(getattr(syntax, n)) for n in names})
-
-
 GLM = ArgPairs()
 
 K2_HORIZON = ArgPairs(
@@ -399,7 +398,9 @@ FORMATS = {
     "glm47": GLM,
     "ling3": GLM,
     "poolside_v1": GLM,
-    "hy_v3": ArgPairs(open=("<tool_calls>",), close=("</tool_calls>",), name_close=("<tool_sep>",)),
-    "hy_v4": ArgPairs(open=("<tool_calls>",), close=("</tool_calls>",)),
+    "hy_v3": ArgPairs(
+        open=("<tool_calls>",), close=("</tool_calls>",), name_close=("<tool_sep>",), suffixed=True
+    ),
+    "hy_v4": ArgPairs(open=("<tool_calls>",), close=("</tool_calls>",), suffixed=True),
     "k2_horizon": K2_HORIZON,
 }

@@ -38,6 +38,7 @@ from gateway.output.machine import (
     Context,
     Machine,
     MachineState,
+    Part,
     Section,
     SectionSyntax,
 )
@@ -293,9 +294,12 @@ class MessagesMachine(Machine):
         self.section.open(marker)
         self._leave_if_done()
 
-    def _in_calls(self, text: str) -> str:
+    def on_part(self, part: Part) -> str:
+        return self._in_calls(part) if self.s.at == "calls" else ""
+
+    def _in_calls(self, piece: str | Part) -> str:
         assert self.section is not None
-        rest = self.section.read(text)
+        rest = self.section.read(piece)
         self._leave_if_done()
         return rest
 

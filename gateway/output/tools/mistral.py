@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.output.machine import Context, MachineState, Section, SectionSyntax
+from gateway.output.machine import Context, MachineState, Part, Section, SectionSyntax
 from gateway.output.teller import Teller
 from gateway.output.tools.json_tags import JsonTags
 from gateway.output.tools.json_value import SPACE, CallKeys
@@ -88,12 +88,18 @@ class MistralSection(Section):
         self.ways[way].open(self.s.opener)
         self.ways[way].read("".join(self.s.blanks))
 
+    def on_part(self, part: Part) -> str:
+        return "" if self.s.at == "choosing" else self._read_on(part)
+
+    def _read_on(self, piece: str | Part) -> str:
+        section = self.ways[self.s.at]
+        rest = section.read(piece)
+        self.s.done = section.s.done
+        return rest
+
     def on_text(self, text: str) -> str:
         if self.s.at != "choosing":
-            section = self.ways[self.s.at]
-            rest = section.read(text)
-            self.s.done = section.s.done
-            return rest
+            return self._read_on(text)
         start = SPACE.match(text).end()  # type: ignore[union-attr]
         self.s.blanks.append(text[:start])
         if start < len(text):

@@ -9,7 +9,7 @@
     <|plamo:end_tool_requests:plamo|>
 
 (Without the line breaks.) In the vocabulary these markers are several tokens each, of which some
-are special: `PIECES`. They are read as text, so the pieces must not be skipped.
+are special (`:plamo|>`).
 
 Source: vLLM's published parser.
 """
@@ -26,14 +26,6 @@ def begin(what: str) -> str:
 def end(what: str) -> str:
     return f"<|plamo:end_{what}:plamo|>"
 
-
-PIECES = (
-    "<|plamo:begin_",
-    "<|plamo:end_",
-    ":plamo|>",
-    "<|plamo:constrain|>",
-    "<|plamo:msg|>",
-)
 
 FORMATS = {
     "plamo3": NamedJson(

@@ -42,6 +42,7 @@ from gateway.output.machine import (
     Lexicon,
     Machine,
     MachineState,
+    Part,
     Section,
     SectionSyntax,
 )
@@ -259,9 +260,14 @@ class TemplateMachine(Machine):
                 section.read(name)
         self._leave_if_done()
 
-    def _in_calls(self, text: str) -> str:
+    def on_part(self, part: Part) -> str:
+        if self.s.at == "head":
+            return self._in_head(part.text)
+        return self._in_calls(part) if self.s.at == "calls" else ""
+
+    def _in_calls(self, piece: str | Part) -> str:
         assert self.section is not None
-        rest = self.section.read(text)
+        rest = self.section.read(piece)
         self._leave_if_done()
         return rest
 
