@@ -1,0 +1,23 @@
+"""The table of writers: how each syntax writes a stretch of calls, as a form.
+
+A writer is given the syntax, the opener that stands before the stretch, the tools that may be
+called (one without parameters takes any object), whether there may be several calls, and the book
+that rules and schemas go into. Its form is what stands behind the opener, up to the end of the
+stretch, whatever closes it included: with `many` as many calls as the syntax writes in one stretch,
+otherwise just one. All that it admits the syntax's machine reads without a warning, in the spelling
+that the models were trained on. Raises NotWritable for a tool that the syntax cannot write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gateway.output.grammar.book import Book
+from gateway.output.machine import SectionSyntax
+from gateway.output.teller import DeclaredTool
+from protocol.grammar import Form
+
+Stretch = Callable[[Any, str, Sequence[DeclaredTool], bool, Book], Form]
+
+WRITERS: Mapping[type[SectionSyntax], Stretch] = {}
