@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -46,6 +46,7 @@ LogitBias = Annotated[dict[TokenId, BiasValue], Meta(max_length=MAX_LOGIT_BIAS)]
 BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_TOKENS)]
 BadWords = Annotated[list[BadWord], Meta(max_length=MAX_BAD_SEQUENCES)]
 AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
+LogprobsOf = Literal["model", "sampling", "both"]
 LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)]
 
 
@@ -66,6 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     bad_words          token sequences that the answer never contains
     allowed_token_ids  None: all; else nothing but these is ever chosen, end tokens included
     logprob_token_ids  tokens whose logprobs are told at each sampled token, whatever was chosen
+    logprobs_of        which distribution `logprobs` are of: "model", what the model said;
+                       "sampling", what the token was drawn from, after all of the above and a
+                       grammar; "both", the model's, and the other's of the same tokens beside them
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
@@ -86,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     bad_words: BadWords = []
     allowed_token_ids: AllowedTokenIds | None = None
     logprob_token_ids: LogprobTokenIds = []
+    logprobs_of: LogprobsOf = "model"
 
     def __post_init__(self) -> None:
         for name in _FLOATS:
@@ -99,6 +104,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             )
         if sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
             raise ValueError(f"bad_words must not be more than {MAX_BAD_TOKENS} tokens together")
+        if self.logprobs_of != "model":
+            self._check_logprobs_of()
+
+    def _check_logprobs_of(self) -> None:
+        if self.logprobs is None and not self.logprob_token_ids:
+            raise ValueError(f"logprobs_of {self.logprobs_of!r} needs logprobs")
+        if self.temperature == 0:
+            raise ValueError(
+                f"logprobs_of {self.logprobs_of!r} needs a temperature above 0: nothing is drawn "
+                "at 0"
+            )
 
 
 _FLOATS = (

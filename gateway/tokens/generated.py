@@ -1,0 +1,140 @@
+"""POST /inference/v1/generate: what it tells, whole and in chunks. Names and shapes are vLLM's.
+
+In a whole answer every field is there, null where there is nothing to tell; fields of the peer that
+this server never has anything for are null always. `system_fingerprint` and `weights_digest` are
+ours. Anything of these structs that the peer may leave out has a default, so its answers can be
+read with them, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.openai.told import (
+    ChatLogprobs,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    TokenChance,
+)
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt counts once, however many answers it has; in a chunk: of its own choice."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class TopToken(msgspec.Struct, frozen=True, kw_only=True):
+    """rank              1 for the most likely token; null where it is not known
+    sampling_logprob  beside `logprob`, under the distribution the token was drawn from, where both
+                      were asked for
+    """
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+    sampling_logprob: float | UnsetType = UNSET
+
+
+class ChosenToken(TopToken, frozen=True, kw_only=True):
+    """top_logprobs  the chosen token, then the most likely others, then those asked for"""
+
+    top_logprobs: list[TopToken] = []
+
+
+class TokensLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChosenToken]
+
+
+class GeneratedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice in a chunk, in mode "tokens". stop_reason: the stop string, or the stop token of the
+    request, that ended it."""
+
+    index: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int]
+    routed_experts: Any = None
+    sampling_mask: Any = None
+    weight_versions: Any = None
+    logprobs: TokensLogprobs | None = None
+
+
+class GeneratedChoice(GeneratedPart, frozen=True, kw_only=True):
+    """A choice of a whole answer."""
+
+
+class GeneratedTextPart(GeneratedPart, frozen=True, kw_only=True):
+    """A choice in mode "text", of a chunk or a whole answer; its logprobs are a chat's."""
+
+    text: str
+    logprobs: ChatLogprobs | None = None  # type: ignore[assignment]
+
+
+class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer in mode "tokens". kv_transfer_params: null, no K/V is kept for anybody."""
+
+    request_id: str
+    model: str
+    created: int
+    system_fingerprint: str | UnsetType = UNSET
+    weights_digest: str | UnsetType = UNSET
+    usage: GenerateUsage | None = None
+    prompt_logprobs: list[dict[str, TokenChance] | None] | None = None
+    prompt_token_id_logprobs: Any = None
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: Any = None
+    metrics: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    output_mode: Literal["tokens"] = "tokens"
+    ignored_params: list[str] | UnsetType = UNSET
+    choices: list[GeneratedChoice]
+
+
+class GenerateTextResponse(GenerateResponse, frozen=True, kw_only=True):
+    """A whole answer in mode "text"."""
+
+    output_mode: Literal["text"] = "text"  # type: ignore[assignment]
+    choices: list[GeneratedTextPart]  # type: ignore[assignment]
+
+
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice's news in mode "tokens", or, without choices, the usage of all.
+
+    prompt_token_ids    in the first chunk, where asked for
+    weights_digest, kv_transfer_params   in a choice's last chunk, and with the usage of all
+    """
+
+    request_id: str
+    system_fingerprint: str | UnsetType = UNSET
+    weights_digest: str | UnsetType = UNSET
+    usage: GenerateUsage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
+    ignored_params: list[str] | UnsetType = UNSET
+    output_mode: Literal["tokens"] = "tokens"
+    choices: list[GeneratedPart]
+
+
+class GenerateTextChunk(GenerateChunk, frozen=True, kw_only=True):
+    """The same in mode "text"."""
+
+    output_mode: Literal["text"] = "text"  # type: ignore[assignment]
+    choices: list[GeneratedTextPart]  # type: ignore[assignment]
+
+
+class Aborted(msgspec.Struct, frozen=True, kw_only=True):
+    """Each id of the request, in its order, once, in one of the two."""
+
+    aborted: list[str]
+    unknown: list[str]
