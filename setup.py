@@ -34,6 +34,7 @@ TEST = [
     "pytest-timeout>=2.4,<3",
     "pytest-xdist>=3.6,<4",
     "ruff>=0.14,<1",
+    "schemathesis>=4.10,<5",
     "transformers>=4.56,<6",
     "types-tqdm>=4.66,<5",
 ]

@@ -16,6 +16,7 @@ from gateway.exchange import REQUEST_ID_HEADER, Exchange, request_id_from
 from gateway.faults import Fault, fault_of, internal_fault, plain_fault
 from gateway.openai import routes as openai
 from gateway.openai.errors import error_body
+from gateway.openapi import routes as openapi
 from gateway.service import Service
 from gateway.tokens import routes as tokens
 from protocol.config import GatewayConfig
@@ -50,6 +51,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     app.extensions[EXTENSION] = service
     for part in (openai, tokens, admin):
         app.register_blueprint(part.blueprint(service))
+    app.register_blueprint(openapi.blueprint())
     _frame_requests(app, service)
     _tell_errors(app)
     return app

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.chat.kwargs import ThinkingFields
+from gateway.openai.documented import Message, Tool
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.errors import InvalidRequest
 from protocol.sampling import (
@@ -131,7 +132,7 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Any], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
@@ -173,7 +174,7 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
         )
 
 
-Messages = Annotated[list[Any], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(ConversationBody, frozen=True, kw_only=True):

@@ -1,0 +1,41 @@
+"""The routes for operators, as their documentation sees them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from gateway.admin import told
+from gateway.openai.told import ErrorAnswer
+from gateway.openapi.operation import READING, Operation, Parameter
+
+_get = partial(Operation, method="get", tag="Operators", error=ErrorAnswer, statuses=READING)
+_NAME = Parameter("name", "One of the served names.", place="path")
+
+OPERATIONS = (
+    _get(rule="/livez", about="Whether this process answers at all.", gives=told.Live),
+    _get(
+        rule="/readyz",
+        about="Whether requests can be served now, and if not, why.",
+        gives=told.Readiness,
+        statuses=(405, 500),
+        otherwise={503: told.Readiness},
+    ),
+    _get(
+        rule="/health",
+        about="The same as /readyz.",
+        gives=told.Readiness,
+        statuses=(405, 500),
+        otherwise={503: told.Readiness},
+    ),
+    _get(rule="/version", about="The server's version.", gives=told.Version),
+    _get(rule="/metrics", about="Prometheus metrics.", statuses=(405, 500)),
+    _get(rule="/openapi.json", about="This document.", gives=dict[str, Any]),
+    _get(rule="/v1/models", about="The served model, by each of its names.", gives=told.Models),
+    _get(
+        rule="/v1/models/<path:name>",
+        about="One of them.",
+        gives=told.Model,
+        parameters=(_NAME,),
+    ),
+)

@@ -1,0 +1,22 @@
+"""What the routes of tokens tell, as structs: for the documentation and for tests."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.openai.told import Effective
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """token_strs  the text of each token"""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+    effective: Effective | UnsetType = UNSET
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str

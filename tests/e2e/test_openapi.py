@@ -1,0 +1,84 @@
+"""Requests made from our own OpenAPI document, against a whole server: no failure of ours, and every
+answer is what the document says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.support.server import Server
+from tests.support.tiny_checkpoint import write_tiny_llama
+
+EXAMPLES = 25
+"""Of each operation, in a run of some seconds."""
+REQUIRED = {"messages", "prompt", "tokens"}
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
+    template = folder / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}w1")
+    with Server("--chat-template", str(template), model=str(folder)) as server:
+        yield server
+
+
+def slimmed(body: dict[str, Any], num_optional: int) -> dict[str, Any]:
+    """With only so many fields that could be left out: of very many, some are always at odds."""
+    optional = [name for name in body if name not in REQUIRED]
+    return {name: body[name] for name in body if name not in optional[num_optional:]}
+
+
+def exercise(operation: Any) -> Counter[int]:
+    """The statuses of EXAMPLES answers, each of which has been held against the document."""
+    statuses: Counter[int] = Counter()
+
+    @seed(1)
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(), num_optional=st.integers(0, 6))
+    def check(case: Any, num_optional: int) -> None:
+        if isinstance(case.body, dict):
+            case.body = slimmed(case.body, num_optional)
+        response = case.call(timeout=30)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    check()
+    return statuses
+
+
+@pytest.mark.timeout(300)
+def test_answers_to_requests_made_from_the_document_are_what_it_says(server):
+    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in document.get_all_operations()]
+    for operation in operations:
+        statuses = exercise(operation)
+        told = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
+        print(f"{operation.label:48} {told}")
+        assert statuses[200] > 0 or "{" in operation.path
+    exercised = {operation.path for operation in operations}
+    assert exercised == set(document.raw_schema["paths"]) - {"/openapi.json"}

@@ -1,0 +1,66 @@
+"""The OpenAPI document: made from the structs that check requests, with every route in it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.app import create_app
+from gateway.openapi.document import document, path_of
+from gateway.openapi.routes import encoded, operations
+
+UNDOCUMENTED_METHODS = {"HEAD", "OPTIONS"}
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    return json.loads(encoded())
+
+
+def references(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*map(references, value.values()))
+    return set().union(*map(references, value)) if isinstance(value, list) else set()
+
+
+def test_every_route_has_a_row_in_the_operations_of_its_api(told):
+    routes = {
+        (path_of(rule.rule), method.lower())
+        for rule in create_app().url_map.iter_rules()
+        for method in (rule.methods or set()) - UNDOCUMENTED_METHODS
+    }
+    documented = {(path, method) for path, item in told["paths"].items() for method in item}
+    assert documented == routes
+
+
+def test_every_reference_leads_somewhere(told):
+    names = {f"#/components/schemas/{name}" for name in told["components"]["schemas"]}
+    assert references(told) <= names
+
+
+def test_identifiers_and_components_are_unique_and_plain(told):
+    rows = [item for path in told["paths"].values() for item in path.values()]
+    ids = [row["operationId"] for row in rows]
+    assert len(set(ids)) == len(ids)
+    assert all(name.isidentifier() for name in told["components"]["schemas"])
+
+
+def test_bounds_of_a_request_are_those_that_check_it(told):
+    fields = told["components"]["schemas"]["ChatBody"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    assert fields["messages"]["minItems"] == 1
+
+
+def test_parameters_of_a_path_are_described(told):
+    for path, item in told["paths"].items():
+        for operation in item.values():
+            places = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "path"]
+            assert sorted(places) == sorted(part[1:-1] for part in path.split("/") if "{" in part)
+
+
+def test_the_document_does_not_depend_on_the_order_of_the_rows():
+    rows = operations()
+    assert document(reversed(rows), "1") == document(rows, "1")
