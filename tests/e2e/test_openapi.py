@@ -1,5 +1,5 @@
-"""Requests made from our own OpenAPI document, against a whole server: no failure of ours, and every
-answer is what the document says."""
+"""Requests made from our own OpenAPI document, against a whole server: no failure of ours, and
+every answer is what the document says."""
 
 from __future__ import annotations
 
