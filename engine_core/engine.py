@@ -26,13 +26,13 @@ from engine_core.admission import check_load, check_request, new_request
 from engine_core.grammar.book import Compiled, GrammarBook, Job
 from engine_core.grammar.masks import fill
 from engine_core.invariants import check_invariants
-from engine_core.outcome import Outcome, outcomes_of, why_failed
+from engine_core.outcome import Outcome, failure_of, outcomes_of
 from engine_core.planning import build_plan, matchers_of, work_of
 from engine_core.request import Event, Phase, Request
 from engine_core.scheduler import Scheduler
 from engine_core.speed import Speed
 from protocol.config import EngineConfig
-from protocol.errors import Draining, InvalidRequest, ServingError, StepFailed
+from protocol.errors import Draining, InvalidRequest, ServingError
 from protocol.grammar import Grammar, check_grammar
 from protocol.messages import (
     Accepted,
@@ -234,7 +234,7 @@ class Engine:
         computed.
         """
         if outcome.failed:
-            return self._end(request, "error", error=StepFailed(why_failed(request)))
+            return self._end(request, "error", error=failure_of(request))
         self._scheduler.advance(request, count)
         if request.num_generated == 0:
             request.prompt_logprobs += outcome.prompt_logprobs
@@ -245,7 +245,7 @@ class Engine:
         if request.matcher is not None:
             request.matcher.consume(outcome.token)
             if request.matcher.error is not None:
-                return self._end(request, "error", error=StepFailed(why_failed(request)))
+                return self._end(request, "error", error=failure_of(request))
         request.tokens.append(outcome.token)
         self._counts["generated_tokens"] += 1
         is_complete = request.matcher is not None and request.matcher.is_complete

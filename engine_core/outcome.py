@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine_core.request import Request
+from protocol.errors import InvalidRequest, ServingError, StepFailed
 from protocol.messages import TokenLogprobs
 from protocol.steps import Logprobs, StepPlan, StepResult
 
@@ -45,10 +46,23 @@ def outcomes_of(plan: StepPlan, result: StepResult) -> list[Outcome]:
     return outcomes
 
 
-def why_failed(request: Request) -> str:
-    """In one line, for a request that got no token, or one that its grammar does not admit."""
-    if request.matcher is not None and request.matcher.error is not None:
-        return f"the grammar failed: {request.matcher.error}"
+def failure_of(request: Request) -> ServingError:
+    """Why a request got no token, or one that its grammar does not admit. A grammar that turns out
+    to be too large where the answer has come to is the request's fault, as it would have been
+    before the answer began."""
+    matcher = request.matcher
+    if matcher is not None and matcher.was_misled:
+        return StepFailed(f"the grammar failed: {matcher.error}")
+    if matcher is not None and matcher.error is not None:
+        return InvalidRequest(
+            "the grammar: the answer came to a place where it cannot be enforced "
+            f"({matcher.error})",
+            param="grammar",
+        )
+    return StepFailed(_why_no_token(request))
+
+
+def _why_no_token(request: Request) -> str:
     params = request.params
     asked = {
         "grammar": request.grammar,

@@ -1,7 +1,7 @@
 """Grammar -> Template: llguidance, with limits on what one grammar may cost.
 
-What it cannot enforce exactly it refuses: an error, a warning, a grammar that no text satisfies or
-whose first steps exceed the limits. Nothing is ever silently left unconstrained.
+What it cannot enforce exactly it refuses: an error, a warning, a grammar in which a short walk
+(`trial.py`) comes to a dead end or to the limits. Nothing is ever silently left unconstrained.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from engine_core.grammar.budget import spelling
 from engine_core.grammar.markers import added_tokens, with_markers_special
 from engine_core.grammar.matcher import Template, explain
 from engine_core.grammar.source import invalid, write
+from engine_core.grammar.trial import Trial
 from protocol.grammar import Grammar
 from protocol.model_card import ModelCard
 
@@ -37,6 +38,7 @@ class Compiler:
             for token in added_tokens(tokenizer)
             if self._tokenizer.is_special_token(token.id)
         }
+        self._trial = Trial(self._tokenizer, model.vocab_size)
         self._spelling = spelling(self._tokenizer, self._markers)
 
     def compile(self, grammar: Grammar) -> Template:
@@ -60,17 +62,6 @@ class Compiler:
             raise invalid(explain(inner))
         if warnings := inner.get_grammar_warnings():
             raise invalid(warnings[0])
-        self._try(inner)
+        if fault := self._trial.find_fault(inner):
+            raise invalid(fault)
         return inner
-
-    def _try(self, inner: LLMatcher) -> None:
-        """Take the first steps, which are also the slowest, before a stream could wait for them."""
-        inner.compute_bitmask()
-        if inner.is_error() or (inner.is_stopped() and not inner.is_accepting()):
-            raise invalid(f"no text satisfies it ({explain(inner)})")
-        probe = inner.deep_copy()
-        forced = self._tokenizer.tokenize_bytes(probe.compute_ff_bytes())
-        probe.try_consume_tokens(forced)
-        probe.compute_bitmask()
-        if probe.is_error():
-            raise invalid(explain(probe))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_MESSAGE = 300
+WRONG_TOKEN = "doesn't satisfy the grammar"
+"""What llguidance says of a token that its mask had left out."""
 
 
 class Matcher:
@@ -33,6 +35,11 @@ class Matcher:
     def error(self) -> str | None:
         """What went wrong (a limit was reached, or a token was not possible); it stays so."""
         return explain(self._inner) if self._inner and self._inner.is_error() else None
+
+    @property
+    def was_misled(self) -> bool:
+        """It was given a token that it does not admit. Any other error is the grammar's own."""
+        return WRONG_TOKEN in (self.error or "")
 
     @property
     def is_complete(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -256,6 +257,31 @@ def test_an_answer_keeps_its_place_in_the_grammar_through_preemption() -> None:
     assert crowded.engine.stats().num_preemptions > 0
     assert answers[0] == answers[1]
     assert all(re.fullmatch("([ab]c){6}d", answer) for answer in answers[0])
+
+
+def test_a_grammar_that_turns_out_too_large_far_into_the_answer_is_the_requests_fault() -> None:
+    """Keys are free here, so no short walk finds the one that leads to the large part."""
+    large = {"type": "object", "properties": {f"n{i}": {"type": "string"} for i in range(2000)}}
+    body = {"type": "object", "properties": {"far": large}}
+    text = ids_of('{"far":{"')
+    bench = Bench()
+    (number,) = asked(bench, grammar=JsonSchema(text=json.dumps(body)), max_tokens=100)
+    for wish in text:
+        plan = bench.plan()
+        assert plan is not None
+        result = bench.worker.execute(plan, bench.masks)
+        bench.worker.tokens[0][-1] = wish
+        steered = StepResult(step=result.step, tokens=Int32.of([wish]), failed=result.failed)
+        for client, outputs in bench.engine.commit(steered, 0.01).items():
+            bench.take(client, outputs.outputs)
+        if bench.end(number).finish is not None:
+            break
+    end = bench.end(number)
+    assert (end.finish, end.tokens) == ("error", [])
+    assert end.error is not None
+    assert (end.error.code, end.error.param) == ("invalid_request", "grammar")
+    assert "cannot be enforced" in end.error.message
+    assert "max is" in end.error.message
 
 
 def test_a_token_that_the_grammar_does_not_admit_ends_that_request_alone() -> None:

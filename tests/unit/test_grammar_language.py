@@ -328,6 +328,16 @@ def chain(length: int) -> str:
         (JsonSchema(text='{"$ref":"https://example.com/s.json"}'), "example.com"),
         (JsonSchema(text='{"enum":[]}'), "Unsatisfiable"),
         (JsonSchema(text=wide(2000)), "max is"),
+        (JsonSchema(text=schema(a=json.loads(wide(2000)))), "too large to be enforced .*max is"),
+        (
+            JsonSchema(text=schema(s={"type": "string"}, a=json.loads(wide(2000)))),
+            "too large to be enforced",
+        ),
+        (
+            JsonSchema(text=schema(a={"type": "array", "items": json.loads(wide(2000))})),
+            "too large to be enforced",
+        ),
+        (JsonSchema(text=schema(a={"$ref": "#/properties/a"})), "cannot be completed"),
         (Regex(pattern="(?<=x)*"), "look-behind"),
         (Regex(pattern="(" * 30_000 + ")" * 30_000), "invalid regex"),
         (Regex(pattern="["), "invalid regex"),
@@ -346,6 +356,13 @@ def test_what_cannot_be_enforced_is_refused_and_named(compiler, body, says):
         compiler.compile(Grammar(body=body))
     assert caught.value.param == "grammar"
     assert len(caught.value.message) < 700
+
+
+@pytest.mark.parametrize("thinking", [BLOCK, REST, MAYBE, SPELT], ids=str)
+@pytest.mark.parametrize("body", [JsonSchema(text='{"$ref":"#"}'), Lark(text="start: start")])
+def test_a_body_is_tried_even_where_thinking_precedes_it(compiler, thinking, body):
+    with pytest.raises(InvalidRequest, match="no text satisfies it"):
+        compiler.compile(Grammar(body=body, thinking=thinking))
 
 
 @pytest.mark.parametrize(
