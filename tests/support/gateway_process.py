@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any, Self
 
 import requests
 
-from tests.support.processes import free_port
+from tests.support.processes import ROOT, Program, free_port
 
-ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
 
 
-class GatewayProcess:
+class GatewayProcess(Program):
     """`with GatewayProcess(engine=address, ...)`: config fields by name. `log` is what it wrote."""
 
     def __init__(self, *, command: list[str] | None = None, **config: Any) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._config = {"port": self.port, **config}
-        self._command = command or [
-            *("-m", "gunicorn", "-c", str(CONFIG), "gateway.app:create_app()"),
-        ]
-        self._log = b""
-
-    def __enter__(self) -> Self:
-        environment = {**os.environ, "TIDEGATE_GATEWAY": json.dumps(self._config)}
-        environment["PYTHONPATH"] = str(ROOT)
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", *self._command],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        return self
+        command = command or ["-m", "gunicorn", "-c", str(CONFIG), "gateway.app:create_app()"]
+        told = json.dumps({"port": self.port, **config})
+        environment = {"TIDEGATE_GATEWAY": told, "PYTHONPATH": str(ROOT)}
+        super().__init__(["-P", *command], environment=environment)
 
     def __exit__(self, *exception: object) -> None:
         if self.process.poll() is None:
@@ -51,18 +34,16 @@ class GatewayProcess:
     def wait(self, timeout_s: float = 15.0) -> int:
         """Until it has ended; its exit code."""
         try:
-            _, log = self.process.communicate(timeout=timeout_s)
+            return self.end(timeout_s=timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            _, log = self.process.communicate()
+            self.end()
             raise
-        self._log += log or b""
-        return self.process.returncode
 
     @property
     def log(self) -> str:
-        """All of it, after the end."""
-        return self._log.decode()
+        """So far; all of it after the end."""
+        return "\n".join(self.err)
 
     def await_status(self, path: str, status: int, timeout_s: float = 15.0) -> requests.Response:
         """Ask until the answer has this status."""

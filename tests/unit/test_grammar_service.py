@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from engine_core.grammar.service import GrammarService
 from protocol.errors import EngineError, InvalidRequest
 from protocol.grammar import Grammar, Regex
 from tests.support.grammars import signs_card
+from tests.support.processes import eventually
 
 ROOT = Path(__file__).parents[2]
 WAIT_MS = 60_000
@@ -88,7 +91,15 @@ def test_what_comes_after_the_end_is_for_nobody() -> None:
     service = GrammarService(BUDGET_S)
     service.submit(job("late", Regex(pattern="a")), 0.0)
     service.close()
+    reused = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    assert reused == service.fd, "the number is somebody else's now"
+    before = set(threading.enumerate())
     service.start(signs_card())
+    workers = [t for t in threading.enumerate() if t not in before]
+    assert eventually(lambda: not all(t.is_alive() for t in workers)), "one has done the job"
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(reused)
+    os.close(reused)
 
 
 DEEP = """

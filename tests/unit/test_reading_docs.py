@@ -10,7 +10,7 @@ from gateway.chat.kwargs import REASONING_EFFORTS
 from gateway.output import teller
 from gateway.output.formats import READ_WHOLE, TOOLS
 from gateway.output.reasoning import REASONING
-from tests.integration.test_scenarios import TRUTH
+from tests.support.scenarios import TRUTH
 
 PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
 

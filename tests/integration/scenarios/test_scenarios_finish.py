@@ -1,0 +1,130 @@
+"""Why answers end, and that every stream says so."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from protocol.errors import ErrorInfo
+from protocol.messages import Generate
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import spoken
+from tests.support.scenarios import (
+    CHAT,
+    COLOGNE,
+    HI,
+    TRUTH,
+    WITH_TOOLS,
+    answers,
+    both,
+    call,
+    stream,
+    whole,
+)
+from tests.support.scripted_engine import (
+    EOS,
+    Says,
+    ScriptedEngine,
+    marked_ids,
+    says,
+)
+
+
+def test_5_a_limit_inside_a_call_is_a_length_and_shows_no_markup(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    text = f"Wait. {call('weather', {'city': 'Rom'})}"
+    answers(engine, text)
+    ids = marked_ids(text)
+    ends = ids.index(262)
+    for limit in range(1, len(ids) + 2):
+        answer = both(gateway, {**WITH_TOOLS, "max_tokens": limit})
+        is_cut = limit <= len(ids)
+        assert answer["finish"] == ("length" if is_cut else "tool_calls"), limit
+        assert answer["content"].strip() == "Wait."[:limit], limit
+        if not answer["calls"]:
+            assert limit < ends
+            continue
+        ((name, arguments),) = answer["calls"]
+        assert name == "weather"
+        assert '{"city": "Rom"}'.startswith(arguments)
+
+
+def test_6_a_required_call_that_is_not_made_is_a_stop_with_a_warning(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, "No, I will not.")
+    body = {**WITH_TOOLS, "tool_choice": "required"}
+    answer = both(gateway, body)
+    assert (answer["finish"], answer["calls"]) == ("stop", [])
+    assert answer["warnings"] == ["tool_choice_not_followed"]
+    assert "tool_calls" not in whole(gateway, body)["choices"][0]["message"]
+
+
+@pytest.mark.parametrize(("choice", "calls", "is_cut", "reason"), TRUTH)
+def test_7_the_finish_reason_is_that_of_the_published_table(
+    choice: str,
+    calls: str,
+    is_cut: bool,
+    reason: str,
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    answers(engine, (COLOGNE if calls == "one" else "") + " and more")
+    tool_choice: Any = choice
+    if choice == "named":
+        tool_choice = {"type": "function", "function": {"name": "weather"}}
+    body = {**WITH_TOOLS, "tool_choice": tool_choice}
+    if is_cut:
+        body["max_tokens"] = len(marked_ids(COLOGNE)) + 3 if calls == "one" else 3
+    answer = both(gateway, body)
+    assert answer["finish"] == reason
+    assert len(answer["calls"]) == (calls == "one" and choice != "none")
+
+
+def test_20_a_failure_in_mid_stream_is_one_error_and_the_end(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    error = ErrorInfo(code="step_failed", message="a secret")
+    answers(engine, f"<think>hm</think>{COLOGNE}"[:-20], finish="error", error=error)
+    events = stream(gateway, WITH_TOOLS)
+    assert events.pop()["error"]["code"] == "step_failed"
+    assert spoken(events)[0]["finish"] is None
+    response = gateway.post(CHAT, {"messages": HI, "n": 0, "stream": True})
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+
+
+def test_21_every_stream_ends_with_one_finish_a_choice_then_usage_then_done(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    """At random, many at once; `events_of` and `spoken` check the rest."""
+    rng = random.Random(21)
+    parts = ["text ", "<think>", "</think>", "<tool_call>", "</tool_call>", COLOGNE, "{", "\n"]
+    lock = threading.Lock()
+
+    def at_random(generate: Generate) -> Says:
+        with lock:
+            text = "".join(rng.choices(parts, k=rng.randrange(6)))
+            reply = says(text, marked=True, size=rng.choice((1, 3, 50)))
+            reply.finish = rng.choice(("stop", "length"))
+        reply.stop_token = EOS if reply.finish == "stop" else None
+        return reply
+
+    engine.script = at_random
+    options = {"stream_options": {"include_usage": True}}
+
+    def run(place: int) -> None:
+        n = 1 + place % 3
+        events = stream(gateway, {**WITH_TOOLS, **options, "n": n})
+        assert events.pop()["usage"]["completion_tokens"] >= 0
+        choices = spoken(events)
+        assert len(choices) == n
+        assert all(choice["finish"] for choice in choices.values())
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(run, range(300)))

@@ -1,0 +1,70 @@
+"""What the operator may choose, and is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scenarios import (
+    COLOGNE,
+    WITH_TOOLS,
+    answers,
+    whole,
+)
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    text_of,
+)
+
+
+def test_the_formats_and_why_they_were_chosen_are_told(gateway: GatewayProcess) -> None:
+    (model,) = requests.get(gateway.url + "/v1/models", timeout=5).json()["data"]
+    formats = model["formats"]
+    assert (formats["tools"], formats["reasoning"]) == ("hermes", "qwen3")
+    assert "the chat template writes <tool_call>" in formats["why"]
+
+
+def test_the_operator_chooses_template_formats_and_defaults(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ enable_thinking }} <think>{{ messages[0].content }}")
+    options: dict[str, Any] = {
+        "chat_template": str(template),
+        "tool_format": "none",
+        "reasoning_format": "none",
+        "default_chat_template_kwargs": '{"thinking": false}',
+    }
+    answers(engine, "<think>text</think>" + COLOGNE)
+    with GatewayProcess(engine=engine.address, **options) as own:
+        own.await_ready()
+        (model,) = requests.get(own.url + "/v1/models", timeout=5).json()["data"]
+        assert model["formats"] == {"tools": None, "reasoning": None, "why": "as the options say"}
+        content = whole(own, WITH_TOOLS)["choices"][0]["message"]["content"]
+        assert content == "<think>text</think>" + COLOGNE
+        assert text_of(engine.generates[-1].prompt.tolist()) == "False <think>hi"
+    assert "formats: as the options say" in own.log
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("tool_format", "hermez", "there is no tool format 'hermez'; there are "),
+        ("reasoning_format", "qwen", "there is no reasoning format 'qwen'; there are "),
+        ("chat_template", "/nowhere/at.all", "--chat-template /nowhere/at.all: "),
+        ("default_chat_template_kwargs", "[]", "--default-chat-template-kwargs: "),
+        ("default_chat_template_kwargs", '{"tools": 1}', "--default-chat-template-kwargs: "),
+    ],
+)
+def test_a_wrong_option_is_one_line_at_the_start(
+    option: str, value: str, said: str, engine: ScriptedEngine
+) -> None:
+    options: dict[str, Any] = {option: value}
+    with GatewayProcess(engine=engine.address, **options) as wrong:
+        assert wrong.wait() != 0
+    assert f"the gateway cannot start: {said}" in wrong.log
+    assert "Traceback" not in wrong.log

@@ -1,0 +1,101 @@
+"""Thinking: whose it is, where it ends, what is told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protocol.grammar import JsonSchema, Thinking
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scenarios import (
+    COLOGNE,
+    HI,
+    OFF,
+    ON,
+    SCHEMA,
+    WITH_TOOLS,
+    Compiling,
+    answers,
+    both,
+    json_schema,
+    stream,
+    whole,
+)
+from tests.support.scripted_engine import (
+    EOS,
+    ScriptedEngine,
+    marked_ids,
+)
+
+
+@pytest.mark.parametrize("spelling", OFF)
+def test_16_thinking_off_is_all_content_and_thinking_on_starts_inside(
+    spelling: str, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, "All of this is the answer.")
+    off = whole(gateway, {"messages": HI, **OFF[spelling]})["choices"][0]["message"]
+    assert (off["content"], off["reasoning"]) == ("All of this is the answer.", None)
+    answers(engine, "I think.\n</think>\n\nYes.")
+    body = {"messages": HI, "return_effective_kwargs": True, **ON[spelling]}
+    on = whole(gateway, body)
+    message = on["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("Yes.", "I think.")
+    assert message["reasoning_content"] == "I think."
+    assert on["effective"] == {"chat_template_kwargs": {"enable_thinking": True}}
+    answers(engine, "I think on and on")
+    assert both(gateway, {"messages": HI, **ON[spelling]})["reasoning"] == "I think on and on"
+
+
+@pytest.mark.parametrize(
+    ("said", "thinking"),
+    [
+        (ON["enable_thinking"], Thinking(opens="<think>", closes="</think>", inside=True)),
+        (OFF["enable_thinking"], None),
+        ({}, Thinking(opens="<think>", closes="</think>", optional=True)),
+    ],
+    ids=["on", "off", "omitted"],
+)
+def test_60_a_form_begins_where_the_thinking_ends(
+    said: dict[str, Any],
+    thinking: Thinking | None,
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    thought = {None: "", "on": "hm</think>", "omitted": "<think>hm</think>"}
+    key = None if thinking is None else "on" if thinking.inside else "omitted"
+    engine.script = Compiling(thought[key] + '{"a": 1}')
+    answer = both(gateway, {**json_schema(SCHEMA), **said})
+    assert answer["content"] == '{"a": 1}'
+    assert answer["reasoning"] == ("hm" if thought[key] else "")
+    grammar = engine.generates[0].grammar
+    assert grammar is not None
+    assert grammar.thinking == thinking
+    assert isinstance(grammar.body, JsonSchema)
+
+
+def test_reasoning_is_counted_and_may_be_left_out(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, f"<think>12345</think>yes{COLOGNE}", size=4)
+    answer = whole(gateway, WITH_TOOLS)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+    silent = both(gateway, {**WITH_TOOLS, "include_reasoning": False})
+    assert (silent["reasoning"], silent["content"]) == ("", "yes")
+
+
+def test_logprobs_and_ids_cover_every_token_of_reasoning_calls_and_text(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    text = f"<think>hm</think>yes{COLOGNE}"
+    ids = [*marked_ids(text), EOS]
+    for size in (1, 3, 1000):
+        answers(engine, text, size=size)
+        body = {**WITH_TOOLS, "logprobs": True, "return_token_ids": True}
+        (choice,) = whole(gateway, body)["choices"]
+        assert choice["token_ids"] == ids
+        assert len(choice["logprobs"]["content"]) == len(ids)
+        events = [event["choices"][0] for event in stream(gateway, body)]
+        assert [i for event in events for i in event.get("token_ids", [])] == ids
+        told = [event["logprobs"]["content"] for event in events if event["logprobs"]]
+        assert [item for items in told for item in items] == choice["logprobs"]["content"]

@@ -1,0 +1,155 @@
+"""What the scenarios share: a model that thinks and calls tools, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine_core.grammar.compiler import Compiler
+from protocol.errors import InvalidRequest
+from protocol.grammar import check_grammar
+from protocol.messages import Generate
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import events_of, exchange, said_whole, spoken
+from tests.support.scripted_engine import (
+    Reply,
+    ScriptedEngine,
+    says,
+    thinking_card,
+)
+
+CHAT = "/v1/chat/completions"
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", city={"type": "string"}), tool("now")]
+
+WITH_TOOLS = {"messages": HI, "tools": TOOLS}
+
+
+def call(name: str, arguments: Any) -> str:
+    """A call as the model writes it."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+
+
+COLOGNE = call("weather", {"city": "Köln"})
+
+
+def streamed(gateway: GatewayProcess, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return spoken(stream(gateway, body))
+
+
+def stream(gateway: GatewayProcess, body: dict[str, Any]) -> list[Any]:
+    status, _, data = exchange(gateway.port, CHAT, {**body, "stream": True})
+    assert status == 200, data
+    return events_of(data)
+
+
+def whole(gateway: GatewayProcess, body: dict[str, Any]) -> Any:
+    response = gateway.post(CHAT, body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def without_ids(choices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Ids of calls are drawn anew for each answer."""
+    return {
+        index: {**choice, "calls": [call[1:] for call in choice["calls"]]}
+        for index, choice in choices.items()
+    }
+
+
+def both(gateway: GatewayProcess, body: dict[str, Any]) -> dict[str, Any]:
+    """The one answer, which is the same streamed and whole."""
+    told, at_once = streamed(gateway, body), said_whole(whole(gateway, body))
+    assert without_ids(told) == without_ids(at_once)
+    return without_ids(told)[0]
+
+
+def answers(engine: ScriptedEngine, text: str, **options: Any) -> None:
+    engine.script = lambda generate: says(text, marked=True, **options)
+
+
+OFF: dict[str, dict[str, Any]] = {
+    "enable_thinking": {"chat_template_kwargs": {"enable_thinking": False}},
+    "thinking": {"chat_template_kwargs": {"thinking": False}},
+    "thinking_mode": {"chat_template_kwargs": {"thinking_mode": "disabled"}},
+    "reasoning_effort": {"reasoning_effort": "none"},
+    "reasoning.effort": {"reasoning": {"effort": "none"}},
+    "reasoning.enabled": {"reasoning": {"enabled": False}},
+    "thinking.type": {"thinking": {"type": "disabled"}},
+    "top-level enable_thinking": {"enable_thinking": False},
+}
+
+ON: dict[str, dict[str, Any]] = {
+    "enable_thinking": {"chat_template_kwargs": {"enable_thinking": True}},
+    "thinking": {"chat_template_kwargs": {"thinking": True}},
+    "thinking_mode": {"chat_template_kwargs": {"thinking_mode": "enabled"}},
+    "reasoning_effort": {"reasoning_effort": "high"},
+    "reasoning.effort": {"reasoning": {"effort": "low"}},
+    "reasoning.enabled": {"reasoning": {"enabled": True}},
+    "thinking.type": {"thinking": {"type": "enabled"}},
+    "top-level enable_thinking": {"enable_thinking": True},
+}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def structured(**members: Any) -> dict[str, Any]:
+    return {"messages": HI, "structured_outputs": members}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    return {"messages": HI, "response_format": wanted}
+
+
+class Compiling:
+    """A script that refuses what the engine's compiler refuses, and says `text` to all else."""
+
+    def __init__(self, text: str = "{}") -> None:
+        self.text = text
+        self._compiler = Compiler(thinking_card())
+
+    def __call__(self, generate: Generate) -> Reply:
+        try:
+            if generate.grammar is not None:
+                check_grammar(generate.grammar)
+                self._compiler.compile(generate.grammar)
+        except InvalidRequest as error:
+            return error.info()
+        return says(self.text, marked=True)
+
+
+TRUTH: list[tuple[str, str, bool, str]] = [
+    # tool_choice, calls completed, cut short, finish_reason
+    ("auto", "none", False, "stop"),
+    ("auto", "none", True, "length"),
+    ("auto", "one", False, "tool_calls"),
+    ("auto", "one", True, "length"),
+    ("required", "none", False, "stop"),
+    ("required", "none", True, "length"),
+    ("required", "one", False, "tool_calls"),
+    ("required", "one", True, "length"),
+    ("named", "none", False, "stop"),
+    ("named", "none", True, "length"),
+    ("named", "one", False, "tool_calls"),
+    ("named", "one", True, "length"),
+    ("none", "none", False, "stop"),
+    ("none", "none", True, "length"),
+    ("none", "one", False, "stop"),
+    ("none", "one", True, "length"),
+]
+"""The truth table of docs/formats.md; each row holds streamed and whole."""
