@@ -6,10 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from protocol.grammar import Either, Form, Pattern, Repeat, Sequence, Text
-
-BLANKS = Pattern(r"[ \n]{1,2}")
-"""Between calls: bounded, as a model that cannot decide would write them for ever."""
+from protocol.grammar import Either, Form, Repeat, Sequence, Text
 
 
 def sequence(*parts: Form | str) -> Form:
@@ -30,11 +27,9 @@ def either(options: Iterable[Form]) -> Form:
     return found[0] if len(found) == 1 else Either(found)
 
 
-def several(item: Form, between: Form | str = "", *, many: bool = True) -> Form:
-    """At least one, with something between; just one, if there may not be `many`."""
-    if not many:
-        return item
-    return sequence(item, Repeat(sequence(between, item)))
+def repeated(item: Form, *, many: bool = True) -> Form:
+    """As often as the model likes; never, if there may not be `many`."""
+    return Repeat(item) if many else Text("")
 
 
 def optional(item: Form) -> Form:

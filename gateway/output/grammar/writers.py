@@ -13,11 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gateway.output.grammar import json_tags, named_json
 from gateway.output.grammar.book import Book
 from gateway.output.machine import SectionSyntax
 from gateway.output.teller import DeclaredTool
+from gateway.output.tools.json_tags import JsonTags
+from gateway.output.tools.mistral import Mistral
+from gateway.output.tools.named_json import NamedJson
 from protocol.grammar import Form
 
 Stretch = Callable[[Any, str, Sequence[DeclaredTool], bool, Book], Form]
 
-WRITERS: Mapping[type[SectionSyntax], Stretch] = {}
+WRITERS: Mapping[type[SectionSyntax], Stretch] = {
+    JsonTags: json_tags.stretch,
+    NamedJson: named_json.stretch,
+    Mistral: json_tags.mistral,
+}

@@ -38,6 +38,14 @@ class JsonTags(SectionSyntax, frozen=True, kw_only=True):
     soft       openers that are ordinary text as well
     separator  stands between calls that are in no array; then several follow one marker
     keys       what the keys of a call's object are called
+
+    A reader need not know, but a writer:
+
+    paired     opener -> its closing marker, where that is not the first
+    array      calls are written as an array
+    before     what models write between the opening marker and the JSON
+    behind     and between the JSON and the closing one
+    number     the key of a call's number, which is written first
     """
 
     open: tuple[str, ...]
@@ -48,6 +56,11 @@ class JsonTags(SectionSyntax, frozen=True, kw_only=True):
     soft: tuple[str, ...] = ()
     separator: str = ""
     keys: CallKeys = CallKeys()
+    paired: tuple[tuple[str, str], ...] = ()
+    array: bool = False
+    before: str = ""
+    behind: str = ""
+    number: str = ""
 
     def markers(self) -> tuple[str, ...]:
         return self.open + self.close + tuple(marker for _, marker in self.bound)
@@ -60,6 +73,12 @@ class JsonTags(SectionSyntax, frozen=True, kw_only=True):
 
     def is_closed(self, opener: str) -> bool:
         return bool(self.close) and opener not in self.unclosed
+
+    def closer(self, opener: str) -> str:
+        """What models close a stretch with; "" for nothing."""
+        if not self.is_closed(opener):
+            return ""
+        return dict(self.paired).get(opener, self.close[0])
 
     def section(
         self, context: Context, teller: Teller, state: Mapping[str, Any] | None = None
@@ -250,20 +269,22 @@ class JsonTagsSection(Section):
             self._give_back("a tool call that is not finished")
 
 
-TOOL_CALL = JsonTags(open=("<tool_call>",), close=("</tool_call>",))
-TOOL_CALLS = JsonTags(open=("<tool_calls>",), close=("</tool_calls>",))
+TOOL_CALL = JsonTags(open=("<tool_call>",), close=("</tool_call>",), before="\n", behind="\n")
+TOOL_CALLS = JsonTags(open=("<tool_calls>",), close=("</tool_calls>",), array=True)
 COMMAND = JsonTags(
     open=("<|START_ACTION|>",),
     close=("<|END_ACTION|>",),
     keys=CallKeys(name=("tool_name", "name"), arguments=("parameters", "arguments")),
+    array=True,
+    number="tool_call_id",
 )
-IN_THE_OPEN = CallKeys(strict=True)
+PARAMETERS = ("parameters", "arguments")
 LLAMA = JsonTags(
     open=("<|python_tag|>",),
     start=("{",),
     soft=("{",),
     separator=";",
-    keys=IN_THE_OPEN,
+    keys=CallKeys(arguments=PARAMETERS, strict=True),
 )
 
 FORMATS = {
@@ -271,28 +292,38 @@ FORMATS = {
     "qwen3_json": TOOL_CALL,
     "granite4": TOOL_CALL,
     "ernie45": TOOL_CALL,
-    "longcat": JsonTags(open=("<longcat_tool_call>",), close=("</longcat_tool_call>",)),
+    "longcat": JsonTags(
+        open=("<longcat_tool_call>",),
+        close=("</longcat_tool_call>",),
+        before="\n",
+        behind="\n",
+    ),
     "granite": JsonTags(
         open=("<|tool_call|>", "<tool_call>"),
         close=("</tool_call>",),
         unclosed=("<|tool_call|>", "<tool_call>"),
+        array=True,
     ),
-    "granite-20b-fc": JsonTags(open=("<function_call>",)),
+    "granite-20b-fc": JsonTags(open=("<function_call>",), before=" "),
     "internlm": JsonTags(
         open=("<|action_start|>",),
         close=("<|action_end|>",),
         bound=(("<|action_start|>", "<|plugin|>"),),
+        keys=CallKeys(arguments=PARAMETERS),
+        before="\n",
     ),
     "hunyuan_a13b": TOOL_CALLS,
     "jamba": TOOL_CALLS,
-    "phi4_mini_json": JsonTags(open=("functools[",), soft=("functools[",)),
+    "phi4_mini_json": JsonTags(open=("functools[",), soft=("functools[",), array=True),
     "xlam": JsonTags(
         open=("<tool_call>", "[TOOL_CALLS]"),
-        start=("```json", "["),
+        start=("[", "```json"),
         close=("</tool_call>", "```"),
         unclosed=("[", "[TOOL_CALLS]"),
         soft=("```json", "["),
-        keys=IN_THE_OPEN,
+        keys=CallKeys(strict=True),
+        paired=(("```json", "```"),),
+        array=True,
     ),
     "llama3_json": LLAMA,
     "llama4_json": LLAMA,
@@ -305,6 +336,7 @@ FORMATS = {
         open=("<|tools_prefix|>",),
         close=("<|tools_suffix|>",),
         keys=CallKeys(name_is_key=True),
+        array=True,
     ),
     "cohere_command3": COMMAND,
     "cohere_command4": COMMAND,

@@ -103,7 +103,7 @@ class JsonScan(msgspec.Struct):
 
 
 class CallKeys(msgspec.Struct, frozen=True):
-    """Which keys of a call's object mean what.
+    """Which keys of a call's object mean what; of several, models write the first.
 
     name         the tool's name; an object instead of a string is searched for the keys in turn
     arguments    its arguments

@@ -126,6 +126,7 @@ FORMATS = {
             open=("[TOOL_CALLS]",),
             unclosed=("[TOOL_CALLS]",),
             keys=CallKeys(id=("id",)),
+            array=True,
         ),
         named=NamedJson(
             call_open=("[TOOL_CALLS]",),

@@ -47,6 +47,12 @@ class NamedJson(SectionSyntax, frozen=True, kw_only=True):
     call_close     ends a call
     fence          may stand around the arguments, and says nothing
     name_is_id     what stands for the name is `functions.NAME:INDEX`, and is the call's id as well
+
+    A reader need not know, but a writer:
+
+    kind           what models write for the kind
+    fenced         what they write between a fence and the arguments
+    between        and between two calls of a section
     """
 
     section_open: tuple[str, ...] = ()
@@ -58,6 +64,9 @@ class NamedJson(SectionSyntax, frozen=True, kw_only=True):
     call_close: tuple[str, ...] = ()
     fence: tuple[str, ...] = ()
     name_is_id: bool = False
+    kind: str = ""
+    fenced: str = ""
+    between: str = ""
 
     def markers(self) -> tuple[str, ...]:
         return (
@@ -291,6 +300,9 @@ FORMATS = {
         name_end=("\n",),
         fence=("```json", "```"),
         call_close=(_bars("tool▁call▁end"),),
+        kind="function",
+        fenced="\n",
+        between="\n",
     ),
     "deepseek_v31": NamedJson(
         section_open=(_bars("tool▁calls▁begin"),),

@@ -1,0 +1,71 @@
+"""Calls as JSON objects, and Mistral's, whose vocabulary tells in which of two ways they are
+written.
+
+Between the items of an array blanks are as free as in any JSON; everything else is spelt as the
+templates spell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.output.grammar import named_json
+from gateway.output.grammar.book import Book
+from gateway.output.grammar.forms import either, optional, quoted, repeated, sequence
+from gateway.output.teller import DeclaredTool
+from gateway.output.tools.json_tags import JsonTags
+from gateway.output.tools.mistral import Mistral
+from protocol.grammar import Form, Pattern
+
+BLANKS = Pattern(r"[ \n]{0,8}")
+NUMBER = Pattern("[0-9]{1,3}")
+
+
+def stretch(
+    syntax: JsonTags, opener: str, tools: Sequence[DeclaredTool], many: bool, book: Book
+) -> Form:
+    closer = syntax.closer(opener)
+    behind = syntax.behind + closer if closer else ""
+    bound = dict(syntax.bound).get(opener, "")
+    call = book.rule("call", either(_call(syntax, tool, book) for tool in tools))
+    if syntax.array:
+        bracket = "" if opener.endswith("[") else "["
+        calls = sequence(call, repeated(sequence(",", BLANKS, call), many=many))
+        return sequence(bound + syntax.before + bracket, BLANKS, calls, BLANKS, "]" + behind)
+    first: Form = call
+    if opener.endswith("{"):
+        first = either(_call(syntax, tool, book, begun="{") for tool in tools)
+    if syntax.separator:
+        more = sequence(f"{syntax.separator} ", call)
+        first = sequence(first, repeated(more, many=many))
+    return sequence(bound + syntax.before, first, behind)
+
+
+def _call(syntax: JsonTags, tool: DeclaredTool, book: Book, begun: str = "") -> Form:
+    """One object; `begun` is what the opener has written of it."""
+    keys, name, arguments = syntax.keys, quoted(tool.name), book.arguments(tool)
+    if keys.name_is_key:
+        return sequence(f"{{{name}: ".removeprefix(begun), arguments, "}")
+    number: tuple[Form | str, ...] = ()
+    if syntax.number:
+        number = (f'{quoted(syntax.number)}: "', NUMBER, '", ')
+    return sequence(
+        "{".removeprefix(begun),
+        *number,
+        f"{quoted(keys.name[0])}: {name}, {quoted(keys.arguments[0])}: ",
+        arguments,
+        *([_id(keys.id[0])] if keys.id else []),
+        "}",
+    )
+
+
+def _id(key: str) -> Form:
+    return optional(sequence(f', {quoted(key)}: "', named_json.CALL_ID, '"'))
+
+
+def mistral(
+    syntax: Mistral, opener: str, tools: Sequence[DeclaredTool], many: bool, book: Book
+) -> Form:
+    if book.lexicon.is_token(syntax.named.name_end[0]):
+        return named_json.stretch(syntax.named, opener, tools, many, book)
+    return stretch(syntax.array, opener, tools, many, book)
