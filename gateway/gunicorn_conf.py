@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 from typing import Any
 
@@ -51,7 +52,17 @@ def post_worker_init(worker: Any) -> None:
     _set_up_logging()
     service = _service(worker)
     service.is_draining = lambda: not worker.alive
+    service.give_up = _give_up
     service.start()
+
+
+def _give_up(why: str) -> None:
+    """As for an option that is wrong whatever the model: the master ends, and starts no other."""
+    import gevent
+    from gunicorn.arbiter import Arbiter
+
+    logging.getLogger(__name__).error("the gateway cannot start: %s", why)
+    gevent.spawn(sys.exit, Arbiter.APP_LOAD_ERROR)  # from a greenlet of its own: it ends the worker
 
 
 def pre_request(worker: Any, req: Any) -> None:

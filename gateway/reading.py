@@ -1,7 +1,8 @@
 """How a model's answers are read: the formats chosen for it and why, and where each answer starts.
 
-Chosen once per model, from the operator's names or, with "auto", from the chat template and the
-vocabulary. A guess is said in the log and in /v1/models, so a wrong one is seen.
+Chosen once per model: by the operator's names or, with "auto", by the checkpoint's own description
+of its answers (`response_template`), or else from the chat template and the vocabulary. A guess is
+said in the log and in /v1/models, so a wrong one is seen.
 """
 
 from __future__ import annotations
@@ -14,20 +15,28 @@ import msgspec
 
 from gateway.metering import ThinkingMarks, thinking_marks
 from gateway.output.detect import Detected, detect
-from gateway.output.formats import TOOLS, BoundFormat, Format, bind, format_of
+from gateway.output.formats import BoundFormat, Format, bind, format_of, format_of_template
 from gateway.output.machine import AnswerSyntax, SectionSyntax
 from gateway.output.reasoning import NO_REASONING, ReasoningFormat, says_inside, start
+from gateway.output.suffix import spelt_in
+from gateway.output.tools.response_template import ResponseTemplate
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.grammar import Thinking, ThinkingBudget
 from protocol.model_card import ModelCard
 
 AUTO, NONE = "auto", "none"
+OWN = "hf"
+"""The format that the checkpoint describes itself."""
 TAUGHT = "hermes"
 """The format of `chat.teaching`."""
 _TEACHES = f"; so tools are described to the model in words, and calls read as {TAUGHT}"
 TAIL_CHARS = 1 << 16
 """How much of a prompt's end is looked at: more than any turn that an answer goes on with."""
+
+
+class WrongOption(ValueError):
+    """The operator asks for what this model does not have."""
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -53,7 +62,7 @@ class Beginning(msgspec.Struct, frozen=True):
             return None
         format = self.bound.format
         reasoning = format.reasoning
-        if isinstance(format.tools, AnswerSyntax) or (reasoning and reasoning.header):
+        if _frames_content(format) or (reasoning and reasoning.header):
             raise InvalidRequest(
                 "the answers of this model have parts of their own, around which no grammar can be "
                 "put yet",
@@ -97,7 +106,8 @@ class Reading:
     why              in words for the operator
     teachable        the model has a chat template with no place for tools, so they can be taught
 
-    Raises ValueError, with the names there are, for a name that is none.
+    Raises ValueError, with the names there are, for a name that is none, and WrongOption where the
+    checkpoint's own format is asked for and there is none that can be read.
     """
 
     def __init__(
@@ -109,17 +119,23 @@ class Reading:
         *,
         teachable: bool = False,
     ) -> None:
-        found = detect(card.chat_template, tokenizer.token_id)
-        if found.tools is None and teachable:
+        added = tokenizer.added_tokens.values()
+        found = detect(card.chat_template, tokenizer.token_id, added)
+        if teachable and not found.written:
             found = msgspec.structs.replace(found, tools=TAUGHT, why=found.why + _TEACHES)
-        self.tools = _chosen(tools, found.tools)
-        self.reasoning = _chosen(reasoning, found.reasoning)
-        self.why = _why(tools, reasoning, found)
+        own, self.why = _own_format(card, tools, reasoning, teachable)
+        if own is not None:
+            format = own
+            self.tools = OWN if _has_calls(own) else None
+            self.reasoning = OWN if own.reasoning else None
+        else:
+            self.tools = _chosen(tools, found.tools)
+            self.reasoning = _chosen(reasoning, found.reasoning)
+            self.why = _why(tools, reasoning, found) + self.why
+            format = format_of(self.tools, self.reasoning)
         self._tokenizer = tokenizer
-        self._formats = {
-            True: format_of(self.tools, self.reasoning),
-            False: format_of(_unless_whole(self.tools), self.reasoning),
-        }
+        format = format.fitted([*added, *spelt_in(card.chat_template or "")])
+        self._formats = {True: format, False: _without_calls(format)}
         self._bound: dict[Format, BoundFormat] = {}
 
     def begin(self, prompt: str, kwargs: Mapping[str, Any], *, calls: bool) -> Beginning:
@@ -127,7 +143,7 @@ class Reading:
         calls   the answer is searched for tool calls
         """
         format = self._formats[calls]
-        opener, inside, closed = "", False, not isinstance(format.tools, AnswerSyntax)
+        opener, inside, closed = "", False, not _frames_content(format)
         if format.reasoning is not None:
             tail = prompt[-TAIL_CHARS:]
             begun = start(format.reasoning, tail, kwargs)
@@ -161,7 +177,54 @@ def _calls_that_end(format: Format) -> tuple[str, ...]:
 
 def check_names(tools: str, reasoning: str) -> None:
     """The operator's names. Raises ValueError, with the names there are."""
-    format_of(_chosen(tools, None), _chosen(reasoning, None))
+    if OWN not in (tools, reasoning):
+        format_of(_chosen(tools, None), _chosen(reasoning, None))
+    elif not {tools, reasoning} <= {OWN, AUTO}:
+        raise ValueError(
+            f"{_option(tools)} {OWN} reads calls and reasoning together, as the checkpoint "
+            f"describes them; the other option must be {OWN} or {AUTO}"
+        )
+
+
+def _option(tools: str) -> str:
+    """The one that asks for the checkpoint's own format."""
+    return "--tool-format" if tools == OWN else "--reasoning-format"
+
+
+def _own_format(
+    card: ModelCard, tools: str, reasoning: str, teachable: bool
+) -> tuple[Format | None, str]:
+    """The format that the checkpoint describes itself, if it is to be used; and why, or why not.
+
+    Raises WrongOption where it is asked for, and cannot be had.
+    """
+    asked = f"{_option(tools)} {OWN}" if OWN in (tools, reasoning) else ""
+    source = card.response_template
+    if source is None and asked:
+        raise WrongOption(f"{asked}: the model's checkpoint has no response_template")
+    if source is None:
+        return None, ""
+    try:
+        own = format_of_template(source)
+    except ValueError as error:
+        if asked:
+            raise WrongOption(f"{asked}: {error}") from None
+        return None, f"; the checkpoint's own description cannot be used: {error}"
+    if asked:
+        return own, "as the options say, by the checkpoint's response_template"
+    if (tools, reasoning) != (AUTO, AUTO):
+        return None, "; the checkpoint's response_template is not used, as the options say"
+    if teachable:
+        return None, "; the checkpoint's response_template is not used, as the model is taught"
+    return own, f"tool calls and reasoning: {OWN}, as the checkpoint has a response_template"
+
+
+def _has_calls(own: Format) -> bool:
+    return isinstance(own.tools, ResponseTemplate) and own.tools.has_calls
+
+
+def _frames_content(format: Format) -> bool:
+    return isinstance(format.tools, AnswerSyntax) and format.tools.frames_content
 
 
 def _chosen(asked: str, found: str | None) -> str | None:
@@ -180,6 +243,9 @@ def _named(tools: str, reasoning: str) -> list[tuple[str, str]]:
     return [(kind, name) for kind, name in both if name != AUTO]
 
 
-def _unless_whole(tools: str | None) -> str | None:
-    """A syntax that rules the whole answer is needed to read an answer without calls, too."""
-    return tools if tools is not None and isinstance(TOOLS.get(tools), AnswerSyntax) else None
+def _without_calls(format: Format) -> Format:
+    """To read an answer in which nothing is taken for a call. A syntax that rules the whole answer
+    is needed for that, too."""
+    if isinstance(format.tools, AnswerSyntax):
+        return format
+    return Format(None, format.reasoning)

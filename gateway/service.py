@@ -18,6 +18,7 @@ from gateway.answering import Answer, Ask
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
 from gateway.metrics import Metrics
+from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
 from protocol.config import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
@@ -40,6 +41,8 @@ def offload(work: Callable[[], list[int]]) -> list[int]:
 
 class Service:
     """is_draining   whether this process is on its way out; set by whoever runs it
+    give_up       called with the reason where an option and the first model exclude each other; set
+                  by whoever runs it
 
     Raises ValueError where an option of `config` is wrong.
     """
@@ -52,6 +55,7 @@ class Service:
             is_up=lambda: self.engine.session.is_ready, stats=lambda: self.engine.stats
         )
         self.is_draining: Callable[[], bool] = lambda: False
+        self.give_up: Callable[[str], None] = lambda why: None
         self.idle_connections = IdleConnections()
         self._answers: set[Answer] = set()
         self._watch: gevent.Greenlet[..., None] | None = None
@@ -112,6 +116,8 @@ class Service:
             self._current()
         except ValueError as error:
             log.error("the engine's model cannot be served: %s", error)
+            if isinstance(error, WrongOption) and self._served is None:
+                self.give_up(str(error))
             return EngineNotReady("the engine's model cannot be served by this gateway")
         return None
 

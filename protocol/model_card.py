@@ -23,15 +23,16 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Everything about a model that a process without its files must know.
 
-    name             what the model calls itself, or the stem of its path: the default served name
-    architecture     the model family, as Hugging Face spells it: "LlamaForCausalLM"
-    digest           hex; equal for equal weights and tokenizer, part of every prefix-cache hash
-    context_tokens   what the model was made for; a server may allow less (Limits.max_len)
-    tokenizer        tokenizer.json of Hugging Face `tokenizers`, as bytes
-    chat_template    Jinja source, or None where the model has none
-    special_tokens   the names templates use -> text: {"bos_token": "<s>", "eos_token": ...}
-    eos_token_ids    any of them ends an answer
-    dtype            of the weights in memory: "bfloat16" or "float32"
+    name               what the model calls itself, or the stem of its path: the default served name
+    architecture       the model family, as Hugging Face spells it: "LlamaForCausalLM"
+    digest             hex; equal for equal weights and tokenizer, part of every prefix-cache hash
+    context_tokens     what the model was made for; a server may allow less (Limits.max_len)
+    tokenizer          tokenizer.json of Hugging Face `tokenizers`, as bytes
+    chat_template      Jinja source, or None where the model has none
+    response_template  JSON in which the checkpoint describes its own answers, or None
+    special_tokens     the names templates use -> text: {"bos_token": "<s>", "eos_token": ...}
+    eos_token_ids      any of them ends an answer
+    dtype              of the weights in memory: "bfloat16" or "float32"
     """
 
     name: str
@@ -45,6 +46,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     pad_token_id: int | None = None
     special_tokens: dict[str, str] = {}
     chat_template: str | None = None
+    response_template: str | None = None
     defaults: SamplingDefaults = SamplingDefaults()
     dtype: str = "float32"
     num_parameters: int = 0

@@ -2,34 +2,55 @@
 
 A template that can render calls or reasoning spells the markers of the model's own format; the more
 peculiar they are, the surer the guess. Rules are tried in order, the peculiar ones first, and the
-first that fits decides. A vocabulary alone decides only where the template says nothing.
+first that fits decides. They are tried three times, each time with weaker evidence:
+
+    the chat template writes all of a rule's signs
+    the template writes them or the vocabulary has them as tokens, if no other model has such tokens
+    the vocabulary has the tokens of a family of models
+
+Every choice is explained, also where the vocabulary speaks for another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
+from gateway.output.suffix import spelt_in, suffix_in
+
 BAR = "\uff5c"
+ANY = ":*"
+"""In a sign: the suffix that this checkpoint's markers have. Without one there is no such sign."""
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """The format `name`, if the template has all of `texts`; or, where `alone`, if the vocabulary
-    has them all as tokens."""
+    """The format `name`, if all signs are seen.
+
+    texts   signs that the template writes
+    alone   they are so peculiar that the vocabulary may have them instead
+    family  tokens that say so too, with nothing in the template
+    """
 
     name: str
     texts: tuple[str, ...]
     alone: bool = False
+    family: tuple[str, ...] = ()
 
 
 class Detected(msgspec.Struct, frozen=True):
-    """Names for `formats.format_of`, and the reason in one sentence."""
+    """Names for `formats.format_of`, and the reason in one sentence.
+
+    written  the format of tool calls is one that the chat template writes
+    """
 
     tools: str | None
     reasoning: str | None
     why: str
+    written: bool = False
 
+
+LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 TOOL_RULES = (
     Rule("openai", ("<|channel|>", "commentary"), True),
@@ -48,7 +69,8 @@ TOOL_RULES = (
     Rule("dots", ("<dots_function_call>",)),
     Rule("longcat", ("<longcat_tool_call>",), True),
     Rule("k2_horizon", ("<ifm|tool_call>",), True),
-    Rule("hy_v4", ("<tool_calls:opensource>",), True),
+    Rule("hy_v3", (f"<tool_calls{ANY}>", f"<tool_sep{ANY}>"), True),
+    Rule("hy_v4", (f"<tool_calls{ANY}>",), True),
     Rule("hy_v3", ("<tool_sep>",)),
     Rule("poolside_v1", ("<arg_key>", "<assistant>")),
     Rule("glm47", ("<arg_key>",), True),
@@ -78,7 +100,7 @@ TOOL_RULES = (
     Rule("llama4_pythonic", ("<|python_start|>",), True),
     Rule("pythonic", ("[func_name1(",)),
     Rule("llama3_json", ("<|python_tag|>",), True),
-    Rule("llama3_json", ('{"name": function name, "parameters":',)),
+    Rule("llama3_json", ('{"name": function name, "parameters":',), family=LLAMA_3),
 )
 
 REASONING_RULES = (
@@ -94,7 +116,8 @@ REASONING_RULES = (
     Rule("k2_horizon", ("<ifm|think>",), True),
     Rule("plamo3", ("<|plamo:begin_think:plamo|>",)),
     Rule("apertus", ("<|inner_prefix|>",), True),
-    Rule("hy_v4", ("<think:opensource>",), True),
+    Rule("hy_v3", (f"<think{ANY}>", f"<tool_sep{ANY}>"), True),
+    Rule("hy_v4", (f"<think{ANY}>",), True),
     Rule("mistral", ("[THINK]",), True),
     Rule("granite", ("Here is my thought process:",)),
     Rule("hunyuan_a13b", ("</think>", "<answer>")),
@@ -113,28 +136,84 @@ REASONING_RULES = (
 )
 
 
-def detect(template: str | None, token_id: Callable[[str], int | None]) -> Detected:
-    """What to call the formats of a model with this chat template and this vocabulary."""
-    tools, tools_why = _choose(TOOL_RULES, template, token_id)
-    reasoning, reasoning_why = _choose(REASONING_RULES, template, token_id)
-    why = f"tool calls: {tools or 'none'}, {tools_why}; reasoning: {reasoning or 'none'}, "
-    return Detected(tools, reasoning, why + reasoning_why)
+TokenId = Callable[[str], int | None]
 
 
-def _choose(
-    rules: Sequence[Rule], template: str | None, token_id: Callable[[str], int | None]
-) -> tuple[str | None, str]:
-    if template is not None:
-        for rule in rules:
-            if all(text in template for text in rule.texts):
-                return rule.name, f"as the chat template writes {_listed(rule.texts)}"
+def detect(template: str | None, token_id: TokenId, added_tokens: Collection[str] = ()) -> Detected:
+    """What to call the formats of a model with this chat template and this vocabulary.
+
+    token_id      of a token by its spelling; None where there is none
+    added_tokens  of the vocabulary, in which markers may have a suffix
+    """
+    suffix = suffix_in(added_tokens) or suffix_in(spelt_in(template or ""))
+    tools = _choose(TOOL_RULES, _Evidence(template, token_id, suffix))
+    reasoning = _choose(REASONING_RULES, _Evidence(template, token_id, suffix))
+    why = f"tool calls: {tools.name or 'none'}, {tools.why}; "
+    why += f"reasoning: {reasoning.name or 'none'}, {reasoning.why}"
+    return Detected(tools.name, reasoning.name, why, tools.written)
+
+
+class _Evidence(msgspec.Struct, frozen=True):
+    template: str | None
+    token_id: TokenId
+    suffix: str
+
+    def written(self, sign: str) -> str | None:
+        """The sign as the template writes it."""
+        return next((t for t in self._spellings(sign) if t in (self.template or "")), None)
+
+    def token(self, sign: str) -> str | None:
+        """The sign as it is a token."""
+        return next((t for t in self._spellings(sign) if self.token_id(t) is not None), None)
+
+    def _spellings(self, sign: str) -> Iterator[str]:
+        if ANY not in sign:
+            yield sign
+        elif self.suffix:
+            yield sign.replace(ANY, self.suffix)
+            yield sign.replace(ANY, "")
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    name: str | None
+    why: str
+    written: bool = False
+
+
+def _choose(rules: Sequence[Rule], seen: _Evidence) -> _Choice:
     for rule in rules:
-        if rule.alone and all(token_id(text) is not None for text in rule.texts):
-            return rule.name, f"as the vocabulary has {_listed(rule.texts)}"
-    if template is None:
-        return None, "as there is no chat template and no marker in the vocabulary"
-    return None, "as neither the chat template nor the vocabulary has markers for them"
+        written = [seen.written(text) for text in rule.texts]
+        if all(written):
+            why = f"as the chat template writes {_listed(written)}"
+            return _Choice(rule.name, why + _in_vocabulary(rule, rules, seen), written=True)
+    for rule in rules:
+        if rule.alone and all(seen.token(text) or seen.written(text) for text in rule.texts):
+            return _Choice(rule.name, _mixed(rule, seen))
+    for rule in rules:
+        if rule.family and all(map(seen.token, rule.family)):
+            return _Choice(rule.name, f"as the vocabulary has {_listed(rule.family)}")
+    if seen.template is None:
+        return _Choice(None, "as there is no chat template and no marker in the vocabulary")
+    return _Choice(None, "as neither the chat template nor the vocabulary has markers for them")
 
 
-def _listed(texts: Sequence[str]) -> str:
-    return " and ".join(texts)
+def _in_vocabulary(rule: Rule, rules: Sequence[Rule], seen: _Evidence) -> str:
+    """What the vocabulary says to a choice that the template has made."""
+    if tokens := [token for text in rule.texts if (token := seen.token(text))]:
+        return f" ({_listed(tokens)} in the vocabulary, too)"
+    for other in rules:
+        if other.alone and other.name != rule.name and all(map(seen.token, other.texts)):
+            tokens = [seen.token(text) or "" for text in other.texts]
+            return f" (though the vocabulary has {_listed(tokens)}, as {other.name} would)"
+    return ""
+
+
+def _mixed(rule: Rule, seen: _Evidence) -> str:
+    written = [text for text in map(seen.written, rule.texts) if text]
+    tokens = [seen.token(text) for text in rule.texts if not seen.written(text)]
+    writes = f"the chat template writes {_listed(written)} and " if written else ""
+    return f"as {writes}the vocabulary has {_listed(tokens)}"
+
+
+def _listed(texts: Sequence[str | None]) -> str:
+    return " and ".join(map(str, texts))

@@ -29,6 +29,7 @@ from gateway.output.tools import (
     nested_elements,
     plamo,
     pythonic,
+    template_loading,
     xml_formats,
     xtml,
 )
@@ -162,6 +163,15 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
     elif isinstance(value, msgspec.Struct):
         yield from _strings(msgspec.structs.astuple(value))
+
+
+def format_of_template(source: str) -> Format:
+    """The format that a checkpoint's own `response_template`, as JSON, describes.
+
+    Raises ValueError, saying what in it is not understood.
+    """
+    syntax = template_loading.parse(source)
+    return Format(syntax, syntax.reasoning)
 
 
 _Entry = TypeVar("_Entry")

@@ -322,6 +322,11 @@ class SectionSyntax(Syntax, frozen=True, kw_only=True):
 class AnswerSyntax(Syntax, frozen=True, kw_only=True):
     """A format that rules the whole answer: content, reasoning and calls are one grammar."""
 
+    @property
+    def frames_content(self) -> bool:
+        """Content stands between markers of its own."""
+        return True
+
     def machine(
         self,
         context: Context,

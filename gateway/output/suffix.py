@@ -17,6 +17,11 @@ def suffix_in(vocabulary: Iterable[str]) -> str:
     return next((found[1] for token in vocabulary if (found := SUFFIXED.fullmatch(token))), "")
 
 
+def spelt_in(text: str) -> list[str]:
+    """The markers with a suffix that a text (a chat template) writes."""
+    return [found[0] for found in SUFFIXED.finditer(text)]
+
+
 def suffixed(marker: str, vocabulary: Collection[str]) -> str:
     """`marker`, which ends with ">", as a checkpoint with this vocabulary writes it."""
     longer = marker.removesuffix(">") + suffix_in(vocabulary) + ">"

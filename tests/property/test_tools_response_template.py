@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from gateway.output.events import ToolArguments, ToolCall, merged
 from gateway.output.formats import Format
+from gateway.output.machine import Lexicon
 from gateway.output.tools.template_loading import load
 from gateway.output.tools.template_pattern import Opening, closings, openings
 from tests.property.test_tools_gemma import literal
@@ -265,3 +267,30 @@ def test_what_is_not_understood_is_refused_with_the_fields_name(
     at[path[-1]] = value
     with pytest.raises(ValueError, match=complaint):
         load(template)
+
+
+ODD: tuple[Any, ...] = (None, 1, "", "x", "(", [], {}, [1], [[]], [[""]], {"a": 1}, "{a}")
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to everything in a template."""
+    if at:
+        yield at
+    for key in value if isinstance(value, dict) else range(len(value) * isinstance(value, list)):
+        yield from places(value[key], (*at, key))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_damaged_template_is_read_or_refused_and_never_fails_later(name: str) -> None:
+    for path, odd in itertools.product(places(TEMPLATES[name]), ODD):
+        template = copy.deepcopy(TEMPLATES[name])
+        at: Any = template
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = odd
+        try:
+            machine = Format(load(template)).machine(Lexicon())
+        except ValueError:
+            continue
+        machine.push("<think>a</think><tool_call>{}</tool_call>x<|start|>to=self<|message|>")
+        machine.finish()

@@ -97,6 +97,7 @@ CARD = ModelCard(
     defaults=SamplingDefaults(
         temperature=0.5, top_p=0.75, top_k=20, min_p=0.25, repetition_penalty=1.5
     ),
+    response_template='{"fields": {}}',
     dtype="bfloat16",
     num_parameters=1000,
     weights_bytes=2000,

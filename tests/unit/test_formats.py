@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
+from tokenizers import AddedToken
 
-from gateway.output.detect import REASONING_RULES, TOOL_RULES, detect
+from gateway.output.detect import ANY, REASONING_RULES, TOOL_RULES, Rule, detect
+from gateway.output.events import (
+    Content,
+    Finished,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    merged,
+)
 from gateway.output.formats import READ_WHOLE, TOOLS, bind, format_of
+from gateway.output.reader import AnswerOptions, ReaderFactory
 from gateway.output.reasoning import REASONING
-from tests.support.tokenizers import family, real_tokenizer
+from gateway.reading import Reading
+from gateway.text.tokenizer import Tokenizer
+from protocol.grammar import Thinking
+from protocol.messages import Output
+from tests.support.scripted_engine import byte_tokenizer
+from tests.support.tokenizers import card_of, family, real_tokenizer
 
 PEER_REASONING = """
     deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 holo2 poolside_v1 cohere_command3
@@ -69,15 +86,108 @@ def test_reasoning_that_is_part_of_a_whole_answer_brings_its_syntax() -> None:
 
 
 @pytest.mark.parametrize("rule", [*TOOL_RULES, *REASONING_RULES], ids=lambda rule: rule.name)
-def test_every_rule_finds_its_format_and_says_why(rule: object) -> None:
-    assert isinstance(rule, type(TOOL_RULES[0]))
+def test_every_rule_finds_its_format_and_says_why(rule: Rule) -> None:
     table = TOOL_RULES if rule in TOOL_RULES else REASONING_RULES
-    found = detect("{{ x }} " + " ".join(rule.texts), nothing)
+    texts = [text.replace(ANY, ":77") for text in rule.texts]
+    found = detect("{{ x }} " + " ".join(texts), nothing, ["<tool_calls:77>"])
     chosen = found.tools if table is TOOL_RULES else found.reasoning
     index = next(i for i, each in enumerate(table) if each.name == chosen)
     assert index <= table.index(rule)  # a rule before it may fit as well
-    assert all(text in found.why for text in table[index].texts) or chosen == rule.name
-    assert chosen is not None
+    assert all(text in found.why for text in texts) or chosen != rule.name
+    assert found.written is (found.tools is not None)
+
+
+def vocabulary(*tokens: str) -> Callable[[str], int | None]:
+    return {token: i for i, token in enumerate(tokens)}.get
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "tools", "why"),
+    [
+        ("x", ("[TOOL_CALLS]",), "mistral", "as the vocabulary has [TOOL_CALLS]"),
+        (
+            "x <|action_start|>",
+            ("<|plugin|>",),
+            "internlm",
+            "as the chat template writes <|action_start|> and the vocabulary has <|plugin|>",
+        ),
+        (
+            "<tool_call>",
+            ("<tool_call>",),
+            "hermes",
+            "as the chat template writes <tool_call> (<tool_call> in the vocabulary, too)",
+        ),
+        (
+            "<tool_call>",
+            ("[TOOL_CALLS]",),
+            "hermes",
+            "writes <tool_call> (though the vocabulary has [TOOL_CALLS], as mistral would)",
+        ),
+        (
+            "x",
+            ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+            "llama3_json",
+            "as the vocabulary has <|start_header_id|> and <|end_header_id|> and <|eot_id|>",
+        ),
+        ("x", ("<|eot_id|>",), None, "as neither the chat template nor the vocabulary"),
+        (None, (), None, "as there is no chat template and no marker in the vocabulary"),
+    ],
+)
+def test_template_and_vocabulary_are_weighed_and_both_are_told(
+    template: str | None, tokens: tuple[str, ...], tools: str | None, why: str
+) -> None:
+    found = detect(template, vocabulary(*tokens), tokens)
+    assert found.tools == tools
+    assert why in found.why
+
+
+HY_NAMES = ("tool_calls{}", "tool_call{}", "think{}", "arg_key", "arg_value{}")
+HY_TOKENS = [bracket + name + ">" for name in HY_NAMES for bracket in ("<", "</")]
+
+
+@pytest.mark.parametrize("name", ["hy_v3", "hy_v4"])
+def test_markers_with_a_suffix_that_only_the_vocabulary_knows_are_found_and_read(name: str) -> None:
+    tokens = [token.format(":6124c78e") for token in HY_TOKENS]
+    tokens += ["<tool_sep:6124c78e>"] if name == "hy_v3" else []
+    inner = byte_tokenizer()
+    inner.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    tokenizer = Tokenizer(card_of(inner.to_str().encode()))
+    template = "{% for t in tools %}{{ '<tool_calls' + suffix + '>' }}{% endfor %}"
+    reading = Reading(card_of(b"", chat_template=template), tokenizer)
+    assert (reading.tools, reading.reasoning) == (name, name)
+    assert "the vocabulary has <tool_calls:6124c78e>" in reading.why
+
+    kwargs = {"reasoning_effort": "high"}
+    begun = reading.begin("<|hy_Assistant|><think:6124c78e>", kwargs, calls=True)
+    assert begun.inside
+    assert begun.thinking == Thinking(
+        opens="<think:6124c78e>", closes="</think:6124c78e>", inside=True
+    )
+    assert begun.bound is not None
+    assert set(tokens) == set(begun.bound.lexicon.tokens.values())
+    readers = ReaderFactory(
+        tokenizer, None, AnswerOptions(format=begun.bound, starts_inside=True, new_id=lambda: "id")
+    )
+    separator = "<tool_sep:6124c78e>" if name == "hy_v3" else ""
+    text = (
+        f"Hm.</think:6124c78e>Yes<tool_calls:6124c78e><tool_call:6124c78e>f{separator}"
+        "<arg_key>a</arg_key><arg_value:6124c78e>é</arg_value:6124c78e>"
+        "</tool_call:6124c78e></tool_calls:6124c78e>"
+    )
+    ids = tokenizer.encode(text, False)
+    for size in (1, 3, len(ids)):
+        reader, events = readers.new(), []
+        for at in range(0, len(ids), size):
+            events += reader.push(Output(request=1, tokens=ids[at : at + size])).events
+        events += reader.push(Output(request=1, finish="stop")).events
+        assert merged(events) == [
+            Reasoning("Hm."),
+            Content("Yes"),
+            ToolCall(0, "id", "f"),
+            ToolArguments(0, '{"a": "é"}'),
+            ToolCallEnd(0),
+            Finished("tool_calls"),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -104,12 +214,13 @@ def test_a_template_decides_by_its_most_peculiar_markers(
     [
         ("qwen3", "hermes", "qwen3"),
         ("deepseek_v3", "deepseek_v3", None),
-        ("llama3_1", None, None),
+        ("llama3_1", "llama3_json", None),
     ],
 )
 def test_real_models_are_recognised(name: str, tools: str, reasoning: str | None) -> None:
     template = family(name)[1].get("chat_template")
     assert template is None or json.dumps(template)
-    found = detect(template, real_tokenizer(name).token_id)
+    tokenizer = real_tokenizer(name)
+    found = detect(template, tokenizer.token_id, tokenizer.added_tokens.values())
     assert (found.tools, found.reasoning) == (tools, reasoning), found.why
     assert found.why.count("as ") >= 2

@@ -86,6 +86,15 @@ def test_a_template_of_its_own_file_comes_first_and_of_several_the_default(direc
     assert load(directory).card.chat_template == "J"
 
 
+def test_the_checkpoints_own_description_of_its_answers_is_in_the_card(directory: Path) -> None:
+    assert load(directory).card.response_template is None
+    described = {"fields": {"content": {"close": "</s>é"}}}
+    change(directory / "tokenizer_config.json", response_template=described)
+    template = load(directory).card.response_template
+    assert template is not None
+    assert json.loads(template) == described
+
+
 def test_the_digest_names_weights_tokenizer_and_config_but_no_path(
     directory: Path, original: Path
 ) -> None:

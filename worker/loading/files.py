@@ -20,6 +20,7 @@ class TextFacts:
     pad_token_id: int | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
     chat_template: str | None = None
+    response_template: str | None = None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     license: str | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ def _text(path: Path, config: Fields, vocab_size: int) -> TextFacts:
         pad_token_id=ids.get(special.get("pad_token", "")),
         special_tokens=special,
         chat_template=_chat_template(path, settings),
+        response_template=_response_template(settings),
         defaults=_defaults(generation),
     )
 
@@ -161,6 +163,12 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
         named = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
         given = named.get("default")
     return given if isinstance(given, str) else None
+
+
+def _response_template(settings: dict[str, Any]) -> str | None:
+    """As it stands in tokenizer_config.json: whether it can be used is for its reader to say."""
+    given = settings.get("response_template")
+    return None if given is None else json.dumps(given)
 
 
 def _defaults(generation: Fields) -> SamplingDefaults:

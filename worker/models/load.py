@@ -60,6 +60,7 @@ def _card(files: ModelFiles, weights: LlamaWeights, dtype: torch.dtype) -> Model
         pad_token_id=text.pad_token_id,
         special_tokens=text.special_tokens,
         chat_template=text.chat_template,
+        response_template=text.response_template,
         defaults=text.defaults,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=sum(sizes),

@@ -46,6 +46,7 @@ from gateway.output.machine import (
     Section,
     SectionSyntax,
 )
+from gateway.output.reasoning import ReasoningFormat
 from gateway.output.teller import Teller
 from gateway.output.tools.gemma import Gemma
 from gateway.output.tools.named_json import NamedJson
@@ -85,6 +86,23 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
             found += region.close
             found += region.calls.markers() if region.calls else ()
         return tuple(dict.fromkeys(marker for marker in found if marker != NAMED))
+
+    @property
+    def frames_content(self) -> bool:
+        return all(region.open for region in self.regions if region.kind == "content")
+
+    @property
+    def has_calls(self) -> bool:
+        return any(region.calls is not None for region in self.regions)
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How a prompt opens and closes the thinking; None where there is none."""
+        thinking = next((r for r in self.regions if r.kind == "thinking"), None)
+        if thinking is None:
+            return None
+        opens = tuple(o.literal for o in thinking.open if o.literal and not o.pattern)
+        return ReasoningFormat(open=opens, close=thinking.close)
 
     def machine(
         self,

@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from gateway.output.machine import SectionSyntax
 from gateway.output.tools.gemma import Gemma
 from gateway.output.tools.json_tags import JsonTags
@@ -39,6 +41,17 @@ TAG_PATTERN = re.compile(
     r"\(\?P<value>\.\*\?\)(?:\\s\*)?(?P<close></.+>)",
     re.DOTALL,
 )
+
+
+def parse(source: str) -> ResponseTemplate:
+    """The same from JSON."""
+    try:
+        template = msgspec.json.decode(source)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"response_template: {error}") from error
+    if not isinstance(template, dict):
+        raise ValueError("response_template: must be an object")
+    return load(template)
 
 
 def load(template: Mapping[str, Any]) -> ResponseTemplate:
@@ -124,7 +137,7 @@ def _calls(
     literals = tuple(opening.literal for opening in opens)
     name, arguments = _shape(field)
     capture = "" if name.startswith("content") else name
-    args = field.get("content_args") or {}
+    args = _object(field, "content_args")
     if capture and any(f"(?P<{capture}>" not in opening.pattern for opening in opens):
         raise ValueError(f"no opening captures {capture!r}")
     if capture and arguments != "content":
@@ -143,6 +156,13 @@ def _calls(
             return _tags(literals, closes, args), capture
         case parser:
             raise ValueError(f"tool calls of {parser!r} are not understood")
+
+
+def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = of.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"`{key}` must be an object")
+    return found
 
 
 def _shape(field: Mapping[str, Any]) -> tuple[str, str]:
@@ -178,12 +198,16 @@ def _keys(name: str, arguments: str) -> CallKeys:
 
 
 def _loose(literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str, Any]) -> Gemma:
-    delims = args.get("string_delims") or []
-    if len(delims) != 1 or len(set(delims[0])) != 1 or not args.get("unquoted_keys"):
-        raise ValueError("JSON that is not strict needs keys without quotes and one string mark")
+    match args.get("string_delims"):
+        case [[str(quote), str(other)]] if quote and quote == other and args.get("unquoted_keys"):
+            pass
+        case _:
+            raise ValueError(
+                "JSON that is not strict needs keys without quotes and one string mark"
+            )
     if len(literals) != 1 or len(closes) != 1:
         raise ValueError("JSON that is not strict needs one opening and one closing")
-    return Gemma(open=literals[0], close=closes[0], quote=delims[0][0])
+    return Gemma(open=literals[0], close=closes[0], quote=quote)
 
 
 def _tags(
@@ -199,7 +223,7 @@ def _tags(
     if quoted:
         literal = literal.rstrip("\"'")
         literal = literal if literal.endswith("=") else literal + " name="
-    value_parser = args.get("value_parser") or {}
+    value_parser = _object(args, "value_parser")
     if args.get("merge_duplicates") or value_parser.get("name", "text") not in ("text", "json"):
         raise ValueError("only text and JSON are understood as values of tags")
     return XmlParameters(
