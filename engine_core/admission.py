@@ -71,6 +71,7 @@ def new_request(
         seed=draw_seed() if params.seed is None else params.seed,
         end=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
         stop_ids=stop_ids,
+        labels=tuple(dict.fromkeys(message.labels)),
     )
 
 

@@ -3,6 +3,7 @@
     add(client, Generate)   -> Accepted or Refused, at once; None: its grammar is a job to be done
     settle(Compiled)        -> what became of such a job: Accepted or Refused for all who waited
     abort(client, numbers)  -> the ends of those that were open
+    abort_named(names)      -> the ends of those that have one of these labels, and which names
     plan()                  -> the next StepPlan, or None if there is nothing to compute
     masks()                 -> what the plan's masked rows may say, while it is being computed
     commit(StepResult)      -> news per client
@@ -21,11 +22,13 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from engine_core.admission import check_load, check_request, new_request
 from engine_core.grammar.book import Compiled, GrammarBook, Job
 from engine_core.grammar.masks import fill
 from engine_core.invariants import check_invariants
+from engine_core.open_requests import OpenRequests
 from engine_core.outcome import Outcome, failure_of, outcomes_of
 from engine_core.planning import build_plan, matchers_of, work_of
 from engine_core.request import Event, Phase, Request
@@ -72,7 +75,7 @@ class Engine:
         self._model = model
         self._scheduler = Scheduler(limits, model.digest)
         self._grammars = GrammarBook()
-        self._open: dict[tuple[bytes, int], Request] = {}
+        self._open = OpenRequests()
         self._in_flight: tuple[StepPlan, list[tuple[Request, int]]] | None = None
         self._ended_in_flight: list[
             Request
@@ -107,7 +110,7 @@ class Engine:
         news: list[tuple[bytes, Accepted | Refused]] = []
         for request in self._grammars.settle(compiled):
             if isinstance(compiled.result, ServingError):
-                del self._open[request.client, request.number]
+                self._open.remove(request)
                 request.move(Event.FINISH)
                 news.append((request.client, self._refuse(request.number, compiled.result)))
             else:
@@ -120,14 +123,14 @@ class Engine:
         request.grammar, template = self._grammars.find(grammar)
         if template is None:
             self._grammars.wait(request, request.grammar, grammar)
-            self._open[request.client, request.number] = request
+            self._open.add(request)
             return None
         request.matcher = template.start()
         return self._accept(request)
 
     def _accept(self, request: Request) -> Accepted:
         request.move(Event.ACCEPT)
-        self._open[request.client, request.number] = request
+        self._open.add(request)
         self._scheduler.waiting.push(request)
         self._counts["accepted"] += 1
         return Accepted(request=request.number)
@@ -139,7 +142,7 @@ class Engine:
     def _admit(self, client: bytes, message: Generate) -> Request:
         if self.is_draining:
             raise Draining("this server is shutting down and takes no new requests")
-        if (client, message.request) in self._open:
+        if self._open.find(client, message.request) is not None:
             raise InvalidRequest(f"request number {message.request} is in use", param="request")
         prompt = message.prompt.tolist()
         check_request(prompt, message, self._model, self.limits)
@@ -161,12 +164,24 @@ class Engine:
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
         """End these of `client`'s requests; numbers that are not open (any more) are no error."""
-        found = (self._open.get((client, number)) for number in numbers)
+        found = (self._open.find(client, number) for number in numbers)
         return [self._end(request, "abort") for request in found if request is not None]
+
+    def abort_named(
+        self, names: Iterable[str]
+    ) -> tuple[dict[bytes, list[Output]], dict[str, bool]]:
+        """End every request that has one of these labels: what to tell the client of each, and
+        whether any had it, by name. Two names of one request are both known."""
+        found = {name: self._open.labelled(name) for name in names}
+        ends: dict[bytes, list[Output]] = {}
+        for request in dict.fromkeys(chain.from_iterable(found.values())):
+            ends.setdefault(request.client, []).append(self._end(request, "abort"))
+        return ends, {name: bool(requests) for name, requests in found.items()}
 
     def drop(self, client: bytes) -> None:
         """`client` is gone: abort all it has, with nobody to tell."""
-        self.abort(client, [number for owner, number in list(self._open) if owner == client])
+        for request in self._open.of(client):
+            self._end(request, "abort")
 
     # ---- plan
 
@@ -275,7 +290,7 @@ class Engine:
         """
         is_first = last is None or request.num_generated == 1
         prompt_logprobs = request.prompt_logprobs if is_first and reason != "abort" else []
-        del self._open[request.client, request.number]
+        self._open.remove(request)
         if request.grammar is not None:
             self._leave_grammar(request)
         self._finished[reason] += 1
@@ -334,7 +349,7 @@ class Engine:
 
     def check(self) -> None:
         """Every law of slots, blocks and the prefix cache, by brute force; for tests."""
-        check_invariants(self._scheduler, self._open.values(), self._ended_in_flight)
+        check_invariants(self._scheduler, self._open, self._ended_in_flight)
 
 
 def _usage(request: Request) -> Usage:

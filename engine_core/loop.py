@@ -23,6 +23,8 @@ from protocol.errors import EngineLost, ErrorInfo, InvalidRequest, WireError
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Aborted,
+    AbortNamed,
     Drain,
     Generate,
     Gone,
@@ -146,6 +148,8 @@ class Loop:
                     ends = self._engine.abort(client, requests)
                     if ends:
                         self._tell(client, Outputs(step=0, outputs=ends))
+            case AbortNamed():
+                self._abort_named(client, message)
             case Ping():
                 self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
             case Goodbye():
@@ -161,6 +165,17 @@ class Loop:
             self._tell(client, Refused(request=message.request, error=error.info()))
         elif (reply := self._engine.add(client, message)) is not None:
             self._tell(client, reply)
+
+    def _abort_named(self, client: bytes, message: AbortNamed) -> None:
+        """Those whose requests end hear it first, so an answer that says so is true."""
+        found = dict.fromkeys(message.names, False)
+        if self._engine is not None:
+            ends, found = self._engine.abort_named(found)
+            for owner, outputs in ends.items():
+                self._tell(owner, Outputs(step=0, outputs=outputs))
+        aborted = [name for name, is_known in found.items() if is_known]
+        unknown = [name for name, is_known in found.items() if not is_known]
+        self._tell(client, Aborted(request=message.request, aborted=aborted, unknown=unknown))
 
     def _welcome(self, client: bytes) -> None:
         """Once the model is loaded; those who greet earlier are welcomed then."""

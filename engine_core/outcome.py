@@ -82,18 +82,33 @@ def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
     num, width = columns.top_ids.shape
     top_ids, top_logprobs = columns.top_ids.tolist(), columns.top_logprobs.tolist()
     ids, logprobs, ranks = columns.ids.tolist(), columns.logprobs.tolist(), columns.ranks.tolist()
-    asked = _asked(columns)
+    asked, drawn = _asked(columns), _drawn_rows(columns)
     entries = []
     for i, (row, count) in enumerate(
         zip(columns.rows.tolist(), columns.counts.tolist(), strict=True)
     ):
         best = slice(i * width, i * width + count)
+        drawn_of = _drawn(drawn[i], count, len(asked[i]), width) if i in drawn else []
         entry = TokenLogprobs(
-            ids[i], logprobs[i], ranks[i], top_ids[best], top_logprobs[best], asked[i]
+            ids[i], logprobs[i], ranks[i], top_ids[best], top_logprobs[best], asked[i], drawn_of
         )
         entries.append((row, entry))
     assert len(entries) == num
     return entries
+
+
+def _drawn_rows(columns: Logprobs) -> dict[int, list[float]]:
+    """Of those among the N tokens that were scored twice, the second scores, [1 + K + A] each."""
+    if columns.drawn_at is None or columns.drawn is None:
+        return {}
+    width, values = columns.drawn.shape[1], columns.drawn.tolist()
+    at = columns.drawn_at.tolist()
+    return {row: values[i * width : (i + 1) * width] for i, row in enumerate(at)}
+
+
+def _drawn(values: list[float], num_top: int, num_asked: int, width: int) -> list[float]:
+    """Without the columns that only other rows use; there are `width` for likely tokens."""
+    return [*values[: 1 + num_top], *values[1 + width : 1 + width + num_asked]]
 
 
 def _asked(columns: Logprobs) -> list[list[float]]:

@@ -62,6 +62,7 @@ class Request:
     prompt_logprobs  as computed so far in this life; told with the first token
     grammar          digest of the grammar that constrains the answer, if one does
     matcher          where the answer is in that grammar, whatever becomes of slot and blocks
+    labels           names by which any client may abort it
     """
 
     client: bytes
@@ -86,6 +87,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: bytes | None = None
     matcher: Matcher | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def rank(self) -> tuple[int, int]:

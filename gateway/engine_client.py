@@ -17,19 +17,32 @@ from typing import Any
 
 import zmq
 from gevent import get_hub
+from gevent.event import AsyncResult
 
 from protocol import sockets, wire
 from protocol.arrays import Int32
-from protocol.errors import EngineNotReady, ServingError, WireError
+from protocol.errors import EngineNotReady, ServingError, WireError, error_from
 from protocol.grammar import Grammar
-from protocol.messages import Accepted, Output, Ping, Pong, Refused, ToClient, ToEngine, Welcome
+from protocol.messages import (
+    Aborted,
+    AbortNamed,
+    Accepted,
+    Generate,
+    Output,
+    Ping,
+    Pong,
+    Refused,
+    ToClient,
+    ToEngine,
+    Welcome,
+)
 from protocol.sampling import SamplingParams
 from protocol.session import News, Session
 from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-Report = Accepted | Refused | Output
+Report = Accepted | Refused | Output | Aborted
 Subscriber = Callable[[Report], None]
 
 MAX_MESSAGES_PER_CALLBACK = 64
@@ -88,6 +101,7 @@ class EngineClient:
         namespace: str = "",
         priority: int = 0,
         grammar: Grammar | None = None,
+        labels: Sequence[str] = (),
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
@@ -95,16 +109,31 @@ class EngineClient:
         """
         self.start()
         message = self.session.generate(
-            prompt, params, namespace=namespace, priority=priority, grammar=grammar
+            prompt,
+            params,
+            namespace=namespace,
+            priority=priority,
+            grammar=grammar,
+            labels=labels,
         )
-        self._subscribers[message.request] = subscriber
-        try:
-            self._send(message)
-        except zmq.Again:
-            self.session.abort(message.request)
-            del self._subscribers[message.request]
-            raise EngineNotReady("the engine does not take requests at the moment") from None
+        self._open(message, subscriber)
         return message.request
+
+    def abort_named(self, names: Sequence[str]) -> Aborted:
+        """End every request that has one of these labels, of whichever client, and wait until the
+        engine has said which there were.
+
+        Raises EngineNotReady or EngineLost where there is no engine to ask.
+        """
+        self.start()
+        told: AsyncResult[Report] = AsyncResult()
+        self._open(self.session.abort_named(names), told.set)
+        report = told.get()
+        if isinstance(report, Aborted):
+            return report
+        assert isinstance(report, Output)
+        assert report.error is not None
+        raise error_from(report.error)
 
     def abort(self, request: int) -> None:
         """End `request` if it is open; its subscriber hears nothing more."""
@@ -129,6 +158,16 @@ class EngineClient:
         """As of the last heartbeat; None before the first of the engine's present life."""
         epoch, stats = self._stats
         return stats if self.session.is_ready and epoch == self.session.epoch else None
+
+    def _open(self, message: Generate | AbortNamed, subscriber: Subscriber) -> None:
+        """`subscriber` hears what becomes of it."""
+        self._subscribers[message.request] = subscriber
+        try:
+            self._send(message)
+        except zmq.Again:
+            self.session.abort(message.request)
+            del self._subscribers[message.request]
+            raise EngineNotReady("the engine does not take requests at the moment") from None
 
     def _send(self, message: ToEngine) -> None:
         """Raises zmq.Again where the engine does not read."""

@@ -30,6 +30,7 @@ from protocol import sockets, wire
 from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.messages import (
+    Aborted,
     Accepted,
     Drain,
     Hello,
@@ -127,6 +128,7 @@ class Engine:
         namespace: str = "",
         priority: int = 0,
         grammar: Grammar | None = None,
+        labels: Sequence[str] = (),
         **options: Any,
     ) -> Generation:
         """Start a generation; `options` are fields of SamplingParams, as an alternative to
@@ -141,12 +143,32 @@ class Engine:
             raise TypeError("give either params or its fields, not both")
         with self._lock:
             message = self._session.generate(
-                prompt, params, namespace=namespace, priority=priority, grammar=grammar
+                prompt,
+                params,
+                namespace=namespace,
+                priority=priority,
+                grammar=grammar,
+                labels=labels,
             )
             news = self._queues[message.request] = queue.SimpleQueue()
             self._outbox.append(message)
         self._wake()
         return Generation(message.request, news, self._abort)
+
+    def abort_named(self, names: Sequence[str]) -> Aborted:
+        """End every request that has one of these labels, whichever client asked for it.
+
+        Raises EngineError where there is no engine, or it is lost before it has answered.
+        """
+        with self._lock:
+            message = self._session.abort_named(names)
+            news = self._queues[message.request] = queue.SimpleQueue()
+            self._outbox.append(message)
+        self._wake()
+        report = news.get()
+        if isinstance(report, Aborted):
+            return report
+        raise error_from(report.error)
 
     def drain(self) -> None:
         """Ask the engine to finish what it has, refuse what is new, and exit."""

@@ -51,6 +51,8 @@ class Generate(Message, frozen=True, kw_only=True):
     namespace  prefix-cache entries are shared only inside one namespace
     priority   lower goes first; equal ones in order of arrival
     grammar    what the answer must look like; it ends with "stop" as soon as it is complete
+    labels     names by which any client may abort it: what its own client was told. They need not
+               be unique
     """
 
     request: int
@@ -59,6 +61,7 @@ class Generate(Message, frozen=True, kw_only=True):
     namespace: str = ""
     priority: int = 0
     grammar: Grammar | None = None
+    labels: list[str] = []
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:
@@ -69,6 +72,17 @@ class Abort(Message, frozen=True, kw_only=True):
     """Client -> engine. Stop these; each that is still open ends with finish="abort"."""
 
     requests: list[int]
+
+
+class AbortNamed(Message, frozen=True, kw_only=True):
+    """Client -> engine. Stop every request that has one of these as a label, whoever asked for it;
+    each ends with finish="abort". Answered by Aborted.
+
+    request    the client's number for this, as for a Generate
+    """
+
+    request: int
+    names: list[str]
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -127,12 +141,26 @@ class Refused(Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
+class Aborted(Message, frozen=True, kw_only=True):
+    """Engine -> client, answering AbortNamed: each of its names, once, in their order.
+
+    unknown    no open request has them: it ended already, or never was
+    """
+
+    request: int
+    aborted: list[str] = []
+    unknown: list[str] = []
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms under the model's distribution (before temperature and filters).
+    """Natural logarithms under the model's distribution (before temperature and filters), or, of
+    sampled tokens, under the one they were drawn from (`SamplingParams.logprobs_of`).
 
     rank     1 for the most likely token
-    top_ids, top_logprobs   the most likely tokens, best first
+    top_ids, top_logprobs   the most likely tokens, best first; none that is impossible
     asked_logprobs   of the request's `logprob_token_ids`, in their order; sampled tokens only
+    drawn_logprobs   under the distribution it was drawn from, where both were asked for: of
+                     token_id, then of top_ids, then of the asked ones
     """
 
     token_id: int
@@ -141,6 +169,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_ids: list[int] = []
     top_logprobs: list[float] = []
     asked_logprobs: list[float] = []
+    drawn_logprobs: list[float] = []
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -194,5 +223,5 @@ class Gone(Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToEngine = Hello | Generate | Abort | Drain | Ping | Goodbye
-ToClient = Welcome | Accepted | Refused | Outputs | Pong | Gone
+ToEngine = Hello | Generate | Abort | AbortNamed | Drain | Ping | Goodbye
+ToClient = Welcome | Accepted | Refused | Aborted | Outputs | Pong | Gone

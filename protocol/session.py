@@ -22,6 +22,8 @@ from protocol.grammar import Grammar
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Aborted,
+    AbortNamed,
     Accepted,
     Generate,
     Gone,
@@ -44,7 +46,7 @@ from protocol.stats import EngineStats
 PING_EVERY_S = 1.0
 LEASE_S = 4.0
 
-News = tuple[int, Accepted | Refused | Output]
+News = tuple[int, Accepted | Refused | Output | Aborted]
 """(request, what happened to it)"""
 
 
@@ -77,13 +79,13 @@ class Session:
         namespace: str = "",
         priority: int = 0,
         grammar: Grammar | None = None,
+        labels: Sequence[str] = (),
     ) -> Generate:
         """The message that opens a request.
 
         Raises EngineNotReady or EngineLost when there is no engine.
         """
-        if not self.is_ready:
-            raise type(self.trouble)(self.trouble.message)
+        self._check_ready()
         message = Generate(
             request=self._next_request,
             prompt=prompt if isinstance(prompt, Int32) else Int32.of(prompt),
@@ -91,7 +93,20 @@ class Session:
             namespace=namespace,
             priority=priority,
             grammar=grammar,
+            labels=list(labels),
         )
+        self._next_request += 1
+        self.open.add(message.request)
+        return message
+
+    def abort_named(self, names: Sequence[str]) -> AbortNamed:
+        """The message that ends requests by their labels, whose ever they are. It opens a request
+        of its own, whose only news is an Aborted; or, with the engine, it is lost as any other.
+
+        Raises EngineNotReady or EngineLost when there is no engine.
+        """
+        self._check_ready()
+        message = AbortNamed(request=self._next_request, names=list(names))
         self._next_request += 1
         self.open.add(message.request)
         return message
@@ -122,7 +137,7 @@ class Session:
                 # Greeting it anew makes it forget all of that.
                 self._said_at = float("-inf")
                 return self._lose(f"the engine did not understand this client: {error.message}")
-            case Refused(request=request):
+            case Refused(request=request) | Aborted(request=request):
                 return self._end(request, message)
             case Welcome():
                 return self._welcome(message)
@@ -145,6 +160,10 @@ class Session:
             return [Ping()], news
         return [Hello(protocol=PROTOCOL_VERSION, name=self._name, pid=os.getpid())], news
 
+    def _check_ready(self) -> None:
+        if not self.is_ready:
+            raise type(self.trouble)(self.trouble.message)
+
     def _outputs(self, message: Outputs) -> list[News]:
         news: list[News] = []
         for output in message.outputs:
@@ -154,7 +173,7 @@ class Session:
                     self.open.discard(output.request)
         return news
 
-    def _end(self, request: int, report: Refused) -> list[News]:
+    def _end(self, request: int, report: Refused | Aborted) -> list[News]:
         if request not in self.open:
             return []
         self.open.discard(request)

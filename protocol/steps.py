@@ -91,13 +91,17 @@ class Masks(Message, frozen=True, kw_only=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Logprobs of some tokens, in natural logarithms of the model's own distribution.
+    """Logprobs of some tokens, in natural logarithms of the distribution that their request named
+    (`SamplingParams.logprobs_of`); those of a prompt's tokens are always the model's.
 
     rows     [N]     index into the step's sampled rows (or rows, for prompt logprobs), ascending
-    counts   [N]     how many of the K columns each asked for
+    counts   [N]     how many of the K columns each asked for, and has: impossible tokens are none
     ids      [N]     the token in question;  logprobs [N], ranks [N] (1 = most likely)
     top_ids, top_logprobs  [N, K]   the K most likely tokens, best first; K = max(counts)
     asked_counts [N], asked [N, A]  logprobs of the tokens that the request named; None: nobody did
+    drawn_at [D], drawn [D, 1 + K + A]  for those who asked for both distributions, as indexes into
+                     N: the same tokens under the one they were drawn from: the one in question,
+                     the most likely ones, the named ones; None: nobody did
     """
 
     rows: Int32
@@ -109,6 +113,8 @@ class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     top_logprobs: Float32
     asked_counts: Int32 | None = None
     asked: Float32 | None = None
+    drawn_at: Int32 | None = None
+    drawn: Float32 | None = None
 
 
 class StepResult(Message, frozen=True, kw_only=True):

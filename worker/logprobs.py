@@ -1,9 +1,11 @@
-"""Logprobs: how likely the model itself found a token, before any parameter of the request.
+"""Logprobs: how likely a token was, for rows that ask.
 
-Computed only for rows that ask, at most CHUNK rows of logits at a time. The normaliser is a sum of
-integers (weights.py): the bits of a logprob do not depend on a row's neighbours.
+Of one of two distributions, or of both: the model's own, before any parameter of the request, and
+the one that the token was drawn from, after all of them. At most CHUNK rows of logits are held at a
+time. The normaliser is a sum of integers (weights.py): the bits of a logprob do not depend on a
+row's neighbours.
 
-Legend: N scored tokens, V vocabulary, K most likely tokens told per row.
+Legend: N scored tokens, V vocabulary, K most likely tokens told per row, D of the N told twice.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from protocol.arrays import Float32, Int32
 from protocol.sampling import MAX_LOGPROBS
 from protocol.steps import Logprobs
 from worker.batch import StepBatch
+from worker.sampler import drawn_from
+from worker.slot_fields import LOGPROBS_OF
 from worker.slots import SlotTable
-from worker.staging import upload, upload_one
+from worker.staging import integers, upload, upload_one
 from worker.weights import relative, rows_at_once, scale_bits, weigh
 
 CHUNK = 64
@@ -43,7 +47,7 @@ class Scores:
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None = None) -> Scores:
-    """logits [N, V] float32, the model's own; tokens [N] int64; num_top up to MAX_LOGPROBS;
+    """logits [N, V] float32, -inf where impossible; tokens [N] int64; num_top up to MAX_LOGPROBS;
     asked_ids [N, A] int64."""
     peaks = logits.amax(-1)
     vocab = logits.shape[1]
@@ -63,25 +67,40 @@ def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None
 
 
 def sampled_logprobs(
-    logits: Tensor, tokens: Tensor, slots: SlotTable, batch: StepBatch
+    logits: Tensor, processed: Tensor, tokens: Tensor, slots: SlotTable, batch: StepBatch
 ) -> Logprobs | None:
-    """Of the tokens [S] just sampled from logits [S, V], for rows that asked; None if none did."""
+    """Of the tokens [S] just sampled, for rows that asked; None if none did.
+
+    logits [S, V] are the model's own, processed [S, V] what parameters have made of them
+    """
     counts = slots.host("num_logprobs")[batch.sampled.host_slots].numpy()
     rows = np.flatnonzero(counts >= 0)
     if not len(rows):
         return None
     (of,) = upload([rows], slots.device)
-    scored = _scored(
-        rows,
-        counts[rows],
-        tokens.index_select(0, of),
-        lambda a, b: logits.index_select(0, of[a:b]),
-        _asked_ids(slots, batch, rows),
-    )
-    if scored.asked is None:
+    kinds = slots.host("logprobs_of")[batch.sampled.host_slots].numpy()[rows]
+    drawn = kinds == LOGPROBS_OF.index("sampling")
+
+    def logits_of(start: int, stop: int) -> Tensor:
+        part = logits.index_select(0, of[start:stop])
+        at = np.flatnonzero(drawn[start:stop])
+        if len(at):
+            filtered = _drawn_from(processed, slots, batch, rows[start:stop][at])
+            part.index_copy_(0, upload_one(torch.from_numpy(at), slots.device), filtered)
+        return part
+
+    asked_ids = _asked_ids(slots, batch, rows)
+    chosen = tokens.index_select(0, of)
+    scored = _scored(rows, counts[rows], chosen, logits_of, asked_ids)
+    if asked_ids is not None:
+        asked_counts = slots.host("num_asked")[batch.sampled.host_slots].numpy()[rows]
+        scored = replace(scored, asked_counts=_int32(asked_counts))
+    both = np.flatnonzero(kinds == LOGPROBS_OF.index("both"))
+    if not len(both):
         return scored
-    asked_counts = slots.host("num_asked")[batch.sampled.host_slots].numpy()[rows]
-    return replace(scored, asked_counts=_int32(asked_counts))
+    told = _told_ids(scored, chosen, asked_ids, both)
+    values = _drawn(told, rows[both], processed, slots, batch)
+    return replace(scored, drawn_at=_int32(both), drawn=values)
 
 
 def prompt_logprobs(
@@ -110,6 +129,38 @@ def prompt_logprobs(
         tokens,
         lambda a, b: project(hidden.index_select(0, positions[a:b])),
     )
+
+
+def _told_ids(
+    scored: Logprobs, chosen: Tensor, asked_ids: Tensor | None, at: NDArray[np.int64]
+) -> Tensor:
+    """[D, 1 + K + A]: of the scored rows `at` the token chosen, the likely ones, the named ones."""
+    (of,) = upload([at], chosen.device)
+    (top_ids,) = upload([integers(scored.top_ids.data)], chosen.device)
+    parts = [chosen[:, None], top_ids.view(len(chosen), -1)]
+    if asked_ids is not None:
+        parts.append(asked_ids)
+    return torch.cat(parts, 1).index_select(0, of)
+
+
+def _drawn(
+    ids: Tensor, rows: NDArray[np.int64], processed: Tensor, slots: SlotTable, batch: StepBatch
+) -> Float32:
+    """Of the tokens ids [D, I], the first of which was chosen, in what these rows [D] drew from."""
+    parts = []
+    for start in range(0, len(rows), CHUNK):
+        some = slice(start, start + CHUNK)
+        filtered = _drawn_from(processed, slots, batch, rows[some])
+        size = rows_at_once(filtered.device)
+        pairs = zip(torch.split(filtered, size), torch.split(ids[some], size), strict=True)
+        parts += [score(part, told[:, 0], 0, told).asked for part, told in pairs]
+    return _float32(_gather(parts))
+
+
+def _drawn_from(
+    processed: Tensor, slots: SlotTable, batch: StepBatch, rows: NDArray[np.int64]
+) -> Tensor:
+    return drawn_from(processed, slots, batch.sampled, torch.from_numpy(rows))
 
 
 def _asked_ids(slots: SlotTable, batch: StepBatch, rows: NDArray[np.int64]) -> Tensor | None:
@@ -155,9 +206,10 @@ def _scored(
             score(piece, chosen, num_top, named)
             for piece, chosen, named in zip(*pieces, strict=True)
         ]
+    possible = torch.cat([part.top_logprobs.isfinite().sum(-1) for part in parts])
     return Logprobs(
         rows=_int32(rows),
-        counts=_int32(counts),
+        counts=_int32(np.minimum(counts, _host(possible))),
         ids=_int32(_host(tokens)),
         logprobs=_float32(_gather([part.logprobs for part in parts])),
         ranks=_int32(_gather([part.ranks for part in parts])),

@@ -107,9 +107,10 @@ class Runner:
         masks = None
         if plan.masked is not None:
             masks = row_masks(plan, await_masks(), logits.shape[1], logits.device)
-        choice = sample(process_logits(logits, self._slots, rows, masks), self._slots, rows)
+        processed = process_logits(logits, self._slots, rows, masks)
+        choice = sample(processed, self._slots, rows)
         self._slots.append_tokens(rows.slots, rows.known, choice.tokens)
-        return choice, sampled_logprobs(logits, choice.tokens, self._slots, batch)
+        return choice, sampled_logprobs(logits, processed, choice.tokens, self._slots, batch)
 
 
 def _int32(values: Tensor) -> Int32:

@@ -103,6 +103,24 @@ def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
     return _invert(weights, draws.u)
 
 
+def drawn_from(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> Tensor:
+    """What `rows` [N], which index the step's sampled rows on the host, draw from: logarithms
+    [N, V] of the shares that `draw` sees, -inf where a filter leaves a token out. For processed
+    logits [S, V]; greedy rows draw from nothing."""
+    draws, device = _draws(slots, sampled, rows, logits.device), logits.device
+    part = logits.index_select(0, upload_one(rows, device))
+    size = rows_at_once(device)
+    pairs = zip(torch.split(part, size), draws.split(size), strict=True)
+    return torch.cat([_filtered(*pair) for pair in pairs])
+
+
+def _filtered(logits: Tensor, draws: Draws) -> Tensor:
+    gaps = (logits - logits.amax(-1)[:, None]).div_(draws.temperature[:, None])
+    shares = gaps.exp()
+    bound = keep_from(shares, draws)
+    return gaps if bound is None else gaps.masked_fill_(shares < bound[:, None], float("-inf"))
+
+
 def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
     """The least share [N] that is kept, of shares [N, V]; None where no row filters."""
     by_count = _where((draws.host_top_k > 0) & (draws.host_top_k < shares.shape[1]))
@@ -128,9 +146,14 @@ def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
 
 def _draw_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> Choice:
     """logits [N, V] of `rows` [N], which index the step's sampled rows, on the host."""
-    of = upload_one(rows, logits.device)
+    peaks = logits.amax(-1)
+    return _checked(peaks, draw(logits, peaks, _draws(slots, sampled, rows, logits.device)))
+
+
+def _draws(slots: SlotTable, sampled: Sampled, rows: Tensor, device: torch.device) -> Draws:
+    of = upload_one(rows, device)
     host_at, at, position = sampled.host_slots[rows], sampled.slots[of], sampled.known[of]
-    draws = Draws(
+    return Draws(
         temperature=slots["temperature"][at],
         top_k=slots["top_k"][at],
         top_p=slots["top_p"][at],
@@ -140,8 +163,6 @@ def _draw_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor)
         host_top_p=slots.host("top_p")[host_at],
         host_min_p=slots.host("min_p")[host_at],
     )
-    peaks = logits.amax(-1)
-    return _checked(peaks, draw(logits, peaks, draws))
 
 
 def _checked(peaks: Tensor, tokens: Tensor) -> Choice:

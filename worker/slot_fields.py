@@ -6,6 +6,7 @@ To add a field is to say what becomes of the rest of its row (`rest`); everythin
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from protocol.sampling import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
+    LogprobsOf,
     SamplingParams,
 )
 from protocol.steps import NULL_BLOCK, SlotInit
@@ -26,6 +28,8 @@ from worker.staging import integers
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32
 """The request's own and the model's end tokens."""
 NO_LOGPROBS = -1
+LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
+"""A slot holds the place of its request's `logprobs_of` in here."""
 
 SAMPLED = ("SlotTable.append_tokens",)
 EXTENDED = ("SlotTable.stage_items",)
@@ -91,6 +95,12 @@ def _numbers() -> tuple[SlotField, ...]:
             host=True,
         ),
         _scalar("num_logprobs", torch.int32, lambda init: _num_logprobs(init.params), host=True),
+        _scalar(
+            "logprobs_of",
+            torch.int32,
+            lambda init: LOGPROBS_OF.index(init.params.logprobs_of),
+            host=True,
+        ),
         _scalar(
             "num_prompt_logprobs",
             torch.int32,

@@ -27,6 +27,7 @@ GRAMMARS: list[tuple[Body, str, str]] = [
     (Regex(pattern="(no)+"), "(no)+", "(no)*n?"),
 ]
 """(grammar, pattern of whole answers, pattern of what may be cut short)"""
+LABELS = [f"label-{i}" for i in range(12)]
 BAD = Regex(pattern="(")
 
 
@@ -62,8 +63,10 @@ class Storm:
             self.add()
         elif choice < 0.88:
             self.compile()
-        elif choice < 0.99:
+        elif choice < 0.97:
             self.abort()
+        elif choice < 0.99:
+            self.abort_named()
         else:
             self.drop()
         self.bench.engine.check()
@@ -82,6 +85,7 @@ class Storm:
             max_tokens=max_tokens,
             seed=seed,
             ignore_eos=self.random.random() < 0.8,
+            labels=self.random.choices(LABELS, k=self.random.randrange(3)),
         )
         if isinstance(number, Refused):
             self.refused += 1
@@ -124,6 +128,13 @@ class Storm:
             client, number = self.random.choice(list(self.asked)[-20:])
             self.bench.abort(number, client=client)
 
+    def abort_named(self) -> None:
+        """Names that several clients' requests may share, and one that none has."""
+        names = [*self.random.sample(LABELS, 2), "nobody"]
+        known = {name: any(name in r.labels for r in self.bench.engine._open) for name in names}
+        assert self.bench.abort_named(*names) == known
+        assert not any(name in r.labels for r in self.bench.engine._open for name in names)
+
     def drop(self) -> None:
         client = self.random.choice([b"a", b"b", b"c"])
         self.bench.engine.drop(client)
@@ -145,6 +156,7 @@ def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
     storm.settle()
     bench, stats = storm.bench, storm.bench.engine.stats()
     assert bench.engine.is_idle
+    assert not bench.engine._open.labels
     assert stats.free_blocks == stats.total_blocks
     assert stats.num_accepted == len(storm.asked) == sum(stats.num_finished.values())
     assert stats.num_refused == storm.refused

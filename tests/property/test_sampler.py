@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
+from tests.support.distributions import kept
 from tests.support.sampled_rows import Asker, asking
 from worker.randomness import uniform
 from worker.sampler import NUCLEUS_GUESS, Draws, draw, keep_from, sample
@@ -39,24 +40,6 @@ PARAMS = [
 
 def logits_of(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
-
-
-def kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Token -> probability after all filters, for one row, in plain Python: what the words say."""
-    peak = max(logits)
-    mass = {t: math.exp((x - peak) / params.temperature) for t, x in enumerate(logits)}
-    best = sorted(mass, key=lambda t: -mass[t])
-    if 0 < params.top_k < len(best):
-        best = best[: params.top_k]
-    total, so_far, nucleus = sum(mass[t] for t in best), 0.0, []
-    for token in best:
-        nucleus.append(token)
-        so_far += mass[token]
-        if so_far >= params.top_p * total and params.top_p < 1:
-            break
-    chosen = sorted(t for t in nucleus if mass[t] >= params.min_p * mass[best[0]])
-    total = sum(mass[t] for t in chosen)
-    return {t: mass[t] / total for t in chosen}
 
 
 def reference(logits: list[float], params: SamplingParams, u: float) -> int:

@@ -7,6 +7,7 @@ stale slot or a lost token shows as a wrong answer, not only as a broken count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -188,6 +189,7 @@ class Bench:
         namespace: str = "",
         priority: int = 0,
         grammar: Body | Grammar | None = None,
+        labels: Sequence[str] = (),
         **params: object,
     ) -> int | Refused:
         """The new request's number, or the refusal. A new grammar is for `compile` to compile."""
@@ -199,6 +201,7 @@ class Bench:
             namespace=namespace,
             priority=priority,
             grammar=grammar if isinstance(grammar, Grammar | None) else Grammar(body=grammar),
+            labels=list(labels),
         )
         reply = self.engine.add(client, message)
         self.jobs += self.engine.take_jobs()
@@ -227,6 +230,14 @@ class Bench:
     def abort(self, *numbers: int, client: bytes = CLIENT) -> None:
         self.take(client, self.engine.abort(client, numbers))
         self.engine.check()
+
+    def abort_named(self, *names: str) -> dict[str, bool]:
+        """Which of them any open request had."""
+        ends, known = self.engine.abort_named(names)
+        for client, outputs in ends.items():
+            self.take(client, outputs)
+        self.engine.check()
+        return known
 
     def plan(self) -> StepPlan | None:
         plan = self.engine.plan()

@@ -20,6 +20,8 @@ from protocol.grammar import (
 )
 from protocol.messages import (
     Abort,
+    Aborted,
+    AbortNamed,
     Accepted,
     Drain,
     Generate,
@@ -70,6 +72,7 @@ PARAMS = SamplingParams(
     bad_words=[[12, 13], [14]],
     allowed_token_ids=[15, 16],
     logprob_token_ids=[17],
+    logprobs_of="both",
 )
 GRAMMAR = Grammar(
     body=Rules(
@@ -132,6 +135,8 @@ LOGPROBS = Logprobs(
     top_logprobs=Float32.of([-0.5, -1.5], (1, 2)),
     asked_counts=Int32.of([1]),
     asked=Float32.of([-2.5], (1, 1)),
+    drawn_at=Int32.of([0]),
+    drawn=Float32.of([-0.25, -0.25, -1.75, -3.5], (1, 4)),
 )
 
 MESSAGES: list[Message] = [
@@ -143,8 +148,10 @@ MESSAGES: list[Message] = [
         namespace="key",
         priority=-1,
         grammar=GRAMMAR,
+        labels=["cmpl-7", "7"],
     ),
     Abort(requests=[1, 2]),
+    AbortNamed(request=3, names=["7", "8"]),
     Drain(),
     Ping(),
     Goodbye(),
@@ -169,7 +176,7 @@ MESSAGES: list[Message] = [
             Output(
                 request=1,
                 tokens=[9],
-                logprobs=[TokenLogprobs(9, -0.5, 1, [9, 8], [-0.5, -1.5], [-2.5])],
+                logprobs=[TokenLogprobs(9, -0.5, 1, [9], [-0.5], [-2.5], [-0.25, -0.25, -3.5])],
                 prompt_logprobs=[TokenLogprobs(6, -2.5, 3)],
                 finish="stop",
                 stop_token=9,
@@ -178,6 +185,7 @@ MESSAGES: list[Message] = [
             )
         ],
     ),
+    Aborted(request=3, aborted=["7"], unknown=["8"]),
     Pong(epoch="e1", stats=STATS),
     Gone(error=ERROR),
     StepPlan(

@@ -56,6 +56,36 @@ def test_an_older_long_prompt_does_not_stall_a_younger_stream() -> None:
     assert bench.step() == {0: 1, 1: 1, 2: 6}
 
 
+def test_a_label_ends_whatever_has_it_of_whichever_client_and_nothing_else() -> None:
+    bench = Bench()
+    mine = bench.add([5, 6], labels=["a", "chat-a"], ignore_eos=True)
+    theirs = bench.add([5, 6, 7], client=b"other", labels=["chat-a"], ignore_eos=True)
+    kept = bench.add([8, 9], labels=["b"], max_tokens=9, ignore_eos=True)
+    bench.step()
+    assert bench.abort_named("chat-a", "a", "c") == {"chat-a": True, "a": True, "c": False}
+    assert bench.end(mine).finish == bench.end(theirs, b"other").finish == "abort"
+    assert bench.abort_named("chat-a", "a") == {"chat-a": False, "a": False}
+    bench.run()
+    assert bench.end(kept).finish == "length"
+    assert bench.engine.stats().free_blocks == bench.engine.stats().total_blocks
+    assert bench.abort_named("b") == {"b": False}
+
+
+def test_a_label_ends_a_request_in_flight_or_waiting_and_it_holds_nothing_after() -> None:
+    bench = Bench(max_slots=1)
+    running = bench.add([5, 6], labels=["x"], ignore_eos=True)
+    waiting = bench.add([7, 8], labels=["x"], ignore_eos=True)
+    bench.step()
+    plan = bench.plan()
+    assert plan is not None
+    assert bench.abort_named("x") == {"x": True}
+    bench.finish(plan)
+    assert [bench.end(number).finish for number in (running, waiting)] == ["abort", "abort"]
+    assert len(bench.tokens(running)) == 1
+    assert bench.engine.is_idle
+    assert bench.engine.stats().free_blocks == bench.engine.stats().total_blocks
+
+
 def test_a_sample_is_taken_only_after_the_last_known_token() -> None:
     bench = Bench(token_budget=8)
     bench.add([2] * 20)

@@ -1,14 +1,19 @@
-"""Logprobs against torch's log_softmax in float64, for sampled tokens and for prompts."""
+"""Logprobs against torch's log_softmax in float64, and against plain Python for what is drawn."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
+from msgspec.structs import astuple, replace
 
+from engine_core.outcome import outcomes_of
+from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
+from tests.support.distributions import kept
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.logprobs import CHUNK, score
@@ -213,3 +218,110 @@ def test_where_nobody_names_tokens_nothing_of_them_is_told():
     plan = step_plan(bind=[bound(0, PROMPT, asks)], rows=[(0, 0, len(PROMPT), True)])
     told = runner_of().step(plan).logprobs
     assert (told.asked_counts, told.asked) == (None, None)
+
+
+# ---- of the distribution that a token is drawn from
+
+
+BENT = SamplingParams(
+    temperature=0.7,
+    top_k=12,
+    top_p=0.9,
+    min_p=0.01,
+    logit_bias={50: 3.0, 4: -2.0},
+    repetition_penalty=1.3,
+    bad_words=[[7]],
+    logprobs=20,
+    logprob_token_ids=[4, 7, 50],
+)
+
+
+def raw_logits() -> list[float]:
+    """What the model says after PROMPT."""
+    seen: list[torch.Tensor] = []
+    runner = runner_of()
+    make = runner._model.logits
+    runner._model.logits = lambda hidden: seen.append(make(hidden)) or seen[0]
+    runner.step(step_plan(bind=[bound(0, PROMPT, GREEDY)], rows=[(0, 0, len(PROMPT), True)]))
+    return [float(x) for x in seen[0][0]]
+
+
+def bent(params: SamplingParams) -> list[float]:
+    """Logits after bias, penalties and bans, one token at a time."""
+    logits = raw_logits()
+    for token, value in params.logit_bias.items():
+        logits[token] += value
+    for token in set(PROMPT):
+        penalty = params.repetition_penalty
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for (token,) in params.bad_words:
+        logits[token] = -math.inf
+    return logits
+
+
+def logprobs_told(*asks: SamplingParams) -> list[TokenLogprobs]:
+    """Of one sampled token of each, as the engine hears it."""
+    plan = step_plan(
+        bind=[bound(slot, PROMPT, params) for slot, params in enumerate(asks)],
+        rows=[(slot, 0, len(PROMPT), True) for slot in range(len(asks))],
+    )
+    return [
+        entry for outcome in outcomes_of(plan, runner_of().step(plan)) for entry in outcome.logprobs
+    ]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        BENT,
+        SamplingParams(logprobs=5),
+        SamplingParams(temperature=0.4, logprobs=0, logprob_token_ids=[1, 2]),
+        SamplingParams(top_p=0.5, logprobs=20),
+        SamplingParams(top_k=3, logprobs=20),
+        SamplingParams(min_p=0.3, logprobs=4, bad_words=[[31]]),
+    ],
+)
+def test_of_sampling_is_the_distribution_after_every_parameter(params):
+    (told,) = logprobs_told(replace(params, logprobs_of="sampling"))
+    shares = {token: math.log(share) for token, share in kept(bent(params), params).items()}
+    best = sorted(shares, key=lambda token: -shares[token])
+    assert told.logprob == pytest.approx(shares[told.token_id], abs=1e-4)
+    assert best[told.rank - 1] == told.token_id
+    assert told.top_ids == best[: params.logprobs]
+    assert told.top_logprobs == pytest.approx([shares[t] for t in told.top_ids], abs=1e-4)
+    asked = [shares.get(token, -math.inf) for token in params.logprob_token_ids]
+    assert told.asked_logprobs == pytest.approx(asked, abs=1e-4)
+    assert told.drawn_logprobs == []
+
+
+def test_both_are_the_models_and_beside_them_those_of_the_same_tokens_as_drawn():
+    (model,), (drawn,) = logprobs_told(BENT), logprobs_told(replace(BENT, logprobs_of="sampling"))
+    (both,) = logprobs_told(replace(BENT, logprobs_of="both"))
+    assert replace(both, drawn_logprobs=[]) == model
+    shares = kept(bent(BENT), BENT)
+    ids = [both.token_id, *both.top_ids, *BENT.logprob_token_ids]
+    wanted = [math.log(shares[t]) if t in shares else -math.inf for t in ids]
+    assert both.drawn_logprobs == pytest.approx(wanted, abs=1e-4)
+    assert both.drawn_logprobs[0] == drawn.logprob
+    assert -math.inf in both.drawn_logprobs
+
+
+def test_rows_that_ask_for_different_distributions_do_not_meet():
+    plain = SamplingParams(logprobs=2, logprobs_of="both")
+    asks = [
+        replace(BENT, logprobs_of="both"),
+        replace(BENT, logprobs_of="sampling"),
+        GREEDY,
+        plain,
+    ]
+    together = logprobs_told(*asks)
+    alone = [entry for ask in asks for entry in logprobs_told(ask)]
+    for entry, wanted in zip(together, alone, strict=True):
+        for told, value in zip(astuple(entry), astuple(wanted), strict=True):
+            assert told == pytest.approx(value, abs=1e-5)
+    assert [len(entry.drawn_logprobs) for entry in together] == [24, 0, 3]
+
+
+def test_without_filters_and_at_temperature_one_both_distributions_are_the_same():
+    (told,) = logprobs_told(SamplingParams(logprobs=9, logprobs_of="both"))
+    assert told.drawn_logprobs == [told.logprob, *told.top_logprobs]

@@ -8,6 +8,8 @@ from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Aborted,
+    AbortNamed,
     Accepted,
     Gone,
     Goodbye,
@@ -159,6 +161,18 @@ def test_leaving_ends_the_session_and_says_goodbye() -> None:
     assert session.leave() == Goodbye()
     assert not session.is_ready
     assert session.receive(Outputs(step=1, outputs=[Output(request=request)]), 0.1) == []
+
+
+def test_an_abort_by_name_is_answered_once_and_like_any_request_lost_with_the_engine() -> None:
+    session = connected()
+    asked, lost = session.abort_named(["a", "b"]), session.abort_named(["a"])
+    assert asked == AbortNamed(request=1, names=["a", "b"])
+    reply = Aborted(request=1, aborted=["a"], unknown=["b"])
+    assert session.receive(reply, 0.1) == [(1, reply)]
+    assert session.receive(reply, 0.1) == []
+    assert ends(session.receive(Gone(error=OVERLOADED), 0.2)) == {lost.request: "engine_lost"}
+    with pytest.raises(EngineLost):
+        session.abort_named(["a"])
 
 
 def test_a_ping_is_said_about_once_a_second() -> None:

@@ -44,6 +44,7 @@ FULL = SamplingParams(
     bad_words=[[5, 6], [7]],
     allowed_token_ids=[8, 9],
     logprob_token_ids=[10],
+    logprobs_of="both",
 )
 
 
@@ -69,6 +70,7 @@ def test_binding_writes_every_field_of_the_row():
         "seed": -3,
         "min_len": 5,
         "num_logprobs": 3,
+        "logprobs_of": 2,
         "num_prompt_logprobs": 0,
         "num_bias": 2,
         "bias_ids": [4, 2],
