@@ -276,8 +276,9 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path to everything in a template."""
     if at:
         yield at
-    for key in value if isinstance(value, dict) else range(len(value) * isinstance(value, list)):
-        yield from places(value[key], (*at, key))
+    inner = value.items() if isinstance(value, dict) else ()
+    for key, item in enumerate(value) if isinstance(value, list) else inner:
+        yield from places(item, (*at, key))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
