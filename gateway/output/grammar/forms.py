@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from protocol.grammar import Either, Form, Repeat, Sequence, Text
+from protocol.grammar import Either, Form, Pattern, Repeat, Sequence, Text
+
+FREE = Pattern("(?s:.*)")
+"""Any text."""
 
 
 def sequence(*parts: Form | str) -> Form:
@@ -14,10 +17,11 @@ def sequence(*parts: Form | str) -> Form:
     items: list[Form] = []
     for part in parts:
         form = Text(part) if isinstance(part, str) else part
-        if isinstance(form, Text) and items and isinstance(items[-1], Text):
-            items[-1] = Text(items[-1].text + form.text)
-        elif form != Text(""):
-            items.append(form)
+        for item in form.items if isinstance(form, Sequence) else (form,):
+            if isinstance(item, Text) and items and isinstance(items[-1], Text):
+                items[-1] = Text(items[-1].text + item.text)
+            elif item != Text(""):
+                items.append(item)
     return items[0] if len(items) == 1 else Sequence(items) if items else Text("")
 
 
@@ -39,3 +43,24 @@ def optional(item: Form) -> Form:
 def quoted(text: str) -> str:
     """A JSON string."""
     return msgspec.json.encode(text).decode()
+
+
+def unlike(beginnings: Iterable[str]) -> str:
+    """A pattern of all texts that begin, behind their blanks, with none of these."""
+    return rf"(?s:[ \t\r\n]*{_unlike(set(beginnings), blanks=True)})"
+
+
+def _unlike(beginnings: set[str], *, blanks: bool = False) -> str:
+    """Nothing, or a character that none begins with, or one of theirs and then another way on."""
+    firsts = sorted({text[0] for text in beginnings})
+    others = "".join(map(_sign, firsts)) + (r" \t\r\n" if blanks else "")
+    ways = [f"[^{others}].*"]
+    for first in firsts:
+        rests = {text[1:] for text in beginnings if text[0] == first}
+        if "" not in rests:
+            ways.append(_sign(first) + _unlike(rests))
+    return f"(?:{'|'.join(ways)})?"
+
+
+def _sign(sign: str) -> str:
+    return f"\\x{{{ord(sign):x}}}"

@@ -62,6 +62,12 @@ class Messages(AnswerSyntax, frozen=True, kw_only=True):
     thoughts   the channel or recipient of reasoning
     user       recipients that are the user
     calls      the syntax of messages for tools; none: their body is the JSON of the arguments
+
+    A reader need not know, but a writer:
+
+    says       channels of content, that of the answer proper first
+    asks       the channel of calls
+    call_end   the one of `ends` that ends a call
     """
 
     start: str = "<|start|>"
@@ -72,6 +78,9 @@ class Messages(AnswerSyntax, frozen=True, kw_only=True):
     thoughts: str
     user: tuple[str, ...] = ()
     calls: SectionSyntax | None = None
+    says: tuple[str, ...] = ()
+    asks: str = ""
+    call_end: str = ""
 
     def markers(self) -> tuple[str, ...]:
         calls = self.calls.markers() if self.calls else ()
@@ -352,6 +361,9 @@ FORMATS = {
         channel="<|channel|>",
         thoughts="analysis",
         user=("user", "assistant"),
+        says=("final", "commentary"),
+        asks="commentary",
+        call_end="<|call|>",
     ),
     "muse_glimmer": Messages(
         ends=("<|eom|>", "<|eot|>"),
