@@ -42,8 +42,11 @@ from protocol.grammar import (
     Thinking,
 )
 
-MAX_BLANKS = 40
-"""Between two items of JSON. A model that cannot decide would otherwise write blanks for ever."""
+MAX_BLANKS = 8
+"""Between two items of JSON, line feeds among them. A model that cannot decide would otherwise
+write blanks for ever. JSON may be as deep as it likes all the same, on one line or on many: only
+what would be indented by more than seven columns is indented by seven. A pattern with a bound of
+its own for the indentation would let a deep document through as it is, and such a model, too."""
 JSON_OPTIONS = msgspec.Raw(
     msgspec.json.encode(
         {
@@ -137,21 +140,25 @@ def _from_gbnf(text: str) -> str:
 def _around(grammar: Grammar, spell: Speller) -> list[str]:
     """The rules of the whole answer; one of them is `BODY`, which stands for the body."""
     framed = f"framed: {spell(grammar.before)} @{BODY} {spell(grammar.after)}"
-    thinking = grammar.thinking
-    return [*(_thinking(thinking, spell) if thinking else ["start: framed"]), framed]
+    if grammar.thinking is None:
+        return ["start: framed", framed]
+    return [*_thinking(grammar.thinking, spell, many=grammar.budget is None), framed]
 
 
-def _thinking(thinking: Thinking, spell: Speller) -> list[str]:
-    """Blocks of thinking, then the body.
+def _thinking(thinking: Thinking, spell: Speller, *, many: bool) -> list[str]:
+    """Blocks of thinking, then the body. `many`: more than one block; where there is a budget, a
+    model could otherwise go on for ever opening blocks that are closed at once.
 
     Within a block every text is possible but its end, which is a marker or the first occurrence of
     a text; the end of the answer is not possible before the body is complete.
     """
-    blocks = "(block BLANKS?)"
+    block = "(block BLANKS?)"
     if thinking.inside:
-        start = f"rest BLANKS? {blocks}*" if thinking.opens else "rest BLANKS?"
+        start = f"rest BLANKS? {block}*" if thinking.opens and many else "rest BLANKS?"
+    elif thinking.optional:
+        start = f"{block}{'*' if many else '?'}"
     else:
-        start = f"{blocks}*" if thinking.optional else f"{blocks}+"
+        start = f"{block}{'+' if many else ''}"
     lines = [f"start: {start} framed", *up_to("rest", thinking.closes, spell), BLANKS]
     if thinking.opens:
         lines.append(f"block: {spell(thinking.opens)} rest")

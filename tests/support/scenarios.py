@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine_core.grammar.compiler import Compiler
@@ -10,9 +11,12 @@ from protocol.errors import InvalidRequest
 from protocol.grammar import check_grammar
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
+from tests.support.grammars import possible
 from tests.support.http import events_of, exchange, said_whole, spoken
 from tests.support.scripted_engine import (
+    EOS,
     Reply,
+    Says,
     ScriptedEngine,
     says,
     thinking_card,
@@ -131,6 +135,40 @@ class Compiling:
         except InvalidRequest as error:
             return error.info()
         return says(self.text, marked=True)
+
+
+class Tasteful:
+    """A script of a model with a taste, held to what is asked by the engine's own masks.
+
+    `taste` gives the tokens it likes best after what it has said so far, best first; where none of
+    them is possible, it says the first that is. After `most` tokens it is cut short.
+    """
+
+    def __init__(self, taste: Callable[[list[int]], Iterable[int]], most: int = 2000) -> None:
+        self._taste = taste
+        self._most = most
+        self._compiler = Compiler(thinking_card())
+
+    def __call__(self, generate: Generate) -> Reply:
+        assert generate.grammar is not None
+        check_grammar(generate.grammar)
+        matcher = self._compiler.compile(generate.grammar).start()
+        said: list[int] = []
+        while len(said) < self._most and not matcher.is_complete:
+            likes = list(self._taste(said))
+            if matcher.constrains:
+                may = possible(matcher, self._compiler.vocab_size)
+                token = next((token for token in likes if token in may), min(may))
+            else:
+                token = likes[0]
+            if token == EOS:
+                return Says([said])
+            matcher.consume(token)
+            assert matcher.error is None
+            said.append(token)
+        if matcher.is_complete:
+            return Says([said])
+        return Says([said], finish="length", stop_token=None)
 
 
 TRUTH: list[tuple[str, str, bool, str]] = [

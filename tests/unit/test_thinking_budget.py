@@ -142,6 +142,40 @@ def test_a_grammar_goes_on_behind_the_closed_block(compiler, markers, close, bod
     assert rest.strip(), "the body has begun"
 
 
+@pytest.mark.parametrize(
+    ("thinking", "wishes", "answer"),
+    [
+        (
+            Thinking(closes="</think>", opens="<think>", inside=True),
+            "ab</think><think>",
+            "ab</think>",
+        ),
+        (
+            Thinking(closes="</think>", opens="<think>"),
+            "<think>a</think><think>",
+            "<think>a</think>",
+        ),
+        (
+            Thinking(closes="</think>", opens="<think>", optional=True),
+            "<think>a</think><think>",
+            "<think>a</think>",
+        ),
+    ],
+)
+def test_a_form_with_a_budget_is_reached_through_one_block_at_most(
+    compiler, thinking, wishes, answer
+):
+    grammar = Grammar(
+        body=Choice(choices=["y"]),
+        thinking=thinking,
+        budget=budget(9, TOKENS, inside=thinking.inside),
+    )
+    said = told(compiler, grammar, wishes)
+    assert said.startswith(answer)
+    assert "<think>" not in said.removeprefix(answer)
+    assert said.endswith("y")
+
+
 def test_a_character_is_completed_before_the_block_is_closed() -> None:
     tokenizer, _ = family("qwen3")
     compiler = Compiler(card_of(tokenizer, vocab_size=151_936, eos_token_ids=[151_645]))

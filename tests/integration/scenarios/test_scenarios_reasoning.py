@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from protocol.grammar import JsonSchema, Thinking
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scenarios import (
+    CHAT,
     COLOGNE,
     HI,
     OFF,
@@ -16,6 +18,7 @@ from tests.support.scenarios import (
     SCHEMA,
     WITH_TOOLS,
     Compiling,
+    Tasteful,
     answers,
     both,
     json_schema,
@@ -99,3 +102,69 @@ def test_logprobs_and_ids_cover_every_token_of_reasoning_calls_and_text(
         assert [i for event in events for i in event.get("token_ids", [])] == ids
         told = [event["logprobs"]["content"] for event in events if event["logprobs"]]
         assert [item for items in told for item in items] == choice["logprobs"]["content"]
+
+
+def thinks_for_ever(said: list[int]) -> list[int]:
+    """Until it has said fifty tokens in all, whatever they are."""
+    return [EOS if len(said) > 50 else ord("x"), *b'"}a:1{']
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking_token_budget": 7},
+        {"thinking": {"type": "enabled", "budget_tokens": 7}},
+        {"reasoning": {"max_tokens": 7}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_budget_ends_the_thinking_and_the_answer_goes_on(
+    fields: dict[str, Any], n: int, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Tasteful(thinks_for_ever)
+    body = {"messages": HI, **ON["enable_thinking"], **fields, "n": n}
+    answer = both(gateway, body)
+    assert answer["reasoning"] == "x" * 7
+    assert answer["content"] == "x" * 43
+    assert answer["finish"] == "stop"
+    usage = whole(gateway, body)["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 7 * n}
+
+
+def test_a_budget_holds_before_a_form_and_before_a_call(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Tasteful(thinks_for_ever)
+    budget = {**ON["enable_thinking"], "thinking_token_budget": 7}
+    answer = both(gateway, {**json_schema(SCHEMA), **budget})
+    assert answer["reasoning"] == "x" * 7
+    assert json.loads(answer["content"]).keys() == {"a"}
+    answer = both(
+        gateway, {**WITH_TOOLS, **budget, "tool_choice": "required", "parallel_tool_calls": False}
+    )
+    assert answer["reasoning"] == "x" * 7
+    assert answer["warnings"] == []
+    assert answer["calls"]
+
+
+def test_a_budget_of_nothing_is_no_thinking(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Tasteful(thinks_for_ever)
+    body = {"messages": HI, "thinking_token_budget": 0, "return_effective_kwargs": True}
+    answer = whole(gateway, body)
+    assert answer["effective"] == {"chat_template_kwargs": {"enable_thinking": False}}
+    assert answer["choices"][0]["message"]["reasoning"] is None
+    response = gateway.post(CHAT, body | {"enable_thinking": True})
+    assert response.status_code == 400
+    assert "contradict" in response.json()["error"]["message"]
+
+
+def test_a_budget_without_a_reasoning_format_is_a_400_that_says_so(engine: ScriptedEngine) -> None:
+    with GatewayProcess(engine=engine.address, reasoning_format="none") as plain:
+        plain.await_ready()
+        response = plain.post(CHAT, {"messages": HI, "thinking_token_budget": 5})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "thinking_token_budget")
+        assert "--reasoning-format" in error["message"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.support.scenarios import (
     OFF,
     SCHEMA,
     Compiling,
+    Tasteful,
     both,
     json_schema,
     structured,
@@ -72,3 +75,35 @@ def test_58_a_keyword_that_is_not_understood_is_named_in_a_400(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "response_format")
     assert "unevaluatedProperties" in error["message"]
+
+
+DEEP: dict[str, Any] = {"type": "integer"}
+for _ in range(20):
+    DEEP = {"type": "array", "items": DEEP, "minItems": 1, "maxItems": 1}
+
+
+@pytest.mark.parametrize("blanks", [b" ", b"\n", b"\t\n ", b"\r\n"], ids=repr)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, "two", None]}, "b": {"type": "number"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+        {"type": "array", "items": {"type": "boolean"}, "maxItems": 5},
+        DEEP,
+    ],
+    ids=["object", "array", "deep"],
+)
+def test_59_a_model_that_likes_blanks_best_completes_its_json_all_the_same(
+    schema: dict[str, Any], blanks: bytes, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Tasteful(lambda said: blanks)
+    answer = both(gateway, json_schema(schema) | OFF["thinking"])
+    assert answer["finish"] == "stop"
+    json.loads(answer["content"])
+    runs = re.findall(r"[ \t\r\n]+", answer["content"])
+    assert runs, "it had its way"
+    assert max(map(len, runs)) <= 8
