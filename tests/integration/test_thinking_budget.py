@@ -1,0 +1,96 @@
+"""Budgets of thinking with the real default model: its own tokenizer, real masks, real samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import tokenizers
+import torch
+
+from protocol.grammar import Choice, Grammar, JsonSchema, Thinking, ThinkingBudget
+from protocol.sampling import SamplingParams
+from tests.support.grammars import schema
+from tests.support.model import smollm2_gguf
+from tests.support.replica import Replica, load
+
+ANSWERS = 12
+BUDGET = 20
+TOKEN, SPELT = "<file_sep>", "</think>"
+"""What closes the thinking: a token of the model's, and text."""
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Replica]:
+    """On one thread: on a machine that has other work, two would wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Replica(load(smollm2_gguf(), torch.bfloat16))
+    torch.set_num_threads(before)
+
+
+def thoughts(replica: Replica, grammar: Grammar, prompt: str, closes: str) -> list[tuple[int, str]]:
+    """Of each answer, the tokens of its thinking and the text behind it."""
+    tokenizer = tokenizers.Tokenizer.from_buffer(replica.loaded.card.tokenizer)
+    ids = tokenizer.encode(prompt).ids
+    numbers = []
+    for seed in range(ANSWERS):
+        params = SamplingParams(temperature=1.0, max_tokens=60, seed=seed, ignore_eos=True)
+        numbers.append(replica.add(ids, params, grammar))
+    replica.run()
+    answers = []
+    for number in numbers:
+        assert replica.outputs[number][-1].finish in ("stop", "length")
+        tokens = replica.tokens(number)
+        whole = tokenizer.decode(tokens, skip_special_tokens=False)
+        assert "\ufffd" not in whole.partition(closes)[0], "a character was cut"
+        texts = [tokenizer.decode(tokens[:n], skip_special_tokens=False) for n in range(61)]
+        begins = next((n for n, text in enumerate(texts) if text.endswith(closes)), None)
+        assert begins is not None, whole
+        answers.append((begins - len(tokenizer.encode(closes).ids), whole.partition(closes)[2]))
+    return answers
+
+
+PROMPT = "<|im_start|>user\nWhat is 2 + 2? 😀<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("closes", [TOKEN, SPELT])
+def test_after_so_many_tokens_the_model_goes_on_to_its_answer(
+    replica: Replica, closes: str
+) -> None:
+    limit = ThinkingBudget(most=BUDGET, closes=[closes], opens=["<think>"], inside=True)
+    answers = thoughts(replica, Grammar(budget=limit), PROMPT + "<think>Well,", closes)
+    assert {spent for spent, _ in answers} <= set(range(BUDGET, BUDGET + 4)), "or a character more"
+    assert len({text for _, text in answers}) == ANSWERS
+    assert all(text for _, text in answers)
+
+
+@pytest.mark.parametrize("closes", [TOKEN, SPELT])
+@pytest.mark.parametrize("inside", [True, False])
+def test_behind_the_budget_the_answer_keeps_to_its_form(
+    replica: Replica, closes: str, inside: bool
+) -> None:
+    form = JsonSchema(text=schema(sum={"type": "integer", "minimum": 0, "maximum": 99}))
+    opens = "<think>"
+    grammar = Grammar(
+        body=form,
+        thinking=Thinking(opens=opens, closes=closes, inside=inside),
+        budget=ThinkingBudget(most=BUDGET, closes=[closes], opens=[opens], inside=inside),
+    )
+    answers = thoughts(replica, grammar, PROMPT + (opens if inside else ""), closes)
+    for _, text in answers:
+        assert json.loads(text).keys() == {"sum"}
+    more = 3 if inside else 13  # the rest of a character; "<think>" sampled piece by piece
+    assert [spent for spent, _ in answers if not BUDGET <= spent <= BUDGET + more] == []
+
+
+def test_no_budget_at_all_is_an_answer_at_once(replica: Replica) -> None:
+    grammar = Grammar(
+        body=Choice(choices=["four", "five"]),
+        thinking=Thinking(closes=TOKEN, inside=True),
+        budget=ThinkingBudget(most=0, closes=[TOKEN], inside=True),
+    )
+    answers = thoughts(replica, grammar, PROMPT, TOKEN)
+    assert {spent for spent, _ in answers} == {0}
+    assert {text.strip() for _, text in answers} <= {"four", "five"}
