@@ -26,7 +26,6 @@ from gevent.event import Event
 from gateway.engine_client import EngineClient, Report
 from gateway.metering import ThinkingMeter
 from gateway.output.events import Delta, Failed, Finished, ToolCall, ToolCallEnd, Warning
-from gateway.output.reader import Reader, ReaderFactory
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.grammar import Grammar
@@ -41,6 +40,18 @@ NOT_CALLED = "tool_choice_not_followed"
 
 class ClientGone(Exception):
     """The client hung up: there is nobody to answer."""
+
+
+class Reads(Protocol):
+    """One choice, read. What is pushed after the end changes nothing."""
+
+    def push(self, output: Output) -> Delta: ...
+
+
+class Readers(Protocol):
+    """What the choices of a prompt share. Makes one reader for each."""
+
+    def new(self) -> Reads: ...
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -68,7 +79,7 @@ class Ask:
 
     prompt_ids: list[int]
     choices: list[SamplingParams]
-    readers: ReaderFactory
+    readers: Readers
     new_meter: Callable[[], ThinkingMeter] | None = None
     demand: Demand | None = None
     grammar: Grammar | None = None
@@ -82,7 +93,7 @@ class Choice:
     prompt_index: int
     ask: Ask
     params: SamplingParams
-    reader: Reader
+    reader: Reads
     meter: ThinkingMeter | None = None
     begun: str = ""  # the name of the last call
     called: list[str] = field(default_factory=list)  # names of complete calls; kept for a demand
@@ -103,7 +114,10 @@ class Sink(Protocol):
 
 
 class Answer:
-    """All choices of one HTTP request. `close` it, whatever happens."""
+    """All choices of one HTTP request. `close` it, whatever happens.
+
+    labels  names by which anyone may have the engine abort all of it
+    """
 
     def __init__(
         self,
@@ -112,6 +126,7 @@ class Answer:
         *,
         namespace: str = "",
         priority: int = 0,
+        labels: Sequence[str] = (),
     ) -> None:
         self.asks = asks
         self.choices: list[Choice] = []
@@ -126,6 +141,7 @@ class Answer:
         self._engine = engine
         self._namespace = namespace
         self._priority = priority
+        self._labels = labels
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
@@ -150,6 +166,7 @@ class Answer:
                 namespace=self._namespace,
                 priority=self._priority,
                 grammar=choice.ask.grammar,
+                labels=self._labels,
             )
         self._accepted.wait()
         self._raise_troubles()
@@ -259,7 +276,7 @@ class Answer:
         delta = choice.reader.push(output)
         if not delta:
             return
-        last = delta.events[-1]
+        last = delta.events[-1] if delta.events else None
         if choice.ask.demand is not None:
             _judge(choice, choice.ask.demand, delta)
         if self._sink is not None:

@@ -16,7 +16,7 @@ from gateway.answering import Answer, Ask, Fold, Sink
 from gateway.connection import HangUp, Outlet
 from gateway.exchange import Exchange
 from gateway.service import Service
-from gateway.sse import EventStream
+from gateway.sse import KEEP_ALIVE, EventStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,12 @@ class Terms:
 
     namespace  cached prompts are shared only within it
     priority   lower goes first
+    label      the answer's id, as the client is told; the request's own id need not be said
     """
 
     namespace: str = ""
     priority: int = 0
+    label: str = ""
 
 
 class OpenAnswer:
@@ -37,10 +39,13 @@ class OpenAnswer:
     def __init__(self, service: Service, asks: Sequence[Ask], terms: Terms) -> None:
         """Raises what the engine says against it, before any header is sent."""
         self.service = service
-        self.answer: Answer = service.answer(
-            asks, namespace=terms.namespace, priority=terms.priority
-        )
         exchange: Exchange = g.exchange
+        self.answer: Answer = service.answer(
+            asks,
+            namespace=terms.namespace,
+            priority=terms.priority,
+            labels=[label for label in (terms.label, exchange.request_id) if label],
+        )
         exchange.begin(self.answer)
         self.hang_up = HangUp(request.environ, self.answer.abandon)
         try:
@@ -72,6 +77,8 @@ def stream(
     asks: Sequence[Ask],
     terms: Terms,
     sink_of: Callable[[Answer, Outlet], Sink],
+    *,
+    keep_alive: bytes = KEEP_ALIVE,
 ) -> Response:
     """`sink_of` makes what writes the answer's events to the outlet, and finishes it."""
     opened = OpenAnswer(service, asks, terms)
@@ -94,6 +101,7 @@ def stream(
         close=end,
         closing=service.is_draining,
         keep_alive_s=service.config.keep_alive_s,
+        keep_alive=keep_alive,
     )
     opened.hang_up.then = response.hang_up
     return response

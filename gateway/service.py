@@ -136,9 +136,11 @@ class Service:
             log.info("formats: %s", served.reading.why)
         return served
 
-    def answer(self, asks: Sequence[Ask], *, namespace: str, priority: int) -> Answer:
+    def answer(
+        self, asks: Sequence[Ask], *, namespace: str, priority: int, labels: Sequence[str]
+    ) -> Answer:
         """A new answer, not yet opened; `forget` it when it is over."""
-        answer = Answer(self.engine, asks, namespace=namespace, priority=priority)
+        answer = Answer(self.engine, asks, namespace=namespace, priority=priority, labels=labels)
         self._answers.add(answer)
         return answer
 

@@ -30,10 +30,11 @@ def frame(data: bytes) -> bytes:
 
 
 class EventStream(flask.Response):
-    """attach    called with the outlet when the stream begins: from then on frames are written
-    abandon   called when the client has gone or does not read
-    close     called when all is over: sent, cut off or gone
-    closing   asked at the end: whether the connection is to be closed, too
+    """attach      called with the outlet when the stream begins: from then on frames are written
+    abandon     called when the client has gone or does not read
+    close       called when all is over: sent, cut off or gone
+    closing     asked at the end: whether the connection is to be closed, too
+    keep_alive  what is sent after `keep_alive_s` of silence
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class EventStream(flask.Response):
         close: Callable[[], None],
         closing: Callable[[], bool],
         keep_alive_s: float,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         super().__init__(content_type="text/event-stream; charset=utf-8")
         self.headers["Cache-Control"] = "no-cache"
@@ -55,7 +57,7 @@ class EventStream(flask.Response):
         self._outlet: Outlet | None = None
         self._options: dict[str, Any] = {
             "on_overflow": abandon,
-            "keep_alive": KEEP_ALIVE,
+            "keep_alive": keep_alive,
             "keep_alive_s": keep_alive_s,
         }
 

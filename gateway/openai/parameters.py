@@ -67,7 +67,7 @@ def _params(
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         repetition_penalty=first(body.repetition_penalty, model.repetition_penalty, default=1.0),
-        seed=_seed(body.seed, place),
+        seed=nth_seed(body.seed, place),
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
         logit_bias=body.logit_bias or {},
@@ -79,7 +79,7 @@ def _params(
     )
 
 
-def _seed(seed: int | None, place: int) -> int | None:
+def nth_seed(seed: int | None, place: int) -> int | None:
     """Answer `place` of n has the next seed, so answers differ and can be repeated one by one."""
     if seed is None or seed == -1:
         return None

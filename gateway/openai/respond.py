@@ -52,7 +52,9 @@ def respond(
     """Raises what the engine says against it, before any header is sent."""
     config = service.config
     check_counts(asks, body, config.max_n, max(config.max_n, config.max_prompts))
-    terms = any_api.Terms(namespace=body.cache_salt or "", priority=body.priority or 0)
+    terms = any_api.Terms(
+        namespace=body.cache_salt or "", priority=body.priority or 0, label=origin.id
+    )
     if body.stream:
         return any_api.stream(
             service, asks, terms, partial(_chunk_stream, body=body, dialect=dialect, origin=origin)

@@ -33,7 +33,9 @@ def answer_form(body: GenerationBody) -> tuple[str, Body] | None:
     """(the field that asks for it, the form); None: free text."""
     formats = [
         (field, form)
-        for field, form in zip(FIELDS, (_response_format(body), _structured(body)), strict=True)
+        for field, form in zip(
+            FIELDS, (_response_format(body), structured_form(body.structured_outputs)), strict=True
+        )
         if form is not None
     ]
     if len(formats) > 1:
@@ -67,11 +69,11 @@ def _response_format(body: GenerationBody) -> Body | None:
             )
 
 
-def _structured(body: GenerationBody) -> Body | None:
-    if body.structured_outputs is None:
+def structured_form(value: Any, at: str = "structured_outputs") -> Body | None:
+    """What vLLM's `structured_outputs` asks for; `at` is where it stands in the body."""
+    if value is None:
         return None
-    at = "structured_outputs"
-    members = _object(body.structured_outputs, at)
+    members = _object(value, at)
     asked = [name for name, value in members.items() if value is not None]
     for name in asked:
         if name not in _KINDS:

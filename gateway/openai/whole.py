@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from gateway.answering import Answer, Choice, Fold
 from gateway.openai.message import Message, message_of, warning_of
 from gateway.openai.shapes import Dialect, Origin, encode, joined, usage_of
 from gateway.output.events import Delta
-from gateway.text.logprobs import shown
+from gateway.text.logprobs import prompt_chances
 from gateway.text.tokenizer import Tokenizer
-from protocol.messages import TokenLogprobs
 
 
 def whole_response(
@@ -40,7 +38,7 @@ def whole_response(
             of_prompt["prompt_token_ids"] = choice.ask.prompt_ids
             told["token_ids"] = delta.token_ids
         if prompt_logprobs is not None:
-            of_prompt["prompt_logprobs"] = _of_prompt(prompt_logprobs, choice.prompt_logprobs)
+            of_prompt["prompt_logprobs"] = prompt_chances(prompt_logprobs, choice.prompt_logprobs)
         if dialect.prompt_ids_on_top:
             beside = beside or of_prompt
         else:
@@ -61,24 +59,4 @@ def _choice(choice: Choice, message: Message, delta: Delta, dialect: Dialect) ->
         "logprobs": joined(logprobs),
         "finish_reason": message.end.reason,
         "stop_reason": message.end.stop_reason,
-    }
-
-
-def _of_prompt(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[Any]:
-    """Per token of the prompt what could have stood there, by id; null for the first, which
-    nothing predicts."""
-    return [None, *(_likely(tokenizer, entry) for entry in entries)]
-
-
-def _likely(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, dict[str, Any]]:
-    tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    told = {i: (logprob, rank) for rank, (i, logprob) in enumerate(tops, start=1)}
-    told[entry.token_id] = (entry.logprob, entry.rank)
-    return {
-        token_id: {
-            "logprob": shown(logprob),
-            "rank": rank,
-            "decoded_token": tokenizer.token_text(token_id),
-        }
-        for token_id, (logprob, rank) in told.items()
     }

@@ -77,7 +77,8 @@ class Delta(msgspec.Struct, frozen=True):
     """News of one choice: events, and the tokens they are made of.
 
     A token whose text is still held back travels with the delta that releases it, so tokens and
-    text stay in step, and no token is ever lost: the last delta brings all that are left.
+    text stay in step, and no token is ever lost: the last delta brings all that are left. Where
+    nobody asks for text (`output.tokens`), tokens come without events.
     """
 
     events: list[Event] = []
@@ -85,7 +86,7 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] = []
 
     def __bool__(self) -> bool:
-        return bool(self.events)
+        return bool(self.events or self.token_ids)
 
 
 def merged(events: Iterable[Event]) -> list[Event]:

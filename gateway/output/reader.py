@@ -8,7 +8,7 @@ choices of one request share and nothing that changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -243,18 +243,24 @@ class Reader:
             stop_matched=self.stopped,
             completed_calls=chain.completed if chain else 0,
         )
-        if reason == "error":
-            return Failed(output.error or _UNEXPLAINED)
-        return Finished(reason, self._named(output.stop_token) if matched is None else matched)
-
-    def _named(self, stop_token: int | None) -> int | None:
-        """The stop token, if the request named it; the model's own ends are no news."""
-        return None if stop_token in self._factory.tokenizer.eos_token_ids else stop_token
+        return end_of(output, reason, self._factory.tokenizer.eos_token_ids, matched)
 
     def _delta(self, events: list[Event]) -> Delta:
         delta = Delta(events, self._waiting_ids, self._waiting_logprobs)
         self._waiting_ids, self._waiting_logprobs = [], []
         return delta
+
+
+def end_of(
+    output: Output, reason: str, eos_token_ids: Collection[int], matched: str | None = None
+) -> Finished | Failed:
+    """The last event. It names what ended the answer: the stop string that `matched`, or the stop
+    token, if the request named it; the model's own ends are no news."""
+    if reason == "error":
+        return Failed(output.error or _UNEXPLAINED)
+    if matched is not None or output.stop_token in eos_token_ids:
+        return Finished(reason, matched)
+    return Finished(reason, output.stop_token)
 
 
 _NOTHING = Delta()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -132,6 +133,26 @@ def _spelled(tokenizer: Tokenizer, token_id: int) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def prompt_chances(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[Any]:
+    """Per token of the prompt what could have stood there, by id; null for the first, which
+    nothing predicts."""
+    return [None, *(_chances(tokenizer, entry) for entry in entries)]
+
+
+def _chances(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, dict[str, Any]]:
+    tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    told = {i: (logprob, rank) for rank, (i, logprob) in enumerate(tops, start=1)}
+    told[entry.token_id] = (entry.logprob, entry.rank)
+    return {
+        token_id: {
+            "logprob": shown(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, (logprob, rank) in told.items()
+    }
 
 
 def shown(logprob: float) -> float:

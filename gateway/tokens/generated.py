@@ -2,8 +2,8 @@
 
 In a whole answer every field is there, null where there is nothing to tell; fields of the peer that
 this server never has anything for are null always. `system_fingerprint` and `weights_digest` are
-ours. Anything of these structs that the peer may leave out has a default, so its answers can be
-read with them, too.
+ours. `output_mode` tells the two shapes apart; without it, it is "tokens". Anything that the peer
+may leave out has a default, so its answers can be read with these structs, too.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class TokensLogprobs(msgspec.Struct, frozen=True):
     content: list[ChosenToken]
 
 
-class GeneratedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice in a chunk, in mode "tokens". stop_reason: the stop string, or the stop token of the
-    request, that ended it."""
+class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice in mode "tokens", of a chunk or a whole answer.
+
+    stop_reason  the stop string, or the stop token of the request, that ended it
+    """
 
     index: int
     finish_reason: FinishReason | None = None
@@ -69,18 +71,16 @@ class GeneratedPart(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: TokensLogprobs | None = None
 
 
-class GeneratedChoice(GeneratedPart, frozen=True, kw_only=True):
-    """A choice of a whole answer."""
-
-
-class GeneratedTextPart(GeneratedPart, frozen=True, kw_only=True):
-    """A choice in mode "text", of a chunk or a whole answer; its logprobs are a chat's."""
+class GeneratedTextChoice(GeneratedChoice, frozen=True, kw_only=True):
+    """A choice in mode "text"; its logprobs are a chat's."""
 
     text: str
     logprobs: ChatLogprobs | None = None  # type: ignore[assignment]
 
 
-class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateResponse(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="output_mode", tag="tokens"
+):
     """A whole answer in mode "tokens". kv_transfer_params: null, no K/V is kept for anybody."""
 
     request_id: str
@@ -96,19 +96,19 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Any = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
-    output_mode: Literal["tokens"] = "tokens"
     ignored_params: list[str] | UnsetType = UNSET
     choices: list[GeneratedChoice]
 
 
-class GenerateTextResponse(GenerateResponse, frozen=True, kw_only=True):
+class GenerateTextResponse(GenerateResponse, frozen=True, kw_only=True, tag="text"):
     """A whole answer in mode "text"."""
 
-    output_mode: Literal["text"] = "text"  # type: ignore[assignment]
-    choices: list[GeneratedTextPart]  # type: ignore[assignment]
+    choices: list[GeneratedTextChoice]  # type: ignore[assignment]
 
 
-class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateChunk(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="output_mode", tag="tokens"
+):
     """One choice's news in mode "tokens", or, without choices, the usage of all.
 
     prompt_token_ids    in the first chunk, where asked for
@@ -122,15 +122,13 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
     ignored_params: list[str] | UnsetType = UNSET
-    output_mode: Literal["tokens"] = "tokens"
-    choices: list[GeneratedPart]
+    choices: list[GeneratedChoice]
 
 
-class GenerateTextChunk(GenerateChunk, frozen=True, kw_only=True):
+class GenerateTextChunk(GenerateChunk, frozen=True, kw_only=True, tag="text"):
     """The same in mode "text"."""
 
-    output_mode: Literal["text"] = "text"  # type: ignore[assignment]
-    choices: list[GeneratedTextPart]  # type: ignore[assignment]
+    choices: list[GeneratedTextChoice]  # type: ignore[assignment]
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):

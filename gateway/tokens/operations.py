@@ -4,14 +4,49 @@ from __future__ import annotations
 
 from functools import partial
 
+from gateway.openai.schema import ChatBody
 from gateway.openai.told import ErrorAnswer
-from gateway.openapi.operation import INFERENCE, Operation
+from gateway.openapi.operation import INFERENCE, Operation, Parameter, Stream
 from gateway.tokens import told
+from gateway.tokens.generate_schema import AbortBody, GenerateBody
+from gateway.tokens.generated import (
+    Aborted,
+    GenerateChunk,
+    GenerateResponse,
+    GenerateTextChunk,
+    GenerateTextResponse,
+)
 from gateway.tokens.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
 
 _post = partial(Operation, method="post", tag="Tokens", error=ErrorAnswer, statuses=INFERENCE)
 
 OPERATIONS = (
+    _post(
+        rule="/inference/v1/generate",
+        about="Tokens in, tokens out.\n"
+        "With output_mode `text` choices have a text, too, and logprobs as a chat has them.",
+        takes=(GenerateBody,),
+        gives=GenerateResponse | GenerateTextResponse,
+        streams=Stream(GenerateChunk | GenerateTextChunk, ends_with="[DONE]"),
+        parameters=(
+            Parameter(
+                "X-Request-Id", "The request's id; before the body's `request_id`.", "header"
+            ),
+        ),
+    ),
+    _post(
+        rule="/inference/v1/abort_requests",
+        about="End requests of any API by the ids that their clients were told.\n"
+        "Each of their answers ends with finish_reason `abort`.",
+        takes=(AbortBody,),
+        gives=Aborted,
+    ),
+    _post(
+        rule="/v1/chat/completions/input_tokens",
+        about="How many tokens a chat request would send.",
+        takes=(ChatBody,),
+        gives=told.InputTokens,
+    ),
     _post(
         rule="/tokenize",
         about="The tokens of a text or of a conversation.\n"

@@ -1,26 +1,46 @@
-"""/tokenize and /detokenize: texts and chats. The gateway has the tokenizer; no engine is asked."""
+"""The routes that speak of tokens. `generate` asks the engine; /tokenize, /detokenize and the count
+of a chat's tokens do not: the gateway has the tokenizer.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flask
 import msgspec
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response, g, request
 
+from gateway import respond
+from gateway.answering import Answer
 from gateway.body import decode, has_field, read_json
+from gateway.connection import Outlet
+from gateway.exchange import REQUEST_ID_HEADER, Exchange
 from gateway.openai.checks import check_chat
-from gateway.openai.prepare import Preparation
+from gateway.openai.prepare import Preparation, Prompt
+from gateway.openai.schema import ChatBody, chat_decoder
 from gateway.served import ServedModel
 from gateway.service import Service, offload
+from gateway.tokens import generate_ask as asking
 from gateway.tokens import schema
-from protocol.errors import InvalidRequest
+from gateway.tokens.generate_schema import abort_decoder, generate_decoder
+from gateway.tokens.generate_tell import GenerateStream, Telling, whole_response
+from gateway.tokens.generated import Aborted
+from gateway.tokens.told import InputTokens
+from protocol.errors import InvalidRequest, RequestError
 
 
 def blueprint(service: Service) -> Blueprint:
     routes = Blueprint("tokens", __name__)
     routes.post("/tokenize", endpoint="tokenize")(lambda: tokenize(service))
     routes.post("/detokenize", endpoint="detokenize")(lambda: detokenize(service))
+    routes.post("/v1/chat/completions/input_tokens", endpoint="input_tokens")(
+        lambda: input_tokens(service)
+    )
+    routes.post("/inference/v1/generate", endpoint="generate")(lambda: generate(service))
+    routes.post("/inference/v1/abort_requests", endpoint="abort_requests")(
+        lambda: abort_requests(service)
+    )
     return routes
 
 
@@ -38,14 +58,61 @@ def tokenize(service: Service) -> Response:
 
 def _tokenize_chat(service: Service, data: bytes) -> Response:
     body = decode(data, schema.tokenize_chat_decoder)
-    check_chat(body)
-    model = service.model(body.model)
-    trusts = service.config.trust_request_chat_template
-    prompt = Preparation(body, model, trusts_template=trusts).prompt(body.messages)
+    model, prompt = _rendered(service, body)
     answer = _tokenized(model, prompt.ids, body.return_token_strs)
     if body.return_effective_kwargs:
         answer["effective"] = prompt.effective
     return _json(answer)
+
+
+def generate(service: Service) -> Response:
+    """Token ids in, token ids out."""
+    data = read_json(request, service.config.max_body_mib << 20)
+    body = decode(data, generate_decoder)
+    asking.check(body, service.config.max_n)
+    g.ignored = asking.ignored_fields(data, body)
+    model = service.model(body.model)
+    exchange: Exchange = g.exchange
+    if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
+        exchange.request_id = body.request_id
+    telling = Telling.of(body, model, exchange.request_id, g.ignored)
+    terms = respond.Terms(asking.namespace_of(body), body.priority or 0, telling.id)
+    try:
+        asks = [asking.ask_of(body, model)]
+        if body.stream:
+            return respond.stream(service, asks, terms, partial(_generate_stream, telling=telling))
+        answer, fold = respond.whole(service, asks, terms)
+    except RequestError as error:
+        raise asking.named(error, body) from None
+    return flask.Response(whole_response(answer, fold, telling), content_type="application/json")
+
+
+def _generate_stream(answer: Answer, outlet: Outlet, *, telling: Telling) -> GenerateStream:
+    return GenerateStream(answer, telling, write=outlet.write, finish=outlet.finish)
+
+
+def abort_requests(service: Service) -> Response:
+    """End requests of any API. The engine knows which there are, this process only its own."""
+    body = decode(read_json(request, service.config.max_body_mib << 20), abort_decoder)
+    service.model()
+    told = service.engine.abort_named(list(dict.fromkeys(body.request_ids)))
+    return _json(Aborted(aborted=told.aborted, unknown=told.unknown))
+
+
+def input_tokens(service: Service) -> Response:
+    """How many tokens a chat request would send."""
+    body = decode(read_json(request, service.config.max_body_mib << 20), chat_decoder)
+    _, prompt = _rendered(service, body)
+    told = InputTokens(object="chat.completion.input_tokens", input_tokens=len(prompt.ids))
+    return _json(told)
+
+
+def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
+    """As a chat request with these fields would be."""
+    check_chat(body)
+    model = service.model(body.model)
+    trusts = service.config.trust_request_chat_template
+    return model, Preparation(body, model, trusts_template=trusts).prompt(body.messages)
 
 
 def _tokenized(model: ServedModel, ids: list[int], tells_strs: bool | None) -> dict[str, Any]:
@@ -67,5 +134,5 @@ def detokenize(service: Service) -> Response:
     return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-def _json(value: dict[str, Any]) -> Response:
+def _json(value: Any) -> Response:
     return flask.Response(msgspec.json.encode(value), content_type="application/json")

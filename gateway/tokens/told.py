@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -16,6 +18,13 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
     effective: Effective | UnsetType = UNSET
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """input_tokens  how many a chat request with these fields would send"""
+
+    object: Literal["chat.completion.input_tokens"]
+    input_tokens: int
 
 
 class Detokenized(msgspec.Struct, frozen=True):

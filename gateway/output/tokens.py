@@ -1,0 +1,42 @@
+"""One choice of which only the tokens are told: nothing is read, no token is ever held back.
+
+The same deltas as a `Reader`'s, without text. Stop strings need a `Reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gateway.output.events import Delta
+from gateway.output.finish import finish_reason
+from gateway.output.reader import end_of
+from protocol.messages import Output
+
+
+class TokenReaders:
+    """Makes one for each choice of a request. eos_token_ids: the model's own ends."""
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def new(self) -> TokenReader:
+        return TokenReader(self._eos_token_ids)
+
+
+class TokenReader:
+    """After the end every push is empty, so late news does no harm."""
+
+    __slots__ = ("_eos_token_ids", "_finished")
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._finished = False
+
+    def push(self, output: Output) -> Delta:
+        if self._finished:
+            return Delta()
+        if output.finish is None:
+            return Delta([], output.tokens, output.logprobs)
+        self._finished = True
+        end = end_of(output, finish_reason(output.finish), self._eos_token_ids)
+        return Delta([end], output.tokens, output.logprobs)
