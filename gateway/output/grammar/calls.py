@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from gateway.output.formats import BoundFormat
 from gateway.output.grammar.answers import ANSWERS
 from gateway.output.grammar.book import Book
-from gateway.output.grammar.forms import FREE, either, optional, repeated, sequence, unlike
+from gateway.output.grammar.forms import FREE, either, optional, sequence, several, unlike
 from gateway.output.grammar.writers import WRITERS
 from gateway.output.machine import AnswerSyntax, Lexicon, SectionSyntax
 from gateway.output.reasoning import NO_REASONING, ReasoningFormat
@@ -26,7 +26,7 @@ from gateway.output.teller import DeclaredTool
 from gateway.output.tools.json_tags import JsonTags
 from protocol.grammar import Form, Pattern, Repeat, Rules, Text, Until
 
-BETWEEN = Pattern(r"[ \n]{1,2}")
+BETWEEN = Pattern(r"[ \n]{1,4}")
 """Between two stretches: bounded, as a model that cannot decide would write blanks for ever."""
 
 
@@ -43,7 +43,7 @@ def required(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -
         return book.body(one)
     header = (bound.format.reasoning or NO_REASONING).header
     between = Text(header[0]) if header else optional(BETWEEN)
-    return book.body(sequence(one, repeated(sequence(between, one), many=many)))
+    return book.body(several(one, between, many=many))
 
 
 def preferred(syntax: SectionSyntax, lexicon: Lexicon) -> str:

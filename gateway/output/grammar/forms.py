@@ -36,6 +36,11 @@ def repeated(item: Form, *, many: bool = True) -> Form:
     return Repeat(item) if many else Text("")
 
 
+def several(item: Form, between: Form | str = "", *, many: bool = True) -> Form:
+    """At least one, with something between; just one, if there may not be `many`."""
+    return sequence(item, repeated(sequence(between, item), many=many))
+
+
 def optional(item: Form) -> Form:
     return Repeat(item, 0, 1)
 

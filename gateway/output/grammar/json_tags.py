@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from gateway.output.grammar import named_json
 from gateway.output.grammar.book import Book
-from gateway.output.grammar.forms import either, optional, quoted, repeated, sequence
+from gateway.output.grammar.forms import either, optional, quoted, repeated, sequence, several
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.json_tags import JsonTags
 from gateway.output.tools.mistral import Mistral
@@ -24,21 +24,28 @@ NUMBER = Pattern("[0-9]{1,3}")
 def stretch(
     syntax: JsonTags, opener: str, tools: Sequence[DeclaredTool], many: bool, book: Book
 ) -> Form:
+    begun, opener = opener, _unbound(syntax, opener)
+    bound = dict(syntax.bound).get(begun, "")
+    before, behind = ("\n", "\n") if opener in syntax.lines else (syntax.before, syntax.behind)
     closer = syntax.closer(opener)
-    behind = syntax.behind + closer if closer else ""
-    bound = dict(syntax.bound).get(opener, "")
+    before, behind = bound + before, behind + closer if closer else ""
     call = book.rule("call", either(_call(syntax, tool, book) for tool in tools))
     if syntax.array:
         bracket = "" if opener.endswith("[") else "["
-        calls = sequence(call, repeated(sequence(",", BLANKS, call), many=many))
-        return sequence(bound + syntax.before + bracket, BLANKS, calls, BLANKS, "]" + behind)
+        calls = several(call, sequence(",", BLANKS), many=many)
+        return sequence(before + bracket, BLANKS, calls, BLANKS, "]" + behind)
     first: Form = call
     if opener.endswith("{"):
         first = either(_call(syntax, tool, book, begun="{") for tool in tools)
     if syntax.separator:
         more = sequence(f"{syntax.separator} ", call)
         first = sequence(first, repeated(more, many=many))
-    return sequence(bound + syntax.before, first, behind)
+    return sequence(before, first, behind)
+
+
+def _unbound(syntax: JsonTags, opener: str) -> str:
+    """The opener alone, where it stands with the marker that it needs behind it."""
+    return next((first for first, marker in syntax.bound if opener == first + marker), opener)
 
 
 def _call(syntax: JsonTags, tool: DeclaredTool, book: Book, begun: str = "") -> Form:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.output.grammar.book import Book
-from gateway.output.grammar.forms import FREE, either, optional, repeated, sequence
+from gateway.output.grammar.forms import FREE, either, optional, sequence, several
 from gateway.output.grammar.frame import Frame
 from gateway.output.grammar.writers import WRITERS
 from gateway.output.teller import DeclaredTool
@@ -40,10 +40,11 @@ def required(syntax: Messages, tools: Sequence[DeclaredTool], many: bool, book: 
 
 def strict(syntax: Messages, tools: Sequence[DeclaredTool], many: bool, book: Book) -> Form:
     """Any messages to oneself and to the user; the last is one to the user, or calls."""
-    end = Until(syntax.ends[0])
+    ends = [end for end in syntax.ends if end != syntax.call_end]
     heads = either(map(sequence, (_thoughts(syntax), *_says(syntax))))
-    others = Repeat(sequence(heads, end, _next(syntax)))
-    answer = sequence(either(map(sequence, _says(syntax))), FREE)
+    others = Repeat(sequence(heads, either(map(Until, ends)), _next(syntax)))
+    last = optional(either(map(sequence, ends)))
+    answer = sequence(either(map(sequence, _says(syntax))), FREE, last)
     calls = book.rule("calls", required(syntax, tools, many, book))
     return sequence(others, either((answer, calls)))
 
@@ -51,8 +52,8 @@ def strict(syntax: Messages, tools: Sequence[DeclaredTool], many: bool, book: Bo
 def _with_json(syntax: Messages, tools: Sequence[DeclaredTool], many: bool, book: Book) -> Form:
     call = book.rule("call", either(_call(syntax, tool, book) for tool in tools))
     end = syntax.call_end
-    more = sequence(end + _next(syntax), call)
-    return sequence(call, repeated(more, many=many), optional(sequence(end)))
+    calls = several(call, end + _next(syntax), many=many)
+    return sequence(calls, optional(sequence(end)))
 
 
 def _call(syntax: Messages, tool: DeclaredTool, book: Book) -> Form:

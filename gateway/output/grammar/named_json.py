@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.output.grammar.book import Book
-from gateway.output.grammar.forms import either, optional, repeated, sequence
+from gateway.output.grammar.forms import either, optional, sequence, several
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.mistral import ID_CHARS
 from gateway.output.tools.named_json import NamedJson
@@ -23,9 +23,8 @@ def stretch(
     if opener not in syntax.section_open:
         return call
     first, closer = syntax.call_open[0], syntax.section_close
-    more = sequence(syntax.between + first, call)
     end = closer[syntax.section_open.index(opener)] if closer else ""
-    return sequence(first, call, repeated(more, many=many), end)
+    return sequence(several(sequence(first, call), syntax.between, many=many), end)
 
 
 def _call(syntax: NamedJson, tool: DeclaredTool, book: Book) -> Form:

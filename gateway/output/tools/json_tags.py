@@ -45,6 +45,7 @@ class JsonTags(SectionSyntax, frozen=True, kw_only=True):
     array      calls are written as an array
     before     what models write between the opening marker and the JSON
     behind     and between the JSON and the closing one
+    lines      openers for which both are a line break instead
     number     the key of a call's number, which is written first
     """
 
@@ -60,6 +61,7 @@ class JsonTags(SectionSyntax, frozen=True, kw_only=True):
     array: bool = False
     before: str = ""
     behind: str = ""
+    lines: tuple[str, ...] = ()
     number: str = ""
 
     def markers(self) -> tuple[str, ...]:
@@ -104,6 +106,7 @@ class JsonTagsState(MachineState):
 
 class JsonTagsSection(Section):
     State = JsonTagsState
+    BETWEEN = frozenset({"after"})
     UNSCANNED = frozenset({"call"})
 
     def __init__(
@@ -323,6 +326,7 @@ FORMATS = {
         soft=("```json", "["),
         keys=CallKeys(strict=True),
         paired=(("```json", "```"),),
+        lines=("```json",),
         array=True,
     ),
     "llama3_json": LLAMA,
@@ -331,6 +335,7 @@ FORMATS = {
         open=("<|function_call|>", "function call"),
         bound=(("function call", "<|role_sep|>"),),
         soft=("function call",),
+        lines=("function call",),
     ),
     "apertus": JsonTags(
         open=("<|tools_prefix|>",),

@@ -1,0 +1,176 @@
+"""Every tool format can be demanded: its grammar admits what models write and its parser reads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from engine_core.grammar.markers import is_marker
+from gateway.output.formats import TOOLS, Format
+from gateway.output.grammar.answers import ANSWERS
+from gateway.output.grammar.calls import required, strict
+from gateway.output.grammar.writers import WRITERS
+from gateway.output.machine import AnswerSyntax
+from gateway.output.teller import DeclaredTool
+from gateway.output.tools.messages import Messages
+from tests.property import (
+    test_tools_arg_pairs,
+    test_tools_gemma,
+    test_tools_json,
+    test_tools_messages,
+    test_tools_nested,
+    test_tools_pythonic,
+    test_tools_xml,
+    test_tools_xtml,
+)
+from tests.support.format_tools import TYPED_TOOLS, tool
+from tests.support.formats import Fixture, Sample, fixtures
+from tests.support.tool_grammars import TOOLS as DECLARED
+from tests.support.tool_grammars import Model, Walk, calls_of, fault
+
+SEEDS = range(4)
+BY_NAME = {declared.name: declared for declared in DECLARED}
+
+
+def is_writable(syntax: Any) -> bool:
+    if isinstance(syntax, Messages) and syntax.calls is not None:
+        return is_writable(syntax.calls)
+    return type(syntax) in (ANSWERS if isinstance(syntax, AnswerSyntax) else WRITERS)
+
+
+NAMES = [name for name in TOOLS if is_writable(TOOLS[name])]
+EVERY = pytest.mark.parametrize("name", NAMES)
+BOTH = pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "spelt"])
+
+
+@cache
+def model(name: str, tokens: bool) -> Model:
+    format = Format(TOOLS[name])
+    return Model(format, tuple(filter(is_marker, format.markers())) if tokens else ())
+
+
+@EVERY
+@BOTH
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_demanded_is_read_as_calls_that_fit(name: str, tokens: bool, seed: int) -> None:
+    spoken = model(name, tokens)
+    said = Walk(spoken, random.Random(seed))(required(spoken.bound, DECLARED, many=True))
+    calls = calls_of(spoken.read(said, DECLARED))
+    assert calls
+    for call in calls:
+        assert fault(call.arguments, BY_NAME[call.name].parameters or {}) is None
+
+
+@EVERY
+@BOTH
+def test_one_call_is_one_and_of_the_tool_that_was_named(name: str, tokens: bool) -> None:
+    spoken = model(name, tokens)
+    for place, named in enumerate(DECLARED):
+        body = required(spoken.bound, [named], many=False)
+        (call,) = calls_of(spoken.read(Walk(spoken, random.Random(place))(body), DECLARED))
+        assert call.name == named.name
+
+
+# ---- what the templates write is admitted
+
+WRITTEN: list[tuple[Sample, Sequence[Fixture]]] = [
+    *(
+        (sample, fixtures(sample))
+        for module in (
+            test_tools_json,
+            test_tools_arg_pairs,
+            test_tools_gemma,
+            test_tools_nested,
+            test_tools_pythonic,
+            test_tools_xml,
+        )
+        for sample in module.SAMPLES
+    ),
+    *((sample, test_tools_messages.cases(sample)) for sample in test_tools_messages.SAMPLES),
+    (test_tools_xtml.K3, test_tools_xtml.cases()),
+]
+SAMPLES = [(sample, cases) for sample, cases in WRITTEN if is_writable(sample.format.tools)]
+ODD = ("hermes (opening tag)", "internlm")
+"""Samples of what is read as well, though no template writes it so."""
+OTHERS = (
+    *("granite (tags)", "xlam (fence)", "xlam (tags)", "xlam (marker)"),
+    *("llama3_json (marker)", "gigachat3 (role)"),
+)
+"""Those with an opener that models with the sample's vocabulary do not prefer."""
+LACKING = {"mistral": ("[ARGS]", "[CALL_ID]")}
+"""Markers that only younger vocabularies have."""
+CALLS = ("one call", "three calls", "no arguments", "nested and unicode", "closing tag in a string")
+
+
+def each(without: Sequence[str]) -> pytest.MarkDecorator:
+    found = [(sample, cases) for sample, cases in SAMPLES if sample.name not in without]
+    return pytest.mark.parametrize(
+        ("sample", "cases"), found, ids=[sample.name for sample, _ in found]
+    )
+
+
+@cache
+def speaker(name: str) -> Model:
+    """A model whose vocabulary is that of the sample's family."""
+    sample = next(sample for sample, _ in SAMPLES if sample.name == name)
+    markers = sample.format.markers() if sample.markers is None else sample.markers
+    known = set(filter(is_marker, markers)) - set(LACKING.get(name, ()))
+    return Model(sample.format, (*sorted(known), *sample.parts))
+
+
+@each(without=ODD + OTHERS)
+def test_what_templates_write_can_be_demanded(sample: Sample, cases: Sequence[Fixture]) -> None:
+    spoken = speaker(sample.name)
+    body = required(spoken.bound, TYPED_TOOLS, many=True)
+    texts = [case.text.strip("\n") for case in cases if case.name in CALLS]
+    assert len(texts) >= 3
+    assert [spoken.refused(body, text) for text in texts] == [None] * len(texts)
+
+
+@each(without=ODD)
+def test_strict_tools_leave_text_free_and_calls_possible(
+    sample: Sample, cases: Sequence[Fixture]
+) -> None:
+    spoken = speaker(sample.name)
+    body = strict(spoken.bound, TYPED_TOOLS, many=True)
+    for case in cases:
+        if case.name in (*CALLS, "text alone", "text before a call"):
+            assert (case.name, spoken.refused(body, case.text)) == (case.name, None)
+
+
+STRICT = (
+    tool("get_weather", city={"type": "string"}, days={"enum": [1, 2]}),
+    *TYPED_TOOLS[1:],
+)
+LOOSE = (DeclaredTool("get_weather"), *TYPED_TOOLS[1:])
+
+
+@each(without=ODD)
+def test_a_call_of_a_strict_tool_has_no_other_arguments(
+    sample: Sample, cases: Sequence[Fixture]
+) -> None:
+    spoken = speaker(sample.name)
+    text = next(case.text for case in cases if case.name == "one call")
+    for many in (True, False):
+        assert spoken.refused(strict(spoken.bound, LOOSE, many=many), text.strip("\n")) is None
+        assert (
+            spoken.refused(strict(spoken.bound, TYPED_TOOLS, many=many), text.strip("\n")) is None
+        )
+        assert spoken.refused(strict(spoken.bound, STRICT, many=many), text) is not None
+        assert spoken.refused(strict(spoken.bound, TYPED_TOOLS[1:], many=many), text) is not None
+
+
+@each(without=ODD)
+def test_without_parallel_calls_an_answer_ends_with_its_first(
+    sample: Sample, cases: Sequence[Fixture]
+) -> None:
+    spoken = speaker(sample.name)
+    text = next((case.text for case in cases if case.name == "three calls"), None)
+    if text is not None:
+        for write in (strict, required):
+            body = write(spoken.bound, TYPED_TOOLS, many=False)
+            assert spoken.refused(body, text.strip("\n")) is not None

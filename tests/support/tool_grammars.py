@@ -1,0 +1,245 @@
+"""Grammars of tool calls under test: a vocabulary of bytes and markers, walks, and what is read."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import tokenizers as hf
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.matcher import Matcher
+from gateway.output.events import Event, Finished, ToolArguments, ToolCall, ToolCallEnd, merged
+from gateway.output.formats import BoundFormat, Format, bind
+from gateway.output.machine import Special
+from gateway.output.reader import AnswerOptions, ReaderFactory
+from gateway.output.teller import DeclaredTool
+from gateway.text.tokenizer import Tokenizer
+from protocol.grammar import Body, Grammar, Rules, Text, Until, forms_of
+from protocol.messages import Output
+from protocol.model_card import ModelCard
+from tests.support.formats import units
+from tests.support.grammars import possible
+from tests.support.tokenizers import card_of
+
+EOS = "<eos>"
+CLOSERS = ('"', "}", "]", '"}', '"]', "</", ")", ",", "0", "true")
+"""What ends values of most kinds."""
+PATIENCE, LIMIT = 60, 4000
+"""Steps after which a walk wants to come to an end, and must have come to one."""
+
+PLACE = {
+    "type": "object",
+    "properties": {"語": {"type": "string", "maxLength": 4}, "n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "type": "object",
+    "properties": {
+        "where": PLACE,
+        "kind": {"enum": ["é", "b c", "<d>", 3]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 9}, "maxItems": 3},
+        "note": {"type": "string"},
+    },
+    "required": ["where", "kind"],
+    "additionalProperties": False,
+}
+PLAIN = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "x": {"type": "number"},
+        "b": {"type": "boolean"},
+    },
+    "required": ["s", "x", "b"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = (
+    DeclaredTool("now_utc", NOTHING),
+    DeclaredTool("find_place", NESTED),
+    DeclaredTool("set_values", PLAIN),
+)
+
+
+def byte_tokenizer(markers: Iterable[str]) -> bytes:
+    """tokenizer.json of 256 bytes, the end, and `markers`."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = hf.Tokenizer(models.BPE(vocab={sign: n for n, sign in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([EOS, *markers])
+    return inner.to_str().encode()
+
+
+@dataclass
+class Model:
+    """One that writes in `format`, whose vocabulary has `markers`; or has `card`'s."""
+
+    format: Format
+    markers: Sequence[str] = ()
+    card: ModelCard | None = None
+
+    @cached_property
+    def _card(self) -> ModelCard:
+        if self.card is not None:
+            return self.card
+        size = 257 + len(set(self.markers))
+        return card_of(byte_tokenizer(self.markers), vocab_size=size, eos_token_ids=[256])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self._card)
+
+    @cached_property
+    def compiler(self) -> Compiler:
+        return Compiler(self._card)
+
+    @cached_property
+    def bound(self) -> BoundFormat:
+        return bind(self.format, self.tokenizer)
+
+    def ids(self, text: str) -> list[int]:
+        """`text` as this model writes it: what is `spelt` is not a marker."""
+        found: list[int] = []
+        for run in units(text, self.bound.lexicon):
+            if isinstance(run, Special):
+                found.append(run.token_id)
+            else:
+                found += self.tokenizer.encode(run if isinstance(run, str) else run.text, False)
+        return found
+
+    def start(self, body: Body, **around: Any) -> Matcher:
+        return self.compiler.compile(Grammar(body=body, **around)).start()
+
+    def refused(self, body: Body, text: str, **around: Any) -> str | None:
+        """What is left of `text` where the grammar does not go on with it; None if it is a whole
+        answer."""
+        matcher, ids = self.start(body, **around), self.ids(text)
+        for place, token in enumerate(ids):
+            if matcher.is_complete or token not in self.possible(matcher):
+                return self.tokenizer.decode(ids[place:], skip_special_tokens=False)
+            matcher.consume(token)
+            assert matcher.error is None
+        if matcher.is_complete or self.ends & self.possible(matcher):
+            return None
+        return "(the end)"
+
+    @property
+    def ends(self) -> set[int]:
+        return set(self._card.eos_token_ids)
+
+    def possible(self, matcher: Matcher) -> set[int]:
+        return possible(matcher, self._card.vocab_size)
+
+    def read(
+        self, ids: Sequence[int], tools: Sequence[DeclaredTool], *, inside: bool = False
+    ) -> list[Event]:
+        options = AnswerOptions(format=self.bound, tools=tools, starts_inside=inside)
+        reader = ReaderFactory(self.tokenizer, None, options).new()
+        return merged(reader.push(Output(request=1, tokens=list(ids), finish="stop")).events)
+
+
+@dataclass
+class Walk:
+    """A model that says anything it may, likes the markup of its format, most of all where it does
+    not belong, and after a while wants to come to an end."""
+
+    model: Model
+    rng: random.Random
+
+    def __call__(self, body: Rules, **around: Any) -> list[int]:
+        matcher, said, plan = self.model.start(body, **around), list[int](), list[int]()
+        hints = self._hints(body)
+        while not matcher.is_complete:
+            assert len(said) < LIMIT, self.model.tokenizer.decode(said, skip_special_tokens=False)
+            allowed = self.model.possible(matcher)
+            late = len(said) > PATIENCE
+            if late and self.model.ends & allowed:
+                break
+            if not plan or plan[0] not in allowed:
+                plan = self._next(allowed, hints, late)
+            token = plan.pop(0)
+            if token in self.model.ends:
+                break
+            matcher.consume(token)
+            assert matcher.error is None
+            said.append(token)
+        return said
+
+    def _hints(self, body: Rules) -> list[list[int]]:
+        texts = {form.text for form in forms_of(body) if isinstance(form, Text)}
+        texts |= {form.end for form in forms_of(body) if isinstance(form, Until)}
+        return [self.model.ids(text) for text in sorted({*texts, *CLOSERS} - {""})]
+
+    def _next(self, allowed: set[int], hints: Sequence[list[int]], late: bool) -> list[int]:
+        found = [hint for hint in hints if hint[0] in allowed]
+        if found and self.rng.random() < (0.95 if late else 0.4):
+            return list(self.rng.choice(found))
+        return [self.rng.choice(sorted(allowed))]
+
+
+# ---- what has been called
+
+
+@dataclass(frozen=True)
+class Called:
+    name: str
+    arguments: Any
+
+
+def calls_of(events: Sequence[Event]) -> list[Called]:
+    """Of an answer that is complete calls and nothing else, and nothing was wrong with it."""
+    found = []
+    events, last = events[:-1], events[-1]
+    assert isinstance(last, Finished), events
+    assert len(events) % 3 == 0, events
+    for call, arguments, end in zip(events[::3], events[1::3], events[2::3], strict=True):
+        assert isinstance(call, ToolCall), events
+        assert isinstance(arguments, ToolArguments), events
+        assert isinstance(end, ToolCallEnd), events
+        found.append(Called(call.name, json.loads(arguments.fragment)))
+    return found
+
+
+def fault(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Why `value` is not what `schema` admits, of the keywords that the schemas above use."""
+    if "enum" in schema:
+        return None if value in schema["enum"] else f"{value!r} is none of {schema['enum']}"
+    if not _KINDS[schema.get("type", "any")](value):
+        return f"{value!r} is no {schema['type']}"
+    if isinstance(value, str) and len(value) > schema.get("maxLength", len(value)):
+        return f"{value!r} is too long"
+    if isinstance(value, list):
+        if len(value) > schema.get("maxItems", len(value)):
+            return f"{value!r} has too many items"
+        return next(filter(None, (fault(item, schema.get("items", {})) for item in value)), None)
+    return _object_fault(value, schema) if isinstance(value, dict) else None
+
+
+def _object_fault(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str | None:
+    properties = schema.get("properties", {})
+    if missing := set(schema.get("required", ())) - set(value):
+        return f"{value!r} lacks {missing}"
+    others = set(value) - set(properties)
+    if others and schema.get("additionalProperties") is False:
+        return f"{value!r} has {others}"
+    inner = (fault(item, properties.get(key, {})) for key, item in value.items())
+    return next(filter(None, inner), None)
+
+
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "any": lambda value: True,
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
