@@ -31,6 +31,7 @@ from gateway.output.events import (
     ToolCallEnd,
     Warning,
 )
+from gateway.output.json_object import ObjectScan
 
 INVALID_ARGUMENTS = "invalid_tool_arguments"
 UNKNOWN_TOOL = "unknown_tool"
@@ -53,7 +54,7 @@ class TellerState(msgspec.Struct):
     said        content or a call has been told
     num_calls   how many calls have begun
     open        the last of them has not ended
-    arguments   the open call's arguments so far, joined
+    arguments   whether the open call's arguments so far are the beginning of a JSON object
     """
 
     blanks: list[str] = []
@@ -61,7 +62,7 @@ class TellerState(msgspec.Struct):
     said: bool = False
     num_calls: int = 0
     open: bool = False
-    arguments: list[str] = []
+    arguments: ObjectScan = msgspec.field(default_factory=ObjectScan)
 
 
 class Teller:
@@ -166,6 +167,11 @@ class Teller:
         return self.s.open
 
     @property
+    def has_arguments(self) -> bool:
+        """Of the open call, something has been told."""
+        return not self.s.arguments.is_blank
+
+    @property
     def num_calls(self) -> int:
         return self.s.num_calls
 
@@ -192,21 +198,21 @@ class Teller:
         """More of the open call's arguments."""
         if text:
             self.out.append(ToolArguments(self.s.num_calls - 1, text))
-            self.s.arguments.append(text)
+            self.s.arguments.push(text)
 
     def end(self) -> None:
         """The open call is complete."""
-        index, text = self.s.num_calls - 1, "".join(self.s.arguments)
-        if not text.strip(BLANKS):
+        index, arguments = self.s.num_calls - 1, self.s.arguments
+        if arguments.is_blank:
             self.out.append(ToolArguments(index, "{}"))
-        elif not is_json_object(text):
+        elif not arguments.is_object:
             self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are no JSON object")
         self.out.append(ToolCallEnd(index))
         self.drop()
 
     def drop(self) -> None:
         """The open call, if there is one, was cut off: it never ends."""
-        self.s.open, self.s.arguments = False, []
+        self.s.open, self.s.arguments = False, ObjectScan()
 
 
 def new_call_id() -> str:

@@ -198,7 +198,7 @@ class GemmaSection(Section):
 
     @property
     def _told_any(self) -> bool:
-        return bool(self.teller.s.arguments)
+        return self.teller.has_arguments
 
     def _in_string(self, text: str) -> None:
         s = self.s

@@ -42,7 +42,7 @@ from gateway.output.machine import (
     Section,
     SectionSyntax,
 )
-from gateway.output.teller import BLANKS, NEWLINES, PARSE_FAILED, Teller, is_json_object
+from gateway.output.teller import BLANKS, NEWLINES, PARSE_FAILED, Teller
 from gateway.output.tools.json_value import JsonScan
 from gateway.output.tools.xml_formats import MUSE_CALLS
 
@@ -347,7 +347,7 @@ class MessagesMachine(Machine):
 
     def _end_last_call(self, complete: bool) -> None:
         """The marker behind a call is mostly the one that ends the answer, and may be left out."""
-        if complete and is_json_object("".join(self.teller.s.arguments)):
+        if complete and self.teller.s.arguments.is_object:
             self.teller.end()
         elif complete:
             self.teller.warn(PARSE_FAILED, "the last tool call is not finished")

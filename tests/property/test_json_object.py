@@ -1,0 +1,111 @@
+"""Bit by bit, the verdict on a text is that of reading it as a whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.output.json_object import MAX_DEPTH, ObjectScan
+from gateway.output.teller import is_json_object
+from tests.support.tokenizers import cuts
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+ODD = [
+    "",
+    " \n",
+    "{}",
+    " { } \n",
+    "{}{}",
+    "{} x",
+    "[]",
+    "3",
+    '"a"',
+    "null",
+    '{"a"}',
+    '{"a":}',
+    '{"a":1,}',
+    '{,"a":1}',
+    '{"a":1 "b":2}',
+    '{"a":[1,]}',
+    '{"a":[,1]}',
+    '{"a":[]}',
+    '{"a":[}',
+    '{"a":1]',
+    '{"a":01}',
+    '{"a":-}',
+    '{"a":-0}',
+    '{"a":1.}',
+    '{"a":.5}',
+    '{"a":1e}',
+    '{"a":1e+}',
+    '{"a":1E-7}',
+    '{"a":1.50e+09}',
+    '{"a":+1}',
+    '{"a":NaN}',
+    '{"a":-Infinity}',
+    '{"a":tru}',
+    '{"a":truee}',
+    '{"a":nul',
+    '{"a":"\\u12',
+    '{"a":"\\u12g4"}',
+    '{"a":"\\ud800"}',
+    '{"a":"\\x"}',
+    '{"a":"\t"}',
+    '{"a":"\x7f\u2028"}',
+    "{'a':1}",
+    '{"a":1}}',
+    '{"a":{"b":[{}, [], ""]}}',
+    '{"a"\u00a0:1}',
+    "{1:2}",
+    "{]",
+    "}",
+]
+
+
+def verdict(pieces: list[str]) -> tuple[bool, bool]:
+    scan = ObjectScan()
+    for piece in pieces:
+        scan.push(piece)
+        scan = msgspec.convert(msgspec.to_builtins(scan), ObjectScan)
+    return scan.is_object, scan.is_blank
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_odd_texts_are_judged_as_by_reading_them_as_a_whole(text: str) -> None:
+    expected = (is_json_object(text), not text.strip(" \t\r\n"))
+    assert verdict([text]) == verdict(list(text)) == expected
+
+
+@given(VALUES, st.integers(0, 9), st.booleans(), st.booleans())
+def test_every_value_and_every_damage_of_one_is_judged_in_every_cut_as_a_whole(
+    value: Any, seed: int, ascii_only: bool, spaced: bool
+) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=1 if spaced else None)
+    for shown in (text, f'{{"k": {text}}}'):
+        for at in {0, len(shown) // 3, len(shown) // 2, len(shown) - 1, len(shown)}:
+            for damaged in (shown, shown[:at], shown[:at] + shown[at + 1 :], shown[:at] + ",]"):
+                assert verdict(cuts(damaged, seed))[0] == is_json_object(damaged)
+
+
+def test_what_is_nested_too_deeply_is_none() -> None:
+    for depth, is_object in ((MAX_DEPTH - 1, True), (MAX_DEPTH, False), (100_000, False)):
+        text = '{"a":' + "[" * depth + "]" * depth + "}"
+        assert verdict([text]) == (is_object, False)
+
+
+def test_nothing_but_open_brackets_is_remembered() -> None:
+    scan = ObjectScan()
+    scan.push('{"a": [{"b": "')
+    size = len(msgspec.json.encode(scan))
+    for _ in range(1000):
+        scan.push('x\\"' * 10)
+    scan.push('", "n": 1' + "0" * 10_000)
+    assert len(msgspec.json.encode(scan)) <= size + 5
