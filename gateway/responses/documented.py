@@ -1,0 +1,94 @@
+"""The form of items and tools, for the documentation of requests.
+
+Requests are decoded without these: `items` and `translate` check such values piece by piece and
+name the place of what is wrong, which a decoder of unions cannot.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+_TEXT = {"type": "string"}
+_NULLABLE = {"type": ["string", "null"]}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": _TEXT},
+}
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
+
+
+def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
+    members = {"type": {"const": kind}, "id": _NULLABLE, **properties}
+    return {"type": "object", "required": ["type", *required], "properties": members}
+
+
+_REASONING_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["reasoning_text"]}, "text": _TEXT},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "type": {"const": "message"},
+        "role": {"enum": ["user", "assistant", "system", "developer"]},
+        "content": _CONTENT,
+    },
+}
+
+Item = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "title": "InputItem",
+            "anyOf": [
+                _MESSAGE,
+                _item(
+                    "function_call",
+                    ["call_id", "name", "arguments"],
+                    call_id=_TEXT,
+                    name=_TEXT,
+                    arguments={**_TEXT, "description": "A JSON object, as text."},
+                ),
+                _item(
+                    "function_call_output", ["call_id", "output"], call_id=_TEXT, output=_CONTENT
+                ),
+                _item(
+                    "reasoning",
+                    [],
+                    content={"type": ["array", "null"], "items": _REASONING_PART},
+                    encrypted_content=_NULLABLE,
+                ),
+                _item("item_reference", ["id"], id=_TEXT),
+            ],
+        }
+    ),
+]
+"""OpenAI's."""
+
+Tool = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "title": "FunctionTool",
+            "type": "object",
+            "required": ["type", "name"],
+            "properties": {
+                "type": {"const": "function"},
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
+                "description": _NULLABLE,
+                "parameters": {
+                    "type": ["object", "null"],
+                    "description": "A JSON schema, of an object.",
+                    "properties": {"type": {"const": "object"}},
+                },
+                "strict": {"type": ["boolean", "null"]},
+            },
+        }
+    ),
+]
+"""OpenAI's."""
