@@ -28,6 +28,8 @@ from protocol.errors import ErrorInfo
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Aborted,
+    AbortNamed,
     Accepted,
     Drain,
     Generate,
@@ -284,11 +286,24 @@ class ScriptedEngine:
                 for number in numbers:
                     self.aborts[number] = time.monotonic()
                     self._talks.pop((client, number), None)
+            case AbortNamed():
+                self._abort_named(client, message)
             case Goodbye():
                 self.goodbyes += 1
                 self._talks = {key: t for key, t in self._talks.items() if key[0] != client}
             case Drain():
                 raise AssertionError("a gateway does not drain its engine")
+
+    def _abort_named(self, client: bytes, message: AbortNamed) -> None:
+        known = {name for talk in self._talks.values() for name in talk.message.labels}
+        for key, talk in list(self._talks.items()):
+            if not set(message.names).isdisjoint(talk.message.labels):
+                del self._talks[key]
+                end = Output(request=talk.message.request, finish="abort")
+                self._send(talk.client, Outputs(step=0, outputs=[end]))
+        aborted = [name for name in message.names if name in known]
+        unknown = [name for name in message.names if name not in known]
+        self._send(client, Aborted(request=message.request, aborted=aborted, unknown=unknown))
 
     def _welcome(self) -> Welcome:
         limits = Limits(

@@ -1,0 +1,16 @@
+"""A model as the gateway serves it, without an engine."""
+
+from __future__ import annotations
+
+from gateway.served import ModelOptions, ServedModel
+from protocol.config import GatewayConfig
+from protocol.messages import Limits
+from protocol.model_card import ModelCard
+
+LIMITS = Limits(
+    max_len=512, max_slots=8, block_tokens=16, num_blocks=64, token_budget=256, prefix_cache=True
+)
+
+
+def served(card: ModelCard) -> ServedModel:
+    return ServedModel.of(card, LIMITS, ModelOptions.of(GatewayConfig()))

@@ -1,0 +1,251 @@
+"""The token endpoint's requests: which fields there are, what they come to, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+
+from gateway.body import decode
+from gateway.output.reader import ReaderFactory
+from gateway.output.tokens import TokenReaders
+from gateway.tokens import generate_ask as asking
+from gateway.tokens.generate_schema import GenerateBody, GenerateSampling, generate_decoder
+from protocol.errors import InvalidRequest
+from protocol.grammar import Choice, Grammar, Regex, Thinking
+from protocol.sampling import SamplingParams
+from tests.support.scripted_engine import ids_of, marked_ids, scripted_card, thinking_card
+from tests.support.served import served
+
+PLAIN, THINKER = served(scripted_card()), served(thinking_card())
+FORM = {"regex": "[ab]"}
+
+
+def request(sampling: dict[str, Any] | None = None, **fields: Any) -> tuple[bytes, GenerateBody]:
+    said = {"token_ids": [72, 105], "sampling_params": sampling or {}, **fields}
+    data = msgspec.json.encode(said)
+    return data, decode(data, generate_decoder)
+
+
+def body_of(sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateBody:
+    return request(sampling, **fields)[1]
+
+
+def take(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Through every check."""
+    data, body = request(sampling, **fields)
+    asking.check(body, max_n=8)
+    asking.ignored_fields(data, body)
+    asking.ask_of(body, THINKER)
+
+
+def without_none(annotation: Any) -> Any:
+    members = get_args(annotation)
+    return members[0] if type(None) in members else annotation
+
+
+def test_sampling_fields_are_bounded_as_the_engine_bounds_them() -> None:
+    ours = get_type_hints(GenerateSampling, include_extras=True)
+    theirs = get_type_hints(SamplingParams, include_extras=True)
+    assert set(theirs) <= set(ours)
+    for name in set(theirs) - {"bad_words"}:  # texts here, tokens there
+        assert without_none(ours[name]) == without_none(theirs[name]), name
+
+
+@pytest.mark.parametrize("kind", [GenerateBody, GenerateSampling])
+def test_every_optional_field_may_be_null(kind: type[msgspec.Struct]) -> None:
+    for field in msgspec.structs.fields(kind):
+        if field.default is not msgspec.NODEFAULT:
+            assert field.default is None
+            assert field.type is Any or type(None) in get_args(field.type), field.name
+
+
+def test_what_is_not_said_is_neutral_whatever_the_model_would_like() -> None:
+    assert PLAIN.defaults.temperature == 0.7
+    assert asking.ask_of(body_of(), PLAIN).choices == [SamplingParams()]
+
+
+def test_what_is_said_is_what_the_engine_is_asked() -> None:
+    said = {
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 40,
+        "min_p": 0.25,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "stop_token_ids": [11],
+        "ignore_eos": True,
+        "logit_bias": {"5": -1.5},
+        "logprobs": 2,
+        "logprobs_of": "both",
+        "prompt_logprobs": 1,
+        "allowed_token_ids": [15, 16],
+        "logprob_token_ids": [17],
+    }
+    assert {*said, "seed", "bad_words"} == set(SamplingParams.__struct_fields__)
+    sampling = {**said, "n": 2, "seed": 9, "bad_words": ["b"]}
+    params = SamplingParams(
+        **(said | {"logit_bias": {5: -1.5}}), bad_words=[ids_of("b"), ids_of(" b")]
+    )
+    ask = asking.ask_of(body_of(sampling), PLAIN)
+    assert ask.prompt_ids == [72, 105]
+    assert ask.choices == [msgspec.structs.replace(params, seed=seed) for seed in (9, 10)]
+
+
+@pytest.mark.parametrize(
+    ("param", "sampling", "fields"),
+    [
+        ("sampling_params.n", {"n": 9}, {}),
+        ("sampling_params.temperature", {"temperature": 3}, {}),
+        ("sampling_params.stop", {"stop": ""}, {}),
+        ("sampling_params.min_tokens", {"min_tokens": 5, "max_tokens": 2}, {}),
+        ("sampling_params.logprob_token_ids", {"logprob_token_ids": [1]}, {}),
+        ("sampling_params.logprobs_of", {"logprobs_of": "both"}, {}),
+        ("sampling_params.logprobs_of", {"logprobs_of": "all", "logprobs": 1}, {}),
+        (
+            "sampling_params.logprobs_of",
+            {"logprobs_of": "sampling", "logprobs": 1, "temperature": 0},
+            {},
+        ),
+        ("sampling_params.prompt_logprobs", {"prompt_logprobs": 1}, {"stream": True}),
+        ("sampling_params.stop", {"detokenize": False, "stop": ["x"]}, {}),
+        ("output_mode", {"detokenize": False}, {"output_mode": "text"}),
+        ("output_mode", {}, {"output_mode": "both"}),
+        ("sampling_params.watermarking", {"watermarking": {"a": 1}}, {}),
+        ("sampling_params.trace_decode_token_ids", {"trace_decode_token_ids": []}, {}),
+        ("sampling_params.prompt_logprob_token_ids", {"prompt_logprob_token_ids": [1]}, {}),
+        ("sampling_params.repetition_detection", {"repetition_detection": {}}, {}),
+        ("sampling_params.extra_args", {"extra_args": {"x": 1}}, {}),
+        ("sampling_params.stream_interval", {"stream_interval": 4}, {}),
+        ("features", {}, {"features": {}}),
+        ("content_parts", {}, {"content_parts": []}),
+        ("ec_transfer_params", {}, {"ec_transfer_params": {}}),
+        ("token_ids", {}, {"token_ids": []}),
+        ("token_ids[1]", {}, {"token_ids": [1, -1]}),
+        ("request_id", {}, {"request_id": "a b"}),
+        ("reasoning_parser_kwargs", {}, {"reasoning_parser_kwargs": {"other": 1}}),
+        ("mood", {}, {"mood": 1, "strict_params": True}),
+        ("sampling_params.mood", {"mood": 1}, {"strict_params": True}),
+        ("kv_transfer_params", {}, {"kv_transfer_params": {}, "strict_params": True}),
+        ("sampling_params.structured_outputs.rexeg", {"structured_outputs": {"rexeg": "a"}}, {}),
+        ("sampling_params.structured_outputs", {"structured_outputs": FORM}, {"grammar": {}}),
+        ("sampling_params.thinking_token_budget", {"thinking_token_budget": 1}, {"grammar": {}}),
+        ("grammar", {}, {"grammar": {}}),
+        ("grammar.body.kind", {}, {"grammar": {"body": {"kind": "riddle"}}}),
+        ("token_ids", {"structured_outputs": FORM}, {"token_ids": [1 << 30]}),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    param: str, sampling: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        take(sampling, fields)
+    assert caught.value.param == param
+    assert param.split(".")[-1] in caught.value.message
+
+
+def test_a_body_without_sampling_params_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="sampling_params: this field is required"):
+        decode(b'{"token_ids": [1]}', generate_decoder)
+
+
+def test_fields_of_the_peer_that_ask_for_nothing_are_taken() -> None:
+    idle = {
+        "watermarking": None,
+        "extra_args": {},
+        "flat_logprobs": False,
+        "routed_experts_prompt_start": 0,
+        "stream_interval": 1,
+        "output_kind": 2,
+        "spaces_between_special_tokens": True,
+        "thinking_token_budget": -1,
+    }
+    data, body = request(idle, features=None, token_offsets=[[0, 1]])
+    asking.check(body, max_n=8)
+    assert asking.ignored_fields(data, body) == []
+    assert asking.grammar_of(body, THINKER) is None
+
+
+def test_fields_without_effect_are_listed_with_where_they_stand() -> None:
+    data, body = request({"mood": 1}, mood=2, kv_transfer_params={"do_remote_decode": True})
+    assert asking.ignored_fields(data, body) == [
+        "mood",
+        "sampling_params.mood",
+        "kv_transfer_params",
+    ]
+
+
+def test_text_is_read_only_where_the_request_needs_it() -> None:
+    assert isinstance(asking.ask_of(body_of({"logprobs": 3}), PLAIN).readers, TokenReaders)
+    assert isinstance(asking.ask_of(body_of({"stop": ["x"]}), PLAIN).readers, ReaderFactory)
+    assert isinstance(asking.ask_of(body_of(output_mode="text"), PLAIN).readers, ReaderFactory)
+
+
+def grammar(prompt: str = "", sampling: dict[str, Any] | None = None, **fields: Any) -> Any:
+    body = body_of(
+        {"structured_outputs": FORM} if sampling is None else sampling,
+        **({"token_ids": marked_ids("say" + prompt)} | fields),
+    )
+    return asking.grammar_of(body, THINKER)
+
+
+BODY = Regex(pattern="[ab]")
+MAY_THINK = Thinking(opens="<think>", closes="</think>", optional=True)
+THINKS = Thinking(opens="<think>", closes="</think>", inside=True)
+
+
+def test_the_prompts_end_says_whether_thinking_may_precede_the_form() -> None:
+    assert grammar() == Grammar(body=BODY, thinking=MAY_THINK)
+    assert grammar("<think>hm") == Grammar(body=BODY, thinking=THINKS)
+    assert grammar("<think>hm</think>") == Grammar(body=BODY)
+
+
+def test_the_request_knows_better_than_the_prompt_whether_the_reasoning_has_ended() -> None:
+    assert grammar("<think>hm", reasoning_ended=True) == Grammar(body=BODY)
+    told = grammar("<think>hm</think>", reasoning_ended=False)
+    assert told == Grammar(body=BODY, thinking=MAY_THINK)
+
+
+def test_without_reasoning_in_the_model_the_form_begins_at_once() -> None:
+    body = body_of({"structured_outputs": FORM}, reasoning_ended=False)
+    assert asking.grammar_of(body, PLAIN) == Grammar(body=BODY)
+
+
+def test_a_grammar_is_taken_as_it_is() -> None:
+    said = Grammar(body=Choice(choices=["a"]), thinking=MAY_THINK, before="<")
+    body = body_of(grammar=msgspec.to_builtins(said))
+    assert asking.grammar_of(body, THINKER) == said
+
+
+def test_a_budget_of_thinking_stands_alone_or_beside_a_form() -> None:
+    alone = grammar("<think>", {"thinking_token_budget": 3})
+    assert (alone.body, alone.budget.most, alone.budget.inside) == (None, 3, True)
+    both = grammar("<think>", {"thinking_token_budget": 3, "structured_outputs": FORM})
+    assert (both.body, both.thinking, both.budget) == (BODY, THINKS, alone.budget)
+
+
+def test_the_engines_words_for_fields_become_those_of_the_request() -> None:
+    body = body_of({"structured_outputs": FORM})
+    told = {
+        name: asking.named(InvalidRequest("no", param=name), body).param
+        for name in ("prompt", "stop_token_ids", "grammar", "max_tokens", "model")
+    }
+    assert told == {
+        "prompt": "token_ids",
+        "stop_token_ids": "sampling_params.stop_token_ids",
+        "grammar": "sampling_params.structured_outputs",
+        "max_tokens": "sampling_params.max_tokens",
+        "model": "model",
+    }
+    own = body_of(grammar={"body": {"kind": "json_object"}})
+    assert asking.named(InvalidRequest("no", param="grammar"), own).param == "grammar"
+
+
+def test_nothing_cached_is_read_where_the_request_does_not_want_it() -> None:
+    assert asking.namespace_of(body_of(cache_salt="x")) == "x"
+    spaces = {asking.namespace_of(body_of({"skip_reading_prefix_cache": True})) for _ in range(3)}
+    assert len(spaces - {""}) == 3
