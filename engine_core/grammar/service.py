@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 NUM_THREADS = 2
 STACK_BYTES = 512 << 20
 """Address space; memory is taken only as far as a stack grows."""
+NICENESS = 10
+"""Of the threads alone (Linux counts it so): where cores are few, streams go before compilation."""
 SLOW_S = 1.0
 """A compilation that takes longer is worth a line in the log."""
 
@@ -98,6 +100,7 @@ class GrammarService:
     # ---- in the threads
 
     def _work(self, model: ModelCard | None) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if model is not None:
             self._prepare(model)
         while True:

@@ -1,0 +1,133 @@
+"""Scenario 61: a schema that takes seconds to compile, beside fifty streams, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+
+import pytest
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.grammars import signs_tokenizer
+from tests.support.http import connect, send_post
+from tests.support.processes import Program
+from tests.support.tiny_checkpoint import write_tiny_llama
+
+STREAMS = 50
+BUDGET_S = 2.0
+WATCHED_S = 6.0
+MOST_S = 0.1
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """A gateway, an engine and a worker whose tiny model speaks sign by sign."""
+    folder = tmp_path_factory.mktemp("signs")
+    checkpoint = write_tiny_llama(folder, max_position_embeddings=4096, eos_token_id=0)
+    (checkpoint / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))
+    folder.chmod(0o700)
+    address = f"ipc://{folder}/engine.sock"
+    worker = {"dtype": "float32", "max_slots": 64, "kv_blocks": 14_000, "threads": 1}
+    config = {
+        "address": address,
+        "grammar_timeout_s": BUDGET_S,
+        "worker": {"model": str(checkpoint), **worker},
+    }
+    with (
+        Program(["-P", "-m", "engine_core", "--config", json.dumps(config)]),
+        GatewayProcess(engine=address, log_requests=False) as gateway,
+    ):
+        yield gateway.await_ready()
+
+
+class Listener:
+    """Reads many streams at once; `arrivals[n]`: when something of stream n came."""
+
+    def __init__(self, clients: list[socket.socket]) -> None:
+        self.arrivals: list[list[float]] = [[] for _ in clients]
+        self._clients = clients
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopping = True
+        self._thread.join()
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Between news of one stream, of all streams, longest last."""
+        found = []
+        for times in self.arrivals:
+            inside = [at for at in times if start <= at <= end]
+            found += [after - before for before, after in pairwise(inside)]
+        return sorted(found)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for number, client in enumerate(self._clients):
+                selector.register(client, selectors.EVENT_READ, number)
+            while not self._stopping:
+                for key, _ in selector.select(0.2):
+                    assert self._clients[key.data].recv(1 << 16), "a stream has ended"
+                    self.arrivals[key.data].append(time.monotonic())
+
+
+def slow_schema() -> dict[str, object]:
+    """Five seconds of compilation."""
+    properties = {f"name_{n}": {"type": "string"} for n in range(11_000)}
+    return {"type": "object", "properties": properties}
+
+
+def longest_gaps(gateway: GatewayProcess, listener: Listener) -> tuple[float, float]:
+    """Of all streams: while nothing is compiled, and while something is."""
+    quiet = time.monotonic()
+    time.sleep(2.0)
+    asked = time.monotonic()
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": slow_schema()}}
+    response = gateway.post(PATH, {"prompt": [5], "response_format": wanted})
+    took = time.monotonic() - asked
+    assert response.status_code == 400
+    assert f"{BUDGET_S:g} s" in response.json()["error"]["message"]
+    assert took < BUDGET_S + 1
+    time.sleep(max(0.0, WATCHED_S - took))
+    before = listener.gaps(quiet, asked)[-1]
+    during = listener.gaps(asked, time.monotonic())
+    print(
+        f"refused after {took:.2f} s; {len(during):,} gaps, longest {during[-1] * 1e3:.1f} ms; "
+        f"before {before * 1e3:.1f} ms"
+    )
+    return before, during[-1]
+
+
+def is_quiet(before: float, during: float) -> bool:
+    """The law is `MOST_S`; where the machine alone makes gaps of more than half of it, twice those."""
+    return during < max(MOST_S, 2 * before)
+
+
+def test_61_a_slow_compilation_stretches_nobodys_gaps_and_is_refused_at_its_budget(
+    gateway: GatewayProcess,
+) -> None:
+    """What the compilation does to the streams it does every time; a machine that has other work
+    stalls them now and then, so one of three times is enough."""
+    body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(gateway.port)) for _ in range(STREAMS)]
+        for seed, client in enumerate(clients):
+            send_post(client, PATH, {**body, "seed": seed})
+        with Listener(clients) as listener:
+            time.sleep(1.0)
+            measured = []
+            while len(measured) < 3 and not any(is_quiet(*gaps) for gaps in measured):
+                measured.append(longest_gaps(gateway, listener))
+        assert all(listener.arrivals)
+    assert any(is_quiet(*gaps) for gaps in measured), measured
