@@ -12,6 +12,8 @@ from werkzeug.exceptions import HTTPException
 
 from gateway.admin import routes as admin
 from gateway.answering import ClientGone
+from gateway.anthropic import errors as anthropic_errors
+from gateway.anthropic import routes as anthropic
 from gateway.exchange import REQUEST_ID_HEADER, Exchange, request_id_from
 from gateway.faults import Fault, fault_of, internal_fault, plain_fault
 from gateway.openai import routes as openai
@@ -25,6 +27,8 @@ from protocol.errors import ServingError
 CONFIG_VARIABLE = "TIDEGATE_GATEWAY"
 EXTENSION = "tidegate"
 IGNORED_HEADER = "x-ignored-fields"
+ANTHROPIC = "/v1/messages"
+ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that did not wait. Nobody reads it but the log."""
 QUIET = frozenset({"admin.livez", "admin.readyz", "admin.health", "admin.metrics"})
@@ -49,7 +53,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     except ValueError as error:
         raise AppImportError(f"the gateway cannot start: {error}") from None
     app.extensions[EXTENSION] = service
-    for part in (openai, tokens, admin):
+    for part in (openai, anthropic, tokens, admin):
         app.register_blueprint(part.blueprint(service))
     app.register_blueprint(openapi.blueprint())
     _frame_requests(app, service)
@@ -74,6 +78,8 @@ def _frame_requests(app: Flask, service: Service) -> None:
     def end(response: Response) -> Response:
         exchange: Exchange = g.exchange
         response.headers[REQUEST_ID_HEADER] = exchange.request_id
+        if _is_anthropic():
+            response.headers[ANTHROPIC_REQUEST_ID_HEADER] = exchange.request_id
         if ignored := g.get("ignored"):  # fields that had no effect
             response.headers[IGNORED_HEADER] = ", ".join(ignored)
         if not exchange.is_streaming:  # a stream closes its exchange itself, when it is over
@@ -103,8 +109,18 @@ def _tell_errors(app: Flask) -> None:
         return _response(internal_fault(error))
 
 
+def _is_anthropic() -> bool:
+    """Whether the path is one of theirs, even where there is no such route: the client is theirs
+    all the same."""
+    return request.path == ANTHROPIC or request.path.startswith(ANTHROPIC + "/")
+
+
 def _response(fault: Fault) -> Response:
-    body = error_body(fault)
+    if _is_anthropic():
+        exchange: Exchange = g.exchange
+        body = anthropic_errors.error_body(fault, exchange.request_id)
+    else:
+        body = error_body(fault)
     response = flask.Response(body, status=fault.status, content_type="application/json")
     response.headers.update(fault.headers)
     if fault.status == 413:  # the rest of the body is still on its way, and nobody will read it

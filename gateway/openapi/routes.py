@@ -22,10 +22,11 @@ def blueprint() -> Blueprint:
 def operations() -> list[Operation]:
     """Of all APIs. Their modules are for documentation only, so they are not loaded before."""
     from gateway.admin.operations import OPERATIONS as ADMIN
+    from gateway.anthropic.operations import OPERATIONS as ANTHROPIC
     from gateway.openai.operations import OPERATIONS as OPENAI
     from gateway.tokens.operations import OPERATIONS as TOKENS
 
-    return [*OPENAI, *TOKENS, *ADMIN]
+    return [*OPENAI, *ANTHROPIC, *TOKENS, *ADMIN]
 
 
 @cache

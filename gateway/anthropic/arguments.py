@@ -1,0 +1,191 @@
+"""A call's arguments as they come -> the JSON text of an object, whatever the model writes.
+
+A client takes `input` to be an object, and SDKs read it bit by bit and fail on what is no JSON. So
+what is told is, at any time, a beginning that closing brackets complete: text beyond the last such
+point waits for the next. Raw control characters in strings are escaped. Where a call is cut off,
+the object is closed. Where the model writes what is no JSON, the object is closed, too, and gets
+one more member, `INVALID_JSON`, with all the model wrote: Anthropic's own name for such text.
+
+What is told does not depend on how the text was cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+INVALID_JSON = "INVALID_JSON"
+MAX_SCALAR_CHARS = 1024
+"""A longer number is taken for no number: it has to wait whole."""
+
+_RUN = re.compile(r'[^"\\\x00-\x1f]++')
+_ESCAPE = re.compile(
+    r"\\(?:[\"\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
+    r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+MAX_ESCAPE_CHARS = 12
+_BLANKS = re.compile(r"[ \t\r\n]++")
+_SCALAR = re.compile(r"[0-9A-Za-z+\-.]++")
+_COMPLETE_SCALAR = re.compile(
+    r"(?:true|false|null|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)"
+)
+
+START, FIRST_KEY, KEY, COLON, VALUE, FIRST_VALUE, AFTER, STRING, KEY_STRING, DONE = (
+    *("start", "first key", "key", "colon", "value", "first value", "after"),
+    *("string", "key string", "done"),
+)
+"""What is expected next; in the strings: what is being read."""
+
+_OPEN: Mapping[str, tuple[str, str]] = {"{": ("}", FIRST_KEY), "[": ("]", FIRST_VALUE)}
+_VALUES = {VALUE, FIRST_VALUE}
+_NEXT: Mapping[tuple[str, str], str] = {
+    (START, "{"): FIRST_KEY,
+    (FIRST_KEY, '"'): KEY_STRING,
+    (FIRST_KEY, "}"): AFTER,
+    (KEY, '"'): KEY_STRING,
+    (COLON, ":"): VALUE,
+    (VALUE, '"'): STRING,
+    (VALUE, "{"): FIRST_KEY,
+    (VALUE, "["): FIRST_VALUE,
+    (VALUE, "scalar"): AFTER,
+    (FIRST_VALUE, '"'): STRING,
+    (FIRST_VALUE, "{"): FIRST_KEY,
+    (FIRST_VALUE, "["): FIRST_VALUE,
+    (FIRST_VALUE, "]"): AFTER,
+    (FIRST_VALUE, "scalar"): AFTER,
+    (AFTER, ","): KEY,  # in an object; in an array a value
+    (AFTER, "}"): AFTER,
+    (AFTER, "]"): AFTER,
+}
+"""(expected, found) -> expected next. What is not here is no JSON."""
+
+
+class Arguments:
+    """Of one call. `is_broken`: it is no JSON object, and no more of it is told."""
+
+    __slots__ = ("_at", "_closers", "_has_member", "_held", "_raw", "_rest", "is_broken")
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self._at = START
+        self._closers: list[str] = []
+        self._raw: list[str] = []
+        self._rest = ""  # the beginning of a token
+        self._held: list[str] = []  # tokens behind the last point that brackets can close
+        self._has_member = False
+
+    def push(self, text: str) -> str:
+        """More of what the model wrote -> more of what is told."""
+        self._raw.append(text)
+        if self.is_broken:
+            return ""
+        told: list[str] = []
+        text, self._rest = self._rest + text, ""
+        position = 0
+        while position < len(text) and not self.is_broken:
+            then = self._token(text, position, told)
+            if then == position:  # the token is not complete
+                self._rest = text[position:]
+                break
+            position = then
+        return "".join(told)
+
+    def finish(self, *, complete: bool) -> str:
+        """The rest of the object. `complete`: the model has written all of it."""
+        if complete and (self._at != DONE or self._rest):
+            self.is_broken = True
+        if self._at == DONE and not self.is_broken:
+            return "".join(self._held).rstrip()
+        end = "{" if self._at == START else '"' if self._at == STRING else ""
+        end += "".join(reversed(self._closers[1:]))
+        if self.is_broken:
+            member = json.dumps({INVALID_JSON: "".join(self._raw)}, ensure_ascii=False)[1:-1]
+            end += ("," if self._has_member else "") + member
+        return end + "}"
+
+    # ---- tokens
+
+    def _token(self, text: str, position: int, told: list[str]) -> int:
+        """Read one from `position`; where the next begins: the same where there is none yet."""
+        if self._at in (STRING, KEY_STRING):
+            return self._in_string(text, position, told)
+        if blanks := _BLANKS.match(text, position):
+            self._held.append(blanks[0])
+            return blanks.end()
+        scalar = _SCALAR.match(text, position)
+        if scalar is None:
+            self._structural(text[position], told)
+            return position + 1
+        if scalar.end() == len(text) and len(scalar[0]) <= MAX_SCALAR_CHARS:
+            return position
+        self._scalar(scalar[0], told)
+        return scalar.end()
+
+    def _in_string(self, text: str, position: int, told: list[str]) -> int:
+        if run := _RUN.match(text, position):
+            self._within(run[0], told)
+            return run.end()
+        char = text[position]
+        if char == '"':
+            self._within(char, told)
+            self._at = COLON if self._at == KEY_STRING else AFTER
+        elif char != "\\":
+            self._within(json.dumps(char)[1:-1], told)
+        elif escape := _ESCAPE.match(text, position):
+            self._within(escape[0], told)
+            return escape.end()
+        elif len(text) - position < MAX_ESCAPE_CHARS:
+            return position
+        else:
+            self.is_broken = True
+        return position + 1
+
+    def _within(self, text: str, told: list[str]) -> None:
+        """A bit of a string: a value's can be cut anywhere between characters, a key's nowhere."""
+        if self._at == STRING:
+            told.append(text)
+        else:
+            self._held.append(text)
+
+    def _scalar(self, text: str, told: list[str]) -> None:
+        then = _NEXT.get((self._at, "scalar"))
+        is_whole = len(text) <= MAX_SCALAR_CHARS and _COMPLETE_SCALAR.fullmatch(text)
+        if then is None or not is_whole:
+            self.is_broken = True
+        else:
+            self._at = then
+            self._tell(text, told)
+
+    def _structural(self, char: str, told: list[str]) -> None:
+        then = _NEXT.get((self._at, char))
+        if then is None or (char in "}]" and self._closers[-1] != char):
+            self.is_broken = True
+            return
+        self._at = then
+        if char in _OPEN:
+            self._closers.append(_OPEN[char][0])
+            self._tell(char, told)
+        elif char in "}]":
+            self._close(char, told)
+        elif then == STRING:
+            self._tell(char, told)
+        else:
+            if char == "," and self._closers[-1] == "]":
+                self._at = VALUE
+            self._held.append(char)
+
+    def _close(self, char: str, told: list[str]) -> None:
+        """The outermost bracket waits: what follows may yet be wrong."""
+        self._closers.pop()
+        if self._closers:
+            self._tell(char, told)
+        else:
+            self._at = DONE
+            self._held.append(char)
+
+    def _tell(self, text: str, told: list[str]) -> None:
+        told.extend(self._held)
+        told.append(text)
+        self._held.clear()
+        self._has_member = self._has_member or self._at != FIRST_KEY or len(self._closers) > 1

@@ -1,0 +1,39 @@
+"""What a request of Anthropic's clients cannot know about the model that is served here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.chat.kwargs import thinking_budget
+from gateway.openai.schema import ChatBody
+from gateway.output.events import Warning
+from gateway.reading import Reading
+
+NO_BUDGET = "thinking_budget_not_kept"
+
+
+def fitted(chat: ChatBody, max_len: int, reading: Reading) -> tuple[ChatBody, list[Warning]]:
+    """The same request, as far as the model goes.
+
+    These clients send one `max_tokens` to every model: more than the context holds is no more than
+    the context, and the answer says `model_context_window_exceeded` where it fills it. And they
+    send a budget to models that are not known to think; such a model has nothing to limit.
+    """
+    warnings = []
+    changes: dict[str, Any] = {}
+    if chat.max_tokens is not None and chat.max_tokens > max_len:
+        changes["max_tokens"] = max_len
+    if reading.reasoning is None and thinking_budget(chat.thinking_fields):
+        changes |= {"thinking": _unlimited(chat.thinking), "thinking_token_budget": None}
+        message = "it is not known how this model writes its reasoning, so there is no limit to it"
+        warnings.append(Warning(NO_BUDGET, message))
+    return msgspec.structs.replace(chat, **changes), warnings
+
+
+def _unlimited(thinking: object) -> object:
+    if not isinstance(thinking, Mapping):
+        return thinking
+    return {name: value for name, value in thinking.items() if name != "budget_tokens"}

@@ -1,0 +1,33 @@
+"""The Messages routes, as their documentation sees them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from gateway.anthropic import told
+from gateway.anthropic.schema import CountBody, MessagesBody
+from gateway.openapi.operation import INFERENCE, Operation, Stream
+
+_post = partial(
+    Operation,
+    method="post",
+    tag="Anthropic",
+    error=told.MessagesErrorAnswer,
+    statuses=INFERENCE,
+)
+
+OPERATIONS = (
+    _post(
+        rule="/v1/messages",
+        about="Answer a conversation, in Anthropic's words.",
+        takes=(MessagesBody,),
+        gives=told.AnsweredMessage,
+        streams=Stream(told.StreamEvent),
+    ),
+    _post(
+        rule="/v1/messages/count_tokens",
+        about="How many tokens a request with these fields would send to the model.",
+        takes=(CountBody,),
+        gives=told.Counted,
+    ),
+)

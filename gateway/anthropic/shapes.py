@@ -1,0 +1,110 @@
+"""What a Messages stream and a whole answer have in common, so that they cannot differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.answering import Answer
+from gateway.anthropic.blocks import Kind
+from gateway.output.events import Finished, ToolCall, Warning
+
+encode = msgspec.json.encode
+
+STOP_REASONS: Mapping[str, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "abort": "pause_turn",
+}
+CONTEXT_FULL = "model_context_window_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Of the request at hand.
+
+    request_id  as errors and headers tell it; the message's id is made of it
+    model       as the client named it
+    asides      what else there is to say: with the whole answer, or with `message_start`
+    warnings    about the request
+    """
+
+    request_id: str
+    model: str
+    shows_thinking: bool = True
+    asides: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[Warning] = ()
+
+    @property
+    def id(self) -> str:
+        return f"msg_{self.request_id}"
+
+    def message(
+        self,
+        content: Sequence[Mapping[str, Any]],
+        end: Mapping[str, Any],
+        usage: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            **end,
+            "usage": usage,
+            **self.asides,
+        }
+
+
+NO_END = {"stop_reason": None, "stop_sequence": None}
+
+
+def end_of(finished: Finished, answer: Answer) -> dict[str, Any]:
+    """`max_tokens` is the request's limit; an answer that ends before it filled the context."""
+    (choice,) = answer.choices
+    reason = STOP_REASONS[finished.reason]
+    matched = finished.stop_reason if isinstance(finished.stop_reason, str) else None
+    if finished.reason == "stop" and matched is not None:
+        reason = "stop_sequence"
+    limit = choice.params.max_tokens
+    if finished.reason == "length" and limit is not None and choice.num_generated < limit:
+        reason = CONTEXT_FULL
+    return {"stop_reason": reason, "stop_sequence": matched}
+
+
+def usage_of(answer: Answer) -> dict[str, Any]:
+    """So far, or in all. Input that was found in the cache is not counted twice; writing to the
+    cache costs nothing, so nothing is told to have been written."""
+    cached = answer.num_cached_tokens
+    usage: dict[str, Any] = {
+        "input_tokens": answer.num_prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": answer.num_generated_tokens,
+    }
+    if (thinking := answer.num_reasoning_tokens) is not None:
+        usage["output_tokens_details"] = {"thinking_tokens": thinking}
+    return usage
+
+
+def empty_block(kind: Kind, call: ToolCall | None) -> dict[str, Any]:
+    """As it begins."""
+    match kind:
+        case "text":
+            return {"type": kind, "text": ""}
+        case "thinking":
+            return {"type": kind, "thinking": "", "signature": ""}
+        case "tool_use":
+            assert call is not None
+            return {"type": kind, "id": call.id, "name": call.name, "input": {}}
+
+
+def told_warnings(warnings: Sequence[Warning]) -> dict[str, Any]:
+    """A member more, where there are any."""
+    told = [{"code": warning.code, "message": warning.message} for warning in warnings]
+    return {"warnings": told} if told else {}

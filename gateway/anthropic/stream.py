@@ -1,0 +1,119 @@
+"""An answer as Anthropic's events:
+
+    message_start  ping  [content_block_start  content_block_delta ...  content_block_stop] ...
+    message_delta  message_stop
+
+`message_start` is sent as soon as the engine has accepted the request: a silent stream is kept
+alive with `ping`, which no client expects before it. It cannot know yet what was found in the
+cache; `message_delta` has the final usage, and the warnings. After an error one `error` event ends
+the stream. JSON is put together from parts encoded once per block: in the common case only the new
+text is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gateway.answering import Answer, Choice
+from gateway.anthropic.blocks import Blocks, Kind
+from gateway.anthropic.errors import error_body
+from gateway.anthropic.shapes import (
+    NO_END,
+    Origin,
+    empty_block,
+    encode,
+    end_of,
+    told_warnings,
+    usage_of,
+)
+from gateway.faults import fault_of
+from gateway.output.events import Delta, ToolCall
+from protocol.errors import ServingError
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b'
+_BIT: Mapping[Kind, bytes] = {
+    "text": b'{"type":"text_delta","text":',
+    "thinking": b'{"type":"thinking_delta","thinking":',
+    "tool_use": b'{"type":"input_json_delta","partial_json":',
+}
+_SIGNATURE = b'{"type":"signature_delta","signature":'
+_BIT_END = b"}}\n\n"
+
+
+def event(kind: str, **members: Any) -> bytes:
+    name = kind.encode()
+    return b"event: %b\ndata: %b\n\n" % (name, encode({"type": kind, **members}))
+
+
+class EventWriter:
+    """The sink of a stream.
+
+    write   takes bytes as they are made
+    finish  called after the last ones
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        origin: Origin,
+        *,
+        write: Callable[[bytes], None],
+        finish: Callable[[], None],
+    ) -> None:
+        self._answer = answer
+        self._origin = origin
+        self._write = write
+        self._finish = finish
+        self._blocks = Blocks(self, shows_thinking=origin.shows_thinking)
+        self._frames: list[bytes] = []
+        self._index = 0
+        self._bit_head = b""
+        message = origin.message([], NO_END, usage_of(answer))
+        write(event("message_start", message=message) + PING)
+
+    # ---- for the answer
+
+    def delta(self, choice: Choice, delta: Delta) -> None:
+        for one in delta.events:
+            self._blocks.say(one)
+        if self._frames:
+            self._write(b"".join(self._frames))
+            self._frames.clear()
+
+    def end(self) -> None:
+        finished = self._blocks.finished
+        assert finished is not None, "an answer that has ended says why"
+        warnings = told_warnings([*self._origin.warnings, *self._blocks.warnings])
+        last = event(
+            "message_delta",
+            delta=end_of(finished, self._answer),
+            usage=usage_of(self._answer),
+            **warnings,
+        )
+        self._write(last + event("message_stop"))
+        self._finish()
+
+    def fail(self, error: ServingError) -> None:
+        self._write(
+            b"event: error\ndata: %b\n\n" % error_body(fault_of(error), self._origin.request_id)
+        )
+        self._finish()
+
+    # ---- for the blocks
+
+    def start(self, index: int, kind: Kind, call: ToolCall | None) -> None:
+        self._index = index
+        self._bit_head = _DELTA % (index, _BIT[kind])
+        block = empty_block(kind, call)
+        self._frames.append(event("content_block_start", index=index, content_block=block))
+
+    def bit(self, text: str) -> None:
+        self._frames.append(self._bit_head + encode(text) + _BIT_END)
+
+    def stop(self, signature: str | None) -> None:
+        if signature is not None:
+            head = _DELTA % (self._index, _SIGNATURE)
+            self._frames.append(head + encode(signature) + _BIT_END)
+        self._frames.append(event("content_block_stop", index=self._index))

@@ -1,0 +1,183 @@
+"""What the Messages routes tell, as structs: for the documentation, and for tests that hold answers
+against it. The bytes themselves are put together in `whole` and `stream`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.openai.told import Effective
+
+StopReason = Literal[
+    "end_turn",
+    "max_tokens",
+    "stop_sequence",
+    "tool_use",
+    "pause_turn",
+    "model_context_window_exceeded",
+]
+
+
+class ErrorCode(msgspec.Struct, frozen=True):
+    error_code: str
+
+
+class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
+    """param  the request's field at fault: `messages[2].content[0]`"""
+
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "conflict_error",
+        "request_too_large",
+        "rate_limit_error",
+        "overloaded_error",
+        "timeout_error",
+        "api_error",
+    ]
+    message: str
+    param: str | UnsetType = UNSET
+    details: ErrorCode | UnsetType = UNSET
+
+
+class MessagesErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
+    error: MessagesError
+    request_id: str
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """thinking_tokens  how many of the answer's tokens were thinking"""
+
+    thinking_tokens: int
+
+
+class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt's tokens are `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails | UnsetType = UNSET
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
+    """signature  a digest of the text; history is taken with any"""
+
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessagesWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """Something is not as it should be, and was told all the same."""
+
+    code: str
+    message: str
+
+
+class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
+    """ignored_params  fields of the request that had no effect"""
+
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+    warnings: list[MessagesWarning] | UnsetType = UNSET
+    ignored_params: list[str] | UnsetType = UNSET
+    effective: Effective | UnsetType = UNSET
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
+    message: AnsweredMessage
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    pass
+
+
+class ContentBlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
+    index: int
+    content_block: ContentBlock
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
+    """The bits of a block, joined, are the JSON text of its `input`."""
+
+    partial_json: str
+
+
+class ContentBlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class ContentBlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
+    index: int
+
+
+class MessageEnd(msgspec.Struct, frozen=True):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag="message_delta"):
+    """The usage is that of the whole answer."""
+
+    delta: MessageEnd
+    usage: MessagesUsage
+    warnings: list[MessagesWarning] | UnsetType = UNSET
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
+    pass
+
+
+StreamEvent = (
+    MessageStart
+    | Ping
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+    | MessagesErrorAnswer
+)
+
+
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    ignored_params: list[str] | UnsetType = UNSET
+    effective: Effective | UnsetType = UNSET

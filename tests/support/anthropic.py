@@ -1,0 +1,80 @@
+"""Anthropic's streams as tests want to see them: taken apart, checked for their order, folded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from gateway.anthropic.told import MessageStart, StreamEvent
+
+
+def anthropic_events(body: bytes) -> list[dict[str, Any]]:
+    """The events of a stream; each fits its struct, and its name says what its data is."""
+    frames = body.split(b"\n\n")
+    assert frames.pop() == b"", "a stream ends with an empty line"
+    events = []
+    for frame in frames:
+        name, data = frame.split(b"\n")
+        told = json.loads(data.removeprefix(b"data: "))
+        assert name == b"event: " + told["type"].encode()
+        msgspec.convert(told, StreamEvent)
+        events.append(told)
+    return events
+
+
+def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client that joins a stream ends up with; also that its events come in order."""
+    events = [event for event in events if event["type"] != "ping"]
+    assert [e["type"] for e in events[-2:]] == ["message_delta", "message_stop"]
+    msgspec.convert(events[0], MessageStart)
+    message: dict[str, Any] = events[0]["message"]
+    assert message["content"] == []
+    bits: list[str] | None = None  # of the open block
+    for event in events[1:-2]:
+        match event["type"]:
+            case "content_block_start":
+                assert bits is None, "blocks do not overlap"
+                assert event["index"] == len(message["content"]), "indexes rise by one"
+                message["content"].append(event["content_block"])
+                bits = []
+            case "content_block_delta":
+                assert bits is not None, "a delta outside a block"
+                assert event["index"] == len(message["content"]) - 1
+                _add(message["content"][-1], event["delta"], bits)
+            case "content_block_stop":
+                assert bits is not None
+                assert event["index"] == len(message["content"]) - 1
+                _close(message["content"][-1], "".join(bits))
+                bits = None
+            case kind:
+                raise AssertionError(f"{kind} in the middle of a stream")
+    assert bits is None, "the last block ends"
+    last = events[-2]
+    more = {"warnings": last["warnings"]} if "warnings" in last else {}
+    return message | last["delta"] | {"usage": last["usage"]} | more
+
+
+def _add(block: dict[str, Any], delta: dict[str, Any], bits: list[str]) -> None:
+    kinds = {
+        "text": ("text_delta", "text"),
+        "thinking": ("thinking_delta", "thinking"),
+        "tool_use": ("input_json_delta", "partial_json"),
+    }
+    if delta["type"] == "signature_delta":
+        assert block["type"] == "thinking"
+        block["signature"] = delta["signature"]
+        return
+    kind, member = kinds[block["type"]]
+    assert delta["type"] == kind
+    assert delta[member], "an empty bit says nothing"
+    bits.append(delta[member])
+
+
+def _close(block: dict[str, Any], text: str) -> None:
+    if block["type"] == "tool_use":
+        block["input"] = json.loads(text)
+        assert isinstance(block["input"], dict)
+    else:
+        block[block["type"]] = text

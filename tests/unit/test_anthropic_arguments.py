@@ -1,0 +1,103 @@
+"""A call's arguments as told: at any time the beginning of an object, in the end an object."""
+
+from __future__ import annotations
+
+import json
+
+import jiter
+import pytest
+
+from gateway.anthropic.arguments import INVALID_JSON, MAX_SCALAR_CHARS, Arguments
+
+
+def told(*bits: str, complete: bool = True) -> str:
+    arguments = Arguments()
+    return "".join(map(arguments.push, bits)) + arguments.finish(complete=complete)
+
+
+OBJECTS = [
+    "{}",
+    " { } \n",
+    '{"city": "Köln"}',
+    '{"a":[1,-2.5e+3,true,false,null,"x",[],{},[[{"b":{}}]]],"c":{"d":""}}',
+    '{"quote":"\\"\\\\\\/\\b\\f\\n\\r\\t\\u00e9","pair":"\\ud83d\\ude00"}',
+    '{"a" : 0 , "b" : [ ] }',
+    '{"": ""}',
+]
+
+
+@pytest.mark.parametrize("text", OBJECTS)
+def test_an_object_is_told_as_it_is_however_it_is_cut(text: str) -> None:
+    assert told(text).strip() == text.strip()
+    assert told(*text) == told(text)
+
+
+def test_text_of_a_string_is_told_as_it_comes() -> None:
+    arguments = Arguments()
+    assert arguments.push('{"content": "one ') == '{"content": "one '
+    assert arguments.push("two") == "two"
+    assert arguments.push(' "') == ' "'
+    assert arguments.push("}") == ""
+    assert arguments.finish(complete=True) == "}"
+
+
+BROKEN = {
+    "no object": ("hello", {}),
+    "a list": ("[1]", {}),
+    "a string": ('"text"', {}),
+    "half an object": ('{"a": 1, "b', {"a": 1}),
+    "half a string": ('{"a": "one', {"a": "one"}),
+    "half a number": ('{"a": 12', {}),
+    "no key": ("{a: 1}", {}),
+    "single quotes": ("{'a': 1}", {}),
+    "comma at the end": ('{"a": [1,], "b": 2}', {"a": [1]}),
+    "wrong bracket": ('{"a": [1}', {"a": [1]}),
+    "words behind": ('{"a": 1} done', {"a": 1}),
+    "two objects": ('{"a": 1}{"b": 2}', {"a": 1}),
+    "a number behind": ('{"a": 1} 2', {"a": 1}),
+    "Python": ('{"a": True}', {}),
+    "NaN": ('{"a": {"b": NaN}}', {"a": {}}),
+    "leading zero": ('{"a": 01}', {}),
+    "escape": ('{"a": "x\\qy and more than twelve"}', {"a": "x"}),
+    "lone surrogate": ('{"a": "x\\ud83d and more"}', {"a": "x"}),
+    "endless number": ('{"a": ' + "1" * (MAX_SCALAR_CHARS + 2) + "}", {}),
+    "brace at the start": ("}", {}),
+    "nothing": ("", {}),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_no_object_is_told_as_far_as_it_was_one_and_then_as_text(case: str) -> None:
+    text, before = BROKEN[case]
+    assert json.loads(told(text)) == {**before, INVALID_JSON: text}
+    assert told(*text) == told(text)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_cut_off_is_closed(case: str) -> None:
+    text, before = BROKEN[case]
+    whole = json.loads(told(text, complete=False))
+    assert {name: whole[name] for name in before} == before
+    assert told(*text, complete=False) == told(text, complete=False)
+
+
+@pytest.mark.parametrize("text", OBJECTS)
+def test_an_object_cut_off_anywhere_is_an_object_without_complaint(text: str) -> None:
+    for end in range(len(text)):
+        assert INVALID_JSON not in json.loads(told(text[:end], complete=False))
+
+
+@pytest.mark.parametrize("text", [*OBJECTS, *(text for text, _ in BROKEN.values())])
+def test_a_client_that_reads_bit_by_bit_never_fails(text: str) -> None:
+    arguments = Arguments()
+    so_far = ""
+    for char in text:
+        so_far += arguments.push(char)
+        if so_far:
+            jiter.from_json(so_far.encode(), partial_mode=True)
+    whole = jiter.from_json((so_far + arguments.finish(complete=True)).encode())
+    assert isinstance(whole, dict)
+
+
+def test_raw_newlines_in_a_string_are_escaped() -> None:
+    assert json.loads(told('{"code": "one\n\ttwo\x00"}')) == {"code": "one\n\ttwo\x00"}

@@ -1,0 +1,396 @@
+"""Events in, Anthropic's events or a whole message out: no engine, no socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.answering import Answer, Ask
+from gateway.anthropic.arguments import INVALID_JSON
+from gateway.anthropic.errors import error_body
+from gateway.anthropic.shapes import CONTEXT_FULL, Origin
+from gateway.anthropic.stream import PING, EventWriter
+from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer
+from gateway.anthropic.whole import whole_message
+from gateway.caller import caller_key
+from gateway.engine_client import EngineClient
+from gateway.faults import fault_of, plain_fault
+from gateway.output.events import (
+    Content,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    Warning,
+    merged,
+)
+from gateway.output.reader import ReaderFactory
+from gateway.output.teller import INVALID_ARGUMENTS
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import (
+    EngineLost,
+    ErrorInfo,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+    StepFailed,
+    UnknownModel,
+)
+from protocol.sampling import SamplingParams
+from tests.support.anthropic import anthropic_events, message_of
+from tests.support.scripted_engine import scripted_card
+
+TOKENIZER = Tokenizer(scripted_card())
+ORIGIN = Origin("1", 'model "m"', asides={"ignored_params": ["speed"]})
+
+
+def an_answer(max_tokens: int | None = 100) -> Answer:
+    params = SamplingParams(max_tokens=max_tokens)
+    asks = [Ask([1, 2, 3], [params], ReaderFactory(TOKENIZER))]
+    answer = Answer(EngineClient("ipc:///nowhere"), asks)
+    answer.choices[0].num_generated = 10
+    answer.choices[0].num_cached = 2
+    return answer
+
+
+def streamed(
+    events: list[Event], *, size: int = 1, origin: Origin = ORIGIN, answer: Answer | None = None
+) -> bytes:
+    """`size` events a delta."""
+    answer = answer or an_answer()
+    data: list[bytes] = []
+    ends: list[bool] = []
+    writer = EventWriter(answer, origin, write=data.append, finish=lambda: ends.append(True))
+    for at in range(0, len(events), size):
+        writer.delta(answer.choices[0], Delta(events[at : at + size]))
+    assert not ends
+    writer.end()
+    assert ends == [True]
+    return b"".join(data)
+
+
+def whole(events: list[Event], *, origin: Origin = ORIGIN, answer: Answer | None = None) -> Any:
+    told = whole_message(answer or an_answer(), events, origin)
+    msgspec.json.decode(told, type=AnsweredMessage)
+    return json.loads(told)
+
+
+THINKS_SAYS_CALLS: list[Event] = [
+    Reasoning("hm"),
+    Reasoning(", so"),
+    Content("I "),
+    Content("look."),
+    ToolCall(0, "c0", "weather"),
+    ToolArguments(0, '{"city": "K'),
+    ToolArguments(0, 'öln"}'),
+    ToolCallEnd(0),
+    ToolCall(1, "c1", "now"),
+    ToolArguments(1, "{}"),
+    ToolCallEnd(1),
+    Finished("tool_calls"),
+]
+SIGNATURE = "RBaOcsUJ5nhXOgLHr0cFac66wLPWai2u4LMh2+MB4yM="
+GOLDEN = """\
+event: message_start
+data: {"type":"message_start","message":{"id":"msg_1","type":"message","role":"assistant",\
+"model":"model \\"m\\"","content":[],"stop_reason":null,"stop_sequence":null,"usage":\
+{"input_tokens":1,"cache_creation_input_tokens":0,"cache_read_input_tokens":2,"output_tokens":10},\
+"ignored_params":["speed"]}}
+
+event: ping
+data: {"type":"ping"}
+
+event: content_block_start
+data: {"type":"content_block_start","index":0,"content_block":\
+{"type":"thinking","thinking":"","signature":""}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":0,"delta":{"type":"thinking_delta","thinking":"hm"}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":0,"delta":{"type":"thinking_delta","thinking":", so"}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":0,"delta":{"type":"signature_delta","signature":\
+"SIGNATURE"}}
+
+event: content_block_stop
+data: {"type":"content_block_stop","index":0}
+
+event: content_block_start
+data: {"type":"content_block_start","index":1,"content_block":{"type":"text","text":""}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":1,"delta":{"type":"text_delta","text":"I "}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":1,"delta":{"type":"text_delta","text":"look."}}
+
+event: content_block_stop
+data: {"type":"content_block_stop","index":1}
+
+event: content_block_start
+data: {"type":"content_block_start","index":2,"content_block":\
+{"type":"tool_use","id":"c0","name":"weather","input":{}}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":2,"delta":\
+{"type":"input_json_delta","partial_json":"{\\"city\\": \\"K"}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":2,"delta":\
+{"type":"input_json_delta","partial_json":"öln\\""}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":2,"delta":\
+{"type":"input_json_delta","partial_json":"}"}}
+
+event: content_block_stop
+data: {"type":"content_block_stop","index":2}
+
+event: content_block_start
+data: {"type":"content_block_start","index":3,"content_block":\
+{"type":"tool_use","id":"c1","name":"now","input":{}}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":3,"delta":\
+{"type":"input_json_delta","partial_json":"{"}}
+
+event: content_block_delta
+data: {"type":"content_block_delta","index":3,"delta":\
+{"type":"input_json_delta","partial_json":"}"}}
+
+event: content_block_stop
+data: {"type":"content_block_stop","index":3}
+
+event: message_delta
+data: {"type":"message_delta","delta":{"stop_reason":"tool_use","stop_sequence":null},"usage":\
+{"input_tokens":1,"cache_creation_input_tokens":0,"cache_read_input_tokens":2,"output_tokens":10}}
+
+event: message_stop
+data: {"type":"message_stop"}
+
+"""
+
+
+def test_a_stream_of_all_kinds_has_these_bytes() -> None:
+    assert streamed(THINKS_SAYS_CALLS).decode() == GOLDEN.replace("SIGNATURE", SIGNATURE)
+
+
+def test_a_whole_answer_has_its_blocks_in_order() -> None:
+    assert whole(THINKS_SAYS_CALLS) == {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": 'model "m"',
+        "content": [
+            {"type": "thinking", "thinking": "hm, so", "signature": SIGNATURE},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "c0", "name": "weather", "input": {"city": "Köln"}},
+            {"type": "tool_use", "id": "c1", "name": "now", "input": {}},
+        ],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 1,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 2,
+            "output_tokens": 10,
+        },
+        "ignored_params": ["speed"],
+    }
+
+
+ANSWERS: dict[str, list[Event]] = {
+    "nothing": [Finished("stop")],
+    "text": [Content("one "), Content("two"), Finished("stop")],
+    "thinks, says, calls": THINKS_SAYS_CALLS,
+    "thinks again": [Reasoning("a"), Content("b"), Reasoning("c"), Content("d"), Finished("stop")],
+    "says behind a call": [
+        ToolCall(0, "c", "now"),
+        ToolArguments(0, "{}"),
+        ToolCallEnd(0),
+        Content("done"),
+        Finished("tool_calls"),
+    ],
+    "cut off in thinking": [Reasoning("a"), Finished("length")],
+    "cut off in a call": [
+        ToolCall(0, "c", "now"),
+        ToolArguments(0, '{"zone": "Eur'),
+        Finished("length"),
+    ],
+    "cut off before the arguments": [ToolCall(0, "c", "now"), Finished("length")],
+    "no JSON": [
+        ToolCall(0, "c", "now"),
+        ToolArguments(0, '{"zone": Eur'),
+        ToolArguments(0, "ope}"),
+        Warning(INVALID_ARGUMENTS, "the arguments of call 0 are no JSON object"),
+        ToolCallEnd(0),
+        Finished("tool_calls"),
+    ],
+    "a stop string": [Content("a"), Finished("stop", "END")],
+    "a stop token": [Content("a"), Finished("stop", 7)],
+    "aborted": [Content("a"), Finished("abort")],
+    "odd characters": [Content('a"b\\c\n\u2028\x01</script>é'), Finished("stop")],
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize("case", ANSWERS)
+def test_the_whole_answer_is_the_stream_folded(case: str, size: int) -> None:
+    told = message_of(anthropic_events(streamed(ANSWERS[case], size=size)))
+    assert told == whole(ANSWERS[case])
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_how_an_answer_was_cut_into_events_changes_nothing(case: str) -> None:
+    events = ANSWERS[case]
+    letters = [small for event in events for small in _letters(event)]
+    assert whole(letters) == whole(merged(events)) == whole(events)
+    assert message_of(anthropic_events(streamed(letters))) == whole(events)
+
+
+def _letters(event: Event) -> list[Event]:
+    match event:
+        case Content(text) | Reasoning(text):
+            return [type(event)(letter) for letter in text]
+        case ToolArguments(index, fragment):
+            return [ToolArguments(index, letter) for letter in fragment]
+    return [event]
+
+
+@pytest.mark.parametrize(
+    ("finished", "max_tokens", "reason", "sequence"),
+    [
+        (Finished("stop"), 100, "end_turn", None),
+        (Finished("stop", "END"), 100, "stop_sequence", "END"),
+        (Finished("stop", 7), 100, "end_turn", None),
+        (Finished("tool_calls"), 100, "tool_use", None),
+        (Finished("tool_calls", "END"), 100, "tool_use", "END"),
+        (Finished("abort"), 100, "pause_turn", None),
+        (Finished("length"), 10, "max_tokens", None),
+        (Finished("length"), 11, CONTEXT_FULL, None),
+    ],
+)
+def test_why_an_answer_ended(
+    finished: Finished, max_tokens: int, reason: str, sequence: str | None
+) -> None:
+    told = whole([finished], answer=an_answer(max_tokens))
+    assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
+
+
+def test_arguments_that_are_no_object_are_told_as_one_with_one_warning() -> None:
+    told = whole(ANSWERS["no JSON"])
+    assert told["content"][0]["input"] == {INVALID_JSON: '{"zone": Europe}'}
+    assert [warning["code"] for warning in told["warnings"]] == [INVALID_ARGUMENTS]
+
+
+def test_arguments_that_only_we_find_wrong_are_warned_of_by_us() -> None:
+    text = '{"zone": "\\ud83d"}'
+    events = [ToolCall(0, "c", "now"), ToolArguments(0, text), ToolCallEnd(0), Finished("stop")]
+    told = whole(events)
+    assert told["content"][0]["input"][INVALID_JSON] == text
+    assert [warning["code"] for warning in told["warnings"]] == [INVALID_ARGUMENTS]
+
+
+def test_thinking_that_is_not_to_be_shown_is_a_block_without_text() -> None:
+    hidden = Origin("1", "m", shows_thinking=False)
+    events = [Reasoning("secret"), Content("said"), Finished("stop")]
+    told = whole(events, origin=hidden)
+    assert told["content"][0] == {**whole(events)["content"][0], "thinking": ""}
+    data = streamed(events, origin=hidden)
+    assert b"secret" not in data
+    assert message_of(anthropic_events(data)) == told
+
+
+def test_warnings_about_the_request_and_the_answer_come_together() -> None:
+    origin = Origin("1", "m", warnings=[Warning("a", "b")])
+    events = [Content("x"), Warning("c", "d"), Finished("stop")]
+    told = whole(events, origin=origin)
+    assert [warning["code"] for warning in told["warnings"]] == ["a", "c"]
+    assert message_of(anthropic_events(streamed(events, origin=origin))) == told
+
+
+def test_a_message_starts_before_the_first_token() -> None:
+    data: list[bytes] = []
+    EventWriter(an_answer(), ORIGIN, write=data.append, finish=lambda: None)
+    start, ping = anthropic_events(b"".join(data))
+    assert (start["type"], ping["type"]) == ("message_start", "ping")
+    assert b"".join(data).endswith(PING)
+
+
+def test_a_failure_is_one_event_and_the_end() -> None:
+    data: list[bytes] = []
+    ends: list[bool] = []
+    answer = an_answer()
+    writer = EventWriter(answer, ORIGIN, write=data.append, finish=lambda: ends.append(True))
+    writer.delta(answer.choices[0], Delta([Content("half")]))
+    writer.delta(answer.choices[0], Delta([Failed(ErrorInfo(code="x", message="y"))]))
+    writer.fail(Overloaded("too much"))
+    *_, last = anthropic_events(b"".join(data))
+    assert last == {
+        "type": "error",
+        "error": {
+            "type": "rate_limit_error",
+            "message": "too much",
+            "details": {"error_code": "overloaded"},
+        },
+        "request_id": "1",
+    }
+    assert ends == [True]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequest("m", param="n"), "invalid_request_error"),
+        (UnknownModel("m"), "not_found_error"),
+        (Overloaded("m"), "rate_limit_error"),
+        (EngineLost("m"), "overloaded_error"),
+        (StepFailed("a secret"), "api_error"),
+    ],
+)
+def test_an_error_has_the_type_of_its_status(error: ServingError, kind: str) -> None:
+    told = json.loads(error_body(fault_of(error), "id"))
+    msgspec.convert(told, MessagesErrorAnswer)
+    assert told["error"]["type"] == kind
+    assert told["error"].get("param") == error.param
+    assert "secret" not in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (413, "request_too_large"),
+        (415, "invalid_request_error"),
+    ],
+)
+def test_an_error_of_http_has_a_type_too(status: int, kind: str) -> None:
+    assert json.loads(error_body(plain_fault(status, "m"), "id"))["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({}, None),
+        ({"Authorization": "Bearer abc"}, "abc"),
+        ({"Authorization": "bearer  abc "}, "abc"),
+        ({"Authorization": "Basic abc"}, None),
+        ({"Authorization": "Bearer "}, None),
+        ({"X-Api-Key": "abc"}, "abc"),
+        ({"X-Api-Key": " "}, None),
+        ({"Authorization": "Bearer abc", "X-Api-Key": "def"}, "abc"),
+        ({"Authorization": "Basic x", "X-Api-Key": "def"}, "def"),
+    ],
+)
+def test_a_caller_has_a_key_in_either_header(headers: dict[str, str], key: str | None) -> None:
+    assert caller_key(headers) == key
