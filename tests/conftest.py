@@ -6,6 +6,8 @@ Set before any library is imported, since they read these once.
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 from hypothesis import settings
 
@@ -18,3 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 # that a failure is the change's own; elsewhere they are new each time.
 settings.register_profile("tidegate", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("tidegate")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many answers of which format were read in how many ways, if any were."""
+    kit = sys.modules.get("tests.support.formats")
+    if kit is not None and kit.ROWS:
+        terminalreporter.section("answers read, however they are cut")
+        terminalreporter.write_line(kit.table(sorted(kit.ROWS, key=lambda row: row.name)))

@@ -219,7 +219,13 @@ class Answer(Machine):
         return rest
 
     def _section_token(self, marker: str) -> None:
+        """Reasoning may begin again where a call is complete, though its stretch is not."""
         assert self.section is not None
+        if marker in self.reasoning.open and self.section.is_between:
+            self.section.end(True)
+            self.s.at = CONTENT
+            self._between(marker)
+            return
         self.section.read_token(marker)
         self._leave_if_done()
 

@@ -215,21 +215,13 @@ def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
 
 
 def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
-    """The id of a marker that is always written as one token; None for one that is spelt out, even
-    if an ordinary token happens to have the same letters.
+    """The id of a marker that is always written as one token; None for one that is spelt out.
 
-    Added tokens are always written as one. Of the others it is one if it is found whatever stands
-    around it.
+    Only added tokens are always written as one. An ordinary token with the same letters may be
+    merged with what stands around it, so such a marker is found in the text.
     """
     token_id = tokenizer.token_id(marker)
-    if token_id is None or token_id in tokenizer.added_tokens:
-        return token_id
-    if marker.isalnum():
-        return None
-    for text in (f"a{marker}a", marker[:1] + marker + marker[-1:]):
-        if token_id not in tokenizer.encode(text, False):
-            return None
-    return token_id
+    return token_id if token_id in tokenizer.added_tokens else None
 
 
 def machine_state(machine: Machine) -> dict[str, Any]:

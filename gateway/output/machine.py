@@ -271,7 +271,15 @@ class Section(Machine):
     """A machine for one stretch of tool calls, entered by `open` and left when it is `done`.
 
     One section may be opened any number of times; `open` begins anew.
+
+    BETWEEN  states in which all calls so far are complete, and another may follow
     """
+
+    BETWEEN: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def is_between(self) -> bool:
+        return self.s.at in self.BETWEEN
 
     def open(self, marker: str) -> None:
         """`marker` has opened it. All that an earlier stretch left is forgotten."""

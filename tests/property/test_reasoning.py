@@ -19,13 +19,16 @@ from gateway.output.reasoning import (
     starts_inside,
 )
 from tests.support.formats import (
+    Call,
     Fixture,
     Sample,
     Say,
     Think,
+    answers,
     check,
+    dumps,
     reasoning_writer,
-    table,
+    spelt,
     units,
     written,
 )
@@ -59,25 +62,51 @@ CLOSING = {
 }
 
 
+def sample_of(name: str) -> Sample:
+    """With calls as Hermes writes them."""
+    reasoning = REASONING[name]
+    return Sample(
+        f"{name} (reasoning)",
+        Format(TOOLS["hermes"], reasoning),
+        lambda calls, before: "".join(
+            f"<tool_call>{dumps({'name': call.name, 'arguments': call.arguments})}</tool_call>"
+            for call in calls
+        ),
+        think=BLOCKS.get(name),
+    )
+
+
 def fixtures(name: str) -> list[Fixture]:
     """Answers of one format. Of markers in prose only those that mean nothing there."""
     format = REASONING[name]
-    sample = Sample(name, Format(None, format), lambda calls, before: "", think=BLOCKS[name])
+    sample = sample_of(name)
     end = CLOSING.get(name, "")
+    tag = spelt(format.close[0])
+    weather = Call("weather", {"city": "Köln </think>", "days": [1, {}]})
     again = "" if format.only_at_start or end else BLOCKS[name]("And more?") + "Yes."
     cases = [
         written(sample, "one block", [Think("Hm.\n\nLet me {see} 語"), Say("So\n\nit is." + end)]),
         written(sample, "blanks", [Think("a  b"), Say("  indented\ttext <x" + end)]),
         written(sample, "no text", [Think("a")]),
+        written(
+            sample, "prose with its tag", [Think(f"write {tag}, or {tag[:5]}"), Say(tag + end)]
+        ),
         Fixture("no reasoning", "Plain text, < and > 語.", [Content("Plain text, < and > 語.")]),
         Fixture("empty block", BLOCKS[name]("") + "Text" + end, [Content("Text")]),
         Fixture("unfinished", BLOCKS[name]("ab").partition("ab")[0] + "ab", [Reasoning("ab")]),
     ]
     cases = [_without(case, end) for case in cases]
+    if not end:
+        cases += [
+            written(sample, "a call behind", [Think("a"), [weather]]),
+            written(sample, "text and three calls behind", [Think("a"), Say("b"), [weather] * 3]),
+        ]
     if again:
         parts = [Reasoning("One"), Content("So."), Reasoning("And more?"), Content("Yes.")]
         text = BLOCKS[name]("One") + "So.\n" + again
         cases.append(Fixture("reasoning before and after", text, list(parts)))
+        around = [Think("a"), [weather], Think("c"), Say("b")]
+        cases.append(written(sample, "reasoning around a call", around))
     if format.close and not format.header:
         inside = BLOCKS[name]("ab").partition("ab")[2]
         events: list[Event] = [Reasoning("In it\nalready"), Content("Done.")]
@@ -99,11 +128,30 @@ def _without(case: Fixture, end: str) -> Fixture:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_way_reasoning_is_cut_never_changes_what_is_told(name: str) -> None:
-    sample = Sample(name, Format(None, REASONING[name]), lambda calls, before: "")
-    row = check(sample, fixtures(name), num_random=60)
-    print("\n" + table([row]))
+    row = check(sample_of(name), fixtures(name))
     assert row.fixtures >= 8
     assert not row.differences, row.first
+
+
+def test_all_that_minimax_m2_append_think_leaves_in_the_content_is_told_however_it_is_cut() -> None:
+    sample = sample_of("minimax_m2_append_think")
+    cases = []
+    for name, parts in answers("</think>"):
+        if not any(isinstance(part, Think) for part in parts):
+            fixture = written(sample, name, [Say("<think>Hm.</think>\n\n"), *parts])
+            text = fixture.text.removeprefix("<think>")
+            cases.append(Fixture(name, text, _trimmed(fixture.events)))
+    row = check(sample, cases)
+    assert row.fixtures >= 8
+    assert not row.differences, row.first
+
+
+def _trimmed(events: list[Event]) -> list[Event]:
+    """Blanks at the end, and before a call, are no content."""
+    return [
+        Content(event.text.rstrip()) if isinstance(event, Content) else event
+        for event in merged(events)
+    ]
 
 
 def said(

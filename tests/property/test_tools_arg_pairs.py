@@ -23,7 +23,6 @@ from tests.support.formats import (
     fixtures,
     lexicon,
     reasoning_writer,
-    table,
     units,
 )
 
@@ -94,7 +93,6 @@ def one(value: str, key: str = "z", name: str = "types") -> str:
 @EACH
 def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
     row = check(sample, fixtures(sample))
-    print("\n" + table([row]))
     assert row.fixtures >= 8
     assert not row.differences, row.first
 

@@ -22,7 +22,6 @@ from tests.support.formats import (
     fixtures,
     lexicon,
     reasoning_writer,
-    table,
     units,
 )
 
@@ -71,7 +70,6 @@ def call(body: str) -> str:
 @EACH
 def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
     row = check(sample, fixtures(sample))
-    print("\n" + table([row]))
     assert row.fixtures >= 8
     assert not row.differences, row.first
 

@@ -19,7 +19,6 @@ from tests.support.formats import (
     dumps,
     fixtures,
     reasoning_writer,
-    table,
 )
 
 Write = Callable[[Sequence[Call], int], str]
@@ -190,7 +189,6 @@ def test_every_format_of_these_syntaxes_is_read_here() -> None:
 @EVERY
 def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
     row = check(sample, fixtures(sample))
-    print("\n" + table([row]))
     assert row.fixtures >= 8
     assert not row.differences, row.first
 

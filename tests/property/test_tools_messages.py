@@ -32,7 +32,6 @@ from tests.support.formats import (
     dumps,
     expected,
     lexicon,
-    table,
     units,
 )
 
@@ -120,7 +119,6 @@ def say(sample: Sample, text: str, tools: Any = None, *, inside: bool = False) -
 @EACH
 def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
     row = check(sample, cases(sample))
-    print("\n" + table([row]))
     assert row.fixtures >= 8
     assert not row.differences, row.first
 

@@ -27,7 +27,6 @@ from tests.support.formats import (
     fixtures,
     lexicon,
     reasoning_writer,
-    table,
     units,
 )
 
@@ -82,7 +81,6 @@ def say(name: str, text: str) -> list[Any]:
 @EACH
 def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
     row = check(sample, cases(sample))
-    print("\n" + table([row]))
     assert row.fixtures >= 8
     assert not row.differences, row.first
 

@@ -30,7 +30,6 @@ from tests.support.formats import (
     dumps,
     expected,
     lexicon,
-    table,
     units,
 )
 from tests.support.response_templates import SMOLLM, TEMPLATES
@@ -180,7 +179,6 @@ def say(name: str, text: str, *, inside: bool = False) -> list[Any]:
 @EACH
 def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
     row = check(sample, cases(sample))
-    print("\n" + table([row]))
     assert row.fixtures >= 8
     assert not row.differences, row.first
 

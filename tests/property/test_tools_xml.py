@@ -22,7 +22,6 @@ from tests.support.formats import (
     fixtures,
     lexicon,
     reasoning_writer,
-    table,
     units,
 )
 
@@ -133,7 +132,6 @@ def say(name: str, text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> 
 @EACH
 def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> None:
     row = check(sample, fixtures(sample))
-    print("\n" + table([row]))
     assert row.fixtures >= 8
     assert not row.differences, row.first
 

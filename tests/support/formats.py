@@ -2,7 +2,7 @@
 
 An abstract answer is a list of parts: what is said, thought and called. A `Sample` says how one
 format writes it; what must be read is told by the parts alone. `fixtures` makes a sample's texts,
-`check` reads each in every way it can be cut, and `table` prints what was done.
+`check` reads each in every way it can be cut, and `table` shows what was done in a run.
 
 A text is cut between *units*: characters, and markers where the vocabulary has them as tokens. In
 what is said and called, `spelt` protects a marker from being written as its token.
@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -133,6 +134,7 @@ def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
     yield "reasoning alone", [Think("a <b> c"), Say("It is so.")]
     yield "reasoning before and after", [Think("a"), Say("b"), Think("c"), [weather]]
     yield "reasoning, then calls", [Think("x"), [weather, weather]]
+    yield "reasoning around a call", [Think("a"), [weather], Think("c"), Say("b")]
 
 
 def fixtures(sample: Sample) -> list[Fixture]:
@@ -297,7 +299,7 @@ def all_cuts(pieces: list[Piece], seed: int, num_random: int) -> Iterator[list[l
 
 @dataclass
 class Row:
-    """What was done for one sample."""
+    """What was done for one sample: so many answers, each read in so many ways altogether."""
 
     name: str
     fixtures: int = 0
@@ -305,23 +307,58 @@ class Row:
     differences: int = 0
     first: str = ""
 
+    def compare(self, said: object, expected: object, where: Callable[[], str]) -> None:
+        self.cuts += 1
+        if said != expected:
+            self.differences += 1
+            self.first = self.first or where()
+
+
+ROWS: list[Row] = []
+"""Of all checks of this run: printed as one table at its end."""
+CUT_SHORT = ("closing tag in a string", "one block")
+
 
 def check(sample: Sample, cases: Sequence[Fixture], *, num_random: int = 200) -> Row:
-    """Read every fixture in every way; with its markers as tokens, spelt out, made of tokens."""
+    """Read every fixture in every way; with its markers as tokens, spelt out, made of tokens. One
+    of them is also cut off at every place."""
     row = Row(sample.name)
-    readings = [(f, words) for f in cases for words in vocabularies(sample, f)]
-    for fixture, words in readings:
+    ROWS.append(row)
+    for fixture in cases:
         row.fixtures += 1
-        pieces = units(fixture.text, words)
-        for deltas in all_cuts(pieces, row.fixtures, num_random):
-            row.cuts += 1
-            if (said := read(sample, deltas, words, fixture)) != fixture.events:
-                row.differences += 1
-                row.first = row.first or difference(fixture, deltas, said)
-        if read(sample, [[p] for p in pieces], words, fixture, moving=True) != fixture.events:
-            row.differences += 1
-            row.first = row.first or f"{fixture.name}: moved to another process"
+        for words in vocabularies(sample, fixture):
+            _check_cuts(row, sample, fixture, words, num_random)
+            if fixture.name in CUT_SHORT:
+                _check_cut_short(row, sample, fixture, words)
+    row.fixtures += any(fixture.name in CUT_SHORT for fixture in cases)
     return row
+
+
+def _check_cuts(
+    row: Row, sample: Sample, fixture: Fixture, words: Lexicon, num_random: int
+) -> None:
+    pieces = units(fixture.text, words)
+    for deltas in all_cuts(pieces, row.fixtures, num_random):
+        said = read(sample, deltas, words, fixture)
+        row.compare(said, fixture.events, partial(difference, fixture, deltas, said))
+    said = read(sample, [[p] for p in pieces], words, fixture, moving=True)
+    row.compare(said, fixture.events, lambda: f"{fixture.name}: moved to another process")
+
+
+def _check_cut_short(row: Row, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
+    """After every unit: however that was cut before, it says the same, and no markup."""
+    pieces = units(fixture.text, words)
+    rng = random.Random(row.fixtures)
+    whole = content(fixture.events)
+    for end in range(1, len(pieces)):
+        short = replace(fixture, name=f"{fixture.name}, cut short at {end}", complete=False)
+        head, at = pieces[:end], rng.randrange(end)
+        short = replace(short, events=read(sample, [head], words, short))
+        shown = content(short.events).rstrip()
+        row.compare(whole.startswith(shown), True, lambda short=short: f"{short.name}: markup")
+        for deltas in ([[p] for p in head], [head[:at], head[at:]]):
+            said = read(sample, deltas, words, short)
+            row.compare(said, short.events, partial(difference, short, deltas, said))
 
 
 def means_the_same_spelt_out(sample: Sample, fixture: Fixture) -> bool:
@@ -337,8 +374,17 @@ def difference(fixture: Fixture, deltas: Sequence[Sequence[Piece]], said: list[E
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'format':24}{'fixtures':>9}{'cuts':>9}{'differences':>13}"]
-    lines += [f"{r.name:24}{r.fixtures:9}{r.cuts:9}{r.differences:13}" for r in rows]
+    total = Row(
+        f"total ({len(rows)} formats)",
+        sum(row.fixtures for row in rows),
+        sum(row.cuts for row in rows),
+        sum(row.differences for row in rows),
+    )
+    lines = [f"{'format':36}{'fixtures':>9}{'cuts':>10}{'differences':>13}"]
+    lines += [
+        f"{row.name:36}{row.fixtures:9,}{row.cuts:10,}{row.differences:13,}"
+        for row in (*rows, total)
+    ]
     return "\n".join(lines)
 
 

@@ -129,6 +129,7 @@ class ArgPairsState(MachineState):
 
 class ArgPairsSection(Section):
     State = ArgPairsState
+    BETWEEN = frozenset({"between"})
     UNSCANNED = frozenset({"json"})
 
     def __init__(

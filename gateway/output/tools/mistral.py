@@ -80,6 +80,10 @@ class MistralSection(Section):
     def state(self) -> dict[str, Any]:
         return super().state() | {way: section.state() for way, section in self.ways.items()}
 
+    @property
+    def is_between(self) -> bool:
+        return self.s.at in self.ways and self.ways[self.s.at].is_between
+
     def on_open(self, marker: str) -> None:
         self.s.opener = marker
 

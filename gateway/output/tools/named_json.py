@@ -106,6 +106,7 @@ class NamedJsonState(MachineState):
 
 class NamedJsonSection(Section):
     State = NamedJsonState
+    BETWEEN = frozenset({"between", "closing"})
     UNSCANNED = frozenset({"arguments"})
 
     def __init__(

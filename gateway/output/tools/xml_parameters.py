@@ -121,6 +121,7 @@ class XmlParametersState(MachineState):
 
 class XmlParametersSection(Section):
     State = XmlParametersState
+    BETWEEN = frozenset({"between"})
 
     def __init__(
         self,
