@@ -110,7 +110,8 @@ def longest_gaps(gateway: GatewayProcess, listener: Listener) -> tuple[float, fl
 
 
 def is_quiet(before: float, during: float) -> bool:
-    """The law is `MOST_S`; where the machine alone makes gaps of more than half of it, twice those."""
+    """The law is `MOST_S`; where the machine alone makes gaps of more than half of it, twice
+    those."""
     return during < max(MOST_S, 2 * before)
 
 

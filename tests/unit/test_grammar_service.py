@@ -91,15 +91,18 @@ def test_what_comes_after_the_end_is_for_nobody() -> None:
     service = GrammarService(BUDGET_S)
     service.submit(job("late", Regex(pattern="a")), 0.0)
     service.close()
-    reused = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    assert reused == service.fd, "the number is somebody else's now"
+    other = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    os.dup2(other, service.fd)  # the number is somebody else's now
     before = set(threading.enumerate())
     service.start(signs_card())
     workers = [t for t in threading.enumerate() if t not in before]
-    assert eventually(lambda: not all(t.is_alive() for t in workers)), "one has done the job"
+    assert eventually(lambda: not all(t.is_alive() for t in workers), within_s=WAIT_MS / 1e3), (
+        "one has done the job"
+    )
     with pytest.raises(BlockingIOError):
-        os.eventfd_read(reused)
-    os.close(reused)
+        os.eventfd_read(other)
+    for fd in {other, service.fd}:
+        os.close(fd)
 
 
 DEEP = """
