@@ -26,6 +26,8 @@ KEPT_LINES = 40
 READ_BYTES = 1 << 16
 OUR_ERROR = re.compile(r"^[0-9:]+ E [\w.]+ ")
 """How a line of our own log starts that tells of an error."""
+CANNOT_START = "the gateway cannot start: "
+"""How a gateway begins its last words; gunicorn's own come behind them."""
 LOOKS_LIKE_AN_ERROR = re.compile(
     rf"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|FATAL|error:)|{OUR_ERROR.pattern}"
 )
@@ -127,7 +129,11 @@ def _dies_with_us() -> Callable[[], None]:
 
 
 def last_words(lines: Iterable[str]) -> str:
-    """The line that tells why: the last that looks like an error, else the last with any text."""
+    """The line that tells why: the one that says so, else the last that looks like an error, else
+    the last with any text."""
     spoken = [line.strip() for line in lines if line.strip()]
+    for line in spoken:
+        if line.startswith(CANNOT_START):
+            return line
     errors = [line for line in spoken if LOOKS_LIKE_AN_ERROR.search(line)]
     return OUR_ERROR.sub("", (errors or spoken or [""])[-1])

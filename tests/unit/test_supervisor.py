@@ -170,6 +170,10 @@ def test_the_cause_is_one_line_with_name_code_and_last_words() -> None:
         (["12:00 ERROR engine: no memory", "12:01 INFO bye"], "12:00 ERROR engine: no memory"),
         (["12:00:00 E engine_core no such model", "12:00:01 I bye"], "no such model"),
         (["starting", "  Killed  ", ""], "Killed"),
+        (
+            ["the gateway cannot start: no", "[ERROR] Reason: failed"],
+            "the gateway cannot start: no",
+        ),
         (["python: No module named gunicorn"], "python: No module named gunicorn"),
         ([], ""),
     ],
