@@ -87,7 +87,7 @@ def dsml(mark: str, stretch: str) -> Writer:
 WRITERS: dict[str, tuple[Writer, tuple[str, ...]]] = {
     "qwen3_coder": (functions("<tool_call>", "</tool_call>"), ("</parameter>", "</tool_call>")),
     "mimo": (functions("<tool_call>", "</tool_call>", ""), ("</parameter>",)),
-    "seed_oss": (functions("<seed:tool_call>", "</seed:tool_call>"), ("</parameter>",)),
+    "seed_oss": (functions("<seed:tool_call>", "</seed:tool_call>", ""), ("</parameter>",)),
     "minimax_m2": (
         invokes("<minimax:tool_call>", "</minimax:tool_call>"),
         ("</minimax:tool_call>",),

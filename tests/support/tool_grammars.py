@@ -28,7 +28,7 @@ from tests.support.grammars import possible
 from tests.support.tokenizers import card_of
 
 EOS = "<eos>"
-CLOSERS = ('"', "}", "]", '"}', '"]', "</", ")", ",", "0", "true")
+CLOSERS = ('"', "'", "}", "]", '"}', '"]', "</", ")", ",", "0", "true")
 """What ends values of most kinds."""
 PATIENCE, LIMIT = 60, 4000
 """Steps after which a walk wants to come to an end, and must have come to one."""
@@ -156,7 +156,7 @@ class Walk:
 
     def __call__(self, body: Rules, **around: Any) -> list[int]:
         matcher, said, plan = self.model.start(body, **around), list[int](), list[int]()
-        hints = self._hints(body)
+        hints, ends = self._hints(body), self._ends(body)
         while not matcher.is_complete:
             assert len(said) < LIMIT, self.model.tokenizer.decode(said, skip_special_tokens=False)
             allowed = self.model.possible(matcher)
@@ -164,7 +164,8 @@ class Walk:
             if late and self.model.ends & allowed:
                 break
             if not plan or plan[0] not in allowed:
-                plan = self._next(allowed, hints, late)
+                ending = late and self.rng.random() < 0.5
+                plan = self._next(allowed, ends if ending else hints, late)
             token = plan.pop(0)
             if token in self.model.ends:
                 break
@@ -177,6 +178,11 @@ class Walk:
         texts = {form.text for form in forms_of(body) if isinstance(form, Text)}
         texts |= {form.end for form in forms_of(body) if isinstance(form, Until)}
         return [self.model.ids(text) for text in sorted({*texts, *CLOSERS} - {""})]
+
+    def _ends(self, body: Rules) -> list[list[int]]:
+        """What ends a text that would go on without it."""
+        ends = {form.end for form in forms_of(body) if isinstance(form, Until)}
+        return [self.model.ids(end) for end in sorted(ends)]
 
     def _next(self, allowed: set[int], hints: Sequence[list[int]], late: bool) -> list[int]:
         found = [hint for hint in hints if hint[0] in allowed]

@@ -132,14 +132,17 @@ class _Text:
     def anything(self) -> Form:
         steps = [self._mark()] if self.marks else []
         if self.many:
-            return sequence(Repeat(either([*steps, self._call()])), FREE)
-        return sequence(*map(Repeat, steps), either((self._call(), FREE)))
+            steps += [self._call()] if self.calls else []
+            return sequence(Repeat(either(steps)), FREE) if steps else FREE
+        last = either((self._call(), FREE)) if self.calls else FREE
+        return sequence(*map(Repeat, steps), last)
 
     def unlike(self, beginnings: Iterable[str]) -> Form:
         """What begins with none of these."""
         guard = unlike(beginnings)
         steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
-        steps.append(sequence(self._call(guard), self.anything() if self.many else ""))
+        if self.calls:
+            steps.append(sequence(self._call(guard), self.anything() if self.many else ""))
         return either([*steps, Pattern(guard)])
 
     def _call(self, before: str = FREE.pattern) -> Form:

@@ -13,13 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gateway.output.grammar import json_tags, named_json
+from gateway.output.grammar import (
+    arg_pairs,
+    gemma,
+    json_tags,
+    named_json,
+    nested_elements,
+    pythonic,
+    xml_parameters,
+)
 from gateway.output.grammar.book import Book
 from gateway.output.machine import SectionSyntax
 from gateway.output.teller import DeclaredTool
+from gateway.output.tools.arg_pairs import ArgPairs
+from gateway.output.tools.gemma import Gemma
 from gateway.output.tools.json_tags import JsonTags
 from gateway.output.tools.mistral import Mistral
 from gateway.output.tools.named_json import NamedJson
+from gateway.output.tools.nested_elements import NestedElements
+from gateway.output.tools.pythonic import Pythonic
+from gateway.output.tools.xml_parameters import XmlParameters
 from protocol.grammar import Form
 
 Stretch = Callable[[Any, str, Sequence[DeclaredTool], bool, Book], Form]
@@ -28,4 +41,9 @@ WRITERS: Mapping[type[SectionSyntax], Stretch] = {
     JsonTags: json_tags.stretch,
     NamedJson: named_json.stretch,
     Mistral: json_tags.mistral,
+    XmlParameters: xml_parameters.stretch,
+    ArgPairs: arg_pairs.stretch,
+    NestedElements: nested_elements.stretch,
+    Pythonic: pythonic.stretch,
+    Gemma: gemma.stretch,
 }

@@ -16,7 +16,8 @@ Only a tag behind the mark is one; so text may hold any tag without it. A value 
 it is typed by the schema (typed_value), and a string is told as it comes. Elements in a value are
 an array where the schema says so, or where all of them are called `item`; otherwise an object, in
 which a name that comes again makes a list. Text between them is dropped. Such a value is told when
-it is complete. Where the schema says string, only the argument's own closing tag ends it.
+it is complete. Where the schema says string, only the argument's own closing tag ends it; any other
+closing tag ends the innermost element, whatever it is called.
 
 Source: MiniMax-M3's chat template.
 """
@@ -34,6 +35,7 @@ from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
 from gateway.output.tools.typed_value import (
     ArgumentsWriter,
     kinds_of,
+    resolved,
     schema_of,
     string_json,
     typed_json,
@@ -246,9 +248,15 @@ class NestedElementsSection(Section):
         if tag == "/" + top.name:
             self._end_element()
             return True
-        if s.plain or not tag or tag.startswith("/") or len(s.stack) >= MAX_DEPTH:
+        if s.plain or not tag or len(s.stack) >= MAX_DEPTH:
             return False
-        s.stack.append(Element(tag, child_schema(top.schema, tag)))
+        if tag.startswith("/"):
+            ours = tag in ("/invoke", "/" + self.syntax.stretch)
+            if not ours:
+                self._end_element()
+            return not ours
+        schema = child_schema(top.schema, tag, self.teller.parameters(s.name))
+        s.stack.append(Element(tag, schema))
         return True
 
     def _end_element(self) -> None:
@@ -284,11 +292,13 @@ class NestedElementsSection(Section):
             self._give_back("a tool call that is not finished")
 
 
-def child_schema(schema: Any, name: str) -> Any:
+def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
     """The schema of an element in a value."""
+    schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return None
-    for choice in (schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+    for one in (schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        choice = resolved(one, root)
         if isinstance(choice, Mapping) and isinstance(choice.get("items"), Mapping):
             return choice["items"]
         if (found := schema_of(choice, name)) is not None:

@@ -78,6 +78,16 @@ def _referred(ref: str, root: Mapping[str, Any]) -> Any:
     return at
 
 
+def resolved(schema: Any, root: Mapping[str, Any] | None) -> Any:
+    """What a schema that is a reference refers to; any other is itself."""
+    for _ in range(MAX_REFS):
+        ref = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(ref, str):
+            break
+        schema = _referred(ref, root or {})
+    return schema
+
+
 def _kind_of_value(value: Any) -> str:
     match value:
         case None:

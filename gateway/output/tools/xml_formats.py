@@ -35,7 +35,7 @@ def _dsml(space: str, stretch: str) -> XmlParameters:
     )
 
 
-QWEN3_XML = XmlParameters(bare=True)
+QWEN3_XML = XmlParameters(bare=True, many=False, around="\n")
 
 MUSE_CALLS = _invoke(
     "atem:",
@@ -50,8 +50,8 @@ FORMATS = {
     "qwen3_coder": QWEN3_XML,
     "qwen3_xml": QWEN3_XML,
     "step3p5": QWEN3_XML,
-    "mimo": XmlParameters(bare=True, trim="nothing"),
-    "seed_oss": XmlParameters(open=("<seed:tool_call>",), close=("</seed:tool_call>",)),
+    "mimo": XmlParameters(bare=True, trim="nothing", many=False),
+    "seed_oss": XmlParameters(open=("<seed:tool_call>",), close=("</seed:tool_call>",), many=False),
     "minimax_m2": _invoke(open=("<minimax:tool_call>",), close=("</minimax:tool_call>",)),
     "dots": _invoke(
         open=("<dots_function_call>",), close=("</dots_function_call>",), trim="blanks"
@@ -66,6 +66,7 @@ FORMATS = {
         quoted=True,
         trim="blanks",
         bare_json=True,
+        line="",
     ),
     "deepseek_v32": _dsml("", "function_calls"),
     "deepseek_v4": _dsml("", "tool_calls"),
@@ -76,5 +77,7 @@ FORMATS = {
         close=("<｜tool_calls_end｜>",),
         skip=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", "<｜tool_call_end｜>"),
         trim="blanks",
+        call_before="<｜tool_call_begin｜>function<｜tool_sep｜>",
+        call_after="<｜tool_call_end｜>",
     ),
 }

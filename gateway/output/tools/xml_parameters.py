@@ -66,6 +66,13 @@ class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
     bare_json       a parameter without a schema is JSON if it can be
     doubled_names   `f.f` means the tool `f`
     doubts          what follows decides whether a closing tag in a value is one
+
+    How models write it, where several spellings are read:
+
+    line            between tags
+    around          on both sides of a value
+    many            a stretch holds several calls
+    call_before, call_after  around a call
     """
 
     open: tuple[str, ...] = ("<tool_call>",)
@@ -82,6 +89,11 @@ class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
     bare_json: bool = False
     doubled_names: bool = False
     doubts: bool = True
+    line: str = "\n"
+    around: str = ""
+    many: bool = True
+    call_before: str = ""
+    call_after: str = ""
 
     def markers(self) -> tuple[str, ...]:
         return self.open + self.close + self.skip + self.tags()

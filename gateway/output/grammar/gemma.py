@@ -1,0 +1,51 @@
+"""Calls as Gemma writes them, written. See `tools/gemma`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.output.grammar.arguments import arguments
+from gateway.output.grammar.book import Book, NotWritable
+from gateway.output.grammar.cases import Schemas
+from gateway.output.grammar.forms import either, sequence
+from gateway.output.grammar.notation import BARE_KEY, Marked, Notation, Values
+from gateway.output.teller import DeclaredTool
+from gateway.output.tools.gemma import MAX_NAME_CHARS, NAME, Gemma
+from protocol.grammar import Form, Pattern, Text
+
+COMMA = Text(",")
+
+
+def notation(syntax: Gemma) -> Notation:
+    return Notation(
+        name="gemma",
+        strings=Marked(syntax.quote),
+        bare=True,
+        object=(Text("{"), Text("}")),
+        array=(Text("["), Text("]")),
+        colon=Text(":"),
+        comma=COMMA,
+    )
+
+
+def stretch(
+    syntax: Gemma, opener: str, tools: Sequence[DeclaredTool], many: bool, book: Book
+) -> Form:
+    calls = either(_call(syntax, tool, book) for tool in tools)
+    return sequence("call:", calls, syntax.close)
+
+
+def _call(syntax: Gemma, tool: DeclaredTool, book: Book) -> Form:
+    named = NAME.fullmatch("call:" + tool.name)
+    if named is None or named[1] != tool.name or len(tool.name) > MAX_NAME_CHARS // 2:
+        raise NotWritable(tool.name, "name", "this format cannot write it")
+    values = Values(notation(syntax), Schemas(tool), book)
+
+    def write(key: str | None, schema: Any, path: str) -> Form | None:
+        name = Pattern(BARE_KEY) if key is None else values.key(key)
+        if name is None:
+            return None
+        return sequence(name, ":", values.value(schema, path))
+
+    return sequence(tool.name + "{", arguments(values, write, COMMA), "}")

@@ -1,0 +1,324 @@
+"""Regular expressions for strings that are not written as JSON.
+
+A `Spelling` says how the signs of a string are written: as themselves, as an escape, or not at all.
+From it come expressions (Rust's syntax) for strings of a length, and for those that a schema's
+`pattern` matches: the schema's expression is read sign by sign and written anew, so that it admits
+no sign which the format could not read back. What is not regular in it (look-around, references,
+word boundaries) is refused with ValueError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+Ranges = Sequence[tuple[int, int]]
+"""Code points, both ends included; sorted, and apart."""
+
+LAST = 0x10FFFF
+ALL: Ranges = ((0, LAST),)
+CONTROLS: Ranges = ((0, 0x1F),)
+MAX_DEPTH = 50
+DIGIT: Ranges = ((0x30, 0x39),)
+WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+SPACE: Ranges = ((9, 13), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A),
+                 (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
+                 (0xFEFF, 0xFEFF))  # fmt: skip
+LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
+CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE}
+SIGNS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
+TIMES = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
+
+_DATE = (
+    r"\d{3}[1-9]-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|"
+    r"(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_WORD = "[A-Za-z0-9_+-]{1,64}"
+FORMATS = {
+    "date": f"^(?:{_DATE})$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^(?:{_DATE})T{_TIME}$",
+    "uuid": "^[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$",
+    "ipv4": rf"^(?:{_OCTET}\.){{3}}{_OCTET}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,3}}$",
+    "email": rf"^{_WORD}(?:\.{_WORD}){{0,3}}@{_LABEL}(?:\.{_LABEL}){{1,3}}$",
+    "uri": "^[A-Za-z][A-Za-z0-9+.-]{0,31}://[A-Za-z0-9._~:/?#@!$&*+,;=-]+$",
+}
+"""`format` -> a pattern that admits only such strings, if not all of them."""
+
+
+class Spelling(msgspec.Struct, frozen=True):
+    """How the signs of a string are written.
+
+    never     signs that cannot be written
+    escapes   sign -> how it is written; every other sign stands for itself
+    numbered  an expression for one sign that is written by its number, where any sign may be
+    """
+
+    never: Ranges = ()
+    escapes: Mapping[str, str] = {}
+    numbered: str = ""
+
+    def signs(self, ranges: Ranges) -> str:
+        """An expression for one sign of these; one that matches nothing, if none can be written."""
+        escaped = [sign for sign in self.escapes if holds(ranges, ord(sign))]
+        special = merged([*self.never, *((ord(s), ord(s)) for s in self.escapes)])
+        plain = without(ranges, special)
+        options = [_class(plain)] if plain else []
+        options += [exactly(self.escapes[sign]) for sign in escaped]
+        if not options:
+            return r"[^\x{0}-\x{10FFFF}]"
+        return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+
+    def any(self, but: str = "") -> str:
+        """An expression for one sign, but not for one of these if it stands for itself."""
+        one = self.signs(without(ALL, signs(but)))
+        return f"(?:{one}|{self.numbered})" if self.numbered else one
+
+    def text(self, text: str) -> str | None:
+        """`text` as it is written; None if it cannot be."""
+        if any(holds(self.never, ord(sign)) and sign not in self.escapes for sign in text):
+            return None
+        return "".join(self.escapes.get(sign, sign) for sign in text)
+
+    def of_length(self, least: int, most: int | None) -> str:
+        return f"{self.any()}{{{least},{'' if most is None else most}}}"
+
+    def matching(self, pattern: str) -> str:
+        """Strings in which `pattern` (ECMA's syntax) matches somewhere. Raises ValueError."""
+        return Translator(pattern, self).translated()
+
+
+def holds(ranges: Ranges, code: int) -> bool:
+    return any(first <= code <= last for first, last in ranges)
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return found
+
+
+def without(ranges: Ranges, others: Ranges) -> Ranges:
+    """`ranges` less `others`; both merged."""
+    found = []
+    for first, last in ranges:
+        for low, high in others:
+            if low > last or high < first:
+                continue
+            if low > first:
+                found.append((first, low - 1))
+            first = high + 1
+        if first <= last:
+            found.append((first, last))
+    return found
+
+
+def signs(text: str) -> Ranges:
+    return merged((ord(sign), ord(sign)) for sign in text)
+
+
+def _class(ranges: Ranges) -> str:
+    """Written as what it leaves out, if that is shorter."""
+    if ranges[0][0] == 0 and ranges[-1][1] == LAST:
+        rest = without(ALL, ranges)
+        return f"[^{_spans(rest)}]" if rest else "(?s:.)"
+    return f"[{_spans(ranges)}]"
+
+
+def _spans(ranges: Ranges) -> str:
+    return "".join(_code(a) if a == b else f"{_code(a)}-{_code(b)}" for a, b in ranges)
+
+
+def exactly(text: str) -> str:
+    """An expression for this text."""
+    return "".join(_code(ord(sign)) for sign in text)
+
+
+def _code(code: int) -> str:
+    sign = chr(code)
+    return sign if sign.isascii() and sign.isalnum() else f"\\x{{{code:X}}}"
+
+
+class Translator:
+    """One pattern on its way. Anchors are understood at the ends of the pattern's own options,
+    which without them may stand anywhere in the string."""
+
+    def __init__(self, pattern: str, spelling: Spelling) -> None:
+        self._pattern = pattern
+        self._spelling = spelling
+        self._at = 0
+
+    def translated(self) -> str:
+        text = self._options(0)
+        if self._at < len(self._pattern):
+            raise self._fault("has an unmatched parenthesis")
+        return text
+
+    def _fault(self, what: str) -> ValueError:
+        return ValueError(f"the pattern {self._pattern!r} {what}")
+
+    def _peek(self, text: str) -> bool:
+        if not self._pattern.startswith(text, self._at):
+            return False
+        self._at += len(text)
+        return True
+
+    def _options(self, depth: int) -> str:
+        if depth > MAX_DEPTH:
+            raise self._fault("is nested too deeply")
+        options = [self._option(depth)]
+        while self._peek("|"):
+            options.append(self._option(depth))
+        return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+
+    def _option(self, depth: int) -> str:
+        anything = f"{self._spelling.any()}*"
+        start = self._peek("^")
+        parts, end = [], False
+        while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
+            if end:
+                raise self._fault("goes on behind its end")
+            if self._peek("$"):
+                end = True
+            else:
+                parts.append(self._piece(depth))
+        if depth and (start or end):
+            raise self._fault("has an anchor inside of a group")
+        if depth:
+            return "".join(parts)
+        return ("" if start else anything) + "".join(parts) + ("" if end else anything)
+
+    def _piece(self, depth: int) -> str:
+        return self._atom(depth) + self._times()
+
+    def _times(self) -> str:
+        times = next((sign for sign in "*+?" if self._peek(sign)), "")
+        if not times and (found := TIMES.match(self._pattern, self._at)):
+            self._at = found.end()
+            times = found[0]
+        if times:
+            self._peek("?")  # as few as possible: the same strings
+        return times
+
+    def _atom(self, depth: int) -> str:
+        sign = self._pattern[self._at]
+        self._at += 1
+        match sign:
+            case "(":
+                return self._group(depth)
+            case "[":
+                return self._spelling.signs(self._set())
+            case ".":
+                return self._spelling.signs(without(ALL, LINE_ENDS))
+            case "\\":
+                return self._spelling.signs(self._escape())
+            case "^" | "*" | "+" | "?":
+                raise self._fault(f"has a {sign!r} where it means nothing")
+        return self._spelling.signs(signs(sign))
+
+    def _group(self, depth: int) -> str:
+        if self._peek("?") and not self._peek(":"):
+            named = re.compile(r"P?<[A-Za-z_]\w*>").match(self._pattern, self._at)
+            if named is None:
+                raise self._fault("looks around, or has flags")
+            self._at = named.end()
+        inner = self._options(depth + 1)
+        if not self._peek(")"):
+            raise self._fault("has an unmatched parenthesis")
+        return f"(?:{inner})"
+
+    def _set(self) -> Ranges:
+        negated = self._peek("^")
+        found: list[tuple[int, int]] = []
+        while not self._peek("]"):
+            first = self._member()
+            if not self._pattern.startswith("-]", self._at) and self._peek("-"):
+                last = self._member()
+                if len(first) != 1 or len(last) != 1 or first[0][0] > last[0][0]:
+                    raise self._fault("has a range without order")
+                first = ((first[0][0], last[0][0]),)
+            found += first
+        ranges = merged(found)
+        return without(ALL, ranges) if negated else ranges
+
+    def _member(self) -> Ranges:
+        if self._at >= len(self._pattern):
+            raise self._fault("has an unmatched bracket")
+        sign = self._pattern[self._at]
+        self._at += 1
+        return self._escape(inside=True) if sign == "\\" else signs(sign)
+
+    def _escape(self, *, inside: bool = False) -> Ranges:
+        if self._at >= len(self._pattern):
+            raise self._fault("ends with a backslash")
+        sign = self._pattern[self._at]
+        self._at += 1
+        if sign in CLASSES:
+            return CLASSES[sign]
+        if sign.lower() in CLASSES:
+            return without(ALL, CLASSES[sign.lower()])
+        if sign in "xu":
+            return self._numbered(2 if sign == "x" else 4)
+        if sign in SIGNS:
+            return ((SIGNS[sign], SIGNS[sign]),)
+        if sign == "b" and inside:
+            return ((8, 8),)
+        if sign.isalnum():
+            raise self._fault(f"has \\{sign}, which is not supported")
+        return signs(sign)
+
+    def _numbered(self, length: int) -> Ranges:
+        digits = self._pattern[self._at : self._at + length]
+        if len(digits) != length or not all(d in "0123456789abcdefABCDEF" for d in digits):
+            raise self._fault("has a sign's number that is none")
+        self._at += length
+        return signs(chr(int(digits, 16)))
+
+
+def free_of(words: Sequence[str], spelling: Spelling) -> str:
+    """An expression for strings, as `spelling` writes them, in which none of `words` occurs.
+
+    All words begin with one sign, and are meant up to where it comes again. Behind that sign a word
+    is under way: from there on `again` leads to the same sign, `back` to text, `end` to the end.
+    """
+    head = words[0][0]
+    assert all(word[0] == head for word in words), "they begin with different signs"
+    tails = [word[1:].partition(head)[0] for word in words]
+    text = f"{spelling.any(but=head)}*"
+    again, back, end = _again(tails, head), _back(tails, head, spelling), _end(tails)
+    first = exactly(head)
+    return f"{text}(?:{first}(?:{again})*(?:{back}){text})*(?:{first}(?:{again})*(?:{end}))?"
+
+
+def _next(tails: Sequence[str]) -> dict[str, list[str]]:
+    """sign -> what may follow it, of the signs that do not complete a word."""
+    found: dict[str, list[str]] = {}
+    for tail in tails:
+        found.setdefault(tail[0], []).append(tail[1:])
+    return {sign: rest for sign, rest in found.items() if "" not in rest}
+
+
+def _again(tails: Sequence[str], head: str) -> str:
+    on = [f"{exactly(s)}(?:{_again(rest, head)})" for s, rest in _next(tails).items()]
+    return "|".join([exactly(head), *on])
+
+
+def _back(tails: Sequence[str], head: str, spelling: Spelling) -> str:
+    others = head + "".join(tail[0] for tail in tails)
+    on = [f"{exactly(s)}(?:{_back(rest, head, spelling)})" for s, rest in _next(tails).items()]
+    return "|".join([spelling.any(but=others), *on])
+
+
+def _end(tails: Sequence[str]) -> str:
+    on = [f"{exactly(s)}(?:{_end(rest)})" for s, rest in _next(tails).items()]
+    return "|".join(["", *on])
