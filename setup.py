@@ -25,7 +25,7 @@ WORKER = [
 ]
 TEST = [
     "accelerate>=1.7,<2",
-    "anthropic>=0.69,<3",
+    "anthropic>=2.11,<3",
     "hypothesis>=6.130,<7",
     "msgpack>=1.1,<2",
     "mypy>=1.16,<3",

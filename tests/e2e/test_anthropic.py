@@ -1,0 +1,117 @@
+"""The Messages API with the real model and the official client, from `tidegate serve` on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.support.server import Server
+
+MODEL = "tidegate-test"
+ASKED: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 200,
+    "extra_body": {"temperature": 0},  # which the client no longer knows by name
+    "system": "You are a helpful assistant.",
+}
+PARIS: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER: Any = {
+    "name": "weather",
+    "description": "Tells the weather of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+    "strict": True,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """In float32, where an answer does not depend on who else is in the batch."""
+    with Server("--served-name", MODEL, "--drain-s", "2", "--dtype", "float32") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="none", max_retries=0, timeout=300
+    ) as client:
+        yield client
+
+
+def streamed(client: anthropic.Anthropic, **asked: Any) -> anthropic.types.Message:
+    with client.messages.stream(**asked) as told:
+        return told.get_final_message()
+
+
+def said(message: anthropic.types.Message) -> list[Any]:
+    """Without ids, which are new each time."""
+    return [block.model_dump(exclude={"id", "parsed_output"}) for block in message.content]
+
+
+def test_the_capital_of_france_whole_streamed_and_counted(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASKED, messages=PARIS)
+    told = streamed(client, **ASKED, messages=PARIS)
+    assert "Paris" in whole.content[0].text  # type: ignore[union-attr]
+    assert said(told) == said(whole)
+    assert told.stop_reason == whole.stop_reason == "end_turn"
+    counted = client.messages.count_tokens(model=MODEL, system=ASKED["system"], messages=PARIS)
+    for usage in (whole.usage, told.usage):
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
+    assert told.usage.output_tokens == whole.usage.output_tokens > 0
+
+
+def test_a_session_with_a_tool(client: anthropic.Anthropic) -> None:
+    history: list[Any] = [{"role": "user", "content": "How is the weather in Oslo?"}]
+    asked = {**ASKED, "tools": [WEATHER], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    whole = client.messages.create(**asked, messages=history, tool_choice=choice)
+    told = streamed(client, **asked, messages=history, tool_choice=choice)
+    assert said(told) == said(whole)
+    assert told.stop_reason == "tool_use"
+    call = told.content[-1]
+    assert call.type == "tool_use"
+    assert call.name == "weather"
+    assert set(call.input) == {"city"}  # type: ignore[call-overload]
+    history += [
+        {"role": "assistant", "content": told.content},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "Rain, 4 °C."}],
+        },
+    ]
+    last = streamed(client, **asked, messages=history, tool_choice={"type": "none"})
+    assert said(last) == said(
+        client.messages.create(**asked, messages=history, tool_choice={"type": "none"})
+    )
+    assert last.content[0].type == "text"
+
+
+def test_an_answer_in_a_form(client: anthropic.Anthropic) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"enum": ["Paris", "Rome"]}},
+        "required": ["capital"],
+        "additionalProperties": False,
+    }
+    form: Any = {"format": {"type": "json_schema", "schema": schema}}
+    message = client.messages.create(**ASKED, messages=PARIS, output_config=form)
+    assert '"Paris"' in message.content[0].text  # type: ignore[union-attr]
+
+
+def test_a_stop_sequence_and_a_limit(client: anthropic.Anthropic) -> None:
+    count: list[Any] = [{"role": "user", "content": "Count from one to ten: 1, 2, 3, ..."}]
+    message = client.messages.create(**ASKED, messages=count, stop_sequences=["4"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "4")
+    message = client.messages.create(**{**ASKED, "max_tokens": 3}, messages=count)
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 3)
+    long: list[Any] = [{"role": "user", "content": "word " * 20_000}]
+    with pytest.raises(anthropic.BadRequestError) as raised:
+        client.messages.create(**ASKED, messages=long)
+    assert raised.value.type == "invalid_request_error"

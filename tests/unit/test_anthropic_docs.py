@@ -1,0 +1,42 @@
+"""docs/api-messages.md says what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from gateway.anthropic.conversation import LEFT_OUT
+from gateway.anthropic.errors import TYPES
+from gateway.anthropic.schema import CountBody
+from gateway.anthropic.told import StopReason
+from gateway.output.teller import INVALID_ARGUMENTS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api-messages.md").read_text()
+UNTOLD = {"chat_template", "include_stop_str_in_output", "output_format", "skip_special_tokens"}
+"""Rarely of use here; the OpenAPI document has them."""
+
+
+def first_words(title: str) -> set[str]:
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE)
+    return {word for row in rows for word in re.findall(r"`([\w-]+)`", row)}
+
+
+def test_every_field_is_told() -> None:
+    fields = set(CountBody.__struct_fields__) - UNTOLD
+    assert fields <= set(re.findall(r"`(\w+)`", PAGE))
+    assert first_words("The request") <= fields
+
+
+def test_every_reason_to_stop_is_told() -> None:
+    assert first_words("The answer") - {"stop_reason"} == set(get_args(StopReason))
+
+
+def test_every_type_of_error_is_told_with_its_status() -> None:
+    for status, kind in TYPES.items():
+        assert re.search(rf"^\| {status} \| `{kind}`", PAGE, re.MULTILINE)
+
+
+def test_the_codes_of_warnings_are_told() -> None:
+    assert {LEFT_OUT, INVALID_ARGUMENTS} <= set(re.findall(r"`(\w+)`", PAGE))
