@@ -50,13 +50,13 @@ Metadata = Annotated[
 Input = str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class ResponseStreamOptions(msgspec.Struct, frozen=True):
     """include_obfuscation  accepted: no padding is sent either way"""
 
     include_obfuscation: bool | None = None
 
 
-class ReasoningOptions(msgspec.Struct, frozen=True):
+class ResponseReasoningOptions(msgspec.Struct, frozen=True):
     """effort   as a chat's `reasoning_effort`
     summary  accepted: reasoning is told as it is, so none is summed up
     """
@@ -66,7 +66,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
     generate_summary: str | None = None
 
 
-class TextOptions(msgspec.Struct, frozen=True):
+class ResponseTextOptions(msgspec.Struct, frozen=True):
     """format     what the answer has to be: text, json_object, json_schema
     verbosity  accepted without effect
     """
@@ -95,13 +95,13 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
+    reasoning: ResponseReasoningOptions | None = None
+    text: ResponseTextOptions | None = None
     include: Annotated[list[str], Meta(max_length=16)] | None = None
     top_logprobs: NumLogprobs | None = None
     max_output_tokens: MaxTokens | None = None

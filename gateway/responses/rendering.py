@@ -1,0 +1,58 @@
+"""A Responses request and its items -> the prompt, and all that asking for an answer needs.
+
+The road of a chat, with the names of this API: what goes wrong is told in the words of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gateway.answering import Ask
+from gateway.openai.prepare import Preparation, Prompt
+from gateway.responses.fitting import fitted, room_for
+from gateway.responses.items import Placed
+from gateway.responses.schema import ResponsesBody
+from gateway.responses.translate import Translation, chat_body
+from gateway.served import ServedModel
+from protocol.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One request, ready to be asked."""
+
+    translation: Translation
+    preparation: Preparation
+    prompt: Prompt
+
+    def ask(self) -> Ask:
+        with self.translation.named():
+            return self.preparation.ask(self.prompt)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """What the engine says against it, raised inside, leaves with the names of the request."""
+        try:
+            yield
+        except RequestError as error:
+            raise self.translation.renamed(self.preparation.named(error)) from None
+
+
+def rendered(
+    body: ResponsesBody, items: Sequence[Placed], model: ServedModel, *, trusts_template: bool
+) -> Rendered:
+    """`body` has been checked; `items` are all there are. Raises InvalidRequest."""
+
+    def render(items: Sequence[Placed]) -> Rendered:
+        translation = chat_body(body, items)
+        with translation.named():
+            preparation = Preparation(translation.chat, model, trusts_template=trusts_template)
+            prompt = preparation.prompt(translation.chat.messages)
+        return Rendered(translation, preparation, prompt)
+
+    if body.truncation != "auto":
+        return render(items)
+    most = model.limits.max_len - room_for(body.max_output_tokens, model.limits.max_len)
+    return fitted(items, render, lambda rendered: len(rendered.prompt.ids) <= most)

@@ -1,0 +1,38 @@
+"""A real gateway with a store of its own; the engine says what it is told, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_engine import ScriptedEngine, thinking_card
+
+
+@pytest.fixture(scope="package")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
+    with ScriptedEngine(address, card=thinking_card(), max_len=1 << 20) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="package")
+def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="k1", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _fresh(engine: ScriptedEngine) -> Iterator[None]:
+    engine.generates.clear()
+    yield
+    engine.step_s, engine.is_paused = 0.0005, False
+    engine.await_idle()

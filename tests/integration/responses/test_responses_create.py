@@ -1,0 +1,309 @@
+"""POST /v1/responses over a real gateway: whole and streamed, by raw HTTP and by the SDK."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from openai import BadRequestError, OpenAI
+from pydantic import BaseModel
+
+from gateway.responses.told import ResponseEvent, ResponseObject
+from protocol.errors import ErrorInfo
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import exchange
+from tests.support.responses import RESPONSES, items_of, kinds, typed_events, without_ids
+from tests.support.scenarios import call
+from tests.support.scripted_engine import ScriptedEngine, says, text_of
+
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+BUSY_ANSWER = (
+    "<think>\nLet me see.\n</think>\n\nI look it up."
+    + call("weather", {"city": "Köln"})
+    + call("weather", {"city": "Rom"})
+)
+
+
+def streamed(gateway: GatewayProcess, body: dict[str, Any]) -> list[dict[str, Any]]:
+    status, headers, data = exchange(gateway.port, RESPONSES, {**body, "stream": True})
+    assert status == 200, data
+    assert headers["content-type"].startswith("text/event-stream")
+    events = typed_events(data)
+    for event in events:
+        msgspec.convert(event, ResponseEvent)
+    return events
+
+
+def whole(gateway: GatewayProcess, body: dict[str, Any]) -> dict[str, Any]:
+    response = gateway.post(RESPONSES, body)
+    assert response.status_code == 200, response.text
+    told: dict[str, Any] = response.json()
+    msgspec.convert(told, ResponseObject)
+    return told
+
+
+def refused(gateway: GatewayProcess, **body: Any) -> dict[str, Any]:
+    response = gateway.post(RESPONSES, {"input": "hi", **body})
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["param"] is None or error["param"].partition("[")[0] in error["message"]
+    return error
+
+
+def test_a_plain_answer_is_one_message(engine: ScriptedEngine, client: OpenAI) -> None:
+    engine.script = lambda generate: says("Hello, world!")
+    response = client.responses.create(model="scripted", input="hi", instructions="Be brief.")
+    assert response.output_text == "Hello, world!"
+    assert response.status == "completed"
+    assert response.usage is not None
+    assert response.usage.total_tokens == response.usage.input_tokens + 14
+    assert text_of(engine.generates[0].prompt.tolist()) == "<system>Be brief.<user>hi<assistant>"
+
+
+def test_reasoning_text_and_calls_are_items_in_their_order(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says(BUSY_ANSWER, marked=True)
+    body = {"input": "weather?", "tools": [WEATHER]}
+    events = streamed(gateway, body)
+    assert kinds(events) == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    final = events[-1]["response"]
+    assert items_of(events) == final["output"]
+    at_once = whole(gateway, body)
+    assert without_ids(at_once["output"]) == without_ids(final["output"])
+    assert at_once["usage"] == final["usage"]
+    assert [item["type"] for item in final["output"]] == [
+        *("reasoning", "message", "function_call", "function_call"),
+    ]
+    assert final["output"][0]["content"][0]["text"] == "Let me see."
+    assert final["output"][3]["arguments"] == '{"city": "Rom"}'
+    assert len({item["id"] for item in final["output"]}) == 4
+
+
+def test_the_sdk_streams_and_folds(engine: ScriptedEngine, client: OpenAI) -> None:
+    engine.script = lambda generate: says(BUSY_ANSWER, marked=True)
+    with client.responses.stream(model="scripted", input="hi", tools=[WEATHER]) as stream:  # type: ignore[list-item]
+        text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == "I look it up."
+    calls = [item for item in final.output if item.type == "function_call"]
+    assert [item.name for item in calls] == ["weather", "weather"]
+
+
+def test_an_answer_in_a_form_is_parsed_by_the_sdk(engine: ScriptedEngine, client: OpenAI) -> None:
+    class Place(BaseModel):
+        city: str
+
+    engine.script = lambda generate: says('{"city": "Rom"}')
+    response = client.responses.parse(model="scripted", input="hi", text_format=Place)
+    assert response.output_parsed == Place(city="Rom")
+    grammar = engine.generates[0].grammar
+    assert grammar is not None
+    assert grammar.body is not None
+
+
+def test_what_is_cut_short_is_incomplete(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    engine.script = lambda generate: says("one two three four five six seven")
+    body = {"input": "hi", "max_output_tokens": 16}
+    events = streamed(gateway, body)
+    for response in (events[-1]["response"], whole(gateway, body)):
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert response["output"][0]["status"] == "incomplete"
+    assert events[-1]["type"] == "response.incomplete"
+
+
+def test_a_failure_in_a_stream_is_its_last_event(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    error = ErrorInfo(code="step_failed", message="secret")
+    engine.step_s = 0.02  # so that the stream has begun
+    engine.script = lambda generate: says("Hel", finish="error", error=error)
+    events = streamed(gateway, {"input": "hi"})
+    assert events[-1]["type"] == "response.failed"
+    failed = events[-1]["response"]
+    assert failed["error"]["code"] == "server_error"
+    assert "secret" not in failed["error"]["message"]
+    assert failed["output"][0]["content"][0]["text"] == "Hel"
+    assert gateway.post(RESPONSES, {"input": "hi"}).status_code == 500
+
+
+def test_logprobs_are_told_with_the_text_they_belong_to(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says("<think>\nhm\n</think>\n\nHi!", marked=True)
+    body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    events = streamed(gateway, body)
+    final = events[-1]["response"]
+    assert items_of(events) == final["output"]
+    told = final["output"][1]["content"][0]["logprobs"]
+    assert "".join(entry["token"] for entry in told) == "Hi!"
+    assert all(len(entry["top_logprobs"]) == 2 for entry in told)
+    assert without_ids(whole(gateway, body)["output"]) == without_ids(final["output"])
+
+
+def test_reasoning_can_be_carried_sealed(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    engine.script = lambda generate: says("<think>\nDeep.\n</think>\n\nYes.", marked=True)
+    body = {"input": "hi", "include": ["reasoning.encrypted_content"]}
+    reasoning, _ = whole(gateway, body)["output"]
+    assert reasoning["encrypted_content"]
+    plain = {"type": "reasoning", "summary": [], "content": reasoning["content"]}
+    sealed = {
+        "type": "reasoning",
+        "summary": [],
+        "encrypted_content": reasoning["encrypted_content"],
+    }
+    user = {"role": "user", "content": "hi"}
+    engine.generates.clear()
+    for item in (plain, sealed):
+        whole(gateway, {"input": [user, item, {"role": "assistant", "content": "Yes."}, user]})
+    first, second = engine.generates
+    assert first.prompt.tolist() == second.prompt.tolist()
+
+
+def test_a_conversation_of_items_is_the_prompt_of_the_same_messages(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says("ok")
+    arguments = '{"city": "Rom"}'
+    whole(
+        gateway,
+        {
+            "instructions": "Be kind.",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+                {"type": "reasoning", "summary": [], "content": []},
+                {"type": "message", "role": "assistant", "id": "msg_1", "content": "I look."},
+                {
+                    "type": "function_call",
+                    "call_id": "c",
+                    "name": "weather",
+                    "arguments": arguments,
+                },
+                {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+                {"role": "user", "content": "thanks"},
+            ],
+            "tools": [WEATHER],
+        },
+    )
+    function = {"name": "weather", "arguments": arguments}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+        {"role": "user", "content": "thanks"},
+    ]
+    nested = {"name": "weather", "parameters": WEATHER["parameters"], "strict": False}
+    chat = {"messages": messages, "tools": [{"type": "function", "function": nested}]}
+    assert gateway.post("/v1/chat/completions", chat).status_code == 200
+    by_items, by_messages = engine.generates
+    assert text_of(by_items.prompt.tolist()) == text_of(by_messages.prompt.tolist())
+    assert by_items.prompt.tolist() == by_messages.prompt.tolist()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": "x"},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
+                ]
+            },
+            "input[1].arguments",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "d", "output": "x"},
+                ]
+            },
+            "input[1].call_id",
+        ),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
+            "input[0].encrypted_content",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [{**WEATHER, "parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}},
+            "tool_choice.name",
+        ),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"max_output_tokens": 1 << 40}, "max_output_tokens"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"messages": [{}]}, "messages"),
+        ({"n": 2}, "n"),
+        ({"metadata": {"k": 1}}, "metadata"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"stream_options": {}}, "stream_options"),
+    ],
+)
+def test_what_is_wrong_is_told_by_the_name_the_client_gave_it(
+    gateway: GatewayProcess, body: dict[str, Any], param: str
+) -> None:
+    assert refused(gateway, **body)["param"] == param
+
+
+def test_too_long_a_conversation_is_refused_or_loses_its_oldest_items(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says("ok")
+    old = {"role": "user", "content": "o" * (1 << 20)}
+    items = [old, {"role": "assistant", "content": "a"}, {"role": "user", "content": "new"}]
+    error = refused(gateway, input=items)
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    response = whole(gateway, {"input": items, "truncation": "auto", "instructions": "stay"})
+    assert response["truncation"] == "auto"
+    assert text_of(engine.generates[0].prompt.tolist()) == "<system>stay<user>new<assistant>"
+
+
+def test_fields_without_effect_are_named(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    engine.script = lambda generate: says("ok")
+    response = gateway.post(RESPONSES, {"input": "hi", "frobnicate": 1})
+    assert response.headers["x-ignored-fields"] == "frobnicate"
+    assert response.json()["ignored_params"] == ["frobnicate"]
+    assert refused(gateway, frobnicate=1, strict_params=True)["param"] == "frobnicate"
+
+
+def test_an_unknown_model_is_a_404_of_the_sdk(client: OpenAI) -> None:
+    with pytest.raises(Exception, match="does not exist") as caught:
+        client.responses.create(model="nobody", input="hi")
+    assert not isinstance(caught.value, BadRequestError)

@@ -1,0 +1,66 @@
+"""What tests of the Responses API share: typed streams taken apart, and a script that looks at what
+it was asked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+RESPONSES = "/v1/responses"
+ENDS = ("response.completed", "response.incomplete", "response.failed")
+
+
+def typed_events(data: bytes) -> list[dict[str, Any]]:
+    """The events of a stream. Also that it is one: names and data agree, numbers have no gap, and
+    exactly the last event is an end."""
+    frames = data.split(b"\n\n")
+    assert frames.pop() == b"", "a stream ends with an empty line"
+    events = []
+    for frame in frames:
+        if frame.startswith(b":"):
+            continue
+        name, _, rest = frame.partition(b"\n")
+        event = json.loads(rest.removeprefix(b"data: "))
+        assert name == b"event: " + event["type"].encode()
+        events.append(event)
+    first = events[0]["sequence_number"]
+    assert [event["sequence_number"] for event in events] == list(range(first, first + len(events)))
+    assert [event["type"] in ENDS for event in events] == [False] * (len(events) - 1) + [True]
+    return events
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    """Their types, those that repeat once."""
+    told = [event["type"].removeprefix("response.") for event in events]
+    return [kind for i, kind in enumerate(told) if not i or told[i - 1] != kind]
+
+
+def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a client that only joins the deltas ends up with: the items of the output."""
+    items: dict[int, dict[str, Any]] = {}
+    for event in events:
+        place = event.get("output_index")
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert place == len(items)
+                items[place] = {**event["item"]}
+            case "content_part.added":
+                items[place]["content"] = [*items[place]["content"], {**event["part"]}]
+            case "output_text.delta":
+                part = items[place]["content"][event["content_index"]]
+                part["text"] += event["delta"]
+                part["logprobs"] = part["logprobs"] + event["logprobs"]
+            case "reasoning_text.delta":
+                items[place]["content"][event["content_index"]]["text"] += event["delta"]
+            case "function_call_arguments.delta":
+                items[place]["arguments"] += event["delta"]
+            case "output_item.done":
+                items[place]["status"] = event["item"]["status"]
+                assert event["item"].get("encrypted_content") is None
+                assert items[place] == event["item"]
+    return [items[place] for place in sorted(items)]
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ids are drawn anew for each response."""
+    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
