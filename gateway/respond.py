@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flask import Response, g, request
 
@@ -17,6 +18,8 @@ from gateway.connection import HangUp, Outlet
 from gateway.exchange import Exchange
 from gateway.service import Service
 from gateway.sse import KEEP_ALIVE, EventStream
+
+S = TypeVar("S", bound=Sink)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,22 @@ class OpenAnswer:
 
 def whole(service: Service, asks: Sequence[Ask], terms: Terms) -> tuple[Answer, Fold]:
     """The answer when it has ended, and all it said. Raises what made it fail."""
+    return heard(service, asks, terms, lambda answer: Fold(len(answer.choices)))
+
+
+def heard(
+    service: Service, asks: Sequence[Ask], terms: Terms, sink_of: Callable[[Answer], S]
+) -> tuple[Answer, S]:
+    """The answer when it has ended, and the sink that was told all of it. Raises what made it
+    fail."""
     opened = OpenAnswer(service, asks, terms)
     try:
-        fold = Fold(len(opened.answer.choices))
-        opened.answer.attach(fold)
+        sink = sink_of(opened.answer)
+        opened.answer.attach(sink)
         opened.answer.wait()
     finally:
         opened.close()
-    return opened.answer, fold
+    return opened.answer, sink
 
 
 def stream(

@@ -24,9 +24,10 @@ def operations() -> list[Operation]:
     from gateway.admin.operations import OPERATIONS as ADMIN
     from gateway.anthropic.operations import OPERATIONS as ANTHROPIC
     from gateway.openai.operations import OPERATIONS as OPENAI
+    from gateway.responses.operations import OPERATIONS as RESPONSES
     from gateway.tokens.operations import OPERATIONS as TOKENS
 
-    return [*OPENAI, *ANTHROPIC, *TOKENS, *ADMIN]
+    return [*OPENAI, *RESPONSES, *ANTHROPIC, *TOKENS, *ADMIN]
 
 
 @cache
