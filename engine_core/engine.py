@@ -8,9 +8,10 @@
     masks()                 -> what the plan's masked rows may say, while it is being computed
     commit(StepResult)      -> news per client
 
-No socket, no clock (times are arguments), no torch. At most one plan is out at a time. What a step
-in flight may still write (a slot, blocks) is never given to somebody else before that step has
-committed, so requests that end in flight are kept aside until then.
+No socket, no clock (times are arguments), no torch. At most `steps_in_flight` plans are out at a
+time (flight.py): the next one is planned while the tokens of the one before are on their way. What
+a step in flight may still write (a slot, blocks) is never given to somebody else before that step
+has committed, so requests that end in flight are kept aside until then.
 
 Laws, checked by `check()` and the property tests: every block is free or held, a block's holders
 are the requests that list it, findable content was written by a committed step, slots are unique,
@@ -25,11 +26,12 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from engine_core.admission import check_load, check_request, new_request
+from engine_core.flight import Flights
 from engine_core.grammar.book import Compiled, GrammarBook, Job
 from engine_core.grammar.masks import fill
 from engine_core.invariants import check_invariants
 from engine_core.open_requests import OpenRequests
-from engine_core.outcome import Outcome, failure_of, outcomes_of
+from engine_core.outcome import Outcome, failure_of
 from engine_core.planning import build_plan, matchers_of, work_of
 from engine_core.request import Event, Phase, Request
 from engine_core.scheduler import Scheduler
@@ -76,10 +78,8 @@ class Engine:
         self._scheduler = Scheduler(limits, model.digest)
         self._grammars = GrammarBook()
         self._open = OpenRequests()
-        self._in_flight: tuple[StepPlan, list[tuple[Request, int]]] | None = None
-        self._ended_in_flight: list[
-            Request
-        ] = []  # own slot and blocks until the step has committed
+        self._flights = Flights(config.steps_in_flight)
+        self._ended_in_flight: list[Request] = []  # own slot and blocks until no step has them
         self._generations: Counter[int] = Counter()  # slot -> how often it was bound
         self._draw_seed = draw_seed
         self._step = 0
@@ -186,20 +186,25 @@ class Engine:
     # ---- plan
 
     @property
-    def is_stepping(self) -> bool:
-        """A plan is out; `commit` comes next."""
-        return self._in_flight is not None
+    def num_in_flight(self) -> int:
+        """Plans that are out; `commit` comes for each, in their order."""
+        return len(self._flights)
 
     @property
     def is_idle(self) -> bool:
-        return not self._open and self._in_flight is None
+        return not self._open and not self._flights
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step and take what it needs."""
-        assert self._in_flight is None, "the step before has not committed"
-        if not self._scheduler.has_work:
+        """Decide the next step and take what it needs. None: there is nothing to compute, or what
+        is out must commit first."""
+        if self._flights.is_full or not self._scheduler.has_work:
+            return None
+        if self._flights and not self._scheduler.can_continue():
             return None
         schedule = self._scheduler.schedule()
+        work = work_of(schedule)
+        if not work:
+            return None
         self._counts["preemptions"] += len(schedule.preempted)
         for request in schedule.admitted:
             assert request.slot is not None
@@ -210,39 +215,46 @@ class Engine:
         self._step += 1
         plan = build_plan(self._step, schedule, self._scheduler.released_slots, self._generations)
         self._scheduler.released_slots.clear()
-        self._in_flight = plan, work_of(schedule)
+        self._flights.depart(plan, work)
         return plan
 
     def masks(self) -> Masks | None:
-        """For the plan that is out, once: None where no grammar constrains any of its rows."""
-        assert self._in_flight is not None, "masks are for a plan that is out"
-        plan, work = self._in_flight
-        if plan.masked is None:
+        """For the oldest plan that is out, once: what comes before its tokens is known only now.
+        None where no grammar constrains any of its rows."""
+        flight = self._flights.oldest
+        if flight is None or not flight.needs_masks:
             return None
-        return Masks(step=plan.step, bits=fill(matchers_of(plan, work), self._model.vocab_size))
+        flight.needs_masks = False
+        matchers = matchers_of(flight.plan, flight.work)
+        return Masks(step=flight.plan.step, bits=fill(matchers, self._model.vocab_size))
 
     # ---- commit
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        """Take in the result of the plan that is out; `elapsed_s` is how long the worker took.
+        """Take in the result of the oldest plan that is out; the worker took `elapsed_s` for it.
 
         Raises RuntimeError when the result is not of that plan.
         """
-        if self._in_flight is None or self._in_flight[0].step != result.step:
-            raise RuntimeError(f"a result of step {result.step}, which is not the one in flight")
-        plan, work = self._in_flight
-        self._in_flight = None
+        work, outcomes = self._flights.land(result)
         self._speed.measure(sum(count for _, count in work), elapsed_s)
-        for request in self._ended_in_flight:
-            self._scheduler.finish(request)
-        self._ended_in_flight.clear()
+        self._let_go()
         news: dict[bytes, list[Output]] = {}
-        for (request, count), outcome in zip(work, outcomes_of(plan, result), strict=True):
+        for (request, count), outcome in zip(work, outcomes, strict=True):
             if request.phase is Phase.RUNNING and (output := self._take(request, count, outcome)):
                 news.setdefault(request.client, []).append(output)
         return {
             client: Outputs(step=result.step, outputs=outputs) for client, outputs in news.items()
         }
+
+    def _let_go(self) -> None:
+        """Take back what belonged to requests that no step in flight has any more."""
+        still = []
+        for request in self._ended_in_flight:
+            if request.num_in_flight:
+                still.append(request)
+            else:
+                self._scheduler.finish(request)
+        self._ended_in_flight = still
 
     def _take(self, request: Request, count: int, outcome: Outcome) -> Output | None:
         """What a committed step means for one request: its news, or None while its prompt is
@@ -254,9 +266,8 @@ class Engine:
         if request.num_generated == 0:
             request.prompt_logprobs += outcome.prompt_logprobs
         if outcome.token is None:
-            return (
-                None if request.samples or request.num_uncomputed else self._end(request, "length")
-            )
+            is_whole = request.num_computed == len(request.tokens)
+            return self._end(request, "length") if is_whole and not request.samples else None
         if request.matcher is not None:
             request.matcher.consume(outcome.token)
             if request.matcher.error is not None:
@@ -295,7 +306,7 @@ class Engine:
             self._leave_grammar(request)
         self._finished[reason] += 1
         request.move(Event.FINISH)
-        if self._in_flight is not None and request.slot is not None:
+        if request.num_in_flight:
             self._ended_in_flight.append(request)
         else:
             self._scheduler.finish(request)

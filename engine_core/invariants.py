@@ -47,6 +47,11 @@ def _check_blocks(scheduler: Scheduler, running: list[Request]) -> None:
         covered = len(request.blocks) * scheduler.limits.block_tokens
         assert covered >= request.num_computed, f"{request.number}: computed beyond its blocks"
         assert 0 <= request.num_computed <= len(request.tokens), f"{request.number}: counts"
+        ahead = request.num_scheduled - request.num_computed
+        assert ahead >= 0, f"{request.number}: scheduled less than was computed"
+        assert covered >= request.num_scheduled, f"{request.number}: scheduled beyond its blocks"
+        is_out = bool(ahead or request.num_pending)
+        assert is_out == bool(request.num_in_flight), f"{request.number}: in flight"
 
 
 def _check_content(scheduler: Scheduler, running: list[Request]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 
 import zmq
 
@@ -69,7 +70,8 @@ class Loop:
         self._engine: Engine | None = None  # until the worker is ready
         self._model: ModelCard | None = None
         self._is_draining = False
-        self._step_sent_at = 0.0
+        self._sent_at: deque[float] = deque()  # of the steps that are out
+        self._free_at = 0.0  # when the worker was done with the last one that has come back
         self._wire_errors = 0
         self._grammars = GrammarService(config.grammar_timeout_s)
 
@@ -262,20 +264,31 @@ class Loop:
         engine = self._engine
         if engine is None:
             return
-        if engine.is_stepping:
-            if now - self._step_sent_at > self._config.step_timeout_s:
-                raise WorkerLost(f"the worker has been silent for {now - self._step_sent_at:.0f} s")
-            return
-        plan = engine.plan()
-        if plan is not None:
-            self._step_sent_at = now
+        if self._sent_at and (silent_s := now - self._begun_at()) > self._config.step_timeout_s:
+            raise WorkerLost(f"the worker has been silent for {silent_s:.0f} s")
+        while (plan := engine.plan()) is not None:
+            self._sent_at.append(now)
             self._workers.send(plan)
-            if (masks := engine.masks()) is not None:
-                self._workers.send(masks)
+            self._send_masks(engine)
+
+    def _send_masks(self, engine: Engine) -> None:
+        """Of the oldest step that is out. They follow its plan, and come before all later plans but
+        the one that went out ahead of them."""
+        if (masks := engine.masks()) is not None:
+            self._workers.send(masks)
+
+    def _begun_at(self) -> float:
+        """When the worker began with the oldest step that is out."""
+        return max(self._sent_at[0], self._free_at)
 
     def _commit(self, result: StepResult, now: float) -> None:
         assert self._engine is not None
-        for client, outputs in self._engine.commit(result, now - self._step_sent_at).items():
+        took_s = now - self._begun_at()
+        self._sent_at.popleft()
+        self._free_at = now
+        news = self._engine.commit(result, took_s)
+        self._send_masks(self._engine)  # the worker waits for them, if it is that far
+        for client, outputs in news.items():
             self._tell(client, outputs)
 
     # ---- the engine's own state

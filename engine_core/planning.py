@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 
 from engine_core.grammar.matcher import Matcher
-from engine_core.request import Request
+from engine_core.request import Phase, Request
 from engine_core.scheduler import Schedule
 from protocol.arrays import Int32, UInt8
 from protocol.steps import SlotInit, StepPlan
@@ -24,7 +24,7 @@ def build_plan(
     work = work_of(schedule)
     samples = [request.samples and count == request.num_uncomputed for request, count in work]
     sampled = compress((request for request, _ in work), samples)
-    masked = [index for index, request in enumerate(sampled) if _matcher(request) is not None]
+    masked = [index for index, request in enumerate(sampled) if _may_be_masked(request)]
     grown = schedule.grown
     return StepPlan(
         step=step,
@@ -35,7 +35,7 @@ def build_plan(
         block_ids=Int32.of(block for _, _, block in grown),
         zero_blocks=Int32.of(schedule.fresh),
         row_slots=Int32.of(_slot(request) for request, _ in work),
-        row_starts=Int32.of(request.num_computed for request, _ in work),
+        row_starts=Int32.of(request.num_scheduled for request, _ in work),
         row_tokens=Int32.of(count for _, count in work),
         row_samples=UInt8.of(samples),
         num_decodes=len(schedule.decodes),
@@ -43,18 +43,24 @@ def build_plan(
     )
 
 
-def matchers_of(plan: StepPlan, work: Sequence[tuple[Request, int]]) -> list[Matcher]:
-    """Of the plan's `masked` rows, in their order."""
-    if plan.masked is None:
-        return []
-    sampled = compress((request for request, _ in work), plan.row_samples.tolist())
-    return [matcher for request in sampled if (matcher := _matcher(request)) is not None]
+def matchers_of(plan: StepPlan, work: Sequence[tuple[Request, int]]) -> list[Matcher | None]:
+    """Of the plan's `masked` rows, in their order; None: nothing constrains the token after all, or
+    the answer has ended and nobody will hear of it."""
+    assert plan.masked is not None
+    sampled = list(compress((request for request, _ in work), plan.row_samples.tolist()))
+    masked = (sampled[index] for index in plan.masked.tolist())
+    return [_matcher(request) if request.phase is Phase.RUNNING else None for request in masked]
 
 
 def _matcher(request: Request) -> Matcher | None:
     """What constrains the next token, if anything does."""
     matcher = request.matcher
     return matcher if matcher is not None and matcher.constrains else None
+
+
+def _may_be_masked(request: Request) -> bool:
+    """Behind a token that is still on its way anything may be."""
+    return _matcher(request) is not None or bool(request.matcher and request.num_pending)
 
 
 def _slot(request: Request) -> int:

@@ -2,7 +2,8 @@
 
 There are no prefill and decode phases. A request knows `tokens` (its prompt and what was sampled)
 and has K/V for the first `num_computed` of them; a step computes some of the difference. Sampling
-happens when a step computes the last known token.
+happens when a step computes the last known token. While a step is out, what it will compute and
+sample is counted apart: `num_scheduled`, `num_pending`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class Request:
     stop_ids         tokens that end it with "stop"
     blocks           block ids of positions [0, len(blocks) * block_tokens)
     hashes           chained hashes of the first full blocks, computed when first needed
+    num_scheduled    like num_computed, when the plans that are out will have been committed
+    num_pending      tokens that those plans sample: not known here, but where they will stand is
+    num_in_flight    how many plans that are out have a row of it
     num_published    how many of its blocks have been offered to the prefix cache
     num_cached       prompt tokens whose K/V was found, at the first admission
     prompt_logprobs  as computed so far in this life; told with the first token
@@ -81,6 +85,9 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
+    num_scheduled: int = 0
+    num_pending: int = 0
+    num_in_flight: int = 0
     num_published: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
@@ -95,8 +102,16 @@ class Request:
         return self.priority, self.order
 
     @property
+    def num_ahead(self) -> int:
+        """Tokens that will be known when all plans that are out have been committed."""
+        return len(self.tokens) + self.num_pending
+
+    @property
     def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.num_computed
+        """Tokens that no plan computes yet. A full answer's last token needs no computation."""
+        if self.num_pending and self.num_ahead >= self.end:
+            return 0
+        return self.num_ahead - self.num_scheduled
 
     @property
     def num_generated(self) -> int:

@@ -7,6 +7,9 @@ it gives everything back and is computed again later, mostly out of the prefix c
 
 A request is admitted only when blocks for all its known tokens are there; they are taken at once.
 So only requests that stream ever need more, one block at a time, and the oldest can always get it.
+
+Nobody is preempted while a plan is out: its tokens would be lost. `can_continue` says whether a
+step can be planned without that.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from engine_core.block_hash import extend_hashes, root_hash
 from engine_core.block_pool import BlockPool
 from engine_core.prefix_cache import PrefixCache
 from engine_core.queue import WaitingQueue
-from engine_core.request import Event, Request
+from engine_core.request import Event, Phase, Request
 from protocol.messages import Limits
 
 
@@ -59,6 +62,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or len(self.waiting))
 
+    def can_continue(self) -> bool:
+        """Whether the next step needs no preemption."""
+        growing = sum(map(self._must_grow, self.running))
+        return growing <= self.pool.num_free
+
     def schedule(self) -> Schedule:
         """Decide one step and take what it needs. Empty if there is nothing to do."""
         step = Schedule(budget=self.limits.token_budget)
@@ -88,7 +96,7 @@ class Scheduler:
             if step.budget == 0:
                 return
             if (
-                request.slot is not None
+                request.phase is Phase.RUNNING
                 and request.num_uncomputed == 1
                 and self._grow(request, step)
             ):
@@ -99,7 +107,7 @@ class Scheduler:
         for request in self.running:
             if step.budget == 0:
                 return
-            if request.num_uncomputed > 1:
+            if request.phase is Phase.RUNNING and request.num_uncomputed > 1:
                 self._compute(request, step)
 
     def _compute(self, request: Request, step: Schedule) -> None:
@@ -110,12 +118,20 @@ class Scheduler:
             step.chunks.append((request, count))
         step.budget -= count
 
+    def _must_grow(self, request: Request) -> bool:
+        """It streams, and there is no block for its last token."""
+        return (
+            request.phase is Phase.RUNNING
+            and request.num_uncomputed == 1
+            and request.num_ahead > len(request.blocks) * self.limits.block_tokens
+        )
+
     def _grow(self, request: Request, step: Schedule) -> bool:
-        """Make sure there is a block for the last known token.
+        """Make sure there is a block for the last token.
 
         False if the request had to yield itself.
         """
-        if len(request.tokens) <= len(request.blocks) * self.limits.block_tokens:
+        if not self._must_grow(request):
             return True
         while (blocks := self.pool.take(1)) is None:
             victim = self.running[-1]
@@ -129,6 +145,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request, step: Schedule) -> None:
+        assert not victim.num_in_flight, "what a plan that is out computes would be lost"
         victim.move(Event.PREEMPT)
         victim.num_preemptions += 1
         self._give_back(victim)
@@ -143,7 +160,7 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.slot = None
         request.blocks = []
-        request.num_computed = 0
+        request.num_computed = request.num_scheduled = 0
         request.num_published = 0
         if request.num_generated == 0:
             request.prompt_logprobs = []  # they will be computed again
@@ -180,7 +197,7 @@ class Scheduler:
         assert fresh is not None
         step.fresh += fresh
         request.blocks = found + fresh
-        request.num_computed = len(found) * self.limits.block_tokens
+        request.num_computed = request.num_scheduled = len(found) * self.limits.block_tokens
         request.num_published = len(found)
         if not request.num_preemptions:
             request.num_cached = request.num_computed

@@ -79,6 +79,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     token_budget: Annotated[
         int, about("most tokens computed in one step, over all requests", ge=1, le=1 << 20)
     ] = 256
+    steps_in_flight: Annotated[
+        int,
+        about("steps sent to the worker before the first of them has come back", ge=1, le=2),
+    ] = 2
     prefix_cache: Annotated[bool, about("reuse computed blocks of equal prompts")] = True
     max_waiting: Annotated[
         int, about("requests that may wait; more are refused with 429", ge=1, le=1 << 20)

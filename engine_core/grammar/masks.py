@@ -11,8 +11,9 @@ from protocol.arrays import Int32
 WORD_BYTES = 4
 
 
-def fill(matchers: Sequence[Matcher], vocab_size: int) -> Int32:
-    """[N, ceil(vocab_size / 32)]. Tens of microseconds a row; the GIL is not held.
+def fill(matchers: Sequence[Matcher | None], vocab_size: int) -> Int32:
+    """[N, ceil(vocab_size / 32)]. Tens of microseconds a row; the GIL is not held. None: every
+    token is possible.
 
     A matcher that fails allows nothing more: its row fails alone, and its `error` says why.
     """
@@ -22,6 +23,9 @@ def fill(matchers: Sequence[Matcher], vocab_size: int) -> Int32:
     rows = memoryview(bits).cast("B")
     for row, matcher in enumerate(matchers):
         start = row * row_bytes
+        if matcher is None:
+            rows[start : start + row_bytes] = b"\xff" * row_bytes
+            continue
         matcher.fill(address + start, row_bytes)
         if matcher.forced is not None:
             _leave_only(rows[start : start + row_bytes], matcher.forced, always=matcher.is_free)

@@ -15,7 +15,6 @@ import pytest
 
 from protocol.grammar import Body, Choice, Regex
 from protocol.messages import Refused
-from protocol.steps import StepPlan
 from tests.support.engines import VOCAB, Bench, next_token
 from tests.support.grammars import text_of
 
@@ -45,20 +44,20 @@ class Storm:
             max_len=60,
             prefix_cache=bool(seed % 2),
             max_waiting=12,
+            steps_in_flight=1 + seed % 3 % 2,
         )
         self.asked: dict[tuple[bytes, int], tuple[list[int], int, int]] = {}
         self.constrained: dict[tuple[bytes, int], tuple[Body, str, str]] = {}
         self.dropped: set[tuple[bytes, int]] = set()
-        self.plan: StepPlan | None = None
         self.refused = 0
 
     def operate(self) -> None:
         choice = self.random.random()
-        if self.plan is not None and choice < 0.5:
-            self.bench.finish(self.plan)
-            self.plan = None
-        elif self.plan is None and choice < 0.5:
-            self.plan = self.bench.plan()
+        if choice < 0.25:
+            self.bench.plan()
+        elif choice < 0.5:
+            if self.bench.out:
+                self.bench.finish()
         elif choice < 0.8:
             self.add()
         elif choice < 0.88:
@@ -141,8 +140,6 @@ class Storm:
         self.dropped |= {key for key in self.asked if key[0] == client}
 
     def settle(self) -> None:
-        if self.plan is not None:
-            self.bench.finish(self.plan)
         while self.bench.jobs:
             self.compile()
         self.bench.run()

@@ -7,6 +7,7 @@ stale slot or a lost token shows as a wrong answer, not only as a broken count.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -158,6 +159,7 @@ class Bench:
         prefix_cache: bool = True,
         max_waiting: int = 1000,
         max_waiting_tokens: int = 1_000_000,
+        steps_in_flight: int = 1,
     ) -> None:
         self.limits = Limits(
             max_len=min(max_len, (num_blocks - 1) * block_tokens),
@@ -171,13 +173,15 @@ class Bench:
             worker=WorkerConfig(model=""),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
+            steps_in_flight=steps_in_flight,
         )
         self.engine = Engine(config, a_card(), self.limits, draw_seed=lambda: 0)
         self.worker = EchoWorker(self.limits)
         self.compiler = echo_compiler()
         self.news: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []
-        self.masks: Masks | None = None  # of the plan that is out
+        self.out: deque[StepPlan] = deque()
+        self.masks: Masks | None = None  # of the oldest plan that is out
         self.jobs: list[Job] = []
         self.refusals: dict[tuple[bytes, int], Refused] = {}  # of those who waited for a grammar
         self._next = 0
@@ -243,24 +247,33 @@ class Bench:
         plan = self.engine.plan()
         if plan is not None:
             self.plans.append(plan)
-            self.masks = self.engine.masks()
+            self.out.append(plan)
+            if len(self.out) == 1:
+                self.masks = self.engine.masks()
         self.engine.check()
         return plan
 
-    def finish(self, plan: StepPlan) -> None:
-        """The worker executes, the engine commits."""
-        for client, outputs in self.engine.commit(
-            self.worker.execute(plan, self.masks), 0.01
-        ).items():
+    def finish(self) -> None:
+        """The worker executes the oldest plan that is out, the engine commits."""
+        self.commit(self.worker.execute(self.out[0], self.masks))
+
+    def commit(self, result: StepResult) -> None:
+        """What the worker tells of the oldest plan that is out."""
+        self.out.popleft()
+        for client, outputs in self.engine.commit(result, 0.01).items():
             self.take(client, outputs.outputs)
+        self.masks = self.engine.masks()
         self.engine.check()
 
     def step(self) -> dict[int, int] | None:
-        """One whole step: {row's slot: tokens}, or None where there was nothing to do."""
-        plan = self.plan()
-        if plan is None:
+        """Plan what can be planned, and finish the oldest: {row's slot: tokens}, or None where
+        there was nothing to do."""
+        while self.plan() is not None:
+            pass
+        if not self.out:
             return None
-        self.finish(plan)
+        plan = self.out[0]
+        self.finish()
         return dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
 
     def run(self, most: int = 100_000) -> None:

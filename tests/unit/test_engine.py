@@ -125,9 +125,9 @@ def test_nothing_is_found_in_another_namespace_or_with_the_cache_off() -> None:
 def test_a_block_is_findable_only_after_its_step_has_committed() -> None:
     bench = Bench(max_slots=2, token_budget=16)
     bench.add([3] * 16, max_tokens=4, ignore_eos=True)
-    plan = bench.plan()
+    bench.plan()
     assert len(bench.engine._scheduler.cache) == 0
-    bench.finish(plan)
+    bench.finish()
     assert len(bench.engine._scheduler.cache) == 4
 
 
@@ -139,7 +139,7 @@ def test_every_fresh_block_is_zeroed_and_shared_ones_are_not() -> None:
     plan = bench.plan()
     assert len(plan.bind[0].blocks) == 5
     assert plan.zero_blocks.tolist() == plan.bind[0].blocks.tolist()[4:]
-    bench.finish(plan)
+    bench.finish()
 
 
 def test_when_blocks_run_out_the_youngest_yields_and_loses_nothing() -> None:
@@ -201,11 +201,11 @@ def test_an_abort_between_steps_gives_everything_back_at_once() -> None:
 def test_an_abort_in_flight_keeps_the_blocks_until_the_step_has_committed() -> None:
     bench = Bench(num_blocks=11, max_slots=1)
     number = bench.add([1] * 10)
-    plan = bench.plan()
+    bench.plan()
     bench.abort(number)
     assert bench.end(number).finish == "abort"
     assert bench.engine.stats().free_blocks == 7
-    bench.finish(plan)
+    bench.finish()
     assert bench.engine.stats().free_blocks == 10
     other = bench.add([2] * 4, max_tokens=1)
     bench.run()
@@ -250,8 +250,7 @@ def test_prompt_logprobs_are_told_once_with_the_first_news(max_tokens: int) -> N
         start, count = plan.row_starts.tolist()[0], plan.row_tokens.tolist()[0]
         scored = max(min(start + count, 19) - start, 0)
         told = msgspec.structs.replace(result, prompt_logprobs=some_logprobs(scored))
-        for client, outputs in bench.engine.commit(told, 0.01).items():
-            bench.take(client, outputs.outputs)
+        bench.commit(told)
     counts = [len(output.prompt_logprobs) for output in bench.news[CLIENT, number]]
     assert counts == [19] + [0] * (len(counts) - 1)
 
@@ -320,8 +319,7 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone() -> None:
     plan = bench.plan()
     result = bench.worker.execute(plan)
     spoilt = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
-    for client, outputs in bench.engine.commit(spoilt, 0.01).items():
-        bench.take(client, outputs.outputs)
+    bench.commit(spoilt)
     bench.run()
     assert bench.end(bad).error.code == "step_failed"
     assert bench.end(good).finish == "length"

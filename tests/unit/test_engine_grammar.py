@@ -154,7 +154,7 @@ def test_a_step_without_grammars_sends_what_it_sends_where_there_never_was_one()
         while (plan := bench.plan()) is not None:
             assert bench.masks is None, "no second message"
             sent.append(b"".join(wire.encode(plan)))
-            bench.finish(plan)
+            bench.finish()
         streams.append(sent)
     assert len(streams[0]) == 5
     assert streams[0] == streams[1]
@@ -171,7 +171,7 @@ def test_masks_are_for_the_constrained_rows_that_are_sampled() -> None:
             (plan.row_samples.tolist(), None if plan.masked is None else plan.masked.tolist())
         )
         assert (bench.masks is None) == (plan.masked is None)
-        bench.finish(plan)
+        bench.finish()
     assert seen[:4] == [([1, 0], None), ([1, 1], [1]), ([1, 1], [1]), ([1, 1], [1])]
     assert bench.end(free).finish == "length"
     assert re.fullmatch("[ab]{4}", said(bench, bound))
@@ -272,8 +272,7 @@ def test_a_grammar_that_turns_out_too_large_far_into_the_answer_is_the_requests_
         result = bench.worker.execute(plan, bench.masks)
         bench.worker.tokens[0][-1] = wish
         steered = StepResult(step=result.step, tokens=Int32.of([wish]), failed=result.failed)
-        for client, outputs in bench.engine.commit(steered, 0.01).items():
-            bench.take(client, outputs.outputs)
+        bench.commit(steered)
         if bench.end(number).finish is not None:
             break
     end = bench.end(number)
@@ -295,8 +294,7 @@ def test_a_token_that_the_grammar_does_not_admit_ends_that_request_alone() -> No
         step=result.step, tokens=Int32.of([wrong, result.tokens.tolist()[1]]), failed=result.failed
     )
     bench.worker.tokens[0][-1] = wrong
-    for client, outputs in bench.engine.commit(tampered, 0.01).items():
-        bench.take(client, outputs.outputs)
+    bench.commit(tampered)
     end = bench.end(bad)
     assert end.finish == "error"
     assert end.error is not None
@@ -323,8 +321,7 @@ def test_a_row_for_which_nothing_is_possible_fails_alone_and_says_what_left_noth
     assert plan is not None
     result = bench.worker.execute(plan, bench.masks)
     failed = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
-    for client, outputs in bench.engine.commit(failed, 0.01).items():
-        bench.take(client, outputs.outputs)
+    bench.commit(failed)
     end = bench.end(number)
     assert end.error is not None
     assert end.finish == "error"
@@ -402,11 +399,11 @@ def test_a_plan_out_has_its_masks_whatever_ends_meanwhile() -> None:
     first, second = asked(bench, [1], [2])
     plan = bench.engine.plan()
     assert isinstance(plan, StepPlan)
+    bench.out.append(plan)
     bench.abort(first)
-    masks = bench.engine.masks()
-    assert masks is not None
-    assert masks.bits.shape == (2, 4)
-    bench.masks = masks
-    bench.finish(plan)
+    bench.masks = bench.engine.masks()
+    assert bench.masks is not None
+    assert bench.masks.bits.shape == (2, 4)
+    bench.finish()
     bench.run()
     assert bench.end(second).finish == "stop"

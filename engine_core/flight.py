@@ -1,0 +1,71 @@
+"""Plans that are out: sent to the worker, and not committed yet.
+
+The worker executes plans in order, so a plan may go out before the result of the one before has
+come back. A request then counts the tokens that are on their way (`num_pending`) and those whose
+computation was planned (`num_scheduled`); what it owns is given to nobody else while a plan that
+writes to it is out (`num_in_flight`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from engine_core.outcome import Outcome, outcomes_of
+from engine_core.request import Request
+from protocol.steps import StepPlan, StepResult
+
+Work = list[tuple[Request, int]]
+
+
+@dataclass(slots=True)
+class Flight:
+    """One plan. `needs_masks`: some of its rows are constrained, and their masks are still to be
+    told."""
+
+    plan: StepPlan
+    work: Work
+    needs_masks: bool
+
+
+class Flights:
+    """The plans that are out, oldest first; at most `depth` of them."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._out: deque[Flight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._out)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._out) >= self._depth
+
+    @property
+    def oldest(self) -> Flight | None:
+        return self._out[0] if self._out else None
+
+    def depart(self, plan: StepPlan, work: Work) -> None:
+        for (request, count), samples in zip(work, plan.row_samples.tolist(), strict=True):
+            request.num_scheduled += count
+            request.num_pending += samples
+            request.num_in_flight += 1
+        self._out.append(Flight(plan, work, plan.masked is not None))
+
+    def land(self, result: StepResult) -> tuple[Work, list[Outcome]]:
+        """The oldest plan's rows and what each got.
+
+        Raises RuntimeError when the result is not of that plan.
+        """
+        oldest = self.oldest
+        if oldest is None or oldest.plan.step != result.step:
+            raise RuntimeError(f"a result of step {result.step}, which is not the oldest one out")
+        outcomes = outcomes_of(oldest.plan, result)
+        self._out.popleft()
+        for (request, _), samples in zip(
+            oldest.work, oldest.plan.row_samples.tolist(), strict=True
+        ):
+            request.num_pending -= samples
+            request.num_in_flight -= 1
+        return oldest.work, outcomes
