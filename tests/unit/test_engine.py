@@ -79,7 +79,7 @@ def test_a_label_ends_a_request_in_flight_or_waiting_and_it_holds_nothing_after(
     plan = bench.plan()
     assert plan is not None
     assert bench.abort_named("x") == {"x": True}
-    bench.finish(plan)
+    bench.finish()
     assert [bench.end(number).finish for number in (running, waiting)] == ["abort", "abort"]
     assert len(bench.tokens(running)) == 1
     assert bench.engine.is_idle
