@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 from gevent.event import Event
 
-from gateway.engine_client import EngineClient, Report
+from gateway.engine_client import Report, Subscriber
 from gateway.metering import ThinkingMeter
 from gateway.output.events import Delta, Failed, Finished, ToolCall, ToolCallEnd, Warning
 from protocol.arrays import Int32
@@ -105,6 +105,23 @@ class Choice:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
+class Engine(Protocol):
+    """What an answer needs of one: see `EngineClient`."""
+
+    def generate(
+        self,
+        prompt: Int32,
+        params: SamplingParams,
+        subscriber: Subscriber,
+        *,
+        namespace: str,
+        priority: int,
+        grammar: Grammar | None,
+        labels: Sequence[str],
+    ) -> int: ...
+    def abort(self, request: int) -> None: ...
+
+
 class Sink(Protocol):
     """Called from the hub."""
 
@@ -121,7 +138,7 @@ class Answer:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engine,
         asks: Sequence[Ask],
         *,
         namespace: str = "",

@@ -28,6 +28,7 @@ from protocol.messages import (
     AbortNamed,
     Accepted,
     Generate,
+    Limits,
     Output,
     Ping,
     Pong,
@@ -36,6 +37,7 @@ from protocol.messages import (
     ToEngine,
     Welcome,
 )
+from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.session import News, Session
 from protocol.stats import EngineStats
@@ -146,6 +148,23 @@ class EngineClient:
     def trouble(self) -> ServingError | None:
         """Why no request can be opened now; None where one can."""
         return None if self.session.is_ready else self.session.trouble
+
+    @property
+    def is_ready(self) -> bool:
+        return self.session.is_ready
+
+    @property
+    def model(self) -> ModelCard | None:
+        """As of the last Welcome, and `limits` with it; None before the first."""
+        return self.session.model
+
+    @property
+    def limits(self) -> Limits | None:
+        return self.session.limits
+
+    @property
+    def epoch(self) -> str | None:
+        return self.session.epoch
 
     @property
     def silence_s(self) -> float | None:

@@ -17,6 +17,7 @@ from protocol.errors import (
     EngineLost,
     EngineNotReady,
     InvalidRequest,
+    NoEngine,
     Overloaded,
     RequestError,
     ServingError,
@@ -31,6 +32,7 @@ _STATUS: dict[type[ServingError], int] = {
     UnknownModel: 404,
     Overloaded: 429,
     EngineNotReady: 503,
+    NoEngine: 501,
     EngineLost: 503,
     Draining: 503,
 }

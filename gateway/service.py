@@ -17,6 +17,7 @@ from gevent import get_hub
 from gateway.answering import Answer, Ask
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
+from gateway.engineless import Engineless
 from gateway.metrics import Metrics
 from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
@@ -39,6 +40,12 @@ def offload(work: Callable[[], list[int]]) -> list[int]:
     return result
 
 
+def _engine_of(config: GatewayConfig) -> EngineClient | Engineless:
+    if config.card:
+        return Engineless(config.card)
+    return EngineClient(config.engine or engine_address(config.port))
+
+
 class Service:
     """is_draining   whether this process is on its way out; set by whoever runs it
     give_up       called with the reason where an option and the first model exclude each other; set
@@ -50,10 +57,8 @@ class Service:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.options = ModelOptions.of(config)
-        self.engine = EngineClient(config.engine or engine_address(config.port))
-        self.metrics = Metrics(
-            is_up=lambda: self.engine.session.is_ready, stats=lambda: self.engine.stats
-        )
+        self.engine: EngineClient | Engineless = _engine_of(config)
+        self.metrics = Metrics(is_up=lambda: self.engine.is_ready, stats=lambda: self.engine.stats)
         self.is_draining: Callable[[], bool] = lambda: False
         self.give_up: Callable[[str], None] = lambda why: None
         self.idle_connections = IdleConnections()
@@ -123,7 +128,7 @@ class Service:
 
     def _current(self) -> ServedModel:
         """Made anew with each Welcome: the engine may have come back with another model."""
-        card, limits = self.engine.session.model, self.engine.session.limits
+        card, limits = self.engine.model, self.engine.limits
         assert card is not None
         assert limits is not None
         served = self._served
@@ -159,7 +164,7 @@ class Service:
             "why": why,
             "gateway": {"pid": os.getpid(), "draining": self.is_draining()},
             "engine": {
-                "epoch": self.engine.session.epoch,
+                "epoch": self.engine.epoch,
                 "silence_s": None if silence_s is None else round(silence_s, 3),
             },
         }

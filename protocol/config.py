@@ -109,6 +109,9 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     """The process that speaks HTTP and text."""
 
     engine: Annotated[str, about("the engine's address (ZeroMQ)", wiring=True)] = ""
+    card: Annotated[
+        str, about("a file with the model's card: serve without an engine", wiring=True)
+    ] = ""
     host: Annotated[str, about("address to listen on")] = "127.0.0.1"
     port: Annotated[int, about("HTTP port", ge=1, le=65535)] = 8000
     gateways: Annotated[int, about("gateway processes that share the port", ge=1, le=64)] = 1
@@ -153,6 +156,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
 class ServeConfig(Config, frozen=True, kw_only=True):
     """The process that starts and watches the others."""
 
+    render_only: Annotated[
+        bool,
+        about(
+            "only a gateway, without an engine: it renders, derenders and counts tokens, for which "
+            "MODEL may be a directory of nothing but tokenizer.json and tokenizer_config.json"
+        ),
+    ] = False
     start_timeout_s: Annotated[
         float, about("give up when not ready after so long", ge=1, le=86400)
     ] = 600.0

@@ -9,6 +9,7 @@ ServingError
 ├── EngineError           ours: the message is for the log and for operators
 │   ├── EngineLost          "engine_lost"               the engine died, restarted or fell silent
 │   ├── EngineNotReady      "engine_not_ready"          it is still loading, or not started
+│   ├── NoEngine            "no_engine"                 this server has none and computes nothing
 │   ├── StepFailed          "step_failed"               this request's computation failed
 │   └── Draining            "draining"                  it finishes what it has and takes nothing
 new
@@ -87,6 +88,10 @@ class EngineNotReady(EngineError):
     code = "engine_not_ready"
 
 
+class NoEngine(EngineError):
+    code = "no_engine"
+
+
 class StepFailed(EngineError):
     code = "step_failed"
 
@@ -109,6 +114,7 @@ _BY_CODE: dict[str, type[ServingError]] = {
         EngineError,
         EngineLost,
         EngineNotReady,
+        NoEngine,
         StepFailed,
         Draining,
         WireError,

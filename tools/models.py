@@ -14,14 +14,18 @@ from tools.failure import Failure
 from tools.fetch import fetch, home, is_cached, place
 
 
-def resolve(model: str, cache: Path) -> Path:
-    """The absolute path of a model, fetched if it is one of the catalogue's. Raises Failure."""
+def resolve(model: str, cache: Path, *, text_only: bool = False) -> Path:
+    """The absolute path of a model, fetched if it is one of the catalogue's. Raises Failure.
+
+    text_only  a directory may hold no more than a tokenizer
+    """
     if entry := CATALOGUE.get(model):
         return fetch(entry, cache)
     path = Path(model).expanduser().absolute()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise Failure(f"{path} is no Hugging Face model directory: it has no config.json")
+        needed = "tokenizer.json" if text_only else "config.json"
+        if not (path / needed).is_file():
+            raise Failure(f"{path} is no Hugging Face model directory: it has no {needed}")
         return path
     if not path.is_file():
         raise Failure(f"no model {model!r}: it is no path here and no name of {_names()}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from protocol.config import EngineConfig, GatewayConfig, ServeConfig, WorkerConf
 from protocol.sockets import engine_address, run_directory
 from tools import run_lock
 from tools.catalogue import CATALOGUE, DEFAULT
-from tools.children import Child, Command
+from tools.children import Child, Command, last_words
 from tools.failure import Failure
 from tools.fetch import home
 from tools.flags import add_flags, build
@@ -43,6 +44,7 @@ examples:
   tidegate serve model.gguf --port 8001           a GGUF file, on another port
   tidegate serve --max-len 4096 --max-slots 16    less memory: shorter and fewer requests
   tidegate serve --served-name small --gateways 2
+  tidegate serve --render-only DIRECTORY          no engine: render, derender, tokenize
 """
 
 ROOMS = (
@@ -53,6 +55,10 @@ ROOMS = (
 )
 NEEDED = {"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch": "worker"}
 """Libraries that a child would miss at once -> the extra that brings them."""
+COMPUTES = frozenset({"torch"})
+"""Those that only a server with an engine needs."""
+CARD_FILE = "model.card"
+CARD_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +120,25 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
     engine_json, gateway_json = (
         msgspec.json.encode(c).decode() for c in (plan.engine, plan.gateway)
     )
-    return [
+    gateway = [
         Command(
             "gateway",
             [*python, "gunicorn", conf, "gateway.app:create_app()"],
             environment={"TIDEGATE_GATEWAY": gateway_json},
             directory=plan.directory,
             keeps_open=[lock],
-        ),
-        Command("engine", [*python, "engine_core", "--config", engine_json], keeps_open=[lock]),
+        )
     ]
+    if plan.serve.render_only:
+        return gateway
+    engine = [*python, "engine_core", "--config", engine_json]
+    return [*gateway, Command("engine", engine, keeps_open=[lock])]
 
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     wanted = plan(vars(options))
-    _check_installation()
+    _check_installation(computes=not wanted.serve.render_only)
     lock = run_lock.hold(wanted.directory)
     try:
         run_lock.check_port_is_free(wanted.gateway.host, wanted.gateway.port)
@@ -140,10 +149,33 @@ def run(options: argparse.Namespace) -> int:
 
 def _with_model_path(plan: Plan) -> Plan:
     """The plan with the model's name replaced by its path, fetched if need be."""
-    path = resolve(plan.engine.worker.model, home())
+    render_only = plan.serve.render_only
+    path = resolve(plan.engine.worker.model, home(), text_only=render_only)
     worker = msgspec.structs.replace(plan.engine.worker, model=str(path))
     engine = msgspec.structs.replace(plan.engine, worker=worker)
-    return Plan(engine, plan.gateway, plan.serve, plan.directory)
+    gateway = plan.gateway
+    if render_only:
+        card = _write_card(path, plan.directory / CARD_FILE, worker.max_len)
+        gateway = msgspec.structs.replace(gateway, card=str(card))
+    return Plan(engine, gateway, plan.serve, plan.directory)
+
+
+def _write_card(model: Path, file: Path, max_len: int) -> Path:
+    """What the gateway has to know of the model, which the worker's room alone can read."""
+    command = [sys.executable, "-P", "-m", "worker.card", str(model), str(file)]
+    try:
+        done = subprocess.run(
+            [*command, f"--max-len={max_len}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CARD_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise Failure(f"reading {model} took more than {CARD_TIMEOUT_S} s") from None
+    if done.returncode:
+        raise Failure(last_words(done.stderr.splitlines()) or f"{model} cannot be read")
+    return file
 
 
 def _serve(plan: Plan, lock: int, started: float) -> int:
@@ -160,12 +192,22 @@ def _serve(plan: Plan, lock: int, started: float) -> int:
         start_timeout_s=plan.serve.start_timeout_s,
         drain_s=plan.gateway.drain_s,
         on_started=started_all,
-        on_listening=lambda: phase("gateway answers; the model is loading"),
+        on_listening=lambda: phase(
+            "gateway answers" + ("" if plan.serve.render_only else "; the model is loading")
+        ),
         on_ready=lambda model: say(_welcome(plan, model, time.monotonic() - started)),
     )
 
 
 def _welcome(plan: Plan, model: str | None, seconds: float) -> str:
+    if plan.serve.render_only:
+        return f"""\
+{seconds:6.1f} s  ready
+
+Tidegate renders for {model} at {plan.url}, without an engine  (ready in {seconds:.1f} s)
+
+Ctrl-C stops it.
+"""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return f"""\
 {seconds:6.1f} s  ready
@@ -182,8 +224,10 @@ Ctrl-C stops it.
 """
 
 
-def _check_installation() -> None:
+def _check_installation(*, computes: bool) -> None:
     for library, extra in NEEDED.items():
+        if not computes and library in COMPUTES:
+            continue
         if importlib.util.find_spec(library) is None:
             raise Failure(f"{library} is not installed; try: pip install 'tidegate[{extra}]'")
 

@@ -34,7 +34,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_every_field_but_wiring_is_an_option() -> None:
     for _, config in ROOMS:
         fields = {field.name for field in msgspec.structs.fields(config)}
-        wiring = {"model", "address", "worker", "engine"}
+        wiring = {"model", "address", "worker", "engine", "card"}
         assert {flag.field for flag in flags_of(config)} == fields - wiring
 
 

@@ -38,6 +38,7 @@ LIGHT_ENTRANCES = {
     "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
     "tools.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
+    "worker.card": {"torch", "transformers"},
 }
 """What people and processes enter by -> what must not have been loaded then, however indirectly."""
 

@@ -1,0 +1,85 @@
+"""A gateway without an engine: what needs none is served, the rest is refused clearly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from protocol import card_file
+from protocol.card_file import CardFile
+from tests.support.gateway_process import GatewayProcess
+from tests.support.processes import ROOT, Program, free_port
+from tests.support.scripted_engine import TEMPLATE, byte_tokenizer, thinking_card
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    file = tmp_path_factory.mktemp("card") / "model.card"
+    card_file.write(file, CardFile(card=thinking_card(), max_len=300))
+    with GatewayProcess(card=str(file)) as gateway:
+        yield gateway.await_ready()
+
+
+def test_what_needs_no_engine_is_served(gateway: GatewayProcess) -> None:
+    counted = gateway.post("/tokenize", {"messages": HI}).json()
+    assert counted["max_model_len"] == 300
+    spelt = gateway.post("/detokenize", {"tokens": counted["tokens"]}).json()
+    assert spelt["prompt"] == "<bos><user>Hi<assistant>"
+    told = gateway.post("/v1/chat/completions/input_tokens", {"messages": HI}).json()
+    assert told["input_tokens"] == counted["count"]
+    models = requests.get(gateway.url + "/v1/models", timeout=5).json()
+    assert [model["id"] for model in models["data"]] == ["scripted"]
+    facts = gateway.await_status("/health", 200).json()
+    assert facts["engine"] == {"epoch": None, "silence_s": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/chat/completions", {"messages": HI, "stream": True, "n": 2}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/inference/v1/generate", {"token_ids": [65], "sampling_params": {}}),
+        ("/inference/v1/abort_requests", {"request_ids": ["a"]}),
+    ],
+)
+def test_what_would_have_to_be_computed_is_refused(
+    gateway: GatewayProcess, path: str, body: dict[str, object]
+) -> None:
+    response = gateway.post(path, body)
+    assert response.status_code == 501
+    error = response.json()["error"]
+    assert error["code"] == "no_engine"
+    assert "--render-only" in error["message"]
+
+
+def test_bad_requests_are_still_told_what_is_wrong_with_them(gateway: GatewayProcess) -> None:
+    response = gateway.post("/v1/chat/completions", {"messages": HI, "temperature": 9})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "temperature"
+
+
+def test_a_directory_of_a_tokenizer_is_served_by_one_command(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    settings = {"eos_token": "<eos>", "bos_token": "<bos>", "chat_template": TEMPLATE}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    port = free_port()
+    command = ["-P", "-m", "tools", "serve", "--render-only", str(tmp_path), "--port", str(port)]
+    with Program([*command, "--max-len", "128"], cwd=ROOT) as server:
+        server.line_with("without an engine", timeout_s=30)
+        url = f"http://127.0.0.1:{port}/tokenize"
+        told = requests.post(url, json={"messages": HI}, timeout=10).json()
+        assert (told["max_model_len"], told["tokens"][0]) == (128, 256)
+
+
+def test_a_directory_without_one_is_refused_in_a_line(tmp_path: Path) -> None:
+    command = ["-P", "-m", "tools", "serve", "--render-only", str(tmp_path)]
+    with Program([*command, "--port", str(free_port())], cwd=ROOT) as server:
+        assert server.end() != 0
+        assert "has no tokenizer.json" in "\n".join(server.err)

@@ -1,0 +1,114 @@
+"""What a Hugging Face directory says of text: tokenizer, templates, defaults. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from protocol.model_card import SamplingDefaults
+from worker.loading.errors import UnusableModel
+from worker.loading.fields import Fields, read_json
+from worker.loading.text import TextFacts
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+def directory_text(path: Path, config: Fields, vocab_size: int | None = None) -> TextFacts:
+    """`config`: config.json, or nothing. Without a vocabulary's size, ids are not checked against
+    it."""
+    if not (path / "tokenizer.json").is_file():
+        raise UnusableModel(f"{path} has no tokenizer.json; other tokenizer formats are not read")
+    tokenizer = (path / "tokenizer.json").read_bytes()
+    ids = token_ids(read_json(path / "tokenizer.json"))
+    settings = _optional_json(path / "special_tokens_map.json")
+    settings |= _optional_json(path / "tokenizer_config.json")
+    generation = Fields(_optional_json(path / "generation_config.json"), "generation_config.json")
+    special = _special_tokens(settings)
+    ends = _id_list(generation, "eos_token_id") or _id_list(config, "eos_token_id")
+    if special.get("eos_token") in ids:
+        ends.append(ids[special["eos_token"]])
+    if vocab_size and (too_large := [end for end in ends if end >= vocab_size]):
+        raise UnusableModel(
+            f"eos_token_id {too_large[0]} is outside the vocabulary of {vocab_size:,}"
+        )
+    return TextFacts(
+        tokenizer=tokenizer,
+        eos_token_ids=list(dict.fromkeys(ends)),
+        bos_token_id=ids.get(special.get("bos_token", "")),
+        pad_token_id=ids.get(special.get("pad_token", "")),
+        special_tokens=special,
+        chat_template=_chat_template(path, settings),
+        response_template=_response_template(settings),
+        defaults=_defaults(generation),
+    )
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """token -> id, of the vocabulary and of added tokens."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = dict(vocab) if isinstance(vocab, dict) else {}
+    for token in map(_added_token, tokenizer.get("added_tokens") or []):
+        ids[token.text("content")] = token.integer("id")
+    return ids
+
+
+def _added_token(token: Any) -> Fields:
+    return Fields(token, "an added token of tokenizer.json")
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Each is written as a string, or as an object with `content`."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        token = settings.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _id_list(fields: Fields, name: str) -> list[int]:
+    """One id or a list of them; none where absent."""
+    value = fields.get(name, [])
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise UnusableModel(f"{name} {value!r:.80} is neither a token id nor a list of them")
+    return list(ids)
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """Its own file, or in tokenizer_config.json: a string, or several of which "default" counts."""
+    own = path / "chat_template.jinja"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    given = settings.get("chat_template")
+    if isinstance(given, list):
+        named = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _response_template(settings: dict[str, Any]) -> str | None:
+    """As it stands in tokenizer_config.json: whether it can be used is for its reader to say."""
+    given = settings.get("response_template")
+    return None if given is None else json.dumps(given)
+
+
+def _defaults(generation: Fields) -> SamplingDefaults:
+    def number(name: str) -> float | None:
+        return None if generation.get(name) is None else generation.number(name)
+
+    top_k = generation.get("top_k")
+    return SamplingDefaults(
+        temperature=number("temperature"),
+        top_p=number("top_p"),
+        top_k=None if top_k is None else generation.integer("top_k"),
+        min_p=number("min_p"),
+        repetition_penalty=number("repetition_penalty"),
+    )

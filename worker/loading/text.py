@@ -1,0 +1,22 @@
+"""What a gateway has to know of a model, as its files tell it. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.model_card import SamplingDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """What the gateway needs; meanings as in ModelCard."""
+
+    tokenizer: bytes
+    eos_token_ids: list[int]
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
+    response_template: str | None = None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    license: str | None = None
