@@ -79,18 +79,13 @@ def sampled_logprobs(
         return None
     (of,) = upload([rows], slots.device)
     kinds = slots.host("logprobs_of")[batch.sampled.host_slots].numpy()[rows]
-    drawn = kinds == LOGPROBS_OF.index("sampling")
+    is_drawn = kinds == LOGPROBS_OF.index("sampling")
 
     def logits_of(start: int, stop: int) -> Tensor:
-        part = logits.index_select(0, of[start:stop])
-        at = np.flatnonzero(drawn[start:stop])
-        if len(at):
-            filtered = _drawn_from(processed, slots, batch, rows[start:stop][at])
-            part.index_copy_(0, upload_one(torch.from_numpy(at), slots.device), filtered)
-        return part
+        some, part = rows[start:stop], logits.index_select(0, of[start:stop])
+        return _with_drawn(part, is_drawn[start:stop], some, processed, slots, batch)
 
-    asked_ids = _asked_ids(slots, batch, rows)
-    chosen = tokens.index_select(0, of)
+    asked_ids, chosen = _asked_ids(slots, batch, rows), tokens.index_select(0, of)
     scored = _scored(rows, counts[rows], chosen, logits_of, asked_ids)
     if asked_ids is not None:
         asked_counts = slots.host("num_asked")[batch.sampled.host_slots].numpy()[rows]
@@ -129,6 +124,23 @@ def prompt_logprobs(
         tokens,
         lambda a, b: project(hidden.index_select(0, positions[a:b])),
     )
+
+
+def _with_drawn(
+    part: Tensor,
+    is_drawn: NDArray[np.bool_],
+    rows: NDArray[np.int64],
+    processed: Tensor,
+    slots: SlotTable,
+    batch: StepBatch,
+) -> Tensor:
+    """The model's logits `part` [n, V] of sampled rows [n], where not is_drawn [n]; else what the
+    row drew from."""
+    at = np.flatnonzero(is_drawn)
+    if len(at):
+        filtered = _drawn_from(processed, slots, batch, rows[at])
+        part.index_copy_(0, upload_one(torch.from_numpy(at), slots.device), filtered)
+    return part
 
 
 def _told_ids(

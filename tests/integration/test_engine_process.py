@@ -276,3 +276,17 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_3(tmp_path: Path) -
     with start(tmp_path / "no-such-model", tmp_path) as program:
         assert program.end(timeout_s=60) == 3
         assert "no-such-model" in program.err[-1]
+
+
+def test_a_request_ends_by_its_label_whoever_asks_and_what_it_held_is_free(
+    shared: Process,
+) -> None:
+    with connect(shared) as engine, connect(shared) as other:
+        labels = ["job-1", "chat-job-1"]
+        long = engine.generate([5, 6], max_tokens=1500, ignore_eos=True, labels=labels)
+        assert next(long).tokens
+        told = other.abort_named(["chat-job-1", "job-2"])
+        assert (told.aborted, told.unknown) == (["chat-job-1"], ["job-2"])
+        assert [output.finish for output in long][-1] == "abort"
+        assert other.abort_named(["job-1"]).unknown == ["job-1"]
+        assert eventually(lambda: engine.stats.free_blocks == engine.stats.total_blocks)

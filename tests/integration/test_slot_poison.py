@@ -44,6 +44,8 @@ SPECS = [
     SamplingParams(temperature=1.0, bad_words=[[i] for i in range(0, 97, 4)] + [[1, 3], [5] * 4]),
     SamplingParams(temperature=0.8, logprobs=1, logprob_token_ids=[60, 4, 33]),
     SamplingParams(temperature=0.0, logprob_token_ids=[96]),
+    SamplingParams(temperature=1.2, top_k=9, logprobs=4, logprobs_of="sampling"),
+    SamplingParams(temperature=1.4, top_p=0.6, logprob_token_ids=[7, 8], logprobs_of="both"),
 ]
 SURVIVORS = {
     "generation": "read by nothing within a step; it is for work that outlives a slot's occupant"
