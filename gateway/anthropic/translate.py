@@ -7,8 +7,8 @@ request that the client wrote. Raises InvalidRequest naming the field.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import msgspec
@@ -19,9 +19,10 @@ from gateway.anthropic.schema import CountBody
 from gateway.anthropic.tools import chat_tool_choice, chat_tools
 from gateway.body import check_depth
 from gateway.openai.checks import check_chat, unsupported
+from gateway.openai.naming import named
 from gateway.openai.schema import ChatBody
 from gateway.output.events import Warning
-from protocol.errors import InvalidRequest, RequestError
+from protocol.errors import InvalidRequest
 
 Display = Literal["summarized", "omitted"]
 _TRANSLATED = frozenset({"messages", "tools", "tool_choice", "thinking"})
@@ -50,20 +51,9 @@ class Translation(msgspec.Struct, frozen=True):
     shows_thinking: bool
     warnings: list[Warning]
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> AbstractContextManager[None]:
         """Errors about the chat, raised inside, leave with the names of the request."""
-        try:
-            yield
-        except RequestError as error:
-            raise self.renamed(error) from None
-
-    def renamed(self, error: RequestError) -> RequestError:
-        chat_name = error.param
-        if chat_name:
-            error.param = self._own_name(chat_name)
-            error.message = error.message.replace(chat_name, error.param)
-        return error
+        return named(self._own_name)
 
     def _own_name(self, name: str) -> str:
         if (found := _PLACE.match(name)) and int(found[1]) < len(self.places):

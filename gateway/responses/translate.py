@@ -6,13 +6,14 @@ Errors about the chat are told in the words of the request that the client wrote
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
 
 from gateway.openai.checks import check_chat
+from gateway.openai.naming import named, renamed
 from gateway.openai.schema import ChatBody
 from gateway.responses.items import Placed
 from gateway.responses.messages import Conversation
@@ -48,20 +49,12 @@ class Translation(msgspec.Struct, frozen=True):
     chat: ChatBody
     names: Mapping[str, str]
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> AbstractContextManager[None]:
         """Errors about the chat, raised inside, leave with the names of the request."""
-        try:
-            yield
-        except RequestError as error:
-            raise self.renamed(error) from None
+        return named(self.own_name)
 
     def renamed(self, error: RequestError) -> RequestError:
-        if error.param:
-            name = error.param
-            error.param = self.own_name(name)
-            error.message = error.message.replace(name, error.param)
-        return error
+        return renamed(error, self.own_name)
 
     def own_name(self, name: str) -> str:
         """The longest beginning that is known is replaced."""

@@ -1,0 +1,34 @@
+"""An error about a chat speaks of the request that the chat was made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.openai.naming import named
+from protocol.errors import EngineLost, InvalidRequest, RequestError
+
+
+def told(message: str, param: str | None) -> tuple[str, str | None]:
+    with pytest.raises(RequestError) as raised, named({"stop": "stop_sequences"}.__getitem__):
+        raise InvalidRequest(message, param=param)
+    return raised.value.message, raised.value.param
+
+
+def test_a_name_is_changed_where_it_stands_as_a_name() -> None:
+    assert told("stop: five of them; stop takes four", "stop") == (
+        "stop_sequences: five of them; stop_sequences takes four",
+        "stop_sequences",
+    )
+    assert told("stopped by stop_token_ids and x.stop", "stop") == (
+        "stopped by stop_token_ids and x.stop",
+        "stop_sequences",
+    )
+
+
+def test_an_error_that_names_nothing_is_as_it_was() -> None:
+    assert told("stop", None) == ("stop", None)
+
+
+def test_a_failure_of_ours_is_as_it_was() -> None:
+    with pytest.raises(EngineLost, match="stop"), named({}.__getitem__):
+        raise EngineLost("stop")
