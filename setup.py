@@ -27,6 +27,7 @@ TEST = [
     "accelerate>=1.7,<2",
     "anthropic>=2.11,<3",
     "hypothesis>=6.130,<7",
+    "langchain-openai>=1,<2",
     "msgpack>=1.1,<2",
     "mypy>=1.16,<3",
     "openai>=1.80,<4",

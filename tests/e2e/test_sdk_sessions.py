@@ -1,0 +1,213 @@
+"""One session with a tool, held with each client library that people use, against the real model.
+
+The session: a question, a call of the tool that is demanded, its result, an answer in words, and an
+answer that is an object. Each turn is asked whole and streamed; both say the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+from tests.support.server import Server
+
+QUESTION = "What is the weather in Oslo?"
+RESULT = '{"sky": "clear", "celsius": -3}'
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Bergen"]}, "days": {"type": "integer", "minimum": 1}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NAME, ABOUT = "weather", "The weather in a city."
+WORDS = 24
+"""Tokens of an answer in words: enough to compare."""
+
+
+class Weather(BaseModel):
+    city: str
+    is_cold: bool
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """In float32, where an answer does not depend on what else is computed."""
+    with Server("--served-name", "m", "--dtype", "float32") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def check_arguments(text: str) -> None:
+    arguments = json.loads(text)
+    assert arguments["city"] in ("Oslo", "Bergen")
+    assert set(arguments) <= {"city", "days"}
+
+
+# ---- chat completions
+
+
+CHAT_TOOL: Any = {
+    "type": "function",
+    "function": {"name": NAME, "description": ABOUT, "parameters": PARAMETERS},
+}
+CHAT: dict[str, Any] = {"model": "m", "temperature": 0}
+DEMAND: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+
+
+def chat_turn(client: openai.OpenAI, **asked: Any) -> Any:
+    """The message of a whole answer, which is that of the streamed one."""
+    whole = client.chat.completions.create(**CHAT, **asked).choices[0]
+    with client.chat.completions.stream(**CHAT, **asked) as stream:
+        stream.until_done()
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == whole.finish_reason
+    assert streamed.message.content == whole.message.content or not whole.message.content
+    calls = [call.function for call in whole.message.tool_calls or ()]
+    told = [call.function for call in streamed.message.tool_calls or ()]
+    assert [(c.name, c.arguments) for c in told] == [(c.name, c.arguments) for c in calls]
+    return whole
+
+
+def test_chat_completions(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    first = chat_turn(client, messages=messages, tools=[CHAT_TOOL], **DEMAND)
+    (call,) = first.message.tool_calls
+    assert (first.finish_reason, call.function.name) == ("tool_calls", NAME)
+    check_arguments(call.function.arguments)
+    messages.append(first.message.model_dump(exclude_none=True))
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": RESULT})
+    second = chat_turn(client, messages=messages, max_completion_tokens=WORDS)
+    assert second.message.content
+    messages += [{"role": "assistant", "content": second.message.content}]
+    messages += [{"role": "user", "content": "Say it as an object."}]
+    parsed = client.chat.completions.parse(**CHAT, messages=messages, response_format=Weather)
+    assert isinstance(parsed.choices[0].message.parsed, Weather)
+
+
+# ---- completions
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "m", "prompt": "Once upon a time", "temperature": 0}
+    whole = client.completions.create(**asked, max_tokens=WORDS).choices[0]
+    chunks = list(client.completions.create(**asked, max_tokens=WORDS, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "length"
+
+
+# ---- responses
+
+
+RESPONSES_TOOL: Any = {
+    "type": "function",
+    "name": NAME,
+    "description": ABOUT,
+    "parameters": PARAMETERS,
+    "strict": True,
+}
+
+
+def said(response: Any) -> list[Any]:
+    """What it says, without ids."""
+    return [
+        (item.name, item.arguments) if item.type == "function_call" else response.output_text
+        for item in response.output
+    ]
+
+
+def response_turn(client: openai.OpenAI, **asked: Any) -> Any:
+    whole = client.responses.create(**CHAT, **asked)
+    with client.responses.stream(**CHAT, **asked) as stream:
+        streamed = list(stream)[-1].response  # type: ignore[union-attr]
+    assert said(streamed) == said(whole)
+    assert (streamed.status, streamed.error) == (whole.status, None)
+    return whole
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    tools = [RESPONSES_TOOL]
+    first = response_turn(client, input=QUESTION, tools=tools, **DEMAND)
+    (call,) = first.output
+    assert (call.type, call.name, first.status) == ("function_call", NAME, "completed")
+    check_arguments(call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    second = response_turn(
+        client,
+        input=[result],
+        previous_response_id=first.id,
+        tools=tools,
+        tool_choice="none",
+        max_output_tokens=WORDS,
+    )
+    assert second.output_text
+    parsed = client.responses.parse(
+        **CHAT, input="Say it as an object.", previous_response_id=second.id, text_format=Weather
+    )
+    assert isinstance(parsed.output_parsed, Weather)
+
+
+# ---- messages
+
+
+ANY: Any = {"type": "any", "disable_parallel_tool_use": True}
+MESSAGES_TOOL: Any = {"name": NAME, "description": ABOUT, "input_schema": PARAMETERS}
+
+
+def message_turn(client: anthropic.Anthropic, **asked: Any) -> Any:
+    asked["extra_body"] = {"temperature": 0}
+    whole = client.messages.create(model="m", **asked)
+    with client.messages.stream(model="m", **asked) as stream:
+        streamed = stream.get_final_message()
+    parts = [
+        [(block.type, getattr(block, "text", None), getattr(block, "input", None)) for block in one]
+        for one in (whole.content, streamed.content)
+    ]
+    assert parts[0] == parts[1]
+    assert streamed.stop_reason == whole.stop_reason
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+    return whole
+
+
+def test_messages(server: Server) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        asked: dict[str, Any] = {"tools": [MESSAGES_TOOL], "messages": messages}
+        first = message_turn(client, max_tokens=100, tool_choice=ANY, **asked)
+        assert first.stop_reason == "tool_use"
+        (call,) = first.content
+        check_arguments(json.dumps(call.input))
+        answer = {"type": "tool_result", "tool_use_id": call.id, "content": RESULT}
+        messages += [{"role": "assistant", "content": [call.model_dump()]}]
+        messages += [{"role": "user", "content": [answer]}]
+        second = message_turn(client, max_tokens=WORDS, tool_choice={"type": "none"}, **asked)
+        assert second.content[0].text
+
+
+# ---- a library on top
+
+
+def test_langchain(server: Server) -> None:
+    model = ChatOpenAI(model="m", base_url=f"{server.url}/v1", api_key="none", temperature=0)
+    tools = model.bind_tools([CHAT_TOOL], **DEMAND)
+    first = tools.invoke([HumanMessage(QUESTION)])
+    assert isinstance(first, AIMessage)
+    (call,) = first.tool_calls
+    assert call["name"] == NAME
+    history = [HumanMessage(QUESTION), first, ToolMessage(RESULT, tool_call_id=call["id"])]
+    short = model.bind(max_completion_tokens=WORDS)
+    whole = short.invoke(history).content
+    assert whole
+    assert "".join(str(chunk.content) for chunk in short.stream(history)) == whole
