@@ -179,7 +179,7 @@ class Answer:
             choice.request = self._engine.generate(
                 prompts[choice.prompt_index],
                 choice.params,
-                partial(self._take, choice),
+                partial(self.take, choice),
                 namespace=self._namespace,
                 priority=self._priority,
                 grammar=choice.ask.grammar,
@@ -263,7 +263,7 @@ class Answer:
 
     # ---- for the engine client, in the hub
 
-    def _take(self, choice: Choice, report: Report) -> None:
+    def take(self, choice: Choice, report: Report) -> None:
         """The per-request boundary: whatever goes wrong with one answer stays with it."""
         try:
             self._read(choice, report)

@@ -38,20 +38,20 @@ def thinking_marks(bound: BoundFormat) -> ThinkingMarks | None:
 
 
 class ThinkingMeter:
-    """One choice's."""
+    """One choice's. All that it remembers is `inside` a block, and the count."""
 
-    __slots__ = ("_inside", "_marks", "count")
+    __slots__ = ("_marks", "count", "inside")
 
     def __init__(self, marks: ThinkingMarks, *, starts_inside: bool) -> None:
         self._marks = marks
-        self._inside = starts_inside
+        self.inside = starts_inside
         self.count = 0
 
     def push(self, ids: Sequence[int]) -> None:
         marks = self._marks
         for token_id in ids:
-            if self._inside:
-                self._inside = token_id not in marks.closes
-                self.count += self._inside and token_id not in marks.opens
+            if self.inside:
+                self.inside = token_id not in marks.closes
+                self.count += self.inside and token_id not in marks.opens
             elif token_id in marks.opens:
-                self._inside = marks.many or not self.count
+                self.inside = marks.many or not self.count

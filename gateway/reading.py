@@ -156,6 +156,14 @@ class Reading:
         bound = self._bind(format)
         return Beginning(bound, inside, closed, thinking_marks(bound), opener)
 
+    def ending(self, begun: Beginning) -> str:
+        """A prompt's end from which `begin` comes to the same, whatever the real one was; short."""
+        reasoning = self._formats[True].reasoning
+        if reasoning is None:
+            return ""
+        markers = reasoning.open if begun.inside else reasoning.close if begun.closed else ()
+        return markers[0] if markers else ""
+
     def _bind(self, format: Format) -> BoundFormat:
         """Cached; there are only a few ways to read one model."""
         if format not in self._bound:

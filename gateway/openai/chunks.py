@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from gateway import sse
 from gateway.answering import Answer, Choice
 from gateway.faults import fault_of
@@ -24,6 +26,17 @@ from gateway.output.events import Content, Delta, Event, Failed, Finished, Warni
 from protocol.errors import ServingError
 
 
+class Told(msgspec.Struct):
+    """What a stream remembers of what it has told; plain data, so that it can go on elsewhere.
+
+    has_begun  the first chunks are out
+    warnings   choice -> what waits to be told with its finish chunk
+    """
+
+    has_begun: bool = False
+    warnings: dict[int, list[Warning]] = {}
+
+
 class ChunkStream:
     """The sink of a stream.
 
@@ -32,6 +45,7 @@ class ChunkStream:
     includes_usage   a chunk with the whole usage before [DONE]; `"usage":null` in the others
     repeats_usage    usage so far in every chunk
     tells_ids        token ids in the chunks that bring them, prompt ids in the first
+    told             where another stream of this answer left off
     """
 
     def __init__(
@@ -45,6 +59,7 @@ class ChunkStream:
         includes_usage: bool = False,
         repeats_usage: bool = False,
         tells_ids: bool = False,
+        told: Told | None = None,
     ) -> None:
         self._answer = answer
         self._dialect = dialect
@@ -54,8 +69,7 @@ class ChunkStream:
         self._repeats_usage = repeats_usage
         self._tells_ids = tells_ids
         self._origin = origin
-        self._warnings: dict[int, list[Warning]] = {}
-        self._has_begun = False
+        self.told = told or Told()
         self._is_plain = not (repeats_usage or tells_ids or dialect.num_logprobs is not None)
         shared = encode(origin.fields(dialect.chunk_kind))[:-1]
         self._head = b"data: " + shared + b',"choices":['
@@ -64,11 +78,11 @@ class ChunkStream:
         self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def delta(self, choice: Choice, delta: Delta) -> None:
-        if isinstance(delta.events[0], Failed):  # it is told by `fail`
+        if delta.events and isinstance(delta.events[0], Failed):  # it is told by `fail`
             return
         frames: list[bytes] = []
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.told.has_begun:
+            self.told.has_begun = True
             frames += filter(None, map(self._opening, self._answer.choices))
         for event in delta.events:
             if type(event) is Finished:
@@ -88,7 +102,7 @@ class ChunkStream:
         if type(event) is Content:
             return self._dialect.said(event.text)
         if type(event) is Warning:
-            self._warnings.setdefault(choice.index, []).append(event)
+            self.told.warnings.setdefault(choice.index, []).append(event)
             return None
         return self._dialect.told(event)
 
@@ -136,7 +150,7 @@ class ChunkStream:
         """Tokens that end an answer without text of their own are told here."""
         logprobs = b"null" if delta is _TOLD else self._logprobs(choice, delta)
         more = self._ids(delta) + b',"stop_reason":%b' % encode(event.stop_reason)
-        warnings = self._warnings.pop(choice.index, ())
+        warnings = self.told.warnings.pop(choice.index, ())
         on_top = b""
         if warnings:
             on_top = b',"warnings":%b' % encode([warning_of(w, choice.index) for w in warnings])

@@ -7,7 +7,7 @@ conversation: the template sees them, and the parser starts where the rendered p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -100,13 +100,7 @@ class Preparation:
     def prompt(self, messages: Sequence[Any], param: str = "messages") -> Prompt:
         """Render and encode. `param` is where the messages stand in the body."""
         body, renderer = self.body, self.model.renderer
-        template = self._template or renderer.template
-        kwargs = effective_kwargs(
-            body.thinking_fields,
-            body.chat_template_kwargs,
-            self.model.default_kwargs,
-            template.profile,
-        )
+        template, kwargs = self._template or renderer.template, self.kwargs()
         continues = bool(body.continue_final_message)
         text = renderer.text(
             Conversation(
@@ -126,11 +120,31 @@ class Preparation:
             raise empty_prompt(param)
         return Prompt(text, ids, kwargs)
 
+    def kwargs(self) -> dict[str, Any]:
+        """What the template is told."""
+        body = self.body
+        template = self._template or self.model.renderer.template
+        return effective_kwargs(
+            body.thinking_fields,
+            body.chat_template_kwargs,
+            self.model.default_kwargs,
+            template.profile,
+        )
+
+    def begin(self, prompt: Prompt) -> Beginning:
+        """Where the answers to a prompt start; of it, its end and its kwargs count."""
+        calls = self.plan.mode != "none"
+        return self.model.reading.begin(prompt.text, prompt.kwargs, calls=calls)
+
     def ask(self, prompt: Prompt) -> Ask:
         """What the engine is asked for a prompt, and how its answers are read: a start of their
         own for the answers of each conversation."""
+        begun = self.begin(prompt)
+        return replace(self.told(prompt, begun), grammar=self._grammar(begun))
+
+    def told(self, prompt: Prompt, begun: Beginning) -> Ask:
+        """The same, to read answers that were made without us: no grammar is written."""
         body, model, plan = self.body, self.model, self.plan
-        begun = model.reading.begin(prompt.text, prompt.kwargs, calls=plan.mode != "none")
         marks, inside = begun.marks, begun.inside
         demands = plan.mode in ("required", "named")
         return Ask(
@@ -141,7 +155,6 @@ class Preparation:
             ),
             new_meter=partial(ThinkingMeter, marks, starts_inside=inside) if marks else None,
             demand=Demand(plan.name) if demands else None,
-            grammar=self._grammar(begun),
         )
 
     def _grammar(self, begun: Beginning) -> Grammar | None:

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from flask import Blueprint, Response, g, request
 
-from gateway.answering import Ask
 from gateway.body import decode, read_json, unknown_fields
 from gateway.openai import checks, schema
-from gateway.openai.parameters import choices_of, read_options
+from gateway.openai.completion import Completion
 from gateway.openai.prepare import Preparation
 from gateway.openai.respond import origin, respond
-from gateway.openai.shapes import ChatDialect, CompletionDialect
-from gateway.openai.structured import answer_form
-from gateway.output.reader import ReaderFactory
+from gateway.openai.shapes import ChatDialect
 from gateway.served import ServedModel
-from gateway.service import Service, offload
+from gateway.service import Service
 from protocol.errors import RequestError
-from protocol.grammar import Grammar
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -98,43 +94,15 @@ def completions(service: Service) -> Response:
     body = decode(data, schema.completion_decoder)
     _note_ignored(data, body)
     checks.check_completion(body)
-    prompts = schema.prompts_of(body, service.config.max_prompts)
     model = service.model(body.model)
-    choices = choices_of(body, model.defaults, model.tokenizer)
-    options = read_options(body, continues=True)
-    readers = ReaderFactory(model.tokenizer, options)
-    field, form = answer_form(body) or ("", None)
-    grammar = Grammar(body=form) if form is not None else None
-    asks = [
-        Ask(_prompt_ids(prompt, model), choices, readers, grammar=grammar) for prompt in prompts
-    ]
-    texts = [_prompt_text(prompt, model, options.skip_special_tokens) for prompt in prompts]
-    dialect = CompletionDialect(
-        model.tokenizer,
-        body.num_logprobs,
-        options,
-        texts if body.echo else None,
-        body.logprob_token_ids or (),
-    )
+    completion = Completion(body, model, max_prompts=service.config.max_prompts)
     try:
-        return respond(service, body, asks, dialect, origin("cmpl", body.model, model))
+        return respond(
+            service,
+            body,
+            completion.asks,
+            completion.dialect(),
+            origin("cmpl", body.model, model),
+        )
     except RequestError as error:
-        error.param = field if error.param == "grammar" else error.param
-        raise
-
-
-def _prompt_ids(prompt: schema.Prompt, model: ServedModel) -> list[int]:
-    """An empty text is the beginning of a text, where the model has a token for that."""
-    ids = prompt
-    if isinstance(ids, str):
-        bos = model.card.bos_token_id
-        ids = model.tokenizer.encode(ids, True, offload=offload) or ([] if bos is None else [bos])
-    if not ids:
-        raise schema.empty_prompt("prompt")
-    return ids
-
-
-def _prompt_text(prompt: schema.Prompt, model: ServedModel, skip_special_tokens: bool) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return model.tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)
+        raise completion.named(error) from None

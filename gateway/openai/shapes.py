@@ -18,6 +18,7 @@ from gateway.answering import Answer, Choice
 from gateway.openai.message import Message, call_of
 from gateway.output.events import Delta, Event, Reasoning, ToolArguments, ToolCall, Warning
 from gateway.output.reader import ReadOptions
+from gateway.text.detokenizer import DetokenizerState
 from gateway.text.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
@@ -228,21 +229,25 @@ class CompletionDialect:
             return None
         return self._shaped(choice, choice.ask.prompt_ids, [None, *choice.prompt_logprobs])
 
-    def _shaped(
-        self, choice: Choice, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
-    ) -> Any:
-        offsets = self._offsets.get(choice.index)
-        if offsets is None:
+    def offsets(self, index: int, state: tuple[DetokenizerState, int] | None = None) -> TextOffsets:
+        """Those of a choice; the first time, fresh ones, or such that go on from `state`."""
+        if index not in self._offsets:
             detokenizer = self._tokenizer.detokenizer(
                 skip_special_tokens=self._options.skip_special_tokens,
                 continues=self._prompts is None,
+                state=state[0] if state else None,
             )
-            offsets = self._offsets[choice.index] = TextOffsets(detokenizer)
+            self._offsets[index] = TextOffsets(detokenizer, state[1] if state else 0)
+        return self._offsets[index]
+
+    def _shaped(
+        self, choice: Choice, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    ) -> Any:
         return completion_logprobs(
             self._tokenizer,
             ids,
             entries,
-            offsets=offsets,
+            offsets=self.offsets(choice.index),
             num_top=self.num_logprobs or 0,
             asked_ids=self._asked_ids,
         )

@@ -177,6 +177,15 @@ class Reader:
             return self._chain.ended
         return self._stop is not None and self._stop.matched is not None
 
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that have not been told, as their text is held back."""
+        return len(self._waiting_ids)
+
+    def release(self) -> Delta:
+        """Those tokens, before their text: for whoever may not keep any number of them."""
+        return self._delta([])
+
     def push(self, output: Output) -> Delta:
         """The news `output` brings. Empty (and false) while its text is held back."""
         if self.finished:

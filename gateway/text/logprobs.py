@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.text.detokenizer import Detokenizer
+from gateway.text.detokenizer import Detokenizer, DetokenizerState
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
 
@@ -85,6 +85,10 @@ class TextOffsets:
     def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
         self._detokenizer = detokenizer
         self._offset = start
+
+    def state(self) -> tuple[DetokenizerState, int]:
+        """The detokenizer's state, and the offset to go on from."""
+        return self._detokenizer.state(), self._offset
 
     def next(self, token_id: int) -> int:
         """The offset of `token_id`, which follows those asked for before."""

@@ -62,7 +62,7 @@ class Told:
         """The engine's news of a choice, as the answer takes it."""
         self.answer.attach(_Both(self.stream, self.fold))
         for output in outputs:
-            self.answer._take(self.answer.choices[choice], output)
+            self.answer.take(self.answer.choices[choice], output)
         return self
 
     @property

@@ -1,0 +1,73 @@
+"""A completion's body -> what the engine is asked of each prompt, and how the answers are told."""
+
+from __future__ import annotations
+
+from gateway.answering import Ask
+from gateway.openai import schema
+from gateway.openai.parameters import choices_of, read_options
+from gateway.openai.shapes import CompletionDialect
+from gateway.openai.structured import answer_form
+from gateway.output.reader import ReaderFactory
+from gateway.served import ServedModel
+from gateway.service import offload
+from protocol.errors import RequestError
+from protocol.grammar import Grammar
+
+
+class Completion:
+    """asks  one for each prompt
+
+    Raises InvalidRequest naming the field.
+    """
+
+    def __init__(
+        self, body: schema.CompletionBody, model: ServedModel, *, max_prompts: int
+    ) -> None:
+        self.body = body
+        self._model = model
+        self._prompts = schema.prompts_of(body, max_prompts)
+        self._options = read_options(body, continues=True)
+        self._form_field, form = answer_form(body) or ("", None)
+        choices = choices_of(body, model.defaults, model.tokenizer)
+        readers = ReaderFactory(model.tokenizer, self._options)
+        grammar = Grammar(body=form) if form is not None else None
+        self.asks = [
+            Ask(_prompt_ids(prompt, model), choices, readers, grammar=grammar)
+            for prompt in self._prompts
+        ]
+
+    def dialect(self) -> CompletionDialect:
+        body = self.body
+        texts = None
+        if body.echo:
+            skips = self._options.skip_special_tokens
+            texts = [_prompt_text(prompt, self._model, skips) for prompt in self._prompts]
+        return CompletionDialect(
+            self._model.tokenizer,
+            body.num_logprobs,
+            self._options,
+            texts,
+            body.logprob_token_ids or (),
+        )
+
+    def named(self, error: RequestError) -> RequestError:
+        """The engine's "grammar" is another field of the request."""
+        error.param = self._form_field if error.param == "grammar" else error.param
+        return error
+
+
+def _prompt_ids(prompt: schema.Prompt, model: ServedModel) -> list[int]:
+    """An empty text is the beginning of a text, where the model has a token for that."""
+    ids = prompt
+    if isinstance(ids, str):
+        bos = model.card.bos_token_id
+        ids = model.tokenizer.encode(ids, True, offload=offload) or ([] if bos is None else [bos])
+    if not ids:
+        raise schema.empty_prompt("prompt")
+    return ids
+
+
+def _prompt_text(prompt: schema.Prompt, model: ServedModel, skip_special_tokens: bool) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return model.tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)
