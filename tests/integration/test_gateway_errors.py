@@ -41,7 +41,7 @@ def _fresh(engine: ScriptedEngine) -> Iterator[None]:
     engine.generates.clear()
     engine.script = lambda generate: says("Hello, world!")
     yield
-    engine.is_paused = False
+    engine.is_paused, engine.step_s = False, 0.0005
     engine.await_idle()
 
 
@@ -295,6 +295,7 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     failure = ErrorInfo(code="step_failed", message="it broke")
+    engine.step_s = 0.02  # the stream has begun before the first step
     engine.script = lambda generate: (
         says("some text", finish="error", error=failure)
         if generate.params.seed == 1
