@@ -72,7 +72,7 @@ def test_an_unknown_code_is_the_engines_fault() -> None:
         ("min_p", [0, 1], [-0.1, 1.1]),
         ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
         ("presence_penalty", [-2, 2], [-2.1, 2.1]),
-        ("repetition_penalty", [0.01, 10], [0, -1, 10.1]),
+        ("repetition_penalty", [0.01, 10], [0, 5e-324, -1, 10.1]),
         ("seed", [-(1 << 63), (1 << 63) - 1, None], [1 << 63]),
         ("stop_token_ids", [[], [0] * 128], [[-1], [0] * 129, [1 << 31]]),
         ("logit_bias", [{}, {5: 100}, {5: -100}], [{5: 101}, {-1: 1}, {5: math.nan}]),
