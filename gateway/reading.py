@@ -16,13 +16,14 @@ import msgspec
 from gateway.metering import ThinkingMarks, thinking_marks
 from gateway.output.detect import Detected, detect
 from gateway.output.formats import BoundFormat, Format, bind, format_of, format_of_template
+from gateway.output.grammar.answers import frame_of
+from gateway.output.grammar.frame import Frame
 from gateway.output.machine import AnswerSyntax, SectionSyntax
 from gateway.output.reasoning import NO_REASONING, ReasoningFormat, says_inside, start
 from gateway.output.suffix import spelt_in
-from gateway.output.tools.response_template import ResponseTemplate
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
-from protocol.grammar import Thinking, ThinkingBudget
+from protocol.grammar import Body, Grammar, Thinking, ThinkingBudget
 from protocol.model_card import ModelCard
 
 AUTO, NONE = "auto", "none"
@@ -46,6 +47,7 @@ class Beginning(msgspec.Struct, frozen=True):
     closed  the prompt has closed it again, or there is none: the answer proper begins at once
     marks   by which the tokens of reasoning are counted, where they can be
     opener  with which the prompt has opened the reasoning; "" where that cannot be seen
+    answering  the prompt has opened the answer proper
     """
 
     bound: BoundFormat | None = None
@@ -53,29 +55,35 @@ class Beginning(msgspec.Struct, frozen=True):
     closed: bool = True
     marks: ThinkingMarks | None = None
     opener: str = ""
+    answering: bool = False
 
     @property
     def thinking(self) -> Thinking | None:
-        """What may come before an answer that a grammar describes. Raises InvalidRequest where that
-        is more than a block between two markers."""
+        """What may come before an answer that a grammar describes."""
         if self.bound is None or self.closed:
             return None
-        format = self.bound.format
-        reasoning = format.reasoning
-        if _frames_content(format) or (reasoning and reasoning.header):
-            raise InvalidRequest(
-                "the answers of this model have parts of their own, around which no grammar can be "
-                "put yet",
-                param="grammar",
-            )
-        if reasoning is None or not reasoning.close:
-            return None
-        opens = reasoning.open[0] if reasoning.open else ""
-        if not opens and not self.inside:
+        frame = frame_of(self.bound)
+        if not frame.closes or not (frame.opens or self.inside):
             return None
         return Thinking(
-            closes=reasoning.close[0], opens=opens, inside=self.inside, optional=not self.inside
+            closes=frame.closes, opens=frame.opens, inside=self.inside, optional=not self.inside
         )
+
+    def grammar(self, body: Body, budget: ThinkingBudget | None) -> Grammar:
+        """Of an answer that calls no tools: `body` with the markup that the model writes around all
+        it says, unless the prompt has written it already."""
+        frame = frame_of(self.bound) if self.bound else Frame()
+        return Grammar(
+            body=body,
+            thinking=self.thinking,
+            budget=budget,
+            before="" if self.answering else frame.before,
+            after=frame.after,
+        )
+
+    def call_grammar(self, body: Body, budget: ThinkingBudget | None) -> Grammar:
+        """Of an answer with calls in it, all of which `body` describes."""
+        return Grammar(body=body, thinking=self.thinking, budget=budget)
 
     def budget(self, field: str, most: int) -> ThinkingBudget | None:
         """At most so many tokens of reasoning, as `field` of a request asks; None where there will
@@ -126,7 +134,7 @@ class Reading:
         own, self.why = _own_format(card, tools, reasoning, teachable)
         if own is not None:
             format = own
-            self.tools = OWN if _has_calls(own) else None
+            self.tools = OWN if own.has_calls else None
             self.reasoning = OWN if own.reasoning else None
         else:
             self.tools = _chosen(tools, found.tools)
@@ -154,7 +162,10 @@ class Reading:
         if not format.markers() and format.tools is None and format.reasoning is None:
             return Beginning()
         bound = self._bind(format)
-        return Beginning(bound, inside, closed, thinking_marks(bound), opener)
+        before = frame_of(bound).before.rstrip("\n")
+        answering = bool(before) and prompt.rstrip("\n").endswith(before)
+        closed = closed or answering
+        return Beginning(bound, inside, closed, thinking_marks(bound), opener, answering)
 
     def ending(self, begun: Beginning) -> str:
         """A prompt's end from which `begin` comes to the same, whatever the real one was; short."""
@@ -225,10 +236,6 @@ def _own_format(
     if teachable:
         return None, "; the checkpoint's response_template is not used, as the model is taught"
     return own, f"tool calls and reasoning: {OWN}, as the checkpoint has a response_template"
-
-
-def _has_calls(own: Format) -> bool:
-    return isinstance(own.tools, ResponseTemplate) and own.tools.has_calls
 
 
 def _frames_content(format: Format) -> bool:

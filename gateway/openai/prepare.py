@@ -158,14 +158,14 @@ class Preparation:
         )
 
     def _grammar(self, begun: Beginning) -> Grammar | None:
-        body = self.form
-        if body is None and begun.bound is not None:
-            body = tool_grammar(begun.bound, self.plan)
         said = thinking_budget(self.body.thinking_fields)
         budget = begun.budget(*said) if said else None
-        if body is None:
-            return Grammar(budget=budget) if budget else None
-        return Grammar(body=body, thinking=begun.thinking, budget=budget)
+        if self.form is not None:
+            return begun.grammar(self.form, budget)
+        calls = tool_grammar(begun.bound, self.plan)
+        if calls is not None:
+            return begun.call_grammar(calls, budget)
+        return Grammar(budget=budget) if budget else None
 
     def _answer(self, begun: Beginning) -> AnswerOptions | None:
         """None: all text is content."""

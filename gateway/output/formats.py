@@ -33,6 +33,7 @@ from gateway.output.tools import (
     xml_formats,
     xtml,
 )
+from gateway.output.tools.response_template import ResponseTemplate
 from gateway.text.tokenizer import Tokenizer
 
 ToolSyntax = SectionSyntax | AnswerSyntax
@@ -67,6 +68,13 @@ class Format(msgspec.Struct, frozen=True):
 
     tools: ToolSyntax | None = None
     reasoning: ReasoningFormat | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        """It says what calls look like."""
+        if isinstance(self.tools, ResponseTemplate):
+            return self.tools.has_calls
+        return self.tools is not None
 
     def markers(self) -> tuple[str, ...]:
         """Every marker that a vocabulary may have as one token."""

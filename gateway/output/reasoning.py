@@ -48,6 +48,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     wrap_open       markers that some models put before the answer proper, where nothing has been
                     said; no content
     wrap_close      markers behind it
+    wrap_blank      what models write between these and the answer
     header          markers that begin a message; the text up to the next marker says whom it is for
     ignored         markers that say nothing in content
     prefix          told as content before all else
@@ -66,6 +67,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     calls_end_it: bool = False
     wrap_open: tuple[str, ...] = ()
     wrap_close: tuple[str, ...] = ()
+    wrap_blank: str = ""
     header: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     prefix: str = ""
@@ -193,7 +195,10 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "deepseek_v4": _DEEPSEEK_V4,
     "deepseek_v41": _DEEPSEEK_V4,
     "ernie45": _like_think(
-        wrap_open=("<response>",), wrap_close=("</response>",), default_inside=True
+        wrap_open=("<response>",),
+        wrap_close=("</response>",),
+        wrap_blank="\n",
+        default_inside=True,
     ),
     "gemma4": ReasoningFormat(
         open=("<|channel>",),
@@ -210,7 +215,9 @@ REASONING: Mapping[str, ReasoningFormat] = {
     ),
     "granite_thinking_parser": _FORCING,
     "holo2": _like_think(switch=_EITHER, identity=True, default_inside=True),
-    "hunyuan_a13b": _like_think(wrap_open=("<answer>",), wrap_close=("</answer>",)),
+    "hunyuan_a13b": _like_think(
+        wrap_open=("<answer>",), wrap_close=("</answer>",), wrap_blank="\n"
+    ),
     "hy_v3": ReasoningFormat(
         open=_HY_OPEN,
         close=_HY_CLOSE,

@@ -29,7 +29,7 @@ from gateway.tokens.generate_schema import (
     GenerateSampling,
 )
 from protocol.errors import InvalidRequest, RequestError
-from protocol.grammar import Grammar, Thinking, check_grammar
+from protocol.grammar import Grammar, check_grammar
 from protocol.sampling import SamplingParams
 
 SAMPLING = "sampling_params"
@@ -142,14 +142,12 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
     budget = begun.budget(BUDGET, most) if limits and most is not None else None
     if form is None:
         return Grammar(budget=budget) if budget else None
-    return Grammar(body=form, thinking=_thinking(body, begun), budget=budget)
+    return _corrected(begun, body.reasoning_ended).grammar(form, budget)
 
 
-def _thinking(body: GenerateBody, begun: Beginning) -> Thinking | None:
+def _corrected(begun: Beginning, ended: bool | None) -> Beginning:
     """The request knows better than the prompt's end whether the reasoning has ended."""
-    if body.reasoning_ended is None:
-        return begun.thinking
-    return None if body.reasoning_ended else msgspec.structs.replace(begun, closed=False).thinking
+    return begun if ended is None else msgspec.structs.replace(begun, closed=ended)
 
 
 def _beginning(body: GenerateBody, model: ServedModel, *, calls: bool) -> Beginning:

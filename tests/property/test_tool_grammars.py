@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 
 from engine_core.grammar.markers import is_marker
-from gateway.output.formats import TOOLS, Format
+from gateway.output.formats import TOOLS, Format, ToolSyntax
 from gateway.output.grammar.answers import ANSWERS
 from gateway.output.grammar.calls import required, strict
 from gateway.output.grammar.writers import WRITERS
 from gateway.output.machine import AnswerSyntax
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.messages import Messages
+from gateway.output.tools.response_template import ResponseTemplate
+from gateway.output.tools.template_loading import load
 from gateway.output.tools.xml_parameters import XmlParameters
 from tests.property import (
     test_tools_arg_pairs,
@@ -25,11 +27,13 @@ from tests.property import (
     test_tools_messages,
     test_tools_nested,
     test_tools_pythonic,
+    test_tools_response_template,
     test_tools_xml,
     test_tools_xtml,
 )
 from tests.support.format_tools import TYPED_TOOLS, tool
 from tests.support.formats import Fixture, Sample, fixtures
+from tests.support.response_templates import TEMPLATES
 from tests.support.tool_grammars import TOOLS as DECLARED
 from tests.support.tool_grammars import Model, Walk, calls_of, fault
 
@@ -37,21 +41,30 @@ SEEDS = range(4)
 BY_NAME = {declared.name: declared for declared in DECLARED}
 
 
-def is_writable(syntax: Any) -> bool:
-    if isinstance(syntax, Messages) and syntax.calls is not None:
-        return is_writable(syntax.calls)
-    return type(syntax) in (ANSWERS if isinstance(syntax, AnswerSyntax) else WRITERS)
+def test_every_syntax_has_a_writer() -> None:
+    for syntax in TOOLS.values():
+        assert type(syntax) in (ANSWERS if isinstance(syntax, AnswerSyntax) else WRITERS)
 
 
-NAMES = [name for name in TOOLS if is_writable(TOOLS[name])]
-EVERY = pytest.mark.parametrize("name", NAMES)
+SYNTAXES: Mapping[str, ToolSyntax] = {
+    **TOOLS,
+    **{f"{name} (template)": load(template) for name, template in TEMPLATES.items()},
+}
+EVERY = pytest.mark.parametrize("name", SYNTAXES)
 BOTH = pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "spelt"])
 
 
 @cache
 def model(name: str, tokens: bool) -> Model:
-    format = Format(TOOLS[name])
+    format = Format(SYNTAXES[name])
     return Model(format, tuple(filter(is_marker, format.markers())) if tokens else ())
+
+
+def thought(name: str) -> str:
+    """What ends the thinking, where every answer begins inside of it."""
+    syntax = SYNTAXES[name]
+    reasoning = syntax.reasoning if isinstance(syntax, ResponseTemplate) else None
+    return reasoning.close[0] if reasoning and reasoning.default_inside else ""
 
 
 @EVERY
@@ -60,7 +73,7 @@ def model(name: str, tokens: bool) -> Model:
 def test_what_is_demanded_is_read_as_calls_that_fit(name: str, tokens: bool, seed: int) -> None:
     spoken = model(name, tokens)
     said = Walk(spoken, random.Random(seed))(required(spoken.bound, DECLARED, many=True))
-    calls = calls_of(spoken.read(said, DECLARED))
+    calls = calls_of(spoken.read([*spoken.ids(thought(name)), *said], DECLARED))
     assert calls
     for call in calls:
         assert fault(call.arguments, BY_NAME[call.name].parameters or {}) is None
@@ -72,13 +85,25 @@ def test_one_call_is_one_and_of_the_tool_that_was_named(name: str, tokens: bool)
     spoken = model(name, tokens)
     for place, named in enumerate(DECLARED):
         body = required(spoken.bound, [named], many=False)
-        (call,) = calls_of(spoken.read(Walk(spoken, random.Random(place))(body), DECLARED))
+        said = Walk(spoken, random.Random(place))(body)
+        (call,) = calls_of(spoken.read([*spoken.ids(thought(name)), *said], DECLARED))
         assert call.name == named.name
 
 
 # ---- what the templates write is admitted
 
-WRITTEN: list[tuple[Sample, Sequence[Fixture]]] = [
+
+def behind_the_prompt(sample: Sample) -> list[Fixture]:
+    """A template's cases, without what the prompt writes of the first part."""
+    opened = ("</think>", "<|start|>assistant")
+    cases = test_tools_response_template.cases(sample)
+    return [
+        replace(case, text=case.text.removeprefix(opened[0]).removeprefix(opened[1]))
+        for case in cases
+    ]
+
+
+SAMPLES: list[tuple[Sample, Sequence[Fixture]]] = [
     *(
         (sample, fixtures(sample))
         for module in (
@@ -93,10 +118,15 @@ WRITTEN: list[tuple[Sample, Sequence[Fixture]]] = [
     ),
     *((sample, test_tools_messages.cases(sample)) for sample in test_tools_messages.SAMPLES),
     (test_tools_xtml.K3, test_tools_xtml.cases()),
+    *(
+        (replace(sample, name=f"{sample.name} (template)"), behind_the_prompt(sample))
+        for sample in test_tools_response_template.SAMPLES
+    ),
 ]
-SAMPLES = [(sample, cases) for sample, cases in WRITTEN if is_writable(sample.format.tools)]
-ODD = ("hermes (opening tag)", "internlm")
-"""Samples of what is read as well, though no template writes it so."""
+ODD = ("hermes (opening tag)", "internlm", "gpt_oss (template)", "cohere (template)")
+"""Samples of what is read as well, though no template writes it so; or, where a checkpoint says how
+to read it, does not say how to write it: `<|constrain|>`, and the keys of a call that mean nothing.
+"""
 OTHERS = (
     *("granite (tags)", "xlam (fence)", "xlam (tags)", "xlam (marker)"),
     *("llama3_json (marker)", "gigachat3 (role)", "llama4_pythonic"),

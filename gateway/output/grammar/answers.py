@@ -3,7 +3,7 @@
 Theirs is the answer from where the prompt ends, or where the thinking does: `required` writes calls
 and nothing else, `strict` messages of any kind in which every call is one of the tools'. Both raise
 NotWritable for a tool that the syntax cannot write. `frame` is what stands around the thinking and
-around the answer proper.
+around the answer proper; `frame_of` has it for every format.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 
 import msgspec
 
-from gateway.output.grammar import messages
+from gateway.output.formats import BoundFormat
+from gateway.output.grammar import channels, messages, template
 from gateway.output.grammar.book import Book
 from gateway.output.grammar.frame import Frame
 from gateway.output.machine import AnswerSyntax
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.messages import Messages
+from gateway.output.tools.response_template import ResponseTemplate
+from gateway.output.tools.xtml import Xtml
 from protocol.grammar import Form
 
 Write = Callable[[Any, Sequence[DeclaredTool], bool, Book], Form]
@@ -32,4 +35,23 @@ class AnswerWriter(msgspec.Struct, frozen=True):
 
 ANSWERS: Mapping[type[AnswerSyntax], AnswerWriter] = {
     Messages: AnswerWriter(messages.frame, messages.required, messages.strict),
+    ResponseTemplate: AnswerWriter(template.frame, template.required, template.strict),
+    Xtml: AnswerWriter(channels.frame, channels.required, channels.strict),
 }
+
+
+def frame_of(bound: BoundFormat) -> Frame:
+    """What answers of this format have around their parts; markers around the answer proper only
+    where the vocabulary shows that the model was taught them."""
+    syntax, reasoning = bound.format.tools, bound.format.reasoning
+    if isinstance(syntax, AnswerSyntax):
+        return ANSWERS[type(syntax)].frame(syntax)
+    if reasoning is None:
+        return Frame()
+    opens = reasoning.open[0] if reasoning.open else ""
+    closes = reasoning.close[0] + "".join(reasoning.header[:1]) if reasoning.close else ""
+    for before, after in zip(reasoning.wrap_open, reasoning.wrap_close, strict=True):
+        if bound.lexicon.is_token(before):
+            blank = reasoning.wrap_blank
+            return Frame(opens, closes, before + blank, blank + after)
+    return Frame(opens, closes)

@@ -13,18 +13,19 @@ Both raise NotWritable for a tool that the format cannot write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from gateway.output.formats import BoundFormat
 from gateway.output.grammar.answers import ANSWERS
 from gateway.output.grammar.book import Book
-from gateway.output.grammar.forms import FREE, either, optional, sequence, several, unlike
+from gateway.output.grammar.forms import either, optional, sequence, several
+from gateway.output.grammar.free_text import FreeText
 from gateway.output.grammar.writers import WRITERS
 from gateway.output.machine import AnswerSyntax, Lexicon, SectionSyntax
 from gateway.output.reasoning import NO_REASONING, ReasoningFormat
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.json_tags import JsonTags
-from protocol.grammar import Form, Pattern, Repeat, Rules, Text, Until
+from protocol.grammar import Form, Pattern, Rules, Text
 
 BETWEEN = Pattern(r"[ \n]{1,4}")
 """Between two stretches: bounded, as a model that cannot decide would write blanks for ever."""
@@ -69,7 +70,7 @@ def _bound(syntax: SectionSyntax, opener: str) -> str:
 def strict(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
     """Free text with calls of these tools in it; one whose arguments may be anything has no
     parameters here. Without `many` the answer ends with its first call."""
-    book, syntax, lexicon = Book(bound.lexicon), bound.format.tools, bound.lexicon
+    book, syntax = Book(bound.lexicon), bound.format.tools
     assert syntax is not None, "without a format there are no calls"
     if isinstance(syntax, AnswerSyntax):
         return book.body(ANSWERS[type(syntax)].strict(syntax, tools, many, book))
@@ -80,8 +81,8 @@ def strict(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> 
 
     openers = [opener + _bound(syntax, opener) for opener in syntax.openers()]
     calls = {opener: stretch(opener) for opener in openers}
-    marks = _marks(bound.format.reasoning or NO_REASONING, lexicon) - {*calls}
-    text = _Text(_grouped(calls, lexicon), sorted(marks), many)
+    marks = _silent(bound.format.reasoning or NO_REASONING)
+    text = FreeText(calls, marks, bound.lexicon, many=many)
     at_start = [sequence(opener, stretch(opener)) for opener in syntax.start_openers()]
     if not at_start:
         return book.body(text.anything())
@@ -89,64 +90,7 @@ def strict(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> 
     return book.body(either((first, text.unlike(syntax.start_openers()))))
 
 
-def _marks(reasoning: ReasoningFormat, lexicon: Lexicon) -> set[str]:
-    """Tokens that say nothing; no other text has them."""
-    silent = (*reasoning.header, *reasoning.wrap_open, *reasoning.wrap_close, *reasoning.ignored)
-    return set(filter(lexicon.is_token, silent))
-
-
-def _grouped(calls: Mapping[str, Form], lexicon: Lexicon) -> dict[str, Form]:
-    """What opens a call -> what must follow.
-
-    An opener that is spelt out ends a text where it is complete, or where its first token begins.
-    So of two that begin alike up to there, the shorter beginning opens both.
-    """
-    found: dict[str, dict[str, Form]] = {}
-    for opener in sorted(calls, key=lambda opener: (_spelt(opener, lexicon), opener)):
-        spelt = _spelt(opener, lexicon)
-        known = next((begun for begun in found if spelt and spelt.startswith(begun)), None)
-        if known is None:
-            known = spelt or opener
-        found.setdefault(known, {})[opener.removeprefix(known)] = calls[opener]
-    return {
-        begun: either(sequence(rest, form) for rest, form in ways.items())
-        for begun, ways in found.items()
-    }
-
-
-def _spelt(opener: str, lexicon: Lexicon) -> str:
-    """What of an opener is spelt out before its first token."""
-    tokens = (*lexicon.parts.values(), *lexicon.tokens.values())
-    at = [place for token in tokens if (place := opener.find(token)) >= 0]
-    return opener[: min(at, default=len(opener))]
-
-
-class _Text:
-    """Free text: `calls` (opener -> what must follow) in it, and silent `marks`."""
-
-    def __init__(self, calls: Mapping[str, Form], marks: Iterable[str], many: bool) -> None:
-        self.calls = calls
-        self.marks = tuple(marks)
-        self.many = many
-
-    def anything(self) -> Form:
-        steps = [self._mark()] if self.marks else []
-        if self.many:
-            steps += [self._call()] if self.calls else []
-            return sequence(Repeat(either(steps)), FREE) if steps else FREE
-        last = either((self._call(), FREE)) if self.calls else FREE
-        return sequence(*map(Repeat, steps), last)
-
-    def unlike(self, beginnings: Iterable[str]) -> Form:
-        """What begins with none of these."""
-        guard = unlike(beginnings)
-        steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
-        if self.calls:
-            steps.append(sequence(self._call(guard), self.anything() if self.many else ""))
-        return either([*steps, Pattern(guard)])
-
-    def _call(self, before: str = FREE.pattern) -> Form:
-        return either(sequence(Until(opener, before), rest) for opener, rest in self.calls.items())
-
-    def _mark(self, before: str = FREE.pattern) -> Form:
-        return either(Until(mark, before) for mark in self.marks)
+def _silent(reasoning: ReasoningFormat) -> tuple[str, ...]:
+    """Markers outside the reasoning that say nothing."""
+    around = (*reasoning.wrap_open, *reasoning.wrap_close)
+    return (*reasoning.header, *around, *reasoning.ignored)

@@ -25,6 +25,14 @@ def sequence(*parts: Form | str) -> Form:
     return items[0] if len(items) == 1 else Sequence(items) if items else Text("")
 
 
+def behind(beginning: str, form: Form) -> Form:
+    """What is left of `form`, which begins with this text."""
+    first, *rest = form.items if isinstance(form, Sequence) else [form]
+    assert isinstance(first, Text)
+    assert first.text.startswith(beginning)
+    return sequence(first.text.removeprefix(beginning), *rest)
+
+
 def either(options: Iterable[Form]) -> Form:
     """One of these; there is at least one."""
     found = list(options)

@@ -40,6 +40,11 @@ def _call(syntax: Gemma, tool: DeclaredTool, book: Book) -> Form:
     named = NAME.fullmatch("call:" + tool.name)
     if named is None or named[1] != tool.name or len(tool.name) > MAX_NAME_CHARS // 2:
         raise NotWritable(tool.name, "name", "this format cannot write it")
+    return sequence(tool.name, inside(syntax, tool, book))
+
+
+def inside(syntax: Gemma, tool: DeclaredTool, book: Book) -> Form:
+    """A call's arguments."""
     values = Values(notation(syntax), Schemas(tool), book)
 
     def write(key: str | None, schema: Any, path: str) -> Form | None:
@@ -48,4 +53,4 @@ def _call(syntax: Gemma, tool: DeclaredTool, book: Book) -> Form:
             return None
         return sequence(name, ":", values.value(schema, path))
 
-    return sequence(tool.name + "{", arguments(values, write, COMMA), "}")
+    return sequence("{", arguments(values, write, COMMA), "}")

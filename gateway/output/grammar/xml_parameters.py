@@ -40,8 +40,12 @@ def _behind_call_open(x: XmlParameters, tool: DeclaredTool, book: Book) -> Form:
     name = _written(x, tool.name)
     if name is None:
         raise NotWritable(tool.name, "name", "this format cannot write it")
-    inside = arguments(*_writer(x, tool, book))
-    return sequence(f"{name}>{x.line}", inside, x.call_close)
+    return sequence(f"{name}>{x.line}", inside(x, tool, book), x.call_close)
+
+
+def inside(x: XmlParameters, tool: DeclaredTool, book: Book) -> Form:
+    """A call's arguments, and nothing around them."""
+    return arguments(*_writer(x, tool, book))
 
 
 def _written(x: XmlParameters, name: str) -> str | None:

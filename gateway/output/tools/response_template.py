@@ -75,9 +75,12 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
-    """regions  in the template's order"""
+    """regions  in the template's order
+    anchor   what the prompt ends with where an answer begins
+    """
 
     regions: tuple[Region, ...]
+    anchor: str = ""
 
     def markers(self) -> tuple[str, ...]:
         found: list[str] = []
@@ -102,7 +105,8 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
         if thinking is None:
             return None
         opens = tuple(o.literal for o in thinking.open if o.literal and not o.pattern)
-        return ReasoningFormat(open=opens, close=thinking.close)
+        at_start = any(opening.at_start for opening in thinking.open)
+        return ReasoningFormat(open=opens, close=thinking.close, default_inside=at_start)
 
     def machine(
         self,

@@ -72,7 +72,16 @@ def load(template: Mapping[str, Any]) -> ResponseTemplate:
     _check_together(regions)
     if not any(region.kind == "content" for region in regions) and all(r.open for r in regions):
         regions.append(Region("content"))
-    return ResponseTemplate(regions=tuple(regions))
+    return ResponseTemplate(regions=tuple(regions), anchor=_anchor(template))
+
+
+def _anchor(template: Mapping[str, Any]) -> str:
+    """Of several the first."""
+    found = template.get("start_anchor") or ""
+    found = found[0] if isinstance(found, list) else found
+    if not isinstance(found, str):
+        raise ValueError("response_template: `start_anchor` must be a string or a list of strings")
+    return found
 
 
 def _check_together(regions: Sequence[Region]) -> None:
@@ -147,7 +156,10 @@ def _calls(
             if args.get("string_delims") or args.get("unquoted_keys"):
                 raise ValueError("the name must stand in the opening where JSON is not strict")
             keys = _keys(name, arguments)
-            return JsonTags(open=literals, close=closes, keys=keys), ""
+            if field.get("transform_each"):
+                return JsonTags(open=literals, close=closes, keys=keys, array=True), ""
+            line = "\n"
+            return JsonTags(open=literals, close=closes, keys=keys, before=line, behind=line), ""
         case "json" if args.get("string_delims") or args.get("unquoted_keys"):
             return _loose(literals, closes, args), capture
         case "json":
@@ -235,6 +247,7 @@ def _tags(
         parameter_close=closings(found["close"])[0],
         quoted=quoted,
         trim="blanks" if found["blanks"] or value_parser else "nothing",
+        around="\n" if found["blanks"] else "",
         bare_json=value_parser.get("name") == "json",
         doubts=False,
     )

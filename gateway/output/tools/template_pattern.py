@@ -60,6 +60,21 @@ class Opening(msgspec.Struct, frozen=True):
         other = re.search(rf"(?!{self.last}).", text, re.DOTALL)
         return other.start() if other else None
 
+    def written(self, name: str) -> list[str | None]:
+        """How it is written with `name` for its group: texts, and None for a class of characters,
+        where there may be a word. Raises ValueError where the group cannot be that."""
+        if not self.pattern:
+            return [self.literal]
+        atoms = _atoms(self.pattern, self.pattern)
+        parts: list[str | None] = []
+        for n, atom in enumerate(atoms):
+            is_bound = [bool(a["bound"]) for a in (atoms[n - 1], atom, atoms[(n + 1) % len(atoms)])]
+            if atom["class"] and is_bound[0] and is_bound[2]:
+                parts.append(" ")
+            elif not is_bound[1]:
+                parts.append(_written(atom, name))
+        return parts
+
     def captures(self, head: str) -> dict[str, str] | None:
         """The named groups, `head` standing behind the literal; None where it does not match."""
         found = re.fullmatch(self.pattern, self.literal + head, re.DOTALL)
@@ -150,6 +165,16 @@ def _atoms(pattern: str, whole: str) -> list[re.Match[str]]:
         atoms.append(atom)
         at = atom.end()
     return atoms
+
+
+def _written(atom: re.Match[str], name: str) -> str | None:
+    if atom["group"]:
+        if not re.fullmatch(f"{atom['of']}+", name):
+            raise ValueError(f"{name!r} does not match {atom['of']}")
+        return name
+    if atom["blank"]:
+        return " " if atom["blank"][0] in " [" else "\n"
+    return _letter(atom)
 
 
 def _letter(atom: re.Match[str]) -> str | None:
