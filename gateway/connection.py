@@ -23,6 +23,7 @@ from gevent.socket import wait_write
 MAX_BUFFERED_BYTES = 1 << 20
 """A single write may be longer, where nothing waits before it: an echoed prompt is one."""
 STALL_S = 60.0
+ROOM_POLL_S = 0.01
 
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 _READ = 1
@@ -130,6 +131,11 @@ class Outlet:
         self.is_cut = True
         self._buffer.clear()
         self.finish()
+
+    def await_room(self) -> None:
+        """Until nothing waits to be sent. For a greenlet that writes more than fits at once."""
+        while self._buffer and not self.is_cut:
+            gevent.sleep(ROOM_POLL_S)
 
     def _put(self, data: bytes) -> None:
         if self._buffer and len(self._buffer) + len(data) > MAX_BUFFERED_BYTES:

@@ -7,17 +7,20 @@ and closed however it ends.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import gevent
 from flask import Response, g, request
 
-from gateway.answering import Answer, Ask, Fold, Sink
+from gateway.answering import Answer, Ask, ClientGone, Fold, Sink
 from gateway.connection import HangUp, Outlet
 from gateway.exchange import Exchange
 from gateway.service import Service
 from gateway.sse import KEEP_ALIVE, EventStream
+from protocol.errors import ServingError
 
 S = TypeVar("S", bound=Sink)
 
@@ -37,9 +40,11 @@ class Terms:
 
 
 class OpenAnswer:
-    """An answer whose client is watched. `close` it, whatever happens."""
+    """An answer, and its client, who is watched where it matters. `close` it, whatever happens."""
 
-    def __init__(self, service: Service, asks: Sequence[Ask], terms: Terms) -> None:
+    def __init__(
+        self, service: Service, asks: Sequence[Ask], terms: Terms, *, needs_client: bool = True
+    ) -> None:
         """Raises what the engine says against it, before any header is sent."""
         self.service = service
         exchange: Exchange = g.exchange
@@ -50,7 +55,7 @@ class OpenAnswer:
             labels=[label for label in (terms.label, exchange.request_id) if label],
         )
         exchange.begin(self.answer)
-        self.hang_up = HangUp(request.environ, self.answer.abandon)
+        self.hang_up = HangUp(request.environ if needs_client else {}, self.answer.abandon)
         try:
             self.answer.open()
         except BaseException:
@@ -115,4 +120,58 @@ def stream(
         keep_alive=keep_alive,
     )
     opened.hang_up.then = response.hang_up
+    return response
+
+
+def detached(
+    service: Service, asks: Sequence[Ask], terms: Terms, sink_of: Callable[[Answer], Sink]
+) -> None:
+    """An answer that goes on whether or not its client is there: until it has ended, or is aborted.
+    `sink_of` is called when the engine has accepted it."""
+    opened = OpenAnswer(service, asks, terms, needs_client=False)
+    try:
+        opened.answer.attach(sink_of(opened.answer))
+    except BaseException:
+        opened.close()
+        raise
+    exchange: Exchange = g.exchange
+    exchange.is_streaming = True
+    gevent.spawn(_see_to_its_end, opened, exchange)
+
+
+def _see_to_its_end(opened: OpenAnswer, exchange: Exchange) -> None:
+    with contextlib.suppress(ServingError, ClientGone):  # its sink has heard of it
+        opened.answer.wait()
+    opened.close()
+    exchange.close(200)
+
+
+class Listened(Protocol):
+    """Something that can be heard from now on. Both may be called from the hub."""
+
+    def listen(self, outlet: Outlet) -> None: ...
+    def leave(self) -> None: ...
+
+
+def listening(service: Service, source: Listened, *, owns_exchange: bool = True) -> Response:
+    """A stream of what somebody else says; its end ends nothing else. `owns_exchange`: the request
+    is over with it."""
+    exchange: Exchange = g.exchange
+    exchange.is_streaming = True
+    hang_up = HangUp(request.environ, source.leave)
+
+    def end() -> None:
+        hang_up.close()
+        source.leave()
+        if owns_exchange:
+            exchange.close(200)
+
+    response = EventStream(
+        source.listen,
+        abandon=source.leave,
+        close=end,
+        closing=service.is_draining,
+        keep_alive_s=service.config.keep_alive_s,
+    )
+    hang_up.then = response.hang_up
     return response

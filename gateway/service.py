@@ -18,6 +18,7 @@ from gateway.answering import Answer, Ask
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
 from gateway.engineless import Engineless
+from gateway.keeping import Keeping
 from gateway.metrics import Metrics
 from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
@@ -62,6 +63,7 @@ class Service:
         self.is_draining: Callable[[], bool] = lambda: False
         self.give_up: Callable[[str], None] = lambda why: None
         self.idle_connections = IdleConnections()
+        self.keeping = Keeping.of(config)
         self._answers: set[Answer] = set()
         self._watch: gevent.Greenlet[..., None] | None = None
         self._served: ServedModel | None = None
@@ -74,8 +76,17 @@ class Service:
             self._watch = gevent.spawn(self._keep_watch)
 
     def close(self) -> None:
+        """The server has waited for all connections; generations that have none are waited for
+        here, as long as a drain may take."""
+        if self.keeping is not None:
+            while self.keeping.is_busy and self._watch is not None:
+                if not self.is_draining():
+                    self._end_answers()
+                gevent.sleep(WATCH_S)
         if self._watch is not None:
             self._watch.kill()
+        if self.keeping is not None:
+            self.keeping.close()
         self.engine.close()
 
     def _keep_watch(self) -> None:

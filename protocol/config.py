@@ -15,6 +15,8 @@ import msgspec
 from msgspec import Meta
 
 Dtype = Literal["auto", "bfloat16", "float32"]
+NO_STORE = "none"
+"""Instead of a file's name."""
 
 
 def about(description: str, *, wiring: bool = False, **bounds: Any) -> Meta:
@@ -147,10 +149,31 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str, about("how the model thinks aloud: a name of docs/formats.md, auto, or none")
     ] = "auto"
 
+    response_store: Annotated[
+        str,
+        about(
+            "file where responses are kept, which all gateways share; none: they are not kept. "
+            "Default: responses/PORT.db in $TIDEGATE_HOME"
+        ),
+    ] = ""
+    response_store_mib: Annotated[
+        int, about("most that is kept; then the least used responses go", ge=1, le=1 << 20)
+    ] = 1024
+    response_store_days: Annotated[
+        float, about("responses that nobody used for so long go", ge=0.001, le=36500)
+    ] = 30.0
+    resume_s: Annotated[
+        float,
+        about("how long a resumable stream goes on, and is kept, without a client", ge=0, le=86400),
+    ] = 60.0
+
     def __post_init__(self) -> None:
         if self.chat_template:  # the gateway does not work where the user typed this
             path = os.path.abspath(self.chat_template)
             msgspec.structs.force_setattr(self, "chat_template", path)
+        if self.response_store not in ("", NO_STORE):
+            path = os.path.abspath(self.response_store)
+            msgspec.structs.force_setattr(self, "response_store", path)
 
 
 class ServeConfig(Config, frozen=True, kw_only=True):

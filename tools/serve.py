@@ -104,7 +104,10 @@ def plan(options: Mapping[str, Any]) -> Plan:
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
     names = gateway.served_name or ([worker.model] if worker.model in CATALOGUE else [])
-    gateway = msgspec.structs.replace(gateway, engine=address, served_name=names)
+    store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
+    gateway = msgspec.structs.replace(
+        gateway, engine=address, served_name=names, response_store=store
+    )
     return Plan(engine, gateway, serve, directory)
 
 

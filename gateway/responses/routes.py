@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flask
@@ -12,17 +16,22 @@ from flask import Blueprint, Response, g, request
 from gateway import respond as any_api
 from gateway.answering import Answer, Ask
 from gateway.body import decode, read_json, unknown_fields
-from gateway.connection import Outlet
+from gateway.caller import owner_of
+from gateway.keeping import RESPONSE
 from gateway.openai.checks import check_ignored
 from gateway.responses.checks import check, ignored
 from gateway.responses.events import ResponseEvents
-from gateway.responses.items import RESPONSE_PREFIX, input_items
+from gateway.responses.history import History
+from gateway.responses.items import RESPONSE_PREFIX, Placed, identified, input_items
 from gateway.responses.rendering import Rendered, rendered
-from gateway.responses.response import Head, fields_of
+from gateway.responses.response import Head, Told, fields_of
 from gateway.responses.schema import ResponsesBody, responses_decoder
 from gateway.responses.stream import LogprobsShown, ResponseSink, Taker
-from gateway.responses.takers import StreamTaker, WholeTaker
+from gateway.responses.takers import Keep, RunTaker, StreamTaker, WholeTaker
 from gateway.service import Service
+from gateway.store.queries import NewRun, Record
+from gateway.store.runs import Run
+from protocol.errors import InvalidRequest
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -33,12 +42,17 @@ def blueprint(service: Service) -> Blueprint:
 
 def create(service: Service) -> Response:
     body = _read(service)
-    items = input_items(body.input)
+    keeps = _keeps(service, body)
+    items, before = _items(service, body)
     trusts = service.config.trust_request_chat_template
-    ready = rendered(body, items, service.model(body.model), trusts_template=trusts)
+    model = service.model(body.model)
+    ready = rendered(body, [*before, *items], model, trusts_template=trusts)
     check_ignored(g.ignored, ready.translation.chat)
+    ask = ready.ask()
+    head = _head(body, ready, ask, stores=keeps)
+    record = _record(head, items) if keeps else None
     with ready.named():
-        return _respond(service, body, ready)
+        return _respond(service, _Created(body, ready, ask, head, record))
 
 
 def _read(service: Service) -> ResponsesBody:
@@ -49,29 +63,127 @@ def _read(service: Service) -> ResponsesBody:
     return body
 
 
-def _respond(service: Service, body: ResponsesBody, ready: Rendered) -> Response:
-    ask = ready.ask()
-    head = _head(body, ready, ask)
-    events = ResponseEvents(head, seals=body.tells_encrypted)
-    logprobs = _logprobs(body, ready)
-    terms = any_api.Terms(
-        namespace=body.cache_salt or "", priority=body.priority or 0, label=head.id
+def _keeps(service: Service, body: ResponsesBody) -> bool:
+    """Whether the response is kept. Who asks for it where nothing is kept is told so."""
+    can = service.keeping is not None
+    for field in ("store", "background"):
+        if getattr(body, field) and not can:
+            raise InvalidRequest(
+                f"{field}: this server keeps no responses (--response-store)", param=field
+            )
+    if body.background and body.store is False:
+        raise InvalidRequest("background: needs store to be true", param="background")
+    return can and body.store is not False
+
+
+def _items(service: Service, body: ResponsesBody) -> tuple[list[Placed], list[Placed]]:
+    """The request's own items, and all before them."""
+    store = service.keeping.store if service.keeping else None
+    history = History(store, owner_of(request.headers))
+    items = history.resolved(input_items(body.input))
+    previous = body.previous_response_id
+    return items, history.before(previous) if previous is not None else []
+
+
+def _record(head: Head, items: Sequence[Placed]) -> Record:
+    """As it is kept when it has just begun."""
+    own = identified([placed.item for placed in items], head.id)
+    return Record(
+        head.id,
+        owner_of(request.headers),
+        head.created_at,
+        head.fields["previous_response_id"],
+        input=msgspec.json.encode(own),
+        body=msgspec.json.encode(head.told("queued")),
     )
 
-    def sink(answer: Answer, taker: Taker) -> ResponseSink:
-        return ResponseSink(answer, events, taker, logprobs)
 
-    def streaming(answer: Answer, outlet: Outlet) -> ResponseSink:
-        return sink(answer, StreamTaker(outlet, lambda _: None))
+@dataclass(frozen=True, slots=True)
+class _Created:
+    """A response that is about to be made. `record`: as it is kept, where it is."""
 
-    if body.stream:
-        return any_api.stream(service, [ask], terms, streaming)
+    body: ResponsesBody
+    ready: Rendered
+    ask: Ask
+    head: Head
+    record: Record | None
+
+    @property
+    def terms(self) -> any_api.Terms:
+        body = self.body
+        return any_api.Terms(
+            namespace=body.cache_salt or "", priority=body.priority or 0, label=self.head.id
+        )
+
+    def sink(self, answer: Answer, taker: Taker, *, queued: bool = False) -> ResponseSink:
+        events = ResponseEvents(self.head, seals=self.body.tells_encrypted)
+        logprobs = None
+        if self.body.tells_logprobs:
+            tokenizer = self.ready.preparation.model.tokenizer
+            logprobs = LogprobsShown(tokenizer, self.body.top_logprobs or 0)
+        return ResponseSink(answer, events, taker, logprobs, queued=queued)
+
+
+def _respond(service: Service, created: _Created) -> Response:
+    keep = _keep(service, created.record)
+    if created.body.background:
+        return _in_background(service, created)
+    if created.body.stream:
+        return any_api.stream(
+            service,
+            [created.ask],
+            created.terms,
+            lambda answer, outlet: created.sink(answer, StreamTaker(outlet, keep)),
+        )
     taker = WholeTaker()
-    any_api.heard(service, [ask], terms, lambda answer: sink(answer, taker))
+    any_api.heard(service, [created.ask], created.terms, lambda answer: created.sink(answer, taker))
+    if keep is not None:
+        keep(taker.response)
     return _json(taker.response)
 
 
-def _head(body: ResponsesBody, ready: Rendered, ask: Ask) -> Head:
+def _keep(service: Service, record: Record | None) -> Keep | None:
+    """None: it is not kept."""
+    keeping = service.keeping
+    if keeping is None or record is None:
+        return None
+
+    def keep(response: Told) -> None:
+        kept = msgspec.structs.replace(record, body=msgspec.json.encode(response))
+        keeping.store.ask(lambda database: database.put(kept, time.time()))
+
+    return keep
+
+
+def _in_background(service: Service, created: _Created) -> Response:
+    """It is made whether or not its client listens."""
+    keeping, record = service.keeping, created.record
+    assert keeping is not None
+    assert record is not None
+    runs: list[Run] = []
+
+    def sink_of(answer: Answer) -> ResponseSink:
+        run = keeping.runs.begin(NewRun(record.id, record.owner, RESPONSE), record)
+        runs.append(run)
+        sink = created.sink(answer, RunTaker(run), queued=True)
+        run.abort = partial(_cancel, answer, sink)
+        return sink
+
+    any_api.detached(service, [created.ask], created.terms, sink_of)
+    (run,) = runs
+    if created.body.stream:
+        return any_api.listening(service, run, owns_exchange=False)
+    run.leave()
+    return flask.Response(record.body, content_type="application/json")
+
+
+def _cancel(answer: Answer, sink: ResponseSink) -> None:
+    answer.finish = "cancelled"
+    sink.cancel()
+    answer.close()
+
+
+def _head(body: ResponsesBody, ready: Rendered, ask: Ask, *, stores: bool) -> Head:
     model = ready.preparation.model
     asides: dict[str, Any] = {}
     if g.ignored:
@@ -84,16 +196,10 @@ def _head(body: ResponsesBody, ready: Rendered, ask: Ask) -> Head:
         params,
         model=body.model or model.names[0],
         fingerprint=model.fingerprint,
-        stores=False,
+        stores=stores,
         asides=asides,
     )
     return Head(RESPONSE_PREFIX + uuid.uuid4().hex, fields)
-
-
-def _logprobs(body: ResponsesBody, ready: Rendered) -> LogprobsShown | None:
-    if not body.tells_logprobs:
-        return None
-    return LogprobsShown(ready.preparation.model.tokenizer, body.top_logprobs or 0)
 
 
 def _json(value: Any) -> Response:

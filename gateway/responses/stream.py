@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.answering import Answer, Choice
 from gateway.output.events import Content, Delta, Failed, Finished
-from gateway.responses.events import ENDS, Frame, ResponseEvents
+from gateway.responses.events import ENDS, IN_PROGRESS, Frame, ResponseEvents
 from gateway.responses.response import Told, error_of, usage_of
 from gateway.text.logprobs import chat_logprobs
 from gateway.text.tokenizer import Tokenizer
@@ -48,9 +48,10 @@ class LogprobsShown:
 
 
 class Taker(Protocol):
-    """`write` takes frames as they are made; `close` takes the last ones, and the response. Must
-    not block."""
+    """`begun` is told when a queued response is queued no more; `write` takes frames as they are
+    made, `close` the last ones, and the response. Must not block."""
 
+    def begun(self, response: Told) -> None: ...
     def write(self, frames: list[Frame]) -> None: ...
     def close(self, frames: list[Frame], response: Told) -> None: ...
 
@@ -81,6 +82,7 @@ class ResponseSink:
         if self._is_queued:
             self._is_queued = False
             self._events.proceed()
+            self._taker.begun(self._events.head.told(IN_PROGRESS))
         entries = delta.logprobs if self._logprobs is not None else ()
         for event in delta.events:
             match event:

@@ -157,3 +157,19 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     logprobs: list[ChatLogprob] | UnsetType = UNSET
+
+
+class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
+    id: str
+    object_: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
+    """first_id, last_id  of `data`; null where there is none"""
+
+    object_: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

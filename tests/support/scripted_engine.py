@@ -231,6 +231,10 @@ class ScriptedEngine:
             assert time.monotonic() < deadline, f"still open: {[n for _, n in self._talks]}"
             time.sleep(0.001)
 
+    def lose_clients(self) -> None:
+        """End what clients have open that are gone without a word, as a lease does."""
+        self._talks.clear()
+
     def await_abort(self, number: int, timeout_s: float = 5.0) -> float:
         """When the Abort of request `number` came, on time.monotonic's clock."""
         deadline = time.monotonic() + timeout_s

@@ -11,6 +11,7 @@ import pytest
 from protocol.config import GatewayConfig, WorkerConfig, about
 from tools.__main__ import main, parser
 from tools.failure import Failure
+from tools.fetch import home
 from tools.flags import Flag, OneLineParser, add_flags, build, flags_of
 from tools.serve import ROOMS, plan
 
@@ -60,7 +61,11 @@ def test_options_that_are_not_given_leave_the_defaults_alone() -> None:
     made = plan(options())
     worker = made.engine.worker
     assert worker == WorkerConfig(model="smollm2-135m", address=worker.address)
-    assert made.gateway == GatewayConfig(engine=made.engine.address, served_name=["smollm2-135m"])
+    assert made.gateway == GatewayConfig(
+        engine=made.engine.address,
+        served_name=["smollm2-135m"],
+        response_store=str(home() / "responses" / "8000.db"),
+    )
 
 
 @pytest.mark.parametrize("flag", NUMBERS, ids=lambda flag: flag.name)

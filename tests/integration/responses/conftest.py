@@ -19,8 +19,20 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]
 
 
 @pytest.fixture(scope="package")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address) as gateway:
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("store") / "private" / "responses.db")
+
+
+@pytest.fixture(scope="package")
+def gateway(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address, response_store=store) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture(scope="package")
+def twin(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
+    """Another process with the same store."""
+    with GatewayProcess(engine=engine.address, response_store=store) as gateway:
         yield gateway.await_ready()
 
 
@@ -36,3 +48,17 @@ def _fresh(engine: ScriptedEngine) -> Iterator[None]:
     yield
     engine.step_s, engine.is_paused = 0.0005, False
     engine.await_idle()
+
+
+@pytest.fixture
+def elsewhere(twin: GatewayProcess) -> Iterator[OpenAI]:
+    """The same person at the other process."""
+    with OpenAI(base_url=f"{twin.url}/v1", api_key="k1", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def stranger(gateway: GatewayProcess) -> Iterator[OpenAI]:
+    """Somebody else."""
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="k2", max_retries=0, timeout=20) as client:
+        yield client

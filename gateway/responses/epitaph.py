@@ -1,0 +1,23 @@
+"""What is said of a response whose process died: it failed, and this is its last event."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.responses.events import frame
+from gateway.store.queries import Epitaph
+
+_DIED = {
+    "code": "server_error",
+    "message": "the server process that made this response ended before it was complete",
+    "param": None,
+    "type": "engine_lost",
+}
+
+
+def response_epitaph(number: int, body: bytes | None) -> Epitaph:
+    """`body` is the response as it was kept; its output is what it had then."""
+    assert body is not None, "a response made in the background is kept from its beginning"
+    response = msgspec.json.decode(body) | {"status": "failed", "error": _DIED}
+    told = frame("response.failed", number, response=response)
+    return Epitaph(told, msgspec.json.encode(response))

@@ -1,0 +1,1 @@
+"""Responses that were kept: read, listed, streamed again, cancelled and deleted."""

@@ -1,0 +1,263 @@
+"""The store's file: one transaction a method. Blocks; for one thread at a time.
+
+Laws:
+
+- what a run says is whole and in order, or not there: its events, its end and its response change
+  in one transaction;
+- a run ends once. Who was thought dead hears so with the next word it says, and its words are
+  dropped;
+- whoever reads sees no dead run as open: it is given its epitaph first;
+- records that nobody used for `max_age_s` go, and the least used go while there are more than
+  `max_bytes`; runs that are open stay.
+
+The file may be shared by the processes of one host (SQLite's WAL), and is private to its user.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gateway.store import queries
+from gateway.store.queries import Batch, Epitaph, NewRun, Page, Record, Wish
+
+LEASE_S = 10.0
+BUSY_MS = 10_000
+SWEEP_EVERY_S = 60.0
+EVICTED_AT_ONCE = 16
+SPARED = 0.9
+"""Of `max_bytes`, what is left after some had to go."""
+
+EpitaphOf = Callable[[int, bytes | None], Epitaph]
+"""(the number of the last event, the response as it was kept) -> what is said for the dead."""
+
+
+class BrokenChain(Exception):
+    """A response goes on with one that is gone."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__(missing)
+        self.missing = missing
+
+
+class Database:
+    def __init__(
+        self,
+        path: str,
+        epitaphs: Mapping[str, EpitaphOf],
+        *,
+        max_bytes: int,
+        max_age_s: float,
+        runner: str,
+    ) -> None:
+        self._epitaphs = epitaphs
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._runner = runner
+        self._swept_at = 0.0
+        self._connection = _open(path)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # ---- responses
+
+    def put(self, record: Record, now: float) -> None:
+        with self._writing():
+            self._put(record)
+        self._sweep(now)
+
+    def get(self, response: str, owner: str, now: float) -> Record | None:
+        self._bury(now)
+        row = self._one(queries.GET_RESPONSE, response, owner)
+        return Record(*row) if row else None
+
+    def chain(self, response: str, owner: str, now: float) -> list[Record]:
+        """It and all it goes on with, the first of them first. They count as used now. Raises
+        BrokenChain where one of them is gone."""
+        found: list[Record] = []
+        name: str | None = response
+        while name is not None:
+            record = self.get(name, owner, now)
+            if record is None:
+                raise BrokenChain(name)
+            found.append(record)
+            name = record.previous
+        with self._writing():
+            self._many(queries.TOUCH, [(record.id, now) for record in found])
+        return found[::-1]
+
+    def delete(self, response: str, owner: str) -> bool:
+        """With its run, which its runner will notice."""
+        with self._writing():
+            if self._one(queries.GET_RESPONSE, response, owner) is None:
+                return False
+            self._remove([response])
+        return True
+
+    # ---- runs, for those who make them
+
+    def begin(self, run: NewRun, record: Record | None, now: float) -> None:
+        with self._writing():
+            if record is not None:
+                self._put(record)
+            values = (run.id, run.owner, run.kind, self._runner, now, now + LEASE_S)
+            self._execute(queries.PUT_RUN, *values, run.wanted_until)
+        self._sweep(now)
+
+    def say(self, batches: Sequence[Batch], now: float, window_s: float) -> list[str]:
+        """Runs that are no longer ours to speak for; what they said is dropped. `window_s`: how
+        long a run without a response is kept after its end."""
+        lost = []
+        with self._writing():
+            for batch in batches:
+                if self._one(queries.IS_OPEN, batch.run, self._runner) is None:
+                    lost.append(batch.run)
+                    continue
+                numbered = enumerate(batch.frames, batch.first)
+                self._many(queries.PUT_EVENT, [(batch.run, n, frame) for n, frame in numbered])
+                if batch.is_last:
+                    self._end(batch.run, batch.body, now, window_s)
+                elif batch.body is not None:
+                    self._execute(queries.SET_BODY, batch.run, batch.body)
+        return lost
+
+    def beat(self, attended: Iterable[str], wanted_until: float, now: float) -> dict[str, Wish]:
+        """Renew the leases of our open runs: what others want of each. Those `attended` have their
+        client, and are wanted."""
+        with self._writing():
+            self._execute(queries.RENEW, self._runner, now + LEASE_S)
+            self._many(queries.WANT_RUN, [(run, wanted_until) for run in attended])
+            rows = self._connection.execute(queries.MINE, (self._runner,)).fetchall()
+        return {run: Wish(bool(is_cancelled), wanted) for run, is_cancelled, wanted in rows}
+
+    # ---- runs, for those who listen
+
+    def cancel(self, run: str, owner: str) -> None:
+        with self._writing():
+            self._execute(queries.CANCEL_RUN, run, owner)
+
+    def want(self, run: str, until: float) -> None:
+        with self._writing():
+            self._execute(queries.WANT_RUN, run, until)
+
+    def page(self, run: str, owner: str, after: int, now: float, limit: int = 256) -> Page | None:
+        """What `run` said after event `after`; None where there is no such run of this owner."""
+        self._bury(now)
+        row = self._one(queries.GET_RUN, run, owner)
+        if row is None:
+            return None
+        rows = self._connection.execute(queries.GET_EVENTS, (run, after, limit)).fetchall()
+        frames = [frame for (frame,) in rows]
+        has_ended = row[1] is not None
+        if has_ended and not frames:
+            frames = self._end_of_the_dead(run, after)
+        return Page(frames, is_last=has_ended and len(frames) < limit)
+
+    # ---- inside
+
+    def _end_of_the_dead(self, run: str, after: int) -> list[bytes]:
+        """Its client heard more than was written down, so the end has a number that it thinks is
+        past."""
+        last = self._one(queries.LAST_EVENT, run)
+        return [last[1]] if last is not None and last[0] < after else []
+
+    def _put(self, record: Record) -> None:
+        values = (record.id, record.owner, record.created_at, record.previous)
+        self._execute(queries.PUT_RESPONSE, *values, record.input, record.body)
+
+    def _end(self, run: str, body: bytes | None, now: float, window_s: float) -> None:
+        """A run goes with its response; one without, when nobody can want it any more."""
+        delete_at = None if body is not None else now + window_s
+        self._execute(queries.END_RUN, run, now, delete_at)
+        if body is not None:
+            self._execute(queries.SET_BODY, run, body)
+
+    def _bury(self, now: float) -> None:
+        if self._one(queries.DEAD, now) is None:
+            return
+        with self._writing():  # somebody else may have been quicker
+            dead = self._connection.execute(queries.DEAD, (now,)).fetchall()
+            for run, kind, wanted_until in dead:
+                (number,) = self._one(queries.NEXT_NUMBER, run) or (0,)
+                body = self._one(queries.BODY_OF, run)
+                told = self._epitaphs[kind](number, body[0] if body else None)
+                self._execute(queries.PUT_EVENT, run, number, told.frame)
+                window_s = max(0.0, (wanted_until or now) - now)
+                self._end(run, told.body, now, window_s)
+
+    def _sweep(self, now: float) -> None:
+        self._bury(now)
+        if now - self._swept_at >= SWEEP_EVERY_S:
+            self._swept_at = now
+            with self._writing():
+                rows = self._connection.execute(queries.OUT_OF_TIME, (now - self._max_age_s, now))
+                self._remove([name for (name,) in rows.fetchall()])
+        if self._used_bytes() > self._max_bytes:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        while self._used_bytes() > SPARED * self._max_bytes:
+            with self._writing():
+                rows = self._connection.execute(queries.LEAST_USED, (EVICTED_AT_ONCE,)).fetchall()
+                if not rows:
+                    return
+                self._remove([name for (name,) in rows])
+
+    def _used_bytes(self) -> int:
+        """Of the file, without the pages that are free to be written again."""
+        pages, free, size = (
+            self._connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int((pages - free) * size)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        rows = [(name,) for name in names]
+        for statement in (queries.DELETE_RESPONSE, queries.DELETE_RUN, queries.DELETE_EVENTS):
+            self._many(statement, rows)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    def _execute(self, statement: str, *values: Any) -> None:
+        self._connection.execute(statement, values)
+
+    def _many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        self._connection.executemany(statement, rows)
+
+    def _one(self, statement: str, *values: Any) -> tuple[Any, ...] | None:
+        row: tuple[Any, ...] | None = self._connection.execute(statement, values).fetchone()
+        return row
+
+
+def _open(path: str) -> sqlite3.Connection:
+    """Raises sqlite3.Error, or OSError where the file's directory cannot be made."""
+    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA journal_size_limit = 16777216")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, queries.VERSION):
+            raise sqlite3.DatabaseError(f"{path} is of version {version}, not {queries.VERSION}")
+        connection.executescript("BEGIN IMMEDIATE;" + queries.SCHEMA + "COMMIT;")
+        connection.execute(f"PRAGMA user_version = {queries.VERSION}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection

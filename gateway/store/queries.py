@@ -1,0 +1,167 @@
+"""The store's tables, its statements and its rows. No I/O.
+
+    responses   what was answered, and to what
+    runs        generations that go on without their client: whose they are, who makes them
+    events      what a run has said so far, frame by frame
+
+A run is open until it has `ended_at`. Who makes it renews its lease; a run whose lease is over is
+dead, and whoever finds it says so in its place. Times are seconds since the epoch, since several
+processes, and the same server after a restart, read them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+VERSION = 1
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id          TEXT PRIMARY KEY,
+    owner       TEXT NOT NULL,
+    created_at  REAL NOT NULL,
+    used_at     REAL NOT NULL,
+    previous    TEXT,
+    input       BLOB NOT NULL,
+    body        BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at);
+CREATE TABLE IF NOT EXISTS runs (
+    id            TEXT PRIMARY KEY,
+    owner         TEXT NOT NULL,
+    kind          TEXT NOT NULL,
+    runner        TEXT NOT NULL,
+    created_at    REAL NOT NULL,
+    lease_until   REAL NOT NULL,
+    wanted_until  REAL,
+    is_cancelled  INTEGER NOT NULL DEFAULT 0,
+    ended_at      REAL,
+    delete_at     REAL
+);
+CREATE INDEX IF NOT EXISTS runs_open ON runs (lease_until) WHERE ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS runs_to_delete ON runs (delete_at) WHERE delete_at IS NOT NULL;
+CREATE TABLE IF NOT EXISTS events (
+    run     TEXT NOT NULL,
+    number  INTEGER NOT NULL,
+    frame   BLOB NOT NULL,
+    PRIMARY KEY (run, number)
+) WITHOUT ROWID;
+"""
+
+PUT_RESPONSE = """
+INSERT OR REPLACE INTO responses (id, owner, created_at, used_at, previous, input, body)
+VALUES (?1, ?2, ?3, ?3, ?4, ?5, ?6)
+"""
+GET_RESPONSE = """
+SELECT id, owner, created_at, previous, input, body FROM responses WHERE id = ? AND owner = ?
+"""
+SET_BODY = "UPDATE responses SET body = ?2 WHERE id = ?1"
+TOUCH = "UPDATE responses SET used_at = ?2 WHERE id = ?1"
+DELETE_RESPONSE = "DELETE FROM responses WHERE id = ?"
+
+PUT_RUN = """
+INSERT INTO runs (id, owner, kind, runner, created_at, lease_until, wanted_until)
+VALUES (?, ?, ?, ?, ?, ?, ?)
+"""
+GET_RUN = "SELECT kind, ended_at, wanted_until FROM runs WHERE id = ? AND owner = ?"
+IS_OPEN = "SELECT 1 FROM runs WHERE id = ? AND runner = ? AND ended_at IS NULL"
+END_RUN = "UPDATE runs SET ended_at = ?2, delete_at = ?3 WHERE id = ?1"
+CANCEL_RUN = "UPDATE runs SET is_cancelled = 1 WHERE id = ? AND owner = ? AND ended_at IS NULL"
+WANT_RUN = """
+UPDATE runs SET wanted_until = MAX(wanted_until, ?2), delete_at = MAX(delete_at, ?2) WHERE id = ?1
+"""
+RENEW = "UPDATE runs SET lease_until = ?2 WHERE runner = ?1 AND ended_at IS NULL"
+MINE = "SELECT id, is_cancelled, wanted_until FROM runs WHERE runner = ? AND ended_at IS NULL"
+DEAD = "SELECT id, kind, wanted_until FROM runs WHERE ended_at IS NULL AND lease_until < ?"
+DELETE_RUN = "DELETE FROM runs WHERE id = ?"
+
+PUT_EVENT = "INSERT INTO events (run, number, frame) VALUES (?, ?, ?)"
+GET_EVENTS = "SELECT frame FROM events WHERE run = ? AND number > ? ORDER BY number LIMIT ?"
+LAST_EVENT = "SELECT number, frame FROM events WHERE run = ? ORDER BY number DESC LIMIT 1"
+NEXT_NUMBER = "SELECT COALESCE(MAX(number), -1) + 1 FROM events WHERE run = ?"
+BODY_OF = "SELECT body FROM responses WHERE id = ?"
+DELETE_EVENTS = "DELETE FROM events WHERE run = ?"
+
+OUT_OF_TIME = """
+SELECT id FROM responses WHERE used_at < ?1
+    AND id NOT IN (SELECT id FROM runs WHERE ended_at IS NULL)
+UNION ALL
+SELECT id FROM runs WHERE delete_at < ?2 AND ended_at IS NOT NULL
+"""
+LEAST_USED = """
+SELECT id FROM (
+    SELECT id, used_at FROM responses WHERE id NOT IN (SELECT id FROM runs WHERE ended_at IS NULL)
+    UNION ALL
+    SELECT id, created_at FROM runs WHERE delete_at IS NOT NULL AND ended_at IS NOT NULL
+) ORDER BY used_at LIMIT ?
+"""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A response that is kept.
+
+    owner     a digest of its caller's key
+    previous  the response that it goes on with
+    input     JSON: the items of its own request
+    body      JSON: the response, as it was told last
+    """
+
+    id: str
+    owner: str
+    created_at: float
+    previous: str | None
+    input: bytes
+    body: bytes
+
+
+class NewRun(msgspec.Struct, frozen=True):
+    """kind        what it says: names its epitaph
+    wanted_until  it is aborted when nobody has wanted it for so long; None: never
+    """
+
+    id: str
+    owner: str
+    kind: str
+    wanted_until: float | None = None
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """What a run has said since the last batch.
+
+    first    the number of the first of the frames
+    is_last  the run has ended
+    body     the response as it is now, where there is one and it has changed
+    """
+
+    run: str
+    first: int
+    frames: list[bytes]
+    is_last: bool = False
+    body: bytes | None = None
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What others want of an open run."""
+
+    is_cancelled: bool
+    wanted_until: float | None
+
+
+class Page(msgspec.Struct, frozen=True):
+    """frames   the next of a run
+    is_last  there will be no more
+    """
+
+    frames: list[bytes]
+    is_last: bool
+
+
+class Epitaph(msgspec.Struct, frozen=True):
+    """What is said in the place of a run that died.
+
+    frame  its last event
+    body   the response, where there is one
+    """
+
+    frame: bytes
+    body: bytes | None = None

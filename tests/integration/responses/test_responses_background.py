@@ -1,0 +1,255 @@
+"""Responses made in the background: they go on without their client, are followed and cancelled
+from any process, and never stay open when the process that makes them is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from openai import OpenAI
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import connect, read_head, send_post
+from tests.support.processes import descendants_of
+from tests.support.responses import RESPONSES, items_of, kinds, typed_events
+from tests.support.scripted_engine import ScriptedEngine, says
+
+MODEL = "scripted"
+TEXT = "one two three four five six seven eight nine ten"
+KEY = {"Authorization": "Bearer k1"}
+
+
+def begin(client: OpenAI, **options: Any) -> Any:
+    return client.responses.create(model=MODEL, input="hi", background=True, **options)
+
+
+def awaited(
+    client: OpenAI, name: str, wanted: Callable[[str], bool], within_s: float = 15.0
+) -> Any:
+    """The response, when its status is one that is wanted."""
+    deadline = time.monotonic() + within_s
+    while True:
+        response = client.responses.retrieve(name)
+        if wanted(response.status or ""):
+            return response
+        assert time.monotonic() < deadline, f"still {response.status}"
+        time.sleep(0.02)
+
+
+def is_over(status: str) -> bool:
+    return status not in ("queued", "in_progress")
+
+
+def frames_of(gateway: GatewayProcess, name: str, after: int | None = None) -> bytes:
+    """The stream of a response that is there already, to its end."""
+    asked = {"stream": "true"} | ({} if after is None else {"starting_after": str(after)})
+    answer = requests.get(f"{gateway.url}{RESPONSES}/{name}", params=asked, headers=KEY, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.content
+
+
+def test_it_goes_from_queued_to_completed_without_its_client(
+    engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
+) -> None:
+    engine.script = lambda generate: says(TEXT)
+    engine.step_s, engine.is_paused = 0.01, True
+    made = begin(client)
+    assert (made.status, made.background) == ("queued", True)
+    assert elsewhere.responses.retrieve(made.id).status == "queued"
+    engine.is_paused = False
+    assert awaited(elsewhere, made.id, lambda status: status != "queued").status == "in_progress"
+    done = awaited(elsewhere, made.id, is_over)
+    assert (done.status, done.output_text) == ("completed", TEXT)
+    assert done.usage.output_tokens == len(TEXT) + 1
+    assert client.responses.retrieve(made.id) == done
+
+
+def test_its_events_are_followed_from_any_process_from_any_of_them_on(
+    engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess, twin: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says(f"<think>\nhm\n</think>\n\n{TEXT}", marked=True)
+    engine.step_s = 0.005
+    made = begin(client)
+    while_made = frames_of(twin, made.id)
+    afterwards = frames_of(gateway, made.id)
+    assert while_made == afterwards
+    events = typed_events(afterwards)
+    assert kinds(events)[:4] == ["created", "queued", "in_progress", "output_item.added"]
+    assert items_of(events) == events[-1]["response"]["output"]
+    frames = afterwards.split(b"\n\n")
+    for after in (0, 3, len(events) - 2):
+        rest = frames_of(twin, made.id, after)
+        assert rest.split(b"\n\n") == frames[after + 1 :]
+    assert frames_of(twin, made.id, len(events) - 1) == b""
+
+
+def test_its_own_client_hears_it_at_once_and_may_leave(
+    engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, twin: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says(TEXT)
+    engine.step_s = 0.005
+    heard = list(begin(client, stream=True))
+    assert [event.sequence_number for event in heard] == list(range(len(heard)))
+    name = heard[0].response.id
+    assert [e["type"] for e in typed_events(frames_of(twin, name))] == [e.type for e in heard]
+
+    engine.step_s = 0.02
+    stream = begin(client, stream=True)
+    first = [next(stream) for _ in range(6)]
+    stream.close()
+    name, after = first[0].response.id, first[-1].sequence_number
+    rest = typed_events(frames_of(twin, name, after))
+    assert rest[0]["sequence_number"] == after + 1
+    assert rest[-1]["response"]["output"][0]["content"][0]["text"] == TEXT
+    assert awaited(elsewhere, name, is_over).status == "completed"
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_it_is_cancelled_from_any_process(
+    engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, twin: GatewayProcess, where: str
+) -> None:
+    engine.script = lambda generate: says(TEXT * 100)
+    engine.step_s = 0.01
+    made = begin(client)
+    awaited(client, made.id, lambda status: status == "in_progress")
+    cancelled = (client if where == "here" else elsewhere).responses.cancel(made.id)
+    assert cancelled.status == "cancelled"
+    assert cancelled.output[0].status == "incomplete"
+    engine.await_abort(engine.generates[0].request)
+    assert typed_events(frames_of(twin, made.id))[-1]["response"]["status"] == "cancelled"
+    assert client.responses.cancel(made.id) == cancelled  # again: as it is
+
+
+def test_a_deleted_one_is_aborted(
+    engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
+) -> None:
+    engine.script = lambda generate: says(TEXT * 100)
+    engine.step_s = 0.01
+    made = begin(client)
+    elsewhere.responses.delete(made.id)
+    engine.await_abort(engine.generates[0].request)
+
+
+def test_what_is_refused_is_refused_at_once(client: OpenAI, gateway: GatewayProcess) -> None:
+    answer = gateway.post(RESPONSES, {"input": [], "background": True})
+    assert answer.status_code == 400
+    answer = gateway.post(RESPONSES, {"input": "hi", "background": True, "store": False})
+    assert answer.json()["error"]["param"] == "background"
+    plain = client.responses.create(model=MODEL, input="hi")
+    asked = requests.get(
+        f"{gateway.url}{RESPONSES}/{plain.id}", params={"stream": "true"}, headers=KEY, timeout=9
+    )
+    assert (asked.status_code, asked.json()["error"]["param"]) == (400, "stream")
+    for wrong in ("-1", "x", "9" * 40):
+        asked = requests.get(
+            f"{gateway.url}{RESPONSES}/{plain.id}",
+            params={"stream": "true", "starting_after": wrong},
+            headers=KEY,
+            timeout=9,
+        )
+        assert asked.status_code == 400
+
+
+@pytest.fixture
+def doomed(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address, response_store=store) as gateway:
+        yield gateway.await_ready()
+
+
+def workers_of(gateway: GatewayProcess) -> list[int]:
+    return [pid for pid, _ in descendants_of(gateway.process.pid)]
+
+
+def test_a_killed_process_leaves_no_response_open(
+    engine: ScriptedEngine, doomed: GatewayProcess, client: OpenAI, twin: GatewayProcess
+) -> None:
+    """Nothing is lost: it failed, says so to everybody, and its stream has an end."""
+    engine.script = lambda generate: says(TEXT * 100)
+    engine.step_s = 0.01
+    with OpenAI(base_url=f"{doomed.url}/v1", api_key="k1", max_retries=0) as sdk:
+        made = begin(sdk)
+        awaited(sdk, made.id, lambda status: status == "in_progress")
+    for pid in [doomed.process.pid, *workers_of(doomed)]:
+        os.kill(pid, signal.SIGKILL)
+    stream = frames_of(twin, made.id)
+    died = awaited(client, made.id, is_over)
+    assert (died.status, died.error.code) == ("failed", "server_error")
+    events = typed_events(stream)
+    assert events[-1]["type"] == "response.failed"
+    assert events[-2]["type"] == "response.output_text.delta"
+    late = typed_events(frames_of(twin, made.id, 1 << 40))  # it had heard more than was stored
+    assert [event["type"] for event in late] == ["response.failed"]
+    engine.lose_clients()
+
+
+def test_a_drain_waits_for_what_has_no_connection(
+    engine: ScriptedEngine, client: OpenAI, store: str
+) -> None:
+    engine.script = lambda generate: says(TEXT)
+    engine.step_s = 0.02
+    with GatewayProcess(engine=engine.address, response_store=store, drain_s=10) as leaving:
+        leaving.await_ready()
+        with OpenAI(base_url=f"{leaving.url}/v1", api_key="k1", max_retries=0) as sdk:
+            made = begin(sdk)
+            awaited(sdk, made.id, lambda status: status == "in_progress")
+        leaving.process.send_signal(signal.SIGTERM)
+        assert leaving.wait() == 0
+    assert client.responses.retrieve(made.id).output_text == TEXT
+
+
+def test_a_drain_has_an_end(engine: ScriptedEngine, client: OpenAI, store: str) -> None:
+    engine.script = lambda generate: says(TEXT * 100)
+    engine.step_s = 0.02
+    with GatewayProcess(engine=engine.address, response_store=store, drain_s=0.5) as leaving:
+        leaving.await_ready()
+        with OpenAI(base_url=f"{leaving.url}/v1", api_key="k1", max_retries=0) as sdk:
+            made = begin(sdk)
+            awaited(sdk, made.id, lambda status: status == "in_progress")
+        leaving.process.send_signal(signal.SIGTERM)
+        assert leaving.wait() == 0
+    ended = client.responses.retrieve(made.id)
+    assert ended.status == "failed"
+    assert ended.output_text.startswith("one two")
+
+
+def test_it_is_counted_and_logged_when_it_is_over(
+    engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says(TEXT)
+    made = begin(client)
+    awaited(client, made.id, is_over)
+    line = next(line for line in gateway.err[::-1] if f"POST {RESPONSES} 200" in line)
+    assert f"generated_tokens={len(TEXT) + 1} finish=stop" in line
+
+
+def test_a_client_that_hangs_up_at_once_changes_nothing(
+    engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says(TEXT)
+    engine.step_s = 0.01
+    body = {"input": "hi", "background": True, "stream": True}
+    with connect(gateway.port) as raw, raw.makefile("rb") as file:
+        send_post(raw, RESPONSES, body, headers=KEY)
+        read_head(file)
+        name = file.read(200).partition(b'"id":"')[2].partition(b'"')[0].decode()
+    assert awaited(client, name, is_over).output_text == TEXT
+
+
+def test_the_store_is_there_after_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
+    engine.script = lambda generate: says(TEXT)
+    path = str(tmp_path / "r.db")
+    names = []
+    for _ in range(2):
+        with GatewayProcess(engine=engine.address, response_store=path) as gateway:
+            gateway.await_ready()
+            with OpenAI(base_url=f"{gateway.url}/v1", api_key="k1", max_retries=0) as sdk:
+                names.append(sdk.responses.create(model=MODEL, input="hi").id)
+                assert [sdk.responses.retrieve(name).output_text for name in names] == [TEXT] * len(
+                    names
+                )
