@@ -34,6 +34,7 @@ from tests.property import (
 from tests.support.format_tools import TYPED_TOOLS, tool
 from tests.support.formats import Fixture, Sample, fixtures
 from tests.support.response_templates import TEMPLATES
+from tests.support.tokenizers import card_of, family, real_tokenizer
 from tests.support.tool_grammars import TOOLS as DECLARED
 from tests.support.tool_grammars import Model, Walk, calls_of, fault
 
@@ -213,3 +214,40 @@ def test_without_parallel_calls_an_answer_ends_with_its_first(
         for write in (strict, required):
             body = write(spoken.bound, TYPED_TOOLS, many=False)
             assert spoken.refused(body, text.strip("\n")) is not None
+
+
+# ---- with vocabularies of real families
+
+FAMILIES = [
+    ("qwen3", "hermes"),
+    ("qwen3", "qwen3_coder"),
+    ("llama3_1", "llama3_json"),
+    ("deepseek_v3", "deepseek_v3"),
+    ("deepseek_v3", "deepseek_v31"),
+]
+ENDS = {
+    "qwen3": "<|im_end|>",
+    "llama3_1": "<|eot_id|>",
+    "deepseek_v3": "<\uff5cend▁of▁sentence\uff5c>",
+}
+
+
+@pytest.mark.parametrize(("family_name", "name"), FAMILIES)
+def test_real_tokens_are_admitted_as_the_family_cuts_its_calls(family_name: str, name: str) -> None:
+    tokenizer, _ = family(family_name)
+    end = real_tokenizer(family_name).token_id(ENDS[family_name])
+    assert end is not None
+    spoken = Model(Format(TOOLS[name]), card=card_of(tokenizer, eos_token_ids=[end]))
+    matcher = spoken.start(required(spoken.bound, TYPED_TOOLS, many=True))
+    cases = next(cases for sample, cases in SAMPLES if sample.name == name)
+    text = next(case.text for case in cases if case.name == "three calls")
+    ids = spoken.tokenizer.encode(text, False)
+    for token in ids:
+        assert spoken.admits(matcher, token)
+        matcher.consume(token)
+    assert matcher.is_complete or spoken.admits(matcher, end)
+    assert [call.name for call in calls_of(spoken.read(ids, TYPED_TOOLS))] == [
+        "get_weather",
+        "now",
+        "get_weather",
+    ]

@@ -13,6 +13,7 @@ import tokenizers as hf
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.masks import fill
 from engine_core.grammar.matcher import Matcher
 from gateway.output.events import Event, Finished, ToolArguments, ToolCall, ToolCallEnd, merged
 from gateway.output.formats import BoundFormat, Format, bind
@@ -28,7 +29,7 @@ from tests.support.grammars import possible
 from tests.support.tokenizers import card_of
 
 EOS = "<eos>"
-CLOSERS = ('"', "'", "}", "]", '"}', '"]', "</", ")", ",", "0", "true")
+CLOSERS = ('"', "'", "</a>", ">", "}", "]", '"}', '"]', "</", ")", ",", "0", "true")
 """What ends values of most kinds."""
 PATIENCE, LIMIT = 60, 4000
 """Steps after which a walk wants to come to an end, and must have come to one."""
@@ -123,17 +124,22 @@ class Model:
         answer."""
         matcher, ids = self.start(body, **around), self.ids(text)
         for place, token in enumerate(ids):
-            if matcher.is_complete or token not in self.possible(matcher):
+            if matcher.is_complete or not self.admits(matcher, token):
                 return self.tokenizer.decode(ids[place:], skip_special_tokens=False)
             matcher.consume(token)
             assert matcher.error is None
-        if matcher.is_complete or self.ends & self.possible(matcher):
+        if matcher.is_complete or any(self.admits(matcher, end) for end in self.ends):
             return None
         return "(the end)"
 
     @property
     def ends(self) -> set[int]:
         return set(self._card.eos_token_ids)
+
+    def admits(self, matcher: Matcher, token: int) -> bool:
+        """Whether `token` is possible now; quick with any vocabulary."""
+        mask = bytes(fill([matcher], self._card.vocab_size).data)
+        return bool(mask[token // 8] >> token % 8 & 1)
 
     def possible(self, matcher: Matcher) -> set[int]:
         return possible(matcher, self._card.vocab_size)

@@ -1,0 +1,195 @@
+"""What a request demands of its tools becomes forms in the model's own spelling, or a refusal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from gateway.openai.tool_grammar import tool_grammar
+from gateway.openai.tools import ToolPlan
+from gateway.output.formats import TOOLS, BoundFormat, Format
+from gateway.output.grammar.calls import preferred, required
+from gateway.output.grammar.forms import sequence, unlike
+from gateway.output.machine import Lexicon, SectionSyntax
+from gateway.output.teller import DeclaredTool
+from protocol.errors import InvalidRequest
+from protocol.grammar import (
+    Either,
+    Grammar,
+    Json,
+    Pattern,
+    Repeat,
+    Rule,
+    Rules,
+    Sequence,
+    Text,
+    check_grammar,
+)
+
+NOW = DeclaredTool("now", {"type": "object", "properties": {}})
+
+
+def bound(name: str, *tokens: str) -> BoundFormat:
+    return BoundFormat(Format(TOOLS[name]), Lexicon(dict(enumerate(tokens))))
+
+
+def written(name: str, *tokens: str) -> str:
+    """One call of one tool, as text: schemas as @, patterns between slashes, what may be left out
+    in brackets."""
+    rules = required(bound(name, *tokens), [NOW], many=False)
+    check_grammar(Grammar(body=rules))
+
+    def text(form: Any) -> str:
+        match form:
+            case Text(said):
+                return said
+            case Json():
+                return "@"
+            case Pattern(pattern):
+                return f"/{pattern}/"
+            case Rule(rule):
+                return text(rules.rules[rule])
+            case Sequence(items):
+                return "".join(map(text, items))
+            case Either(options):
+                return f"({'|'.join(map(text, options))})"
+            case Repeat(item, 0, 1):
+                return f"[{text(item)}]"
+        raise AssertionError(form)
+
+    return text(rules.start)
+
+
+CALL = '{"name": "now", "arguments": @}'
+BLANKS = r"/[ \n]{0,8}/"
+BARS = "<\uff5ctool▁{}\uff5c>"
+V3 = "{}{}function{}now\n```json\n@\n```{}{}".format(
+    *(BARS.format(word) for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "text"),
+    [
+        ("hermes", (), f"<tool_call>\n{CALL}\n</tool_call>"),
+        ("granite", ("<|tool_call|>",), f"<|tool_call|>[{BLANKS}{CALL}{BLANKS}]"),
+        ("granite", ("<tool_call>",), f"<tool_call>[{BLANKS}{CALL}{BLANKS}]"),
+        ("granite-20b-fc", (), f"<function_call> {CALL}"),
+        (
+            "internlm",
+            (),
+            '<|action_start|><|plugin|>\n{"name": "now", "parameters": @}<|action_end|>',
+        ),
+        ("llama3_json", ("<|python_tag|>",), '{"name": "now", "parameters": @}'),
+        ("phi4_mini_json", (), f"functools[{BLANKS}{CALL}{BLANKS}]"),
+        ("xlam", (), f"[{BLANKS}{CALL}{BLANKS}]"),
+        ("gigachat3", ("<|role_sep|>",), f"function call<|role_sep|>\n{CALL}"),
+        ("gigachat3", ("<|function_call|>", "<|role_sep|>"), f"<|function_call|>{CALL}"),
+        ("apertus", (), f'<|tools_prefix|>[{BLANKS}{{"now": @}}{BLANKS}]<|tools_suffix|>'),
+        (
+            "cohere_command3",
+            (),
+            f'<|START_ACTION|>[{BLANKS}{{"tool_call_id": "/[0-9]{{1,3}}/", "tool_name": "now", '
+            f'"parameters": @}}{BLANKS}]<|END_ACTION|>',
+        ),
+        (
+            "inkling",
+            (),
+            '<|content_invoke_tool_json|>{"name": "now", "args": @}<|end_message|>',
+        ),
+        ("deepseek_v3", (), V3),
+        (
+            "kimi_k2",
+            (),
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:/0|[1-9][0-9]{0,3}/"
+            "<|tool_call_argument_begin|>@<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+        (
+            "mistral",
+            ("[TOOL_CALLS]",),
+            f'[TOOL_CALLS][{BLANKS}{{"name": "now", "arguments": @'
+            f'[, "id": "/[a-zA-Z0-9]{{9}}/"]}}{BLANKS}]',
+        ),
+        ("mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]now[ARGS]@"),
+        (
+            "mistral",
+            ("[ARGS]", "[CALL_ID]"),
+            "[TOOL_CALLS]now[[CALL_ID]/[a-zA-Z0-9]{9}/][ARGS]@",
+        ),
+        (
+            "openai",
+            (),
+            "(<|channel|>commentary to=functions.now| to=functions.now<|channel|>commentary) "
+            "[<|constrain|>]json<|message|>@[<|call|>]",
+        ),
+    ],
+)
+def test_a_call_is_spelt_as_the_models_were_taught(
+    name: str, tokens: tuple[str, ...], text: str
+) -> None:
+    assert written(name, *tokens) == text
+
+
+def test_arguments_are_an_object_even_where_the_schema_does_not_say_so() -> None:
+    tool = DeclaredTool("f", {"properties": {"a": {}}})
+    rules = required(bound("hermes"), [tool, DeclaredTool("g")], many=True)
+    assert rules.schemas == {
+        "schema-0": '{"properties":{"a":{}},"type":"object"}',
+        "schema-1": '{"type":"object"}',
+    }
+
+
+def test_of_several_openers_the_one_in_the_vocabulary_is_preferred() -> None:
+    syntax = TOOLS["kimi_k2"]
+    assert isinstance(syntax, SectionSyntax)
+    older = "<|tool_call_section_begin|>"
+    assert preferred(syntax, Lexicon({1: older})) == older
+    assert preferred(syntax, Lexicon()) == syntax.openers()[0]
+
+
+@pytest.mark.parametrize("text", ["", " \n", "a", "b{", "ac", " a}", "語\n{"])
+@pytest.mark.parametrize("unlikes", [["{"], ["{", "abc"], ["```json", "["]])
+def test_a_text_unlike_others_goes_another_way_somewhere(text: str, unlikes: list[str]) -> None:
+    pattern = re.compile(re.sub(r"\\x\{(\w\w)\}", r"\\x\1", unlike(unlikes)))
+    assert pattern.fullmatch(text)
+    for other in unlikes:
+        assert pattern.fullmatch(other[:-1])
+        assert not pattern.fullmatch(other)
+        assert not pattern.fullmatch(f"\n {other}{text}")
+
+
+def test_texts_that_meet_are_one() -> None:
+    assert sequence("a", sequence("b", Json("s")), "", sequence("c", "d")) == Sequence(
+        [Text("ab"), Json("s"), Text("cd")]
+    )
+
+
+@pytest.mark.parametrize("mode", ["required", "named"])
+def test_what_no_format_says_how_to_write_cannot_be_demanded(mode: Any) -> None:
+    plan = ToolPlan(declared=[NOW], mode=mode, name="now" if mode == "named" else None)
+    for format in (None, BoundFormat(Format(), Lexicon())):
+        with pytest.raises(InvalidRequest, match="--tool-format") as caught:
+            tool_grammar(format, plan)
+        assert caught.value.param == "tool_choice"
+
+
+def test_a_tool_that_a_format_cannot_write_is_refused_at_its_place() -> None:
+    odd = DeclaredTool("a:b/c", {"type": "object"})
+    plan = ToolPlan(declared=[NOW, odd], mode="required")
+    with pytest.raises(InvalidRequest) as caught:
+        tool_grammar(bound("pythonic"), plan)
+    assert caught.value.param == "tools[1].function.name"
+
+
+def test_of_tools_that_are_not_strict_any_arguments_are_taken() -> None:
+    tools = [NOW, DeclaredTool("f", {"type": "object", "maxProperties": 2})]
+    plan = ToolPlan(declared=tools, mode="auto", strict=frozenset({"now"}))
+    body = tool_grammar(bound("hermes"), plan)
+    assert isinstance(body, Rules)
+    assert sorted(body.schemas.values()) == [
+        '{"type":"object","properties":{}}',
+        '{"type":"object"}',
+    ]
+    assert tool_grammar(bound("hermes"), ToolPlan(declared=tools, mode="auto")) is None
