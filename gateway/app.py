@@ -21,6 +21,7 @@ from gateway.openai.errors import error_body
 from gateway.openapi import routes as openapi
 from gateway.responses import routes as responses
 from gateway.responses.kept import routes as kept_responses
+from gateway.resume import routes as streams
 from gateway.service import Service
 from gateway.tokens import routes as tokens
 from protocol.config import GatewayConfig
@@ -55,7 +56,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     except ValueError as error:
         raise AppImportError(f"the gateway cannot start: {error}") from None
     app.extensions[EXTENSION] = service
-    for part in (openai, responses, kept_responses, anthropic, tokens, admin):
+    for part in (openai, responses, kept_responses, streams, anthropic, tokens, admin):
         app.register_blueprint(part.blueprint(service))
     app.register_blueprint(openapi.blueprint())
     _frame_requests(app, service)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.responses.epitaph import response_epitaph
+from gateway.resume.numbering import stream_epitaph
 from gateway.store.runs import Runs
 from gateway.store.store import Store
 from protocol.config import NO_STORE, GatewayConfig
 
 RESPONSE = "response"
 """A run that is a response made in the background."""
-EPITAPHS = {RESPONSE: response_epitaph}
+STREAM = "stream"
+"""One that is a stream which can be picked up again."""
+EPITAPHS = {RESPONSE: response_epitaph, STREAM: stream_epitaph}
 DAY_S = 86400.0
 
 

@@ -10,7 +10,6 @@ from flask import Response, g
 
 from gateway import respond as any_api
 from gateway.answering import Answer, Ask
-from gateway.connection import Outlet
 from gateway.exchange import Exchange
 from gateway.openai.chunks import ChunkStream
 from gateway.openai.parameters import check_counts
@@ -18,6 +17,7 @@ from gateway.openai.schema import GenerationBody
 from gateway.openai.shapes import Dialect, Origin
 from gateway.openai.whole import whole_response
 from gateway.output.events import Warning
+from gateway.resume import respond as resume
 from gateway.served import ServedModel
 from gateway.service import Service
 
@@ -56,9 +56,9 @@ def respond(
         namespace=body.cache_salt or "", priority=body.priority or 0, label=origin.id
     )
     if body.stream:
-        return any_api.stream(
-            service, asks, terms, partial(_chunk_stream, body=body, dialect=dialect, origin=origin)
-        )
+        sink_of = partial(_chunk_stream, body=body, dialect=dialect, origin=origin)
+        stream = resume.resumable if resume.is_wanted() else any_api.stream
+        return stream(service, asks, terms, sink_of)
     tokenizer = service.model(body.model).tokenizer if body.prompt_logprobs is not None else None
     answer, fold = any_api.whole(service, asks, terms)
     told = whole_response(
@@ -73,7 +73,7 @@ def respond(
 
 
 def _chunk_stream(
-    answer: Answer, outlet: Outlet, *, body: GenerationBody, dialect: Dialect, origin: Origin
+    answer: Answer, outlet: resume.Frames, *, body: GenerationBody, dialect: Dialect, origin: Origin
 ) -> ChunkStream:
     return ChunkStream(
         answer,

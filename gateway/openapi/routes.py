@@ -25,9 +25,10 @@ def operations() -> list[Operation]:
     from gateway.anthropic.operations import OPERATIONS as ANTHROPIC
     from gateway.openai.operations import OPERATIONS as OPENAI
     from gateway.responses.operations import OPERATIONS as RESPONSES
+    from gateway.resume.operations import OPERATIONS as STREAMS
     from gateway.tokens.operations import OPERATIONS as TOKENS
 
-    return [*OPENAI, *RESPONSES, *ANTHROPIC, *TOKENS, *ADMIN]
+    return [*OPENAI, *RESPONSES, *STREAMS, *ANTHROPIC, *TOKENS, *ADMIN]
 
 
 @cache

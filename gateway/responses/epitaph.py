@@ -15,7 +15,7 @@ _DIED = {
 }
 
 
-def response_epitaph(number: int, body: bytes | None) -> Epitaph:
+def response_epitaph(response_id: str, number: int, body: bytes | None) -> Epitaph:
     """`body` is the response as it was kept; its output is what it had then."""
     assert body is not None, "a response made in the background is kept from its beginning"
     response = msgspec.json.decode(body) | {"status": "failed", "error": _DIED}

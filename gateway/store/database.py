@@ -32,8 +32,8 @@ EVICTED_AT_ONCE = 16
 SPARED = 0.9
 """Of `max_bytes`, what is left after some had to go."""
 
-EpitaphOf = Callable[[int, bytes | None], Epitaph]
-"""(the number of the last event, the response as it was kept) -> what is said for the dead."""
+EpitaphOf = Callable[[str, int, bytes | None], Epitaph]
+"""(run, number of its last event, the response as it was kept) -> what is said for the dead."""
 
 
 class BrokenChain(Exception):
@@ -68,7 +68,7 @@ class Database:
 
     def put(self, record: Record, now: float) -> None:
         with self._writing():
-            self._put(record)
+            self._put(record, now)
         self._sweep(now)
 
     def get(self, response: str, owner: str, now: float) -> Record | None:
@@ -104,7 +104,7 @@ class Database:
     def begin(self, run: NewRun, record: Record | None, now: float) -> None:
         with self._writing():
             if record is not None:
-                self._put(record)
+                self._put(record, now)
             values = (run.id, run.owner, run.kind, self._runner, now, now + LEASE_S)
             self._execute(queries.PUT_RUN, *values, run.wanted_until)
         self._sweep(now)
@@ -148,12 +148,12 @@ class Database:
     def page(self, run: str, owner: str, after: int, now: float, limit: int = 256) -> Page | None:
         """What `run` said after event `after`; None where there is no such run of this owner."""
         self._bury(now)
-        row = self._one(queries.GET_RUN, run, owner)
+        row = self._one(queries.GET_RUN, run, owner, now)
         if row is None:
             return None
         rows = self._connection.execute(queries.GET_EVENTS, (run, after, limit)).fetchall()
         frames = [frame for (frame,) in rows]
-        has_ended = row[1] is not None
+        has_ended = row[0] is not None
         if has_ended and not frames:
             frames = self._end_of_the_dead(run, after)
         return Page(frames, is_last=has_ended and len(frames) < limit)
@@ -166,8 +166,8 @@ class Database:
         last = self._one(queries.LAST_EVENT, run)
         return [last[1]] if last is not None and last[0] < after else []
 
-    def _put(self, record: Record) -> None:
-        values = (record.id, record.owner, record.created_at, record.previous)
+    def _put(self, record: Record, now: float) -> None:
+        values = (record.id, record.owner, record.created_at, now, record.previous)
         self._execute(queries.PUT_RESPONSE, *values, record.input, record.body)
 
     def _end(self, run: str, body: bytes | None, now: float, window_s: float) -> None:
@@ -185,7 +185,7 @@ class Database:
             for run, kind, wanted_until in dead:
                 (number,) = self._one(queries.NEXT_NUMBER, run) or (0,)
                 body = self._one(queries.BODY_OF, run)
-                told = self._epitaphs[kind](number, body[0] if body else None)
+                told = self._epitaphs[kind](run, number, body[0] if body else None)
                 self._execute(queries.PUT_EVENT, run, number, told.frame)
                 window_s = max(0.0, (wanted_until or now) - now)
                 self._end(run, told.body, now, window_s)

@@ -50,7 +50,7 @@ CREATE TABLE IF NOT EXISTS events (
 
 PUT_RESPONSE = """
 INSERT OR REPLACE INTO responses (id, owner, created_at, used_at, previous, input, body)
-VALUES (?1, ?2, ?3, ?3, ?4, ?5, ?6)
+VALUES (?, ?, ?, ?, ?, ?, ?)
 """
 GET_RESPONSE = """
 SELECT id, owner, created_at, previous, input, body FROM responses WHERE id = ? AND owner = ?
@@ -63,7 +63,9 @@ PUT_RUN = """
 INSERT INTO runs (id, owner, kind, runner, created_at, lease_until, wanted_until)
 VALUES (?, ?, ?, ?, ?, ?, ?)
 """
-GET_RUN = "SELECT kind, ended_at, wanted_until FROM runs WHERE id = ? AND owner = ?"
+GET_RUN = """
+SELECT ended_at FROM runs WHERE id = ? AND owner = ? AND (delete_at IS NULL OR delete_at >= ?)
+"""
 IS_OPEN = "SELECT 1 FROM runs WHERE id = ? AND runner = ? AND ended_at IS NULL"
 END_RUN = "UPDATE runs SET ended_at = ?2, delete_at = ?3 WHERE id = ?1"
 CANCEL_RUN = "UPDATE runs SET is_cancelled = 1 WHERE id = ? AND owner = ? AND ended_at IS NULL"

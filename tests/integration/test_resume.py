@@ -1,0 +1,202 @@
+"""Chat and completion streams that are picked up again: byte for byte the stream that was cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import connect, events_of, exchange, folded, read_head, send_post
+from tests.support.scripted_engine import ScriptedEngine, says, scripted_card
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+KEY = {"Authorization": "Bearer k1"}
+RESUME = {**KEY, "X-Resume": "1"}
+TEXT = "one two three four five six seven eight nine ten"
+BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+WINDOW_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
+    with ScriptedEngine(address, card=scripted_card()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("store") / "streams.db")
+
+
+@pytest.fixture(scope="module")
+def gateway(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
+    options: Any = {"response_store": store, "resume_s": WINDOW_S}
+    with GatewayProcess(engine=engine.address, **options) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture(scope="module")
+def twin(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
+    options: Any = {"response_store": store, "resume_s": WINDOW_S}
+    with GatewayProcess(engine=engine.address, **options) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(engine: ScriptedEngine) -> Iterator[None]:
+    engine.generates.clear()
+    engine.script = lambda generate: says(TEXT)
+    yield
+    engine.step_s = 0.0005
+    engine.await_idle()
+
+
+def without_ids(data: bytes) -> bytes:
+    """The frames as they are where no ids are asked for."""
+    frames = data.split(b"\n\n")
+    return b"\n\n".join(f.partition(b"\n")[2] if f.startswith(b"id: ") else f for f in frames)
+
+
+def picked_up(gateway: GatewayProcess, stream: str, after: int | None = None) -> bytes:
+    headers = KEY | ({} if after is None else {"Last-Event-ID": f"{stream}:{after}"})
+    answer = requests.get(f"{gateway.url}/v1/streams/{stream}", headers=headers, timeout=20)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Resume"] == stream
+    return answer.content
+
+
+def cut_after(port: int, frames: int, path: str = CHAT, body: Any = BODY) -> tuple[str, bytes]:
+    """The stream's name, and its first frames; then the client is gone."""
+    with connect(port) as raw, raw.makefile("rb") as file:
+        send_post(raw, path, body, headers=RESUME)
+        status, headers = read_head(file)
+        assert status == 200
+        heard = b""
+        while heard.count(b"\n\n") < frames:
+            size = int(file.readline(), 16)
+            heard += file.read(size)
+            file.readline()
+    return headers["x-resume"], heard
+
+
+@pytest.mark.parametrize(("path", "n"), [(CHAT, 1), (CHAT, 3), (COMPLETIONS, 1)])
+def test_a_stream_with_ids_says_what_one_without_says(
+    gateway: GatewayProcess, path: str, n: int
+) -> None:
+    asked: dict[str, Any] = {"stream": True, "n": n, "max_tokens": 64}
+    asked |= {"prompt": "hi"} if path == COMPLETIONS else {"messages": BODY["messages"]}
+    status, headers, data = exchange(gateway.port, path, asked, headers=RESUME)
+    assert status == 200
+    frames = data.split(b"\n\n")[:-1]
+    stream = headers["x-resume"]
+    assert [f.partition(b"\n")[0].decode() for f in frames] == [
+        f"id: {stream}:{k}" for k in range(len(frames))
+    ]
+    _, plain_headers, plain = exchange(gateway.port, path, asked, headers=KEY)
+    assert "x-resume" not in plain_headers
+    assert b"id: " not in plain
+    assert folded(events_of(without_ids(data))) == folded(events_of(plain))
+
+
+def test_every_cut_of_a_stream_is_mended_to_the_same_bytes(
+    gateway: GatewayProcess, twin: GatewayProcess
+) -> None:
+    _, headers, data = exchange(gateway.port, CHAT, BODY, headers=RESUME)
+    stream = headers["x-resume"]
+    frames = data.split(b"\n\n")
+    assert picked_up(gateway, stream) == data
+    for after in range(0, len(frames) - 2, 7):
+        for where in (gateway, twin):
+            assert picked_up(where, stream, after) == b"\n\n".join(frames[after + 1 :])
+
+
+def test_a_client_that_was_cut_off_hears_the_rest(
+    engine: ScriptedEngine, gateway: GatewayProcess, twin: GatewayProcess
+) -> None:
+    engine.step_s = 0.02
+    stream, heard = cut_after(gateway.port, 8)
+    assert len(engine.generates) == 1
+    last = heard.count(b"\n\n") - 1
+    rest = picked_up(twin, stream, last)  # from another process, while it is being made
+    whole = picked_up(gateway, stream)
+    assert heard + rest == whole
+    assert folded(events_of(without_ids(whole)))[0]["text"] == TEXT
+    assert not engine.aborts.keys() & {generate.request for generate in engine.generates}
+
+
+def test_the_same_request_with_its_last_event_asks_nothing_again(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    """What clients do that only know how to repeat a request."""
+    engine.step_s = 0.02
+    stream, heard = cut_after(gateway.port, 8)
+    last = {**RESUME, "Last-Event-ID": f"{stream}:{heard.count(b'id: ') - 1}"}
+    _, headers, rest = exchange(gateway.port, CHAT, BODY, headers=last)
+    assert headers["x-resume"] == stream
+    assert folded(events_of(without_ids(heard + rest)))[0]["text"] == TEXT
+    assert len(engine.generates) == 1
+
+
+def test_nobody_else_picks_it_up(gateway: GatewayProcess) -> None:
+    _, headers, _ = exchange(gateway.port, CHAT, BODY, headers=RESUME)
+    url = f"{gateway.url}/v1/streams/{headers['x-resume']}"
+    for key in ({}, {"Authorization": "Bearer k2"}):
+        assert requests.get(url, headers=key, timeout=9).status_code == 404
+    wrong = {**KEY, "Last-Event-ID": "stream_x:1"}
+    assert requests.get(url, headers=wrong, timeout=9).status_code == 400
+
+
+def test_without_a_client_it_goes_on_for_the_window_and_is_aborted_then(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.step_s = 0.02
+    engine.script = lambda generate: says(TEXT * 50)
+    stream, heard = cut_after(gateway.port, 4)
+    left_at = time.monotonic()
+    aborted_at = engine.await_abort(engine.generates[0].request)
+    assert WINDOW_S * 0.9 < aborted_at - left_at < WINDOW_S + 2
+    rest = picked_up(gateway, stream, heard.count(b"\n\n") - 1)
+    assert events_of(without_ids(rest))[-1]["error"]["message"].startswith("this stream was not")
+
+
+def test_it_is_forgotten_after_the_window(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    _, headers, _ = exchange(gateway.port, CHAT, BODY, headers=RESUME)
+    url = f"{gateway.url}/v1/streams/{headers['x-resume']}"
+    deadline = time.monotonic() + 20
+    while requests.get(url, headers=KEY, timeout=9).status_code != 404:
+        assert time.monotonic() < deadline
+        time.sleep(WINDOW_S + 0.2)  # asking is wanting
+
+
+def test_without_the_header_a_hang_up_aborts_at_once(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.step_s = 0.02
+    with connect(gateway.port) as raw, raw.makefile("rb") as file:
+        send_post(raw, CHAT, BODY, headers=KEY)
+        read_head(file)
+    left_at = time.monotonic()
+    assert engine.await_abort(engine.generates[0].request) - left_at < WINDOW_S / 2
+
+
+def test_a_failure_is_told_to_whoever_comes_later(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.step_s = 0.02
+    engine.script = lambda generate: says("Hello", finish="error")
+    stream, heard = cut_after(gateway.port, 2)
+    events = events_of(without_ids(heard + picked_up(gateway, stream, heard.count(b"id: ") - 1)))
+    assert events[-1]["error"]["type"] == "server_error"
+
+
+def test_a_server_that_keeps_nothing_says_so(engine: ScriptedEngine) -> None:
+    with GatewayProcess(engine=engine.address, response_store="none") as gateway:
+        gateway.await_ready()
+        answer = gateway.post(CHAT, BODY, headers=RESUME)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Resume")
+        assert gateway.post(CHAT, BODY).status_code == 200

@@ -1,0 +1,90 @@
+"""The store's file under several processes at once, and when one of them is killed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from gateway.store.database import Database
+from gateway.store.queries import Epitaph
+from tests.support.processes import ROOT, Program
+
+WRITER = """
+import sys, time
+from gateway.store.database import Database
+from gateway.store.queries import Batch, Epitaph, NewRun, Record
+
+path, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+epitaph = lambda run, number, body: Epitaph(b"died", b"died")
+database = Database(path, {"kind": epitaph}, max_bytes=1 << 30, max_age_s=1e6, runner=name)
+print("open", flush=True)
+for n in range(count):
+    now = time.time()
+    run = f"{name}-{n}"
+    database.begin(NewRun(run, "o", "kind"), Record(run, "o", now, None, b"[]", b"queued"), now)
+    for k in range(5):
+        database.say([Batch(run, 10 * k, [b"%d" % i for i in range(10 * k, 10 * k + 10)])], now, 60)
+    database.beat([], 0, now)
+    database.say([Batch(run, 50, [b"50"], True, b"done")], now, 60)
+    print(run, flush=True)
+"""
+
+
+def writer(path: Path, name: str, count: int) -> Program:
+    arguments = ["-P", "-c", WRITER, str(path), name, str(count)]
+    return Program(arguments, environment={"PYTHONPATH": str(ROOT)})
+
+
+def opened(path: Path) -> Database:
+    def epitaph(run: str, number: int, body: bytes | None) -> Epitaph:
+        return Epitaph(b"died", b"died")
+
+    bounds = {"max_bytes": 1 << 30, "max_age_s": 1e6}
+    return Database(str(path), {"kind": epitaph}, runner="reader", **bounds)  # type: ignore[arg-type]
+
+
+def test_processes_write_side_by_side_and_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "r.db"
+    names, count = ("a", "b", "c"), 40
+    writers = [writer(path, name, count) for name in names]
+    for program in writers:
+        with program:
+            assert program.end() == 0, program.said
+    database = opened(path)
+    for run in (f"{name}-{n}" for name in names for n in range(count)):
+        record = database.get(run, "o", time.time())
+        assert record is not None
+        assert record.body == b"done"
+        page = database.page(run, "o", -1, time.time())
+        assert page is not None
+        assert page.frames == [b"%d" % n for n in range(51)]
+    database.close()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.15])
+def test_a_process_that_is_killed_leaves_whole_batches(tmp_path: Path, after_s: float) -> None:
+    path = tmp_path / "r.db"
+    with writer(path, "a", 100_000) as program:
+        program.line_with("open")
+        program.line_with("a-3")
+        time.sleep(after_s)
+        program.process.kill()
+        program.end()
+        told = [line for line in program.out if line.startswith("a-")]
+    database = opened(path)
+    for run in told:
+        record = database.get(run, "o", time.time())
+        assert record is not None
+        assert record.body == b"done"
+    last = f"a-{len(told)}"
+    page = database.page(last, "o", -1, time.time())
+    if page is not None:  # it was begun
+        assert page.frames == [b"%d" % n for n in range(len(page.frames))]
+        assert len(page.frames) % 10 in (0, 1)
+        ended = database.page(last, "o", -1, time.time() + 3600)
+        assert ended is not None
+        assert ended.is_last
+        assert ended.frames[-1] in (b"died", b"50")
+    database.close()

@@ -1,0 +1,249 @@
+"""The store's file: what is kept, for how long, for whom; what is said for the dead. Time is an
+argument; nothing here waits."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.store.database import LEASE_S, SWEEP_EVERY_S, BrokenChain, Database
+from gateway.store.queries import Batch, Epitaph, NewRun, Page, Record
+
+NOW = 1_000_000.0
+MIB = 1 << 20
+
+
+def epitaph(run: str, number: int, body: bytes | None) -> Epitaph:
+    return Epitaph(b"%b died at %d" % (run.encode(), number), body and body + b" (died)")
+
+
+def opened(path: Path, runner: str = "me", **options: Any) -> Database:
+    bounds = {"max_bytes": 64 * MIB, "max_age_s": 1000.0} | options
+    return Database(str(path), {"kind": epitaph}, runner=runner, **bounds)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "r.db"
+
+
+@pytest.fixture
+def database(path: Path) -> Iterator[Database]:
+    database = opened(path)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def other(path: Path, database: Database) -> Iterator[Database]:
+    """Another process."""
+    other = opened(path, "other")
+    yield other
+    other.close()
+
+
+def record(name: str, previous: str | None = None, *, owner: str = "o", size: int = 10) -> Record:
+    return Record(name, owner, NOW, previous, b"[]", b"x" * size)
+
+
+def says(run: str, first: int, *frames: bytes, **options: Any) -> list[Batch]:
+    return [Batch(run, first, list(frames), **options)]
+
+
+def test_what_is_put_is_got_by_its_owner_from_any_process(
+    database: Database, other: Database
+) -> None:
+    database.put(record("a"), NOW)
+    assert other.get("a", "o", NOW) == record("a")
+    assert other.get("a", "somebody", NOW) is None
+    assert not other.delete("a", "somebody")
+    assert other.delete("a", "o")
+    assert database.get("a", "o", NOW) is None
+
+
+def test_a_chain_is_told_from_its_beginning_and_counts_as_used(database: Database) -> None:
+    database.put(record("a"), NOW)
+    database.put(record("b", "a"), NOW)
+    database.put(record("c", "b"), NOW)
+    assert [r.id for r in database.chain("c", "o", NOW + 900)] == ["a", "b", "c"]
+    database.put(record("unused"), NOW)
+    database.put(record("new"), NOW + 1500)
+    assert database.get("unused", "o", NOW + 1500) is None
+    assert [r.id for r in database.chain("c", "o", NOW + 1500)] == ["a", "b", "c"]
+
+
+def test_a_chain_that_lacks_a_link_says_which(database: Database) -> None:
+    database.put(record("a"), NOW)
+    database.put(record("b", "a"), NOW)
+    database.delete("a", "o")
+    with pytest.raises(BrokenChain) as broken:
+        database.chain("b", "o", NOW)
+    assert broken.value.missing == "a"
+
+
+def test_what_nobody_used_for_long_goes(database: Database) -> None:
+    database.put(record("old"), NOW)
+    database.put(record("young"), NOW + SWEEP_EVERY_S + 900)
+    database.put(record("last"), NOW + 2 * SWEEP_EVERY_S + 1000)
+    kept = [n for n in ("old", "young", "last") if database.get(n, "o", NOW)]
+    assert kept == ["young", "last"]
+
+
+def test_the_file_has_a_size_and_the_least_used_make_room(path: Path) -> None:
+    database = opened(path, max_bytes=2 * MIB)
+    for n in range(100):
+        database.put(record(f"r{n}", size=100_000), NOW + n)
+    kept = [n for n in range(100) if database.get(f"r{n}", "o", NOW + 100)]
+    assert kept == list(range(kept[0], 100)), "the oldest went, and only those"
+    assert 5 <= len(kept) <= 20
+    assert path.stat().st_size < 4 * MIB
+    database.close()
+
+
+def test_an_open_run_is_never_swept(path: Path) -> None:
+    database = opened(path, max_bytes=MIB)
+    database.begin(NewRun("run", "o", "kind"), record("run", size=100_000), NOW)
+    for n in range(30):
+        database.put(record(f"r{n}", size=100_000), NOW + 1)
+    assert database.get("run", "o", NOW + 1) is not None
+    database.say(says("run", 0, b"x", is_last=True, body=b"done"), NOW + 1, 60)
+    for n in range(30):
+        database.put(record(f"s{n}", size=100_000), NOW + 2)
+    assert database.get("run", "o", NOW + 2) is None
+    assert database.page("run", "o", -1, NOW + 2) is None
+    database.close()
+
+
+def test_a_run_is_heard_from_any_event_on_page_by_page(database: Database, other: Database) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    frames = [b"f%d" % n for n in range(10)]
+    database.say(says("run", 0, *frames[:6]), NOW, 60)
+    assert other.page("run", "o", -1, NOW, limit=4) == Page(frames[:4], is_last=False)
+    assert other.page("run", "o", 3, NOW, limit=4) == Page(frames[4:6], is_last=False)
+    assert other.page("run", "o", 5, NOW) == Page([], is_last=False)
+    assert other.page("run", "somebody", -1, NOW) is None
+    database.say(says("run", 6, *frames[6:], is_last=True, body=b"whole"), NOW, 60)
+    assert other.page("run", "o", 5, NOW) == Page(frames[6:], is_last=True)
+    assert other.page("run", "o", 9, NOW) == Page([], is_last=True)
+    found = other.get("run", "o", NOW)
+    assert found is not None
+    assert found.body == b"whole"
+
+
+def test_a_response_may_change_before_its_end(database: Database) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.say(says("run", 0, body=b"in progress"), NOW, 60)
+    found = database.get("run", "o", NOW)
+    assert found is not None
+    assert found.body == b"in progress"
+
+
+def test_whose_lease_is_over_is_dead_and_whoever_looks_says_so(
+    database: Database, other: Database
+) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run", size=1), NOW)
+    database.say(says("run", 0, b"f0", b"f1"), NOW, 60)
+    still = other.page("run", "o", -1, NOW + LEASE_S - 1)
+    assert still == Page([b"f0", b"f1"], is_last=False)
+    found = other.get("run", "o", NOW + LEASE_S + 1)
+    assert found is not None
+    assert found.body == b"x (died)"
+    told = other.page("run", "o", 1, NOW + LEASE_S + 1)
+    assert told == Page([b"run died at 2"], is_last=True)
+    heard_more = other.page("run", "o", 7, NOW + LEASE_S + 1)
+    assert heard_more == Page([b"run died at 2"], is_last=True)
+
+
+def test_a_beat_keeps_it_alive(database: Database, other: Database) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    for beat in range(1, 5):
+        assert set(database.beat([], 0, NOW + beat * LEASE_S * 0.9)) == {"run"}
+    page = other.page("run", "o", -1, NOW + 4 * LEASE_S)
+    assert page is not None
+    assert not page.is_last
+
+
+def test_who_was_thought_dead_hears_so_and_says_nothing_more(
+    database: Database, other: Database
+) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    before = other.page("run", "o", -1, NOW + LEASE_S + 1)
+    assert database.beat([], 0, NOW + LEASE_S + 2) == {}
+    late = says("run", 0, b"late", is_last=True, body=b"late")
+    assert database.say(late, NOW + LEASE_S + 2, 60) == ["run"]
+    assert other.page("run", "o", -1, NOW + LEASE_S + 2) == before
+    assert other.say(says("run", 5, b"not mine"), NOW, 60) == ["run"]
+
+
+def test_what_others_want_is_heard_with_the_next_beat(database: Database, other: Database) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    other.cancel("run", "somebody")
+    assert not database.beat([], 0, NOW)["run"].is_cancelled
+    other.cancel("run", "o")
+    assert database.beat([], 0, NOW)["run"].is_cancelled
+    assert other.beat([], 0, NOW) == {}, "it is not theirs"
+
+
+def test_a_run_that_needs_a_listener_is_wanted_while_somebody_listens(
+    database: Database, other: Database
+) -> None:
+    database.begin(NewRun("run", "o", "kind", wanted_until=NOW + 5), None, NOW)
+    assert database.beat(["run"], NOW + 10, NOW + 1)["run"].wanted_until == NOW + 10
+    other.want("run", NOW + 7)
+    assert database.beat([], 0, NOW + 2)["run"].wanted_until == NOW + 10
+    other.want("run", NOW + 12)
+    assert database.beat([], 0, NOW + 3)["run"].wanted_until == NOW + 12
+
+
+def test_a_response_needs_no_listener(database: Database) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.want("run", NOW + 1)
+    assert database.beat(["run"], NOW + 1, NOW)["run"].wanted_until is None
+
+
+def test_a_stream_without_a_response_is_gone_after_its_window(database: Database) -> None:
+    database.begin(NewRun("run", "o", "kind", wanted_until=NOW + 5), None, NOW)
+    database.say(says("run", 0, b"f0", is_last=True), NOW, 60)
+    assert database.page("run", "o", -1, NOW + 59) is not None
+    database.want("run", NOW + 100)
+    assert database.page("run", "o", -1, NOW + 99) is not None
+    assert database.page("run", "o", -1, NOW + 101) is None
+    database.put(record("a"), NOW + SWEEP_EVERY_S + 101)
+    rows = database._connection.execute("SELECT COUNT(*) FROM events").fetchone()
+    assert rows == (0,)
+
+
+def test_a_response_that_is_deleted_takes_its_run_with_it(
+    database: Database, other: Database
+) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.say(says("run", 0, b"f0"), NOW, 60)
+    other.delete("run", "o")
+    assert database.beat([], 0, NOW) == {}
+    assert database.page("run", "o", -1, NOW) is None
+
+
+def test_what_fails_changes_nothing(database: Database) -> None:
+    database.begin(NewRun("run", "o", "kind"), record("run"), NOW)
+    database.say(says("run", 0, b"f0"), NOW, 60)
+    with pytest.raises(sqlite3.IntegrityError):
+        database.say(says("run", 0, b"f0 again", is_last=True, body=b"y"), NOW, 60)
+    assert database.page("run", "o", -1, NOW) == Page([b"f0"], is_last=False)
+    assert database.get("run", "o", NOW) == record("run")
+
+
+def test_a_file_of_another_version_is_refused(path: Path, database: Database) -> None:
+    database._connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(sqlite3.DatabaseError, match="version 99"):
+        opened(path)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "r.db"
+    broken.write_bytes(b"no database" * 1000)
+    with pytest.raises(sqlite3.DatabaseError):
+        opened(broken)
