@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from gateway.output.grammar.book import NotWritable
+from gateway.output.grammar.shapes import NUMERIC, shape_fault
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.typed_value import MAX_REFS, ORDER
 
@@ -31,7 +32,6 @@ ANNOTATIONS = frozenset(
      "writeOnly", "$comment", "$id", "$schema", "$defs", "definitions", "$anchor",
      "contentEncoding", "contentMediaType", "discriminator")
 )  # fmt: skip
-NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 LIMITS: Mapping[str, tuple[str, ...]] = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": NUMERIC,
@@ -103,6 +103,8 @@ class Schemas:
             self.refuse(path, "false" if schema is False else repr(schema), "is no schema of ours")
         if depth == 0:
             self.refuse(path, "$ref", "refers to itself, or is nested too deeply")
+        if fault := shape_fault(schema):
+            self.refuse(path, *fault)
         flat = {
             key: value
             for key, value in schema.items()
@@ -167,8 +169,8 @@ class Schemas:
         if depth == 0:
             self.refuse(path, keyword, "is nested too deeply")
         options = flat.pop(keyword)
-        if not isinstance(options, list) or not options:
-            self.refuse(path, keyword, "must be a list that is not empty")
+        if not options:
+            self.refuse(path, keyword, "must not be empty")
         found: list[list[Case]] = []
         for option in options:
             both = self._both(flat, self._flat(option, path, depth - 1), path)
@@ -212,8 +214,6 @@ class Schemas:
         if "enum" not in flat and "const" not in flat:
             return [Case(kind, limits[kind]) for kind in kinds]
         values = flat.get("enum", [flat.get("const")])
-        if not isinstance(values, list):
-            self.refuse(path, "enum", "must be a list")
         if "const" in flat:
             values = [value for value in values if same(value, flat["const"])]
         by_kind: dict[str, list[Any]] = {}
@@ -242,18 +242,24 @@ class Schemas:
                 case "minLength" | "maxLength":
                     ok = len(value) >= limit if key == "minLength" else len(value) <= limit
                 case "pattern":
-                    ok = re.search(limit, value) is not None
+                    ok = self._matches(limit, value, path)
                 case "minimum" | "maximum":
                     ok = value >= limit if key == "minimum" else value <= limit
                 case "exclusiveMinimum" | "exclusiveMaximum":
                     ok = value > limit if key == "exclusiveMinimum" else value < limit
                 case "multipleOf":
-                    ok = math.isclose(value / limit, round(value / limit), abs_tol=1e-12)
+                    ok = limit > 0 and math.isclose(value / limit, round(value / limit))
                 case _:
                     self.refuse(path, key, "cannot be enforced beside 'enum' or 'const'")
             if not ok:
                 return False
         return True
+
+    def _matches(self, pattern: str, value: str, path: str) -> bool:
+        try:
+            return re.search(pattern, value) is not None
+        except re.error as fault:
+            self.refuse(path, "pattern", f"is not understood: {fault}")
 
 
 def anything(cases: Sequence[Case]) -> bool:
@@ -271,8 +277,9 @@ def is_kind(value: Any, kind: str) -> bool:
         case "string":
             return isinstance(value, str)
         case "integer" | "number":
-            whole = kind == "number" or (isinstance(value, int) or value == math.floor(value))
-            return isinstance(value, int | float) and not isinstance(value, bool) and whole
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                return False
+            return kind == "number" or value == math.floor(value)
         case "object":
             return isinstance(value, Mapping)
     return isinstance(value, list)

@@ -9,7 +9,8 @@ from gateway.output.grammar.arguments import arguments
 from gateway.output.grammar.book import Book, NotWritable
 from gateway.output.grammar.cases import Schemas
 from gateway.output.grammar.forms import either, sequence
-from gateway.output.grammar.notation import BARE_KEY, Marked, Notation, Values
+from gateway.output.grammar.notation import BARE_KEY, Notation, Values
+from gateway.output.grammar.strings import Marked
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.gemma import MAX_NAME_CHARS, NAME, Gemma
 from protocol.grammar import Form, Pattern, Text

@@ -15,8 +15,8 @@ from gateway.output.grammar.book import Book, NotWritable
 from gateway.output.grammar.cases import Case, Schemas, anything
 from gateway.output.grammar.forms import either, optional, sequence, several
 from gateway.output.grammar.notation import Values, json_notation
-from gateway.output.grammar.patterns import signs
 from gateway.output.grammar.plain import CONTAINERS, Ending, PlainValues
+from gateway.output.grammar.spelling import signs
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.nested_elements import (
     INVOKE,
@@ -27,8 +27,8 @@ from gateway.output.tools.nested_elements import (
 from gateway.output.tools.typed_value import kinds_of, schema_of
 from protocol.grammar import Form, Pattern, Repeat, Rule, Text, Until
 
-OPENING = Pattern(r"<[^\s<>/][^\s<>]{0,63}>")
-CLOSING = Pattern(r"</[^\s<>/][^\s<>]{0,63}>")
+ANY_DEPTH = 3
+"""So deep elements may nest of which nothing is known."""
 NEWLINE = optional(Text("\n"))
 
 
@@ -44,7 +44,7 @@ def stretch(
 def _call(syntax: NestedElements, tool: DeclaredTool, book: Book) -> Form:
     if not INVOKE.fullmatch(f'invoke name="{tool.name}"'):
         raise NotWritable(tool.name, "name", "this format cannot write it")
-    elements = _Elements(syntax.mark, tool, book)
+    elements = _Elements(syntax, tool, book)
     inside = arguments(elements.values, elements.argument)
     return sequence(f'{tool.name}">', NEWLINE, syntax.mark, inside, "</invoke>")
 
@@ -56,8 +56,10 @@ class _Elements:
     behind every element, for the next tag: what may follow then differs in its first signs.
     """
 
-    def __init__(self, mark: str, tool: DeclaredTool, book: Book) -> None:
-        self.mark = mark
+    def __init__(self, syntax: NestedElements, tool: DeclaredTool, book: Book) -> None:
+        mark = self.mark = syntax.mark
+        name = _any_name(("invoke", syntax.stretch))
+        self.opening, self.closing = Pattern(f"<{name}>"), Pattern(f"</{name}>")
         self.schemas = Schemas(tool)
         self.book = book
         self.values = Values(json_notation((mark,)), self.schemas, book)
@@ -89,13 +91,16 @@ class _Elements:
 
     # ---- elements of any name
 
-    def _anything(self) -> Form:
-        name = "any-element-content"
-        children = Repeat(sequence(OPENING, Rule(name), CLOSING, Until(self.mark)))
-        return self.book.define(name, sequence(Until(self.mark), children))
+    def _anything(self, depth: int = ANY_DEPTH) -> Form:
+        """Text, or elements, each with text behind it that says nothing."""
+        text = Until(self.mark)
+        if depth == 0:
+            return text
+        child = sequence(self.opening, self._anything(depth - 1), self.closing, text)
+        return self.book.define(f"any-element-{depth}", sequence(text, Repeat(child)))
 
     def _any_element(self) -> Form:
-        return sequence(OPENING, self._anything(), CLOSING)
+        return sequence(self.opening, self._anything(), self.closing)
 
     def _must_be_free(self, schema: Any, path: str) -> None:
         """A name that comes twice makes a list of the values."""
@@ -179,3 +184,15 @@ class _Elements:
 def _is_tag(name: str) -> bool:
     forbidden = any(sign in "<>\r\n" for sign in name) or name.startswith("/")
     return bool(name) and not forbidden and name == name.strip() and len(name) < MAX_TAG_CHARS - 3
+
+
+def _any_name(taken: Sequence[str]) -> str:
+    """Any element's name that begins with none of these, which share no first sign."""
+    firsts = "".join(word[0] for word in taken)
+    ways = [rf"[^\s<>/{firsts}][^\s<>]{{0,63}}"]
+    for word in taken:
+        way = rf"(?:[^\s<>{word[-1]}][^\s<>]{{0,63}})?"
+        for sign in reversed(word[1:-1]):
+            way = rf"(?:[^\s<>{sign}][^\s<>]{{0,63}}|{sign}{way})?"
+        ways.append(word[0] + way)
+    return f"(?:{'|'.join(ways)})"

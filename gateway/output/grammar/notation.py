@@ -20,70 +20,15 @@ import msgspec
 from gateway.output.grammar.book import Book
 from gateway.output.grammar.cases import ANYTHING, Case, Limits, Schemas
 from gateway.output.grammar.forms import either, optional, sequence
-from gateway.output.grammar.patterns import CONTROLS, FORMATS, Spelling, free_of, signs
+from gateway.output.grammar.limits import limited
+from gateway.output.grammar.spelling import CONTROLS, Spelling, signs
+from gateway.output.grammar.strings import Marked, Quotes
 from protocol.grammar import Form, Pattern, Repeat, Rule, Text, Until
 
 BLANKS = r"[ \n]{0,8}"
 """Where JSON may have them: bounded, as a model that cannot decide would write them for ever."""
 EMPTY = Text("")
 WORDS = ("null", "true", "false")
-
-
-class Quotes(msgspec.Struct, frozen=True):
-    """Strings between two signs.
-
-    avoid  words that may not occur in any string, as they would end what it stands in
-    """
-
-    quote: str
-    spelling: Spelling
-    avoid: tuple[str, ...] = ()
-
-    def free(self) -> str:
-        inner = free_of(self.avoid, self.spelling) if self.avoid else f"{self.spelling.any()}*"
-        return self._between(inner)
-
-    def limited(self, limits: Limits) -> str:
-        """Raises ValueError naming what cannot be written."""
-        return self._between(limited(self._careful, limits))
-
-    def text(self, text: str) -> str | None:
-        inner = self.spelling.text(text)
-        if inner is None or any(word in inner for word in self.avoid):
-            return None
-        return self.quote + inner + self.quote
-
-    def _between(self, inner: str) -> str:
-        return self.quote + inner + self.quote
-
-    @property
-    def _careful(self) -> Spelling:
-        """Without the sign that words to be avoided begin with."""
-        never = signs("".join(word[0] for word in self.avoid))
-        return msgspec.structs.replace(self.spelling, never=[*self.spelling.never, *never])
-
-
-class Marked(msgspec.Struct, frozen=True):
-    """Strings between two equal markers: they hold everything but the marker."""
-
-    mark: str
-
-
-def limited(spelling: Spelling, limits: Limits) -> str:
-    """Strings within the limits. Raises ValueError naming the keyword that is in the way."""
-    named = [key for key in ("pattern", "format") if key in limits]
-    length = [key for key in ("minLength", "maxLength") if key in limits]
-    if len(named) > 1 or (named and length):
-        raise ValueError(f"{named[0]!r} cannot be enforced together with {(named + length)[1]!r}")
-    if not named:
-        least, most = limits.get("minLength", 0), limits.get("maxLength")
-        if most is not None and most < least:
-            raise ValueError("'maxLength' is less than 'minLength'")
-        return spelling.of_length(least, most)
-    pattern = limits[named[0]] if named[0] == "pattern" else FORMATS.get(limits["format"])
-    if pattern is None:
-        raise ValueError(f"the format {limits['format']!r} cannot be enforced")
-    return spelling.matching(pattern)
 
 
 class Notation(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,9 +111,10 @@ class Values:
                 careful = Spelling(never=signs(strings.mark[0]))
                 text = {"pattern": limited(careful, limits)} if limits else {}
                 return sequence(strings.mark, Until(strings.mark, **text))
-            return Pattern(
-                "|".join(one.limited(limits) if limits else one.free() for one in strings)
-            )
+            if limits:
+                return Pattern("|".join(one.limited(limits) for one in strings))
+            free = Pattern("|".join(one.free() for one in strings))
+            return self.book.define(f"{self.schemas.tool.name}-{self.notation.name}-string", free)
         except ValueError as fault:
             self.schemas.refuse(path, "string", str(fault))
 

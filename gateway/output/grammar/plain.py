@@ -19,8 +19,9 @@ import msgspec
 
 from gateway.output.grammar.cases import Case, Schemas, anything, same
 from gateway.output.grammar.forms import either, sequence
-from gateway.output.grammar.notation import Values, limited
-from gateway.output.grammar.patterns import Ranges, Spelling, exactly, free_of, holds, merged, signs
+from gateway.output.grammar.limits import limited
+from gateway.output.grammar.notation import Values
+from gateway.output.grammar.spelling import Ranges, Spelling, exactly, free_of, holds, merged, signs
 from gateway.output.teller import BLANKS
 from gateway.output.tools.typed_value import Trim, kinds_of, schema_of, typed_json
 from protocol.grammar import Form, Until
@@ -111,7 +112,8 @@ class PlainValues:
         others = self.ending.others
         if not others:
             return Until(self.ending.close)
-        return Until(self.ending.close, free_of(others, Spelling()))
+        text = Until(self.ending.close, free_of(others, Spelling()))
+        return self.values.book.define(f"{self.schemas.tool.name}-text", text)
 
     # ---- several types
 

@@ -10,8 +10,9 @@ from gateway.output.grammar.arguments import arguments
 from gateway.output.grammar.book import Book, NotWritable
 from gateway.output.grammar.cases import Schemas
 from gateway.output.grammar.forms import either, sequence, several
-from gateway.output.grammar.notation import HEX, NUMBERED, Notation, Quotes, Values
-from gateway.output.grammar.patterns import CONTROLS, Spelling
+from gateway.output.grammar.notation import HEX, NUMBERED, Notation, Values
+from gateway.output.grammar.spelling import CONTROLS, Spelling
+from gateway.output.grammar.strings import Quotes
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.pythonic import MAX_NAME_CHARS, NAME, Pythonic
 from protocol.grammar import Form, Pattern

@@ -181,6 +181,11 @@ class PythonScan(msgspec.Struct):
     held: str = ""
     high: str = ""
 
+    @property
+    def in_string(self) -> bool:
+        """What comes next is text of a string, whatever it is, unless it is a quote."""
+        return bool(self.quote) or self.held in ("'", '"')
+
     def scan(self, text: str, start: int = 0, *, final: bool = False) -> tuple[int, Status]:
         """Read on from `start`; (where it stopped, why). A value ends behind its last character,
         a bare word before the next; what is broken is broken at that position. With `final`

@@ -228,7 +228,7 @@ class PythonicSection(Section):
     def on_marker(self, marker: str) -> None:
         s, x = self.s, self.syntax
         if s.at == "value":
-            if s.literal.quote:
+            if s.literal.in_string:
                 self._in_value(marker)
                 return
             self._in_value("", final=True)
@@ -250,7 +250,7 @@ class PythonicSection(Section):
             self.teller.end()
 
     def on_stray(self, marker: str) -> None:
-        if self.s.at == "value" and self.s.literal.quote:
+        if self.s.at == "value" and self.s.literal.in_string:
             self._in_value(marker)
 
     # ---- the end

@@ -1,25 +1,17 @@
-"""Regular expressions for strings that are not written as JSON.
+"""Strings within a schema's limits, as regular expressions in a format's spelling.
 
-A `Spelling` says how the signs of a string are written: as themselves, as an escape, or not at all.
-From it come expressions (Rust's syntax) for strings of a length, and for those that a schema's
-`pattern` matches: the schema's expression is read sign by sign and written anew, so that it admits
-no sign which the format could not read back. What is not regular in it (look-around, references,
-word boundaries) is refused with ValueError.
+The schema's `pattern` (ECMA's syntax) is read sign by sign and written anew, so that it admits no
+sign which the format could not read back. What is not regular in it (look-around, references, word
+boundaries) is refused, as is what would have to hold together with it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
+from gateway.output.grammar.cases import Limits
+from gateway.output.grammar.spelling import ALL, Ranges, Spelling, merged, signs, without
 
-Ranges = Sequence[tuple[int, int]]
-"""Code points, both ends included; sorted, and apart."""
-
-LAST = 0x10FFFF
-ALL: Ranges = ((0, LAST),)
-CONTROLS: Ranges = ((0, 0x1F),)
 MAX_DEPTH = 50
 DIGIT: Ranges = ((0x30, 0x39),)
 WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -52,101 +44,21 @@ FORMATS = {
 """`format` -> a pattern that admits only such strings, if not all of them."""
 
 
-class Spelling(msgspec.Struct, frozen=True):
-    """How the signs of a string are written.
-
-    never     signs that cannot be written
-    escapes   sign -> how it is written; every other sign stands for itself
-    numbered  an expression for one sign that is written by its number, where any sign may be
-    """
-
-    never: Ranges = ()
-    escapes: Mapping[str, str] = {}
-    numbered: str = ""
-
-    def signs(self, ranges: Ranges) -> str:
-        """An expression for one sign of these; one that matches nothing, if none can be written."""
-        escaped = [sign for sign in self.escapes if holds(ranges, ord(sign))]
-        special = merged([*self.never, *((ord(s), ord(s)) for s in self.escapes)])
-        plain = without(ranges, special)
-        options = [_class(plain)] if plain else []
-        options += [exactly(self.escapes[sign]) for sign in escaped]
-        if not options:
-            return r"[^\x{0}-\x{10FFFF}]"
-        return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
-
-    def any(self, but: str = "") -> str:
-        """An expression for one sign, but not for one of these if it stands for itself."""
-        one = self.signs(without(ALL, signs(but)))
-        return f"(?:{one}|{self.numbered})" if self.numbered else one
-
-    def text(self, text: str) -> str | None:
-        """`text` as it is written; None if it cannot be."""
-        if any(holds(self.never, ord(sign)) and sign not in self.escapes for sign in text):
-            return None
-        return "".join(self.escapes.get(sign, sign) for sign in text)
-
-    def of_length(self, least: int, most: int | None) -> str:
-        return f"{self.any()}{{{least},{'' if most is None else most}}}"
-
-    def matching(self, pattern: str) -> str:
-        """Strings in which `pattern` (ECMA's syntax) matches somewhere. Raises ValueError."""
-        return Translator(pattern, self).translated()
-
-
-def holds(ranges: Ranges, code: int) -> bool:
-    return any(first <= code <= last for first, last in ranges)
-
-
-def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    found: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(found[-1][1], last))
-        else:
-            found.append((first, last))
-    return found
-
-
-def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """`ranges` less `others`; both merged."""
-    found = []
-    for first, last in ranges:
-        for low, high in others:
-            if low > last or high < first:
-                continue
-            if low > first:
-                found.append((first, low - 1))
-            first = high + 1
-        if first <= last:
-            found.append((first, last))
-    return found
-
-
-def signs(text: str) -> Ranges:
-    return merged((ord(sign), ord(sign)) for sign in text)
-
-
-def _class(ranges: Ranges) -> str:
-    """Written as what it leaves out, if that is shorter."""
-    if ranges[0][0] == 0 and ranges[-1][1] == LAST:
-        rest = without(ALL, ranges)
-        return f"[^{_spans(rest)}]" if rest else "(?s:.)"
-    return f"[{_spans(ranges)}]"
-
-
-def _spans(ranges: Ranges) -> str:
-    return "".join(_code(a) if a == b else f"{_code(a)}-{_code(b)}" for a, b in ranges)
-
-
-def exactly(text: str) -> str:
-    """An expression for this text."""
-    return "".join(_code(ord(sign)) for sign in text)
-
-
-def _code(code: int) -> str:
-    sign = chr(code)
-    return sign if sign.isascii() and sign.isalnum() else f"\\x{{{code:X}}}"
+def limited(spelling: Spelling, limits: Limits) -> str:
+    """Strings within the limits. Raises ValueError naming the keyword that is in the way."""
+    named = [key for key in ("pattern", "format") if key in limits]
+    length = [key for key in ("minLength", "maxLength") if key in limits]
+    if len(named) > 1 or (named and length):
+        raise ValueError(f"{named[0]!r} cannot be enforced together with {(named + length)[1]!r}")
+    if not named:
+        least, most = limits.get("minLength", 0), limits.get("maxLength")
+        if most is not None and most < least:
+            raise ValueError("'maxLength' is less than 'minLength'")
+        return spelling.of_length(least, most)
+    pattern = limits[named[0]] if named[0] == "pattern" else FORMATS.get(limits["format"])
+    if pattern is None:
+        raise ValueError(f"the format {limits['format']!r} cannot be enforced")
+    return Translator(pattern, spelling).translated()
 
 
 class Translator:
@@ -283,42 +195,3 @@ class Translator:
             raise self._fault("has a sign's number that is none")
         self._at += length
         return signs(chr(int(digits, 16)))
-
-
-def free_of(words: Sequence[str], spelling: Spelling) -> str:
-    """An expression for strings, as `spelling` writes them, in which none of `words` occurs.
-
-    All words begin with one sign, and are meant up to where it comes again. Behind that sign a word
-    is under way: from there on `again` leads to the same sign, `back` to text, `end` to the end.
-    """
-    head = words[0][0]
-    assert all(word[0] == head for word in words), "they begin with different signs"
-    tails = [word[1:].partition(head)[0] for word in words]
-    text = f"{spelling.any(but=head)}*"
-    again, back, end = _again(tails, head), _back(tails, head, spelling), _end(tails)
-    first = exactly(head)
-    return f"{text}(?:{first}(?:{again})*(?:{back}){text})*(?:{first}(?:{again})*(?:{end}))?"
-
-
-def _next(tails: Sequence[str]) -> dict[str, list[str]]:
-    """sign -> what may follow it, of the signs that do not complete a word."""
-    found: dict[str, list[str]] = {}
-    for tail in tails:
-        found.setdefault(tail[0], []).append(tail[1:])
-    return {sign: rest for sign, rest in found.items() if "" not in rest}
-
-
-def _again(tails: Sequence[str], head: str) -> str:
-    on = [f"{exactly(s)}(?:{_again(rest, head)})" for s, rest in _next(tails).items()]
-    return "|".join([exactly(head), *on])
-
-
-def _back(tails: Sequence[str], head: str, spelling: Spelling) -> str:
-    others = head + "".join(tail[0] for tail in tails)
-    on = [f"{exactly(s)}(?:{_back(rest, head, spelling)})" for s, rest in _next(tails).items()]
-    return "|".join([spelling.any(but=others), *on])
-
-
-def _end(tails: Sequence[str]) -> str:
-    on = [f"{exactly(s)}(?:{_end(rest)})" for s, rest in _next(tails).items()]
-    return "|".join(["", *on])

@@ -1,0 +1,236 @@
+"""Schemas as cases and spellings: what is understood, what is refused by name, what is written."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from gateway.output.grammar.arguments import arguments
+from gateway.output.grammar.book import Book, NotWritable
+from gateway.output.grammar.cases import Case, Schemas
+from gateway.output.grammar.gemma import notation
+from gateway.output.grammar.limits import limited
+from gateway.output.grammar.notation import Values, json_notation
+from gateway.output.grammar.plain import Ending, PlainValues
+from gateway.output.grammar.pythonic import PYTHON
+from gateway.output.grammar.spelling import Spelling, free_of, signs
+from gateway.output.teller import DeclaredTool
+from gateway.output.tools.gemma import FORMATS
+from protocol.grammar import Either, Form, Json, Pattern, Repeat, Rule, Sequence, Text, Until
+
+GEMMA = notation(FORMATS["gemma4"])
+VERBATIM = Spelling()
+
+
+def schemas(**properties: Any) -> Schemas:
+    return Schemas(DeclaredTool("f", {"type": "object", "properties": properties}))
+
+
+def cases(schema: Any, **properties: Any) -> list[Case]:
+    return schemas(**properties).cases(schema, "parameters")
+
+
+def test_types_enumerations_and_combinations_become_cases() -> None:
+    assert cases({"type": ["string", "null"], "maxLength": 3}) == [
+        Case("null"),
+        Case("string", {"maxLength": 3}),
+    ]
+    assert cases({"enum": ["a", 1, None]}) == [
+        Case("string", {}, ["a"]),
+        Case("number", {}, [1]),
+        Case("null", {}, [None]),
+    ]
+    assert cases({"type": "integer", "enum": [1, 5, "x"], "minimum": 2}) == [
+        Case("integer", {}, [5])
+    ]
+    assert cases({"$ref": "#/properties/n", "minimum": 3}, n={"type": "number", "minimum": 1}) == [
+        Case("number", {"minimum": 3})
+    ]
+    assert cases({"type": "integer", "nullable": True}) == [Case("null"), Case("integer")]
+    assert {case.kind for case in cases({"description": "any"})} == {
+        *("null", "boolean", "number", "object", "array", "string")
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"not": {}}, "not"),
+        ({"type": "object", "patternProperties": {}}, "patternProperties"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "dependentRequired": {}}, "dependentRequired"),
+        ({"type": "text"}, "type"),
+        ({"$ref": "#/$defs/gone"}, "$ref"),
+        ({"$ref": "#/properties/self"}, "$ref"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        (False, "false"),
+        ({"type": 3}, "type"),
+        ({"type": ["string", {}]}, "type"),
+        ({"type": "string", "minLength": "x"}, "minLength"),
+        ({"type": "string", "maxLength": -1}, "maxLength"),
+        ({"properties": ["a"]}, "properties"),
+        ({"required": "a"}, "required"),
+        ({"enum": {}}, "enum"),
+        ({"enum": ["a"], "pattern": "("}, "pattern"),
+        ({"anyOf": {}}, "anyOf"),
+        ({"allOf": 1}, "allOf"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, keyword: str) -> None:
+    with pytest.raises(NotWritable, match=re.escape(keyword)) as caught:
+        cases(schema, self={"$ref": "#/properties/self"})
+    assert caught.value.field == "parameters"
+
+
+def written(values: Values, **properties: Any) -> Form:
+    return values.value({"type": "object", "properties": properties}, "parameters")
+
+
+@pytest.mark.parametrize(
+    ("notation", "null", "constant"),
+    [
+        (json_notation(()), "null", '{"a": [true, "x"]}'),
+        (PYTHON, "None", '{"a": [True, "x"]}'),
+        (GEMMA, "null", '{a:[true,<|"|>x<|"|>]}'),
+    ],
+    ids=["json", "python", "gemma"],
+)
+def test_each_notation_has_its_own_words(notation: Any, null: str, constant: str) -> None:
+    values = Values(notation, schemas(), Book())
+    assert values.value({"type": "null"}, "p") == Text(null)
+    assert values.value({"const": {"a": [True, "x"]}}, "p") == Text(constant)
+    assert values.value({"type": "integer"}, "p") == Json("schema-0")
+
+
+def test_a_schema_that_refers_to_itself_is_a_rule_that_does() -> None:
+    tree = {"type": "object", "properties": {"sub": {"$ref": "#/properties/tree"}}}
+    book = Book()
+    form = Values(GEMMA, schemas(tree=tree), book).value(tree, "p")
+    body = book.body(form)
+    assert isinstance(form, Rule)
+    member = next(name for name in body.rules if "-member-" in name)
+    assert body.rules[member] == Sequence([Text("sub:"), form])
+
+
+@pytest.mark.parametrize("num", [10, 100])
+def test_the_grammar_is_linear_in_optional_members(num: int) -> None:
+    book = Book()
+    written(Values(PYTHON, schemas(), book), **{f"p{n}": {"type": "boolean"} for n in range(num)})
+    assert len(book.body(Text("")).rules) <= 3 * num + 2
+
+
+PLAIN = Ending(close="</p>", trim="newline", around="\n")
+
+
+@pytest.mark.parametrize(
+    ("schema", "form"),
+    [
+        ({"type": "string"}, Until("</p>")),
+        ({"type": ["string", "null"]}, Until("</p>")),
+        ({"type": ["string", "integer", "boolean"]}, Until("</p>")),
+        ({}, Until("</p>")),
+        (
+            {"type": "boolean"},
+            Sequence([Text("\n"), Until("</p>", r"(?:true|false)\x{A}")]),
+        ),
+        (
+            {"enum": ["a", "</p>", 1]},
+            Sequence([Text("\n"), Until("</p>", r"(?:a|1)\x{A}")]),
+        ),
+        (
+            {"type": ["integer", "null"], "minimum": 1},
+            Sequence(
+                [
+                    Text("\n"),
+                    Either(
+                        [
+                            Sequence([Json("schema-0"), Text("\n</p>")]),
+                            Until("</p>", r"(?:null)\x{A}"),
+                        ]
+                    ),
+                ]
+            ),
+        ),
+    ],
+)
+def test_plain_text_is_what_the_reader_reads_back(schema: Any, form: Form) -> None:
+    said = schemas(k=schema)
+    plain = PlainValues(Values(json_notation(("</p>",)), said, Book()), PLAIN)
+    assert plain.argument("k", schema, "parameters.properties.k") == form
+
+
+def test_a_string_beside_numbers_with_bounds_does_not_begin_like_one() -> None:
+    schema = {"anyOf": [{"type": "integer", "minimum": 5}, {"type": "string"}]}
+    said = schemas(k=schema)
+    plain = PlainValues(Values(json_notation(("</p>",)), said, Book()), Ending(close="</p>"))
+    form = plain.argument("k", schema, "p")
+    assert isinstance(form, Either)
+    pattern = next(option.pattern for option in form.options if isinstance(option, Until))
+    python = re.compile(re.sub(r"\\x\{([0-9A-F]+)\}", _python, pattern))
+    assert [bool(python.fullmatch(text)) for text in ("a1", "", "1", "-2", " 3", "<")] == [
+        *(True, True, False, False, False, False)
+    ]
+
+
+def _python(found: re.Match[str]) -> str:
+    return f"\\U{int(found[1], 16):08x}"
+
+
+def admits(pattern: str, text: str, spelling: Spelling = VERBATIM) -> bool:
+    rust = limited(spelling, {"pattern": pattern})
+    return re.fullmatch(re.sub(r"\\x\{([0-9A-F]+)\}", _python, rust), text) is not None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["^a+$", "b", r"^\d{2,3}-\w*$", "^(?:x|yz)+$", r"^[^\s,]{1,4}$", "^a|b$", r"\.", "^[a-c\\-]?$"],
+)
+@pytest.mark.parametrize("text", ["a", "aa", "b", "xb.", "12-_", "xyz", "a b", "ab", "", "-", "1-"])
+def test_a_pattern_means_what_it_means_elsewhere(pattern: str, text: str) -> None:
+    assert admits(pattern, text) == (re.search(pattern, text) is not None)
+
+
+def test_a_pattern_never_admits_a_sign_that_cannot_be_written() -> None:
+    assert not admits("^[^a]$", "<", Spelling(never=signs("<")))
+    assert admits("^.$", '\\"', Spelling(escapes={'"': '\\"'}))
+    assert not admits("^.$", '"', Spelling(escapes={'"': '\\"'}))
+
+
+@pytest.mark.parametrize("pattern", [r"\bx", "(?=a)b", r"(a)\1", "a(", "[a", "x{2}$y", "(^a)"])
+def test_a_pattern_that_is_not_regular_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        limited(Spelling(), {"pattern": pattern})
+
+
+def test_a_text_free_of_words_holds_none_of_them_and_everything_else() -> None:
+    words = ("</parameter>", "</function>")
+    found = re.compile(re.sub(r"\\x\{([0-9A-F]+)\}", _python, free_of(words, Spelling())))
+    for text in ("", "a<b", "</param", "<</parameter", "</functions>", "</para</p>", "<", "<<<"):
+        assert found.fullmatch(text), text
+    for text in ("</parameter>", "a</function>b", "<</parameter>", "</par</parameter>"):
+        assert not found.fullmatch(text), text
+
+
+def test_required_arguments_whose_names_cannot_be_written_are_refused_others_left_out() -> None:
+    def write(key: str | None, schema: Any, path: str) -> Form | None:
+        return Text(key or "") if key != "a b" else None
+
+    parameters = {"type": "object", "properties": {"a b": {}, "c": {}}}
+    said = Schemas(DeclaredTool("f", parameters))
+    assert arguments(Values(PYTHON, said, Book()), write) == Repeat(Text("c"), 0, 1)
+    said = Schemas(DeclaredTool("f", {**parameters, "required": ["a b"]}))
+    with pytest.raises(NotWritable, match="a b"):
+        arguments(Values(PYTHON, said, Book()), write)
+
+
+def test_python_strings_are_written_with_either_quote() -> None:
+    form = Values(PYTHON, schemas(), Book()).value({"type": "string", "maxLength": 2}, "p")
+    assert isinstance(form, Pattern)
+    python = re.compile(re.sub(r"\\x\{([0-9A-F]+)\}", _python, form.pattern))
+    for text in ("''", '"a"', "'\\'b'", '"\\n\'"'):
+        assert python.fullmatch(text), text
+    for text in ("'", "'abc'", "'a\n'", "\"a'"):
+        assert not python.fullmatch(text), text
