@@ -33,7 +33,7 @@ def check(body: ResponsesBody) -> None:
             raise unsupported(field, instead)
     if body.n not in (None, 1):
         raise unsupported("n", "a response has one answer")
-    if body.stream_options is not None and not (body.stream or body.background):
+    if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
     for place, name in enumerate(body.include or ()):
         if name not in INCLUDES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.responses.events import frame
+from gateway.responses.events import last_frame
 from gateway.store.queries import Epitaph
 
 _DIED = {
@@ -19,5 +19,4 @@ def response_epitaph(response_id: str, number: int, body: bytes | None) -> Epita
     """`body` is the response as it was kept; its output is what it had then."""
     assert body is not None, "a response made in the background is kept from its beginning"
     response = msgspec.json.decode(body) | {"status": "failed", "error": _DIED}
-    told = frame("response.failed", number, response=response)
-    return Epitaph(told, msgspec.json.encode(response))
+    return Epitaph(last_frame(number, response), msgspec.json.encode(response))

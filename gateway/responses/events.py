@@ -54,6 +54,11 @@ def frame(kind: str, number: int, **members: Any) -> Frame:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
+def last_frame(number: int, response: Told) -> Frame:
+    """The event that ends the stream."""
+    return frame(LAST_EVENTS[response["status"]], number, response=response)
+
+
 class _Text:
     """A message, or a piece of reasoning: one part, whose text comes bit by bit."""
 
@@ -201,10 +206,10 @@ class ResponseEvents:
         error: Told | None = None,
         incomplete: str | None = None,
     ) -> Told:
-        """Close what is open, and all. The response as it is kept."""
+        """Close what is open: the response as it is in the end. Its last event is `last_frame`."""
         whole = status == COMPLETED and not isinstance(self._open, _Call)
         self._close(COMPLETED if whole else INCOMPLETE)
-        response = self.head.told(
+        return self.head.told(
             status,
             self.output,
             usage=usage,
@@ -212,8 +217,6 @@ class ResponseEvents:
             incomplete=incomplete,
             warnings=self._warnings,
         )
-        self.tell(LAST_EVENTS[status], response=response)
-        return response
 
     def taken(self) -> list[Frame]:
         """What was told since the last time."""

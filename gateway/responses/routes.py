@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 import time
 import uuid
 from collections.abc import Sequence
@@ -32,6 +34,8 @@ from gateway.service import Service
 from gateway.store.queries import NewRun, Record
 from gateway.store.runs import Run
 from protocol.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -137,9 +141,7 @@ def _respond(service: Service, created: _Created) -> Response:
         )
     taker = WholeTaker()
     any_api.heard(service, [created.ask], created.terms, lambda answer: created.sink(answer, taker))
-    if keep is not None:
-        keep(taker.response)
-    return _json(taker.response)
+    return _json(keep(taker.response) if keep else taker.response)
 
 
 def _keep(service: Service, record: Record | None) -> Keep | None:
@@ -148,9 +150,14 @@ def _keep(service: Service, record: Record | None) -> Keep | None:
     if keeping is None or record is None:
         return None
 
-    def keep(response: Told) -> None:
+    def keep(response: Told) -> Told:
         kept = msgspec.structs.replace(record, body=msgspec.json.encode(response))
-        keeping.store.ask(lambda database: database.put(kept, time.time()))
+        try:
+            keeping.store.ask(lambda database: database.put(kept, time.time()))
+        except sqlite3.Error:  # the answer is there all the same
+            log.exception("a response could not be stored")
+            return response | {"store": False}
+        return response
 
     return keep
 

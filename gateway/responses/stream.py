@@ -49,11 +49,12 @@ class LogprobsShown:
 
 class Taker(Protocol):
     """`begun` is told when a queued response is queued no more; `write` takes frames as they are
-    made, `close` the last ones, and the response. Must not block."""
+    made; `close` takes the response, and the number of its last event, which is the taker's to
+    make. Must not block."""
 
     def begun(self, response: Told) -> None: ...
     def write(self, frames: list[Frame]) -> None: ...
-    def close(self, frames: list[Frame], response: Told) -> None: ...
+    def close(self, response: Told, number: int) -> None: ...
 
 
 class ResponseSink:
@@ -113,5 +114,8 @@ class ResponseSink:
     def _close(self, status: str, **why: Any) -> None:
         if not self._is_over:
             self._is_over = True
-            response = self._events.end(status, usage=usage_of(self._answer), **why)
-            self._taker.close(self._events.taken(), response)
+            events = self._events
+            response = events.end(status, usage=usage_of(self._answer), **why)
+            if frames := events.taken():
+                self._taker.write(frames)
+            self._taker.close(response, events.next_number)

@@ -13,12 +13,13 @@ import gevent
 import msgspec
 
 from gateway.connection import Outlet
-from gateway.responses.events import Frame
+from gateway.responses.events import Frame, last_frame
 from gateway.responses.response import Told
 from gateway.store.runs import Run
 
-Keep = Callable[[Told], None]
-"""Puts a response into the store, where it is to be kept. Blocks."""
+Keep = Callable[[Told], Told]
+"""Puts a response into the store: the response as it is to be told then, which says if that could
+not be done. Blocks."""
 
 
 class StreamTaker:
@@ -34,20 +35,14 @@ class StreamTaker:
     def write(self, frames: list[Frame]) -> None:
         self._outlet.write(b"".join(frames))
 
-    def close(self, frames: list[Frame], response: Told) -> None:
+    def close(self, response: Told, number: int) -> None:
         if self._keep is None:
-            self._end(frames)
+            self._end(response, number)
         else:
-            gevent.spawn(self._keep_and_end, self._keep, frames, response)
+            gevent.spawn(lambda keep: self._end(keep(response), number), self._keep)
 
-    def _keep_and_end(self, keep: Keep, frames: list[Frame], response: Told) -> None:
-        try:
-            keep(response)
-        finally:
-            self._end(frames)
-
-    def _end(self, frames: list[Frame]) -> None:
-        self.write(frames)
+    def _end(self, response: Told, number: int) -> None:
+        self._outlet.write(last_frame(number, response))
         self._outlet.finish()
 
 
@@ -62,7 +57,7 @@ class WholeTaker:
     def write(self, frames: list[Frame]) -> None:
         pass
 
-    def close(self, frames: list[Frame], response: Told) -> None:
+    def close(self, response: Told, number: int) -> None:
         self.response = response
 
 
@@ -78,5 +73,5 @@ class RunTaker:
     def write(self, frames: list[Frame]) -> None:
         self._run.write(frames)
 
-    def close(self, frames: list[Frame], response: Told) -> None:
-        self._run.close(frames, msgspec.json.encode(response))
+    def close(self, response: Told, number: int) -> None:
+        self._run.close([last_frame(number, response)], msgspec.json.encode(response))

@@ -27,6 +27,7 @@ from gateway.store.queries import Batch, Epitaph, NewRun, Page, Record, Wish
 
 LEASE_S = 10.0
 BUSY_MS = 10_000
+JOURNAL_BYTES = 16 << 20
 SWEEP_EVERY_S = 60.0
 EVICTED_AT_ONCE = 16
 SPARED = 0.9
@@ -243,21 +244,31 @@ class Database:
 
 
 def _open(path: str) -> sqlite3.Connection:
-    """Raises sqlite3.Error, or OSError where the file's directory cannot be made."""
-    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    """Raises sqlite3.Error."""
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise sqlite3.OperationalError(f"{path}: {error.strerror}") from None
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA journal_size_limit = 16777216")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, queries.VERSION):
-            raise sqlite3.DatabaseError(f"{path} is of version {version}, not {queries.VERSION}")
-        connection.executescript("BEGIN IMMEDIATE;" + queries.SCHEMA + "COMMIT;")
-        connection.execute(f"PRAGMA user_version = {queries.VERSION}")
+        _prepare(connection, path)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: str) -> None:
+    for pragma in (
+        f"busy_timeout = {BUSY_MS}",
+        "journal_mode = WAL",
+        "synchronous = NORMAL",
+        f"journal_size_limit = {JOURNAL_BYTES}",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version not in (0, queries.VERSION):
+        raise sqlite3.DatabaseError(f"{path} is of version {version}, not {queries.VERSION}")
+    connection.executescript("BEGIN IMMEDIATE;" + queries.SCHEMA + "COMMIT;")
+    connection.execute(f"PRAGMA user_version = {queries.VERSION}")

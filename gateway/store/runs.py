@@ -11,7 +11,6 @@ is in the store. A run that cannot be stored is aborted: nobody could ever pick 
 from __future__ import annotations
 
 import logging
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 
@@ -148,8 +147,8 @@ class Runs:
                 if time.monotonic() - self._beat_at >= BEAT_S:
                     self._beat_at = time.monotonic()
                     self._beat()
-            except sqlite3.Error:
-                log.exception("the store cannot be written; its runs are aborted")
+            except Exception:  # whatever it is, none of them may be left open without a scribe
+                log.exception("runs cannot be written down; they are aborted")
                 self._drop(list(self._runs))
 
     def _flush(self) -> None:

@@ -11,7 +11,8 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.responses import RESPONSES
+from tests.support.http import exchange
+from tests.support.responses import RESPONSES, typed_events
 from tests.support.scenarios import call
 from tests.support.scripted_engine import ScriptedEngine, says, text_of
 
@@ -194,3 +195,22 @@ def test_without_a_store_nothing_is_kept_and_whoever_needs_it_is_told(
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == field
         gateway.await_status(f"{RESPONSES}/{made['id']}", 404)
+
+
+def test_a_store_that_cannot_be_used_spoils_no_answer(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    engine.script = lambda generate: says("Hello!")
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / "r.db")
+    with GatewayProcess(engine=engine.address, response_store=path) as gateway:
+        gateway.await_ready()
+        made = gateway.post(RESPONSES, {"input": "hi"}).json()
+        assert (made["status"], made["store"]) == ("completed", False)
+        _, _, data = exchange(gateway.port, RESPONSES, {"input": "hi", "stream": True})
+        assert typed_events(data)[-1]["response"]["store"] is False
+        assert gateway.post(RESPONSES, {"input": "hi", "background": True}).status_code == 500
+        engine.await_idle()
+        answer = gateway.post(RESPONSES, {"input": "hi", "previous_response_id": made["id"]})
+        assert answer.status_code == 500
+        assert str(tmp_path) not in answer.text
