@@ -19,6 +19,7 @@ from gateway.faults import Fault, fault_of, internal_fault, plain_fault
 from gateway.openai import routes as openai
 from gateway.openai.errors import error_body
 from gateway.openapi import routes as openapi
+from gateway.rendering import routes as rendering
 from gateway.responses import routes as responses
 from gateway.responses.kept import routes as kept_responses
 from gateway.resume import routes as streams
@@ -56,7 +57,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     except ValueError as error:
         raise AppImportError(f"the gateway cannot start: {error}") from None
     app.extensions[EXTENSION] = service
-    for part in (openai, responses, kept_responses, streams, anthropic, tokens, admin):
+    for part in (openai, responses, kept_responses, streams, anthropic, tokens, rendering, admin):
         app.register_blueprint(part.blueprint(service))
     app.register_blueprint(openapi.blueprint())
     _frame_requests(app, service)

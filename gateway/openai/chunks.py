@@ -80,10 +80,8 @@ class ChunkStream:
     def delta(self, choice: Choice, delta: Delta) -> None:
         if delta.events and isinstance(delta.events[0], Failed):  # it is told by `fail`
             return
-        frames: list[bytes] = []
-        if not self.told.has_begun:
-            self.told.has_begun = True
-            frames += filter(None, map(self._opening, self._answer.choices))
+        frames = self._openings()
+        num_openings = len(frames)
         for event in delta.events:
             if type(event) is Finished:
                 frames.append(self._finished(choice, event, delta))
@@ -92,10 +90,21 @@ class ChunkStream:
             if members is not None:
                 frames.append(self._said(choice, members, delta))
                 delta = _TOLD
-        if not frames and not self._is_plain:  # no words of its own, but tokens
+        if len(frames) == num_openings and not self._is_plain:  # no words of its own, but tokens
             frames.append(self._said(choice, self._dialect.nothing(), delta))
         if frames:
             self._write(b"".join(frames) if len(frames) > 1 else frames[0])
+
+    def begin(self) -> None:
+        """Write the first chunks now, if they are not out. They come with the first news else."""
+        if frames := self._openings():
+            self._write(b"".join(frames))
+
+    def _openings(self) -> list[bytes]:
+        if self.told.has_begun:
+            return []
+        self.told.has_begun = True
+        return list(filter(None, map(self._opening, self._answer.choices)))
 
     def _members(self, choice: Choice, event: Event) -> bytes | None:
         """None: nothing is told now. Warnings wait for the end of their choice."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gateway.answering import Ask
 from gateway.openai import schema
 from gateway.openai.parameters import choices_of, read_options
@@ -17,11 +19,16 @@ from protocol.grammar import Grammar
 class Completion:
     """asks  one for each prompt
 
-    Raises InvalidRequest naming the field.
+    ids: the prompts' tokens, where they are known. Raises InvalidRequest naming the field.
     """
 
     def __init__(
-        self, body: schema.CompletionBody, model: ServedModel, *, max_prompts: int
+        self,
+        body: schema.CompletionBody,
+        model: ServedModel,
+        *,
+        max_prompts: int,
+        ids: Sequence[list[int]] | None = None,
     ) -> None:
         self.body = body
         self._model = model
@@ -31,10 +38,9 @@ class Completion:
         choices = choices_of(body, model.defaults, model.tokenizer)
         readers = ReaderFactory(model.tokenizer, self._options)
         grammar = Grammar(body=form) if form is not None else None
-        self.asks = [
-            Ask(_prompt_ids(prompt, model), choices, readers, grammar=grammar)
-            for prompt in self._prompts
-        ]
+        if ids is None:
+            ids = [_prompt_ids(prompt, model) for prompt in self._prompts]
+        self.asks = [Ask(known, choices, readers, grammar=grammar) for known in ids]
 
     def dialect(self) -> CompletionDialect:
         body = self.body

@@ -24,11 +24,12 @@ def operations() -> list[Operation]:
     from gateway.admin.operations import OPERATIONS as ADMIN
     from gateway.anthropic.operations import OPERATIONS as ANTHROPIC
     from gateway.openai.operations import OPERATIONS as OPENAI
+    from gateway.rendering.operations import OPERATIONS as RENDERING
     from gateway.responses.operations import OPERATIONS as RESPONSES
     from gateway.resume.operations import OPERATIONS as STREAMS
     from gateway.tokens.operations import OPERATIONS as TOKENS
 
-    return [*OPENAI, *RESPONSES, *STREAMS, *ANTHROPIC, *TOKENS, *ADMIN]
+    return [*OPENAI, *RESPONSES, *STREAMS, *ANTHROPIC, *TOKENS, *RENDERING, *ADMIN]
 
 
 @cache

@@ -1,0 +1,174 @@
+"""The render routes of all APIs, and the derender routes of chats and completions. No engine is
+asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flask
+import msgspec
+from flask import Blueprint, Response, g, request
+
+from gateway.anthropic.fitting import fitted
+from gateway.anthropic.schema import messages_decoder
+from gateway.anthropic.translate import translate
+from gateway.body import decode, read_json, unknown_fields
+from gateway.exchange import Exchange
+from gateway.openai import checks, schema
+from gateway.openai.completion import Completion
+from gateway.openai.parameters import check_counts
+from gateway.openai.prepare import Preparation, Prompt
+from gateway.rendering.bodies import ChatDerendering, CompletionDerendering
+from gateway.rendering.render import rendered_chat, rendered_completion
+from gateway.rendering.schema import (
+    Carried,
+    carried_decoder,
+    derender_chat_decoder,
+    derender_completion_decoder,
+)
+from gateway.responses.checks import check, ignored
+from gateway.responses.items import input_items
+from gateway.responses.rendering import rendered
+from gateway.responses.schema import ResponsesBody, responses_decoder
+from gateway.service import Service
+from protocol.errors import InvalidRequest, RequestError
+
+
+def blueprint(service: Service) -> Blueprint:
+    routes = Blueprint("rendering", __name__)
+    for api, render in (
+        ("chat/completions", render_chat),
+        ("completions", render_completions),
+        ("responses", render_responses),
+        ("messages", render_messages),
+    ):
+        routes.post(f"/v1/{api}/render", endpoint=f"render_{api.replace('/', '_')}")(
+            lambda render=render: render(service)
+        )
+    routes.post("/v1/chat/completions/derender", endpoint="derender_chat")(
+        lambda: derender_chat(service)
+    )
+    routes.post("/v1/completions/derender", endpoint="derender_completions")(
+        lambda: derender_completions(service)
+    )
+    return routes
+
+
+# ---- render
+
+
+def render_chat(service: Service) -> Response:
+    data = _read(service)
+    body = decode(data, schema.chat_decoder)
+    _note_ignored(unknown_fields(data, type(body)), body)
+    checks.check_chat(body)
+    preparation = _preparation(service, body)
+    return _chat(service, data, preparation, preparation.prompt(body.messages), "chatcmpl")
+
+
+def render_completions(service: Service) -> Response:
+    data = _read(service)
+    body = decode(data, schema.completion_decoder)
+    _note_ignored(unknown_fields(data, type(body)), body)
+    checks.check_completion(body)
+    model, config = service.model(body.model), service.config
+    completion = Completion(body, model, max_prompts=config.max_prompts)
+    check_counts(completion.asks, body, config.max_n, max(config.max_n, config.max_prompts))
+    try:
+        return _json(rendered_completion(completion, model, _carried(data), _id("cmpl")))
+    except RequestError as error:
+        raise completion.named(error) from None
+
+
+def render_responses(service: Service) -> Response:
+    data = _read(service)
+    body = decode(data, responses_decoder)
+    if body.previous_response_id is not None:
+        raise InvalidRequest(
+            "previous_response_id: not rendered; give all items as input",
+            param="previous_response_id",
+        )
+    check(body)
+    model = service.model(body.model)
+    trusts = service.config.trust_request_chat_template
+    ready = rendered(body, input_items(body.input), model, trusts_template=trusts)
+    names = ignored(body, unknown_fields(data, ResponsesBody))
+    _note_ignored(names, ready.translation.chat)
+    with ready.named():
+        return _chat(service, data, ready.preparation, ready.prompt, "resp")
+
+
+def render_messages(service: Service) -> Response:
+    data = _read(service)
+    body = decode(data, messages_decoder)
+    translation = translate(body)
+    _note_ignored(unknown_fields(data, type(body)), translation.chat)
+    with translation.named():
+        model = service.model(translation.chat.model)
+        chat, _ = fitted(translation.chat, model.limits.max_len, model.reading)
+        preparation = _preparation(service, chat)
+        return _chat(service, data, preparation, preparation.prompt(chat.messages), "msg")
+
+
+def _preparation(service: Service, body: schema.ChatBody) -> Preparation:
+    trusts = service.config.trust_request_chat_template
+    return Preparation(body, service.model(body.model), trusts_template=trusts)
+
+
+def _chat(
+    service: Service, data: bytes, preparation: Preparation, prompt: Prompt, kind: str
+) -> Response:
+    config = service.config
+    check_counts([], preparation.body, config.max_n, config.max_n)
+    try:
+        return _json(rendered_chat(preparation, prompt, _carried(data), _id(kind)))
+    except RequestError as error:
+        raise preparation.named(error) from None
+
+
+def _carried(data: bytes) -> Carried:
+    return decode(data, carried_decoder)
+
+
+def _note_ignored(names: list[str], body: schema.GenerationBody) -> None:
+    g.ignored = [name for name in names if name not in Carried.__struct_fields__]
+    checks.check_ignored(g.ignored, body)
+
+
+def _id(kind: str) -> str:
+    exchange: Exchange = g.exchange
+    return f"{kind}-{exchange.request_id}"
+
+
+# ---- derender
+
+
+def derender_chat(service: Service) -> Response:
+    body = decode(_read(service), derender_chat_decoder)
+    model = service.model(body.model or body.chat_request.model)
+    derendering = ChatDerendering(body, model, service.config)
+    return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
+
+
+def derender_completions(service: Service) -> Response:
+    body = decode(_read(service), derender_completion_decoder)
+    model = service.model(body.model or body.completion_request.model)
+    derendering = CompletionDerendering(body, model, service.config)
+    return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
+
+
+def _chunk(chunk: dict[str, Any] | None, state: str) -> Response:
+    return _json({"chunk": chunk, "stream_state": state})
+
+
+def _read(service: Service) -> bytes:
+    return read_json(request, service.config.max_body_mib << 20)
+
+
+def _json(value: Any) -> Response:
+    return _told(msgspec.json.encode(value))
+
+
+def _told(data: bytes) -> Response:
+    return flask.Response(data, content_type="application/json")

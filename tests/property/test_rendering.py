@@ -1,0 +1,249 @@
+"""chat = derender(generate(render(chat))), for every format, whole and in any cut of the stream."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+import tokenizers
+
+from gateway.output.events import ToolCall
+from gateway.output.formats import READ_WHOLE, TOOLS, machine_state
+from gateway.output.machine import Lexicon, Piece, Special
+from gateway.output.reasoning import REASONING
+from gateway.served import ModelOptions, ServedModel
+from protocol.config import GatewayConfig
+from protocol.messages import Output, Usage
+from tests.property.test_tool_grammars import SAMPLES
+from tests.support.formats import Call, Fixture, Sample, lexicon, units
+from tests.support.http import said_whole, spoken
+from tests.support.rendering import Trip
+from tests.support.response_templates import TEMPLATES
+from tests.support.scripted_engine import EOS, TEMPLATE, byte_tokenizer, scripted_card
+from tests.support.served import LIMITS
+
+BY_NAME = {sample.name: (sample, list(cases)) for sample, cases in SAMPLES}
+SUFFIX = " (template)"
+CUT_IN_TWO = ("hermes", "deepseek_v3", "qwen3_coder", "openai")
+"""Of JSON, with names outside of it, of tags, and one that rules the whole answer."""
+
+
+def test_every_format_has_a_sample() -> None:
+    read = [sample.format.tools for sample, _ in SAMPLES]
+    assert all(syntax in read for syntax in TOOLS.values())
+
+
+@cache
+def model_of(name: str) -> tuple[ServedModel, Lexicon]:
+    """A model of bytes, with the sample's markers as tokens, read as the operator says."""
+    sample, _ = BY_NAME[name]
+    found = sample.format.markers() if sample.markers is None else sample.markers
+    markers = [marker for marker in found if not any(part in marker for part in sample.parts)]
+    inner = byte_tokenizer(markers)
+    inner.add_special_tokens(list(sample.parts))
+    options: dict[str, Any] = {"tool_format": "hf", "reasoning_format": "hf"}
+    template = None
+    if name.endswith(SUFFIX):
+        template = json.dumps(TEMPLATES[name.removesuffix(SUFFIX)])
+    else:
+        options = {"tool_format": tools_of(sample), "reasoning_format": reasoning_of(sample)}
+    return model_with(inner, template, **options), lexicon_of(inner, markers, sample.parts)
+
+
+def model_with(
+    inner: tokenizers.Tokenizer, response_template: str | None = None, **options: Any
+) -> ServedModel:
+    card = scripted_card(
+        vocab_size=inner.get_vocab_size(),
+        tokenizer=inner.to_str().encode(),
+        chat_template=TEMPLATE + "{% for tool in tools or [] %}{% endfor %}",
+        response_template=response_template,
+    )
+    return ServedModel.of(card, LIMITS, ModelOptions.of(GatewayConfig(**options)))
+
+
+def lexicon_of(
+    inner: tokenizers.Tokenizer, markers: Sequence[str], parts: Sequence[str]
+) -> Lexicon:
+    ids = inner.get_vocab()
+    return Lexicon({ids[marker]: marker for marker in markers}, {ids[part]: part for part in parts})
+
+
+def tools_of(sample: Sample) -> str:
+    names = (name for name, syntax in TOOLS.items() if syntax == sample.format.tools)
+    return next(names, sample.name.split()[0])  # one that is fitted to a vocabulary has no name
+
+
+def reasoning_of(sample: Sample) -> str:
+    whole = {tools: name for name, tools in READ_WHOLE.items()}
+    if tools_of(sample) in whole:
+        return whole[tools_of(sample)]
+    names = (name for name, format in REASONING.items() if format == sample.format.reasoning)
+    return next(names, "none")
+
+
+def ids_of(text: str, words: Lexicon) -> list[int]:
+    by_text = {piece.text: token for token, piece in words.pieces.items()}  # type: ignore[union-attr]
+
+    def ids(piece: Piece) -> list[int]:
+        return list(piece.encode()) if isinstance(piece, str) else [by_text[piece.text]]
+
+    assert all(isinstance(piece, Special) for piece in words.pieces.values() if not words.parts)
+    return [token for piece in units(text, words) for token in ids(piece)]
+
+
+def body_of(sample: Sample, fixture: Fixture, **more: Any) -> dict[str, Any]:
+    named = {event.name: None for event in fixture.events if isinstance(event, ToolCall)}
+    declared = named | {tool.name: tool.parameters for tool in sample.tools or ()}
+    tools = [
+        {"type": "function", "function": {"name": name} | ({"parameters": p} if p else {})}
+        for name, p in declared.items()
+    ]
+    hello = [{"role": "user", "content": "Hi"}]
+    return {"messages": hello, "model": "scripted", **({"tools": tools} if tools else {}), **more}
+
+
+def has_ids(fixture: Fixture) -> bool:
+    """The model writes those of its calls."""
+    calls = [event for event in fixture.events if isinstance(event, ToolCall)]
+    return bool(calls) and all(call.id in fixture.text for call in calls)
+
+
+def outputs_of(deltas: Sequence[Sequence[int]], *, complete: bool = True) -> list[Output]:
+    """The engine's news: the last comes with the end token, or is cut off."""
+    news = [Output(request=0, tokens=list(delta)) for delta in deltas]
+    total = sum(map(len, deltas)) + complete
+    usage = Usage(prompt_tokens=3, generated_tokens=total, cached_tokens=2)
+    if complete:
+        return [*news, Output(request=0, tokens=[EOS], finish="stop", stop_token=EOS, usage=usage)]
+    return [*news, Output(request=0, finish="length", usage=usage)]
+
+
+def cuts(ids: list[int], seed: int) -> list[list[int]]:
+    rng, deltas, start = random.Random(seed), [], 0
+    most = rng.choice((3, 12, 60))
+    while start < len(ids):
+        end = start + rng.randint(1, most)
+        deltas.append(ids[start:end])
+        start = end
+    return deltas
+
+
+def told(whole: dict[str, Any], *, with_ids: bool, with_usage: bool) -> dict[str, Any]:
+    """A whole answer as a client sees it; ids of calls only where the model writes them."""
+    seen = {**whole, "created": 0, "usage": whole["usage"] if with_usage else None}
+    if not with_ids:
+        for choice in seen["choices"]:
+            for call in choice["message"].get("tool_calls", ()):
+                call["id"] = ""
+    return seen
+
+
+def heard(choices: dict[int, dict[str, Any]], *, with_ids: bool) -> dict[int, dict[str, Any]]:
+    for choice in choices.values():
+        if not with_ids:
+            choice["calls"] = [("", name, arguments) for _, name, arguments in choice["calls"]]
+    return choices
+
+
+def check(trip: Trip, *, with_ids: bool, with_usage: bool = True) -> dict[int, dict[str, Any]]:
+    """Both ways are one; what a client heard."""
+    kept = {"with_ids": with_ids, "with_usage": with_usage}
+    whole, _ = trip.chat()
+    response, chunks = trip.generate(trip.render_chat())
+    derendered = trip.derender_chat(response)
+    assert told(derendered, **kept) == told(whole, **kept)
+    streamed = trip.derender_stream(chunks, trip.derender_chat_chunk)
+    expected = heard(said_whole(whole), with_ids=with_ids)
+    assert heard(spoken(streamed), with_ids=with_ids) == expected
+    assert streamed[-1]["usage"] == (whole["usage"] if with_usage else derendered["usage"])
+    return expected
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_answer_that_took_the_way_over_tokens_is_that_of_a_chat(name: str) -> None:
+    sample, cases = BY_NAME[name]
+    model, words = model_of(name)
+    num_calls = 0
+    for seed, fixture in enumerate(cases):
+        ids = ids_of(fixture.text, words)
+        for complete in (True, False):
+            ends = ids if complete else ids[: len(ids) * 2 // 3]
+            outputs = outputs_of(cuts(ends, seed), complete=complete)
+            trip = Trip(model, body_of(sample, fixture), outputs)
+            said = check(trip, with_ids=has_ids(fixture))
+            num_calls += len(said[0]["calls"])
+    assert num_calls >= 3
+
+
+def two_parts(ids: list[int]) -> Iterator[list[list[int]]]:
+    for at in range(1, len(ids)):
+        yield [ids[:at], ids[at:]]
+
+
+@pytest.mark.parametrize("name", CUT_IN_TWO)
+def test_no_cut_of_a_stream_changes_what_is_derendered(name: str) -> None:
+    sample, cases = BY_NAME[name]
+    model, words = model_of(name)
+    for fixture in [case for case in cases if case.name in ("one call", "reasoning before")]:
+        ids = ids_of(fixture.text, words)
+        for deltas in [[[token] for token in ids], *two_parts(ids)]:
+            trip = Trip(model, body_of(sample, fixture), outputs_of(deltas))
+            check(trip, with_ids=has_ids(fixture))
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_reasoning_comes_back_in_every_reasoning_format(name: str) -> None:
+    format = REASONING[name]
+    markers = [*format.markers(), "<tool_call>", "</tool_call>"]
+    inner = byte_tokenizer(dict.fromkeys(markers))
+    model = model_with(inner, tool_format="hermes", reasoning_format=name)
+    words = lexicon_of(inner, markers, ())
+    opens, closes = (*format.open, "")[0], (*format.close, "")[0]
+    calls = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    text = f"{opens}\nLet me see 語.\n{closes}\n\nHere it is. {calls}"
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    for kwargs in ({}, {"enable_thinking": True}, {"thinking": False}):
+        for more in ({}, {"include_reasoning": False}, {"parallel_tool_calls": False}):
+            body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, **more}
+            body |= {"chat_template_kwargs": kwargs, "model": "scripted"}
+            deltas = cuts(ids_of(text, words), len(kwargs) + len(more))
+            # A chat ends with its only call; whoever generates elsewhere does not know of it.
+            many = more.get("parallel_tool_calls", True)
+            check(Trip(model, body, outputs_of(deltas)), with_ids=False, with_usage=many)
+
+
+def test_ids_that_the_model_writes_are_among_what_was_compared() -> None:
+    kept = {name for name, (_, cases) in BY_NAME.items() if any(map(has_ids, cases))}
+    assert {"kimi_k2", "mistral (v13)"} <= kept
+
+
+LONG, SHORT = 10_000, 100
+
+
+def memory(sample: Sample, text: str) -> int:
+    """Bytes of the machine's state behind `text`."""
+    words = lexicon(sample, tokens=True)
+    machine = sample.format.machine(words, tools=sample.tools)
+    for piece in units(text, words):
+        machine.push(piece)
+    return len(msgspec.msgpack.encode(machine_state(machine)))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_a_format_remembers_does_not_grow_with_what_it_tells(name: str) -> None:
+    """Neither with text, nor with reasoning, nor with a string among a call's arguments."""
+    sample, _ = BY_NAME[name]
+    call = sample.write([Call("run", {"code": "X", "path": "Y"})], 0)
+    heads = ["", call[: call.index("X")]]
+    if sample.think is not None:
+        thought = sample.think("X")
+        heads.append(thought[: thought.index("X")])
+    for head in heads:
+        short, long = (memory(sample, head + "so on. " * (n // 7)) for n in (SHORT, LONG))
+        assert long <= short + 16

@@ -1,0 +1,424 @@
+"""Render and derender, field by field: what is told, what is refused, what a state weighs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.openai.told import TokenChance
+from gateway.rendering.bodies import ChatDerendering
+from gateway.rendering.recorded import entry_of, prompt_entries
+from gateway.rendering.schema import MAX_STATE_CHARS, Carried, derender_chat_decoder
+from gateway.rendering.state import StreamState, key_of, opened, sealed
+from gateway.text.logprobs import prompt_chances
+from gateway.tokens.generate_schema import GenerateBody
+from gateway.tokens.generate_tell import chosen_token
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.messages import Output, TokenLogprobs
+from tests.support.http import folded, said_whole, spoken, unfolded
+from tests.support.rendering import CONFIG, Trip
+from tests.support.scripted_engine import (
+    EOS,
+    ids_of,
+    marked_ids,
+    scripted_logprob,
+    thinking_card,
+)
+from tests.support.served import served
+
+MODEL = served(thinking_card())
+HI = [{"role": "user", "content": "Hi"}]
+LOOK = [{"type": "function", "function": {"name": "look"}}]
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'
+
+
+def outputs(
+    text: str, size: int = 3, *, logprobs: int | None = None, asked: int = 0
+) -> list[Output]:
+    """asked: of so many named tokens logprobs are told, too."""
+    ids = [*marked_ids(text), EOS]
+    pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
+
+    def entries(piece: list[int]) -> list[TokenLogprobs]:
+        found = [scripted_logprob(token, logprobs or 0) for token in piece]
+        heard = [-5.0 - place for place in range(asked)]
+        return [msgspec.structs.replace(entry, asked_logprobs=heard) for entry in found]
+
+    news = [
+        Output(request=0, tokens=piece, logprobs=[] if logprobs is None else entries(piece))
+        for piece in pieces
+    ]
+    return [*news[:-1], msgspec.structs.replace(news[-1], finish="stop", stop_token=EOS)]
+
+
+def trip(text: str = "Hello", size: int = 3, **body: Any) -> Trip:
+    logprobs = body.get("top_logprobs", body.get("logprobs"))
+    lines = outputs(text, size, logprobs=logprobs, asked=len(body.get("logprob_token_ids", ())))
+    given = {"model": "scripted", **body}
+    return Trip(MODEL, given if "prompt" in body else {"messages": HI, **given}, lines)
+
+
+# ---- render
+
+
+def test_a_rendered_chat_is_a_body_of_the_token_endpoint_with_everything_resolved() -> None:
+    body: dict[str, Any] = {
+        "max_tokens": 7,
+        "seed": 3,
+        "stop": "x",
+        "n": 2,
+        "cache_salt": "s",
+        "priority": -1,
+    }
+    told = trip(**body).render_chat(Carried({"do_remote_prefill": True}))
+    decoded = msgspec.convert(told, GenerateBody)
+    sampling = decoded.sampling_params
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 40, 1.0)
+    assert (sampling.max_tokens, sampling.seed, sampling.n) == (7, 3, 2)
+    assert sampling.stop_strings == ["x"]
+    assert (decoded.cache_salt, decoded.priority, decoded.model) == ("s", -1, "scripted")
+    assert told["kv_transfer_params"] == {"do_remote_prefill": True}
+    assert told["request_id"] == "chatcmpl-7"
+    assert decoded.token_ids[0] == 256
+
+
+def test_without_max_tokens_none_is_told_as_whoever_generates_knows_the_context() -> None:
+    assert "max_tokens" not in trip().render_chat()["sampling_params"]
+    assert trip(prompt="a").render_completion()[0]["sampling_params"]["max_tokens"] == 16
+
+
+@pytest.mark.parametrize(("kwargs", "ended"), [({}, False), ({"enable_thinking": False}, True)])
+def test_whether_the_reasoning_has_ended_and_with_what_the_prompt_was_rendered(
+    kwargs: dict[str, Any], ended: bool
+) -> None:
+    told = trip(chat_template_kwargs=kwargs).render_chat()
+    assert told["reasoning_ended"] is ended
+    assert told["reasoning_parser_kwargs"] == {"chat_template_kwargs": kwargs}
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tools": LOOK, "tool_choice": "required"},
+        {"thinking_token_budget": 5},
+    ],
+)
+def test_what_must_be_enforced_is_a_grammar_that_the_token_endpoint_takes(
+    demand: dict[str, Any],
+) -> None:
+    told = trip(**demand).render_chat()
+    assert msgspec.convert(told, GenerateBody).grammar is not None
+    assert "grammar" not in trip(tools=LOOK).render_chat()
+
+
+def test_a_prompt_that_no_engine_takes_is_not_rendered() -> None:
+    with pytest.raises(ContextTooLong) as raised:
+        trip(messages=[{"role": "user", "content": "x" * 600}]).render_chat()
+    assert raised.value.param == "prompt"
+
+
+def test_a_completion_is_rendered_once_for_each_prompt() -> None:
+    told = trip(prompt=["a", "bc"]).render_completion()
+    assert [one["token_ids"] for one in told] == [ids_of("a"), ids_of("bc")]
+    assert [one["request_id"] for one in told] == ["cmpl-7-0", "cmpl-7-1"]
+
+
+# ---- completions, logprobs, n
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 2, "return_token_ids": True},
+        {"logprobs": 2, "logprob_token_ids": [65, 66]},
+        {"stop": "ll"},
+        {"stop": "ll", "include_stop_str_in_output": True, "logprobs": 1},
+    ],
+)
+def test_a_completion_that_took_the_way_over_tokens_is_the_same(more: dict[str, Any]) -> None:
+    one = trip("Hello, 語!", prompt=["a", "bc"], **more)
+    whole, _ = one.completion()
+    generated = [one.generate(rendered) for rendered in one.render_completion()]
+    derendered = one.derender_completion([response for response, _ in generated])
+    assert derendered["choices"] == whole["choices"]
+    streamed: list[Any] = []
+    for place, (_, chunks) in enumerate(generated):
+        streamed += one.derender_stream(chunks, one.derender_completion_chunk, prompt_index=place)
+    assert folded(streamed) == unfolded(whole)
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+@pytest.mark.parametrize("more", [{}, {"include_reasoning": False}, {"n": 2}])
+def test_logprobs_and_ids_of_a_chat_survive(size: int, more: dict[str, Any]) -> None:
+    text = "<think>\n" + "hm " * 40 + f"\n</think>\n\nI look.{CALL}"
+    asked = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    one = trip(text, size, tools=LOOK, **asked, **more)
+    whole, _ = one.chat()
+    response, chunks = one.generate(one.render_chat())
+    derendered = one.derender_chat(response)
+    for choice, other in zip(whole["choices"], derendered["choices"], strict=True):
+        assert other["logprobs"] == choice["logprobs"]
+        assert other["token_ids"] == choice["token_ids"]
+    streamed = one.derender_stream(chunks, one.derender_chat_chunk)
+    assert [part["prompt_token_ids"] for part in streamed if "prompt_token_ids" in part] == [
+        whole["prompt_token_ids"]
+    ]
+    for index, said in folded(streamed).items():
+        assert said["logprobs"] == whole["choices"][index]["logprobs"]
+        assert said["token_ids"] == whole["choices"][index]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "tops", "asked"),
+    [
+        (1, [(5, -0.1), (6, -2.0)], []),
+        (2, [(6, -0.1), (5, -0.2)], []),
+        (2, [(6, -0.1), (5, -0.1)], []),  # as likely
+        (9, [(6, -0.1), (7, -0.2)], [8, 6]),
+        (1, [(5, -0.1)], [8]),  # nothing else is possible
+        (7, [], []),
+    ],
+)
+def test_a_tokens_logprobs_come_back_as_the_engine_told_them(
+    rank: int, tops: list[tuple[int, float]], asked: list[int]
+) -> None:
+    ids, logprobs = [i for i, _ in tops], [value for _, value in tops]
+    own = dict(tops).get(5, -9.0)
+    heard = [dict(tops).get(i, -4.0) for i in asked]
+    entry = TokenLogprobs(5, own, rank, ids, logprobs, heard)
+    assert entry_of(chosen_token(entry, asked), len(tops), asked) == entry
+
+
+def test_a_named_token_of_which_nothing_was_told_is_unknown() -> None:
+    entry = entry_of(chosen_token(TokenLogprobs(5, -1.0, 3), []), 0, [8])
+    assert list(map(math.isnan, entry.asked_logprobs)) == [True]
+
+
+def test_a_prompts_logprobs_come_back() -> None:
+    entries = [
+        TokenLogprobs(66, -0.5, 2, [65, 66], [-0.1, -0.5]),
+        TokenLogprobs(67, -7.0, 90, [65, 66], [-0.1, -0.5]),
+    ]
+    told = json.loads(msgspec.json.encode(prompt_chances(MODEL.tokenizer, entries)))
+    typed = msgspec.convert(told, list[dict[str, TokenChance] | None])
+    assert prompt_entries([64, 66, 67], typed, "x") == entries
+    with pytest.raises(InvalidRequest, match="the prompt has 2"):
+        prompt_entries([64, 66], typed, "x")
+
+
+def test_kv_transfer_params_survive_whole_and_in_chunks() -> None:
+    one = trip()
+    response, chunks = one.generate(one.render_chat())
+    params = {"remote_host": "h", "block_ids": [1]}
+    assert (
+        one.derender_chat(response | {"kv_transfer_params": params})["kv_transfer_params"] == params
+    )
+    chunks = [
+        chunk | ({"kv_transfer_params": params} if "weights_digest" in chunk else {})
+        for chunk in chunks
+        if chunk["choices"]
+    ]
+    told = one.derender_stream(chunks, one.derender_chat_chunk)
+    assert [part.get("kv_transfer_params") for part in told] == [None] * (len(told) - 1) + [params]
+
+
+def test_the_usage_chunk_is_told_where_the_chat_asks_for_it() -> None:
+    one = trip()
+    _, chunks = one.generate(one.render_chat())
+    assert one.derender_stream(chunks, one.derender_chat_chunk)[-1]["choices"] == []
+    plain = one.derender_stream(
+        chunks, one.derender_chat_chunk, chat_request={**one.body, "stream": True}
+    )
+    assert all(part["choices"] for part in plain)
+
+
+def test_the_prompts_own_tokens_say_where_the_answer_starts() -> None:
+    """Rendered again, the request says something else than the prompt that was sent."""
+    one = trip("hm\n</think>\n\nSo.", chat_template_kwargs={"enable_thinking": False})
+    response, chunks = one.generate(one.render_chat())
+    inside = marked_ids("<user>Hi<assistant><think>\n")
+    whole = one.derender_chat(response, prompt_token_ids=inside, prompt_tokens=len(inside))
+    assert said_whole(whole)[0]["reasoning"] == "hm"
+    assert whole["usage"]["prompt_tokens"] == len(inside)
+    streamed = one.derender_stream(chunks, one.derender_chat_chunk, prompt_token_ids=inside)
+    assert spoken(streamed) == said_whole(whole)
+
+
+# ---- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"generate_response": None}, "generate_response"),
+        ({"prompt_token_ids": [1, 99999]}, "prompt_token_ids"),
+        ({"prompt_tokens": 5}, "prompt_tokens"),
+        ({"chat_request": {"messages": HI, "n": 2}}, "generate_response.choices"),
+        ({"chat_request": {"messages": HI, "n": 999}}, "chat_request.n"),
+        ({"chat_request": {"messages": HI, "top_logprobs": 1}}, "chat_request.top_logprobs"),
+        ({"chat_request": {"messages": ["x"]}}, "chat_request.messages[0]"),
+        (
+            {"chat_request": {"messages": HI, "logprobs": True}},
+            "generate_response.choices[0].logprobs",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_whole_answer_is_named(change: dict[str, Any], field: str) -> None:
+    one = trip()
+    response, _ = one.generate(one.render_chat())
+    body = {"chat_request": one.body, "generate_response": response} | change
+    decoded = derender_chat_decoder.decode(msgspec.json.encode(body))
+    with pytest.raises(InvalidRequest) as raised:
+        ChatDerendering(decoded, MODEL, CONFIG).whole()
+    assert raised.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"token_ids": [263]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"finish_reason": None}, "finish_reason"),
+    ],
+)
+def test_what_is_wrong_with_a_choice_is_named(change: dict[str, Any], field: str) -> None:
+    one = trip()
+    response, _ = one.generate(one.render_chat())
+    response["choices"][0] |= change
+    with pytest.raises(InvalidRequest) as raised:
+        one.derender_chat(response)
+    assert raised.value.param == f"generate_response.choices[0].{field}"
+
+
+def test_a_chunk_of_an_answer_that_nobody_asked_for_is_refused() -> None:
+    one = trip()
+    _, chunks = one.generate(one.render_chat())
+    chunks[0]["choices"][0]["index"] = 1
+    with pytest.raises(InvalidRequest) as raised:
+        one.derender_chat_chunk(chunks[0], None)
+    assert raised.value.param == "generate_chunk.choices[0].index"
+
+
+# ---- the state
+
+
+def after(one: Trip, count: int) -> tuple[str, list[Any]]:
+    """The state behind so many chunks, and the chunks that follow."""
+    _, chunks = one.generate(one.render_chat())
+    state = None
+    for chunk in chunks[:count]:
+        _, state = one.derender_chat_chunk(chunk, state)
+    assert state is not None
+    return state, chunks[count:]
+
+
+def refuses(one: Trip, chunk: Any, state: str) -> bool:
+    """Any other failure is one of the test."""
+    try:
+        one.derender_chat_chunk(chunk, state)
+    except InvalidRequest as error:
+        return error.param == "stream_state"
+    return False
+
+
+def test_a_state_that_is_damaged_or_of_another_answer_is_refused() -> None:
+    one = trip(f"I look.{CALL}", tools=LOOK)
+    state, (chunk, *_) = after(one, 4)
+    data = bytearray(base64.urlsafe_b64decode(state))
+    data[-1] ^= 1
+    for odd in (
+        "",
+        "x",
+        "é",
+        "AAAA",
+        state[:-4],
+        state[4:],
+        base64.urlsafe_b64encode(data).decode(),
+    ):
+        assert refuses(one, chunk, odd)
+    other = Trip(MODEL, {**one.body, "tool_choice": "none"}, one.outputs)
+    assert refuses(other, chunk, state)
+
+
+def test_a_state_that_someone_forged_is_refused_and_never_our_fault() -> None:
+    one = trip(f"<think>\nhm\n</think>\n\nI look.{CALL}", tools=LOOK)
+    state, (chunk, *_) = after(one, 8)
+    request = derender_chat_decoder.decode(
+        msgspec.json.encode({"chat_request": one.streaming})
+    ).chat_request
+    key = key_of(MODEL, request)
+    plain = msgspec.to_builtins(opened(state, key))
+    machine = plain[4][0][0]["machine"]
+    noticed = 0
+    for name, odd in (("at", "nowhere"), ("at", 3), ("teller", 3), ("section", []), ("zzz", 1)):
+        kept = machine.get(name)
+        machine[name] = odd
+        text = sealed(msgspec.convert(plain, StreamState), key)
+        noticed += refuses(one, chunk, text)
+        machine[name] = kept
+    assert noticed >= 3  # the others are read as if they were true
+    plain[4][7] = plain[4][0]  # of a choice that the request does not have
+    assert refuses(one, chunk, sealed(msgspec.convert(plain, StreamState), key))
+
+
+def size_and_seconds(one: Trip, text: str, num_chunks: int) -> tuple[int, float]:
+    """Of the state behind `text`, and of one chunk more: the best of a few."""
+    state = None
+    ids = marked_ids(text)
+    step = max(1, len(ids) // num_chunks)
+    for at in range(0, len(ids), step):
+        chunk = news(ids[at : at + step])
+        _, state = one.derender_chat_chunk(chunk, state)
+    assert state is not None
+    best = math.inf
+    for _ in range(25):
+        started = time.perf_counter()
+        one.derender_chat_chunk(news(ids_of("x")), state)
+        best = min(best, time.perf_counter() - started)
+    return len(state), best
+
+
+def news(ids: list[int]) -> dict[str, Any]:
+    choice = {"index": 0, "token_ids": ids, "finish_reason": None, "stop_reason": None}
+    return {"request_id": "generate-tokens-7", "output_mode": "tokens", "choices": [choice]}
+
+
+LONG = {
+    "content": ("Well, ", "so on. "),
+    "reasoning": ("<think>\nWell, ", "so on. "),
+    "arguments": ('<tool_call>{"name": "look", "arguments": {"at": "', "so on. "),
+    "nested arguments": ('<tool_call>{"name": "look", "arguments": {"at": [', '{"a": [1, ""]}, '),
+    "many calls": ("", CALL),
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"include_reasoning": False, "return_token_ids": True}])
+@pytest.mark.parametrize("kind", LONG)
+def test_a_chunk_costs_the_same_wherever_it_stands(kind: str, more: dict[str, Any]) -> None:
+    """At 100 tokens and at 10,000, in what is sent and in time."""
+    head, part = LONG[kind]
+    one = trip(tools=LOOK, **more)
+    size = len(marked_ids(part))
+    short = size_and_seconds(one, head + part * (100 // size), 20)
+    long = size_and_seconds(one, head + part * (10_000 // size), 50)
+    print(f"{kind}: {short[0]} -> {long[0]} chars, {short[1] * 1e6:.0f} -> {long[1] * 1e6:.0f} us")
+    assert long[0] <= short[0] * 1.25 + 400
+    assert long[1] <= short[1] * 2
+
+
+def test_what_is_held_back_without_end_is_refused_and_can_be_derendered_whole() -> None:
+    held = '<tool_call>{"arguments": {"at": "' + "x" * MAX_STATE_CHARS
+    with pytest.raises(InvalidRequest) as raised:
+        trip(tools=LOOK).derender_chat_chunk(news(marked_ids(held)), None)
+    assert raised.value.param == "generate_chunk"
+    one = trip(held, 4096, tools=LOOK)
+    response, _ = one.generate(one.render_chat())
+    assert said_whole(one.derender_chat(response))[0]["warnings"] == ["tool_parse_failed"]
