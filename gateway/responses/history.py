@@ -12,13 +12,12 @@ from typing import Any
 
 import msgspec
 
-from gateway.responses.items import Item, Placed, response_of
+from gateway.responses.items import PREVIOUS, Item, Placed, response_of
 from gateway.store.database import BrokenChain
 from gateway.store.queries import Record
 from gateway.store.store import Store
 from protocol.errors import InvalidRequest
 
-PREVIOUS = "previous_response_id"
 UNFINISHED = ("queued", "in_progress")
 
 

@@ -23,6 +23,8 @@ Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 RESPONSE_PREFIX = "resp_"
+PREVIOUS = "previous_response_id"
+"""The place of items that the request only names."""
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",

@@ -6,7 +6,8 @@ say different things. Called from the hub.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, Protocol
 
 import msgspec
@@ -22,29 +23,55 @@ from protocol.messages import TokenLogprobs
 
 
 class LogprobsShown:
-    """Logprobs of a message's text, in the shape of `output_text`."""
+    """Logprobs of a message's text, in the shape of `output_text`. One response's.
+
+    A token is told with the text that it spells; the others are markup, thinking, or what ended the
+    answer. Text may be told later than its tokens came (blanks, half a character), so those behind
+    the last text wait.
+    """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._waiting: list[TokenLogprobs] = []
 
-    def of(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
+    def of(self, entries: Sequence[TokenLogprobs], texts: Sequence[str]) -> list[list[Any]]:
+        """Of each of a delta's texts; `entries` are the delta's. Looked for from the end, since
+        what was thought may be said again."""
+        known = [*self._waiting[-MAX_WAITING:], *entries]
+        self._waiting = known
+        told: list[list[Any]] = []
+        end = len(known)
+        for text in reversed(texts):
+            window = self._window(known[:end], text.encode())
+            if window is None:  # a stop string was cut off: all that came with it
+                window = (min(end, len(known) - len(entries)), end)
+            if not told:
+                self._waiting = known[window[1] :]
+            end = window[0]
+            told.append(self._shown(known[slice(*window)]))
+        return told[::-1]
+
+    def _window(self, known: Sequence[TokenLogprobs], wanted: bytes) -> tuple[int, int] | None:
+        """The last run of tokens that spells it."""
+        spelt = [self._tokenizer.token_bytes(entry.token_id) for entry in known]
+        for end in range(len(spelt), 0, -1):
+            said = b""
+            for start in range(end - 1, -1, -1):
+                said = spelt[start] + said
+                if said == wanted:
+                    return start, end
+                if not wanted.endswith(said):
+                    break
+        return None
+
+    def _shown(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
         told = chat_logprobs(self._tokenizer, entries, num_top=self._num_top)
         return list(msgspec.to_builtins(told))
 
-    def window(self, entries: Sequence[TokenLogprobs], text: str) -> tuple[int, int]:
-        """Which of a delta's tokens spell `text`: the others are markup, thinking, or the token
-        that ended it. All of them where no run of them does (half of a character waits)."""
-        wanted = text.encode()
-        spelt = [self._tokenizer.token_bytes(entry.token_id) for entry in entries]
-        for start in range(len(spelt)):
-            said, end = b"", start
-            while end < len(spelt) and len(said) < len(wanted):
-                said += spelt[end]
-                end += 1
-            if said == wanted:
-                return start, end
-        return 0, len(entries)
+
+MAX_WAITING = 64
+"""Tokens; no format holds more of an answer's own text back."""
 
 
 class Taker(Protocol):
@@ -84,21 +111,26 @@ class ResponseSink:
             self._is_queued = False
             self._events.proceed()
             self._taker.begun(self._events.head.told(IN_PROGRESS))
-        entries = delta.logprobs if self._logprobs is not None else ()
+        logprobs = self._logprobs_of(delta)
         for event in delta.events:
             match event:
                 case Finished():
                     self._reason = event.reason
                 case Failed():  # it is told by `fail`
                     pass
-                case Content() if self._logprobs is not None and entries:
-                    start, end = self._logprobs.window(entries, event.text)
-                    self._events.push(event, self._logprobs.of(entries[start:end]))
-                    entries = entries[end:]
+                case Content():
+                    self._events.push(event, next(logprobs))
                 case _:
                     self._events.push(event)
         if frames := self._events.taken():
             self._taker.write(frames)
+
+    def _logprobs_of(self, delta: Delta) -> Iterator[list[Any]]:
+        """For each bit of content."""
+        if self._logprobs is None:
+            return repeat([])
+        texts = [event.text for event in delta.events if isinstance(event, Content)]
+        return iter(self._logprobs.of(delta.logprobs, texts))
 
     def end(self) -> None:
         status, incomplete = ENDS[self._reason]

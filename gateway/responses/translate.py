@@ -15,7 +15,7 @@ import msgspec
 from gateway.openai.checks import check_chat
 from gateway.openai.naming import named, renamed
 from gateway.openai.schema import ChatBody
-from gateway.responses.items import Placed
+from gateway.responses.items import PREVIOUS, Placed
 from gateway.responses.messages import Conversation
 from gateway.responses.schema import ResponsesBody
 from protocol.errors import InvalidRequest, RequestError
@@ -60,7 +60,7 @@ class Translation(msgspec.Struct, frozen=True):
         """The longest beginning that is known is replaced."""
         for end in sorted({len(name), *(m.start() for m in re.finditer(r"[.\[]", name))})[::-1]:
             if (own := self.names.get(name[:end])) is not None:
-                return own + name[end:]
+                return PREVIOUS if own.startswith(PREVIOUS) else own + name[end:]
         for pattern, own in _OWN_NAMES:
             if pattern.match(name):
                 return pattern.sub(own, name)

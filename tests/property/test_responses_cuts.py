@@ -1,0 +1,126 @@
+"""Any cut of the engine's news gives the same response, and each response is the fold of its
+stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.answering import Answer, Ask
+from gateway.engine_client import Subscriber
+from gateway.output.reader import AnswerOptions, ReaderFactory
+from gateway.reading import Reading
+from gateway.responses.events import Frame, ResponseEvents, last_frame
+from gateway.responses.response import Head, Told
+from gateway.responses.stream import LogprobsShown, ResponseSink
+from gateway.text.tokenizer import Tokenizer
+from protocol.messages import Accepted, Output
+from protocol.sampling import SamplingParams
+from tests.support.responses import items_of, typed_events
+from tests.support.scripted_engine import EOS, marked_ids, scripted_logprob, thinking_card
+
+CARD = thinking_card()
+TOKENIZER = Tokenizer(CARD)
+READING = Reading(CARD, TOKENIZER)
+HEAD = Head("resp_" + "0" * 32, {}, created_at=1)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+ANSWERS = [
+    "Plain text with 🙂 in it.",
+    "<think>\nhm, é\n</think>\n\nYes.",
+    f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}",
+    f"{CALL}",
+    "<think>\nno end",
+    '<tool_call>\n{"name": "f", "arguments": {"a": ',
+    "<tool_call>\nno call\n</tool_call> after all",
+]
+
+
+class Taken:
+    """What a sink told."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.response: Told = {}
+
+    def begun(self, response: Told) -> None:
+        pass
+
+    def write(self, frames: list[Frame]) -> None:
+        self.data += b"".join(frames)
+
+    def close(self, response: Told, number: int) -> None:
+        self.data += last_frame(number, response)
+        self.response = response
+
+
+class Line:
+    """An engine that accepts, and says what the test says."""
+
+    def generate(self, prompt: Any, params: Any, subscriber: Subscriber, **terms: Any) -> int:
+        self.say = subscriber
+        subscriber(Accepted(request=1))
+        return 1
+
+    def abort(self, request: int) -> None:
+        pass
+
+
+def told(text: str, sizes: list[int], finish: str) -> Taken:
+    """The response to `text`, whose tokens came in messages of these sizes, the rest at once."""
+    begun = READING.begin("<assistant>", {}, calls=True)
+    assert begun.bound is not None
+    numbers = iter(range(100))
+    options = AnswerOptions(format=begun.bound, new_id=lambda: f"call_{next(numbers)}")
+    asks = [Ask([1], [SamplingParams()], ReaderFactory(TOKENIZER, answer=options))]
+    line, taken = Line(), Taken()
+    answer = Answer(line, asks)
+    answer.open()
+    events = ResponseEvents(HEAD)
+    answer.attach(ResponseSink(answer, events, taken, LogprobsShown(TOKENIZER, 1)))
+    ids = [*marked_ids(text), *([EOS] if finish == "stop" else [])]
+    while ids:
+        size = sizes.pop(0) if sizes else len(ids)
+        piece, ids = ids[:size], ids[size:]
+        ends: dict[str, Any] = {"finish": finish} if not ids else {}
+        if ends and finish == "stop":
+            ends["stop_token"] = EOS
+        logprobs = [scripted_logprob(token, 1) for token in piece]
+        line.say(Output(request=1, tokens=piece, logprobs=logprobs, **ends))
+    return taken
+
+
+@given(
+    st.sampled_from(ANSWERS),
+    st.lists(st.integers(1, 9), max_size=60),
+    st.sampled_from(["stop", "length"]),
+)
+def test_any_cut_gives_the_same_response(text: str, sizes: list[int], finish: str) -> None:
+    cut = told(text, sizes, finish)
+    by_token = told(text, [1] * 500, finish)
+    assert comparable(cut.response) == comparable(by_token.response)
+    for taken in (cut, by_token):
+        events = typed_events(taken.data)
+        assert events[-1]["response"] == taken.response
+        assert items_of(events) == taken.response["output"]
+
+
+@given(st.sampled_from(ANSWERS[:3]), st.lists(st.integers(1, 9), max_size=60))
+def test_logprobs_of_a_text_are_those_of_its_tokens_however_they_came(
+    text: str, sizes: list[int]
+) -> None:
+    output = told(text, sizes, "stop").response["output"]
+    (part,) = [part for item in output if item["type"] == "message" for part in item["content"]]
+    assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]) == part["text"].encode()
+
+
+def comparable(response: Told) -> Told:
+    """Without the time, and without logprobs: where markup is told as text, in pieces that no
+    tokens spell, what belongs to which depends on the cut."""
+    copy: Told = msgspec.json.decode(msgspec.json.encode(response))
+    for item in copy["output"]:
+        for part in item.get("content", ()):
+            part.pop("logprobs", None)
+    return copy | {"completed_at": None}

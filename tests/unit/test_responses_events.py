@@ -1,0 +1,297 @@
+"""Events in, a response's typed stream out: golden bytes, and the order of events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.answering import Answer, Ask
+from gateway.engine_client import EngineClient
+from gateway.output.events import (
+    Content,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    Warning,
+)
+from gateway.output.reader import ReaderFactory
+from gateway.responses.epitaph import response_epitaph
+from gateway.responses.events import Frame, ResponseEvents, last_frame
+from gateway.responses.items import item_id, response_of, seal
+from gateway.responses.response import Head, Told
+from gateway.responses.stream import LogprobsShown, ResponseSink
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import EngineLost, ErrorInfo, Overloaded
+from protocol.sampling import SamplingParams
+from tests.support.responses import items_of, kinds, typed_events
+from tests.support.scripted_engine import EOS, scripted_card, scripted_logprob
+
+TOKENIZER = Tokenizer(scripted_card())
+NUMBER = "0123456789abcdef" * 2
+HEAD = Head("resp_" + NUMBER, {"model": "m"}, created_at=12)
+
+
+class Taken:
+    """A taker that keeps what it takes."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.snapshots: list[Told] = []
+        self.response: Told | None = None
+
+    def begun(self, response: Told) -> None:
+        self.snapshots.append(response)
+
+    def write(self, frames: list[Frame]) -> None:
+        assert self.response is None
+        assert frames
+        self.frames += frames
+
+    def close(self, response: Told, number: int) -> None:
+        assert self.response is None
+        self.response = response
+        self.frames.append(last_frame(number, response))
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.frames)
+
+
+def an_answer() -> Answer:
+    asks = [Ask([1, 2, 3], [SamplingParams()], ReaderFactory(TOKENIZER))]
+    return Answer(EngineClient("ipc:///nowhere"), asks)
+
+
+class Telling:
+    """A sink, and what it told."""
+
+    def __init__(self, *, num_top: int | None = None, seals: bool = False, **options: Any) -> None:
+        self.answer = an_answer()
+        self.told = Taken()
+        logprobs = None if num_top is None else LogprobsShown(TOKENIZER, num_top)
+        events = ResponseEvents(HEAD, seals=seals)
+        self.sink = ResponseSink(self.answer, events, self.told, logprobs, **options)
+
+    def say(self, *events: Event, ids: list[int] | None = None) -> Telling:
+        logprobs = [scripted_logprob(token, 1) for token in ids or []]
+        self.sink.delta(self.answer.choices[0], Delta(list(events), ids or [], logprobs))
+        return self
+
+    def end(self) -> list[dict[str, Any]]:
+        self.sink.end()
+        return self.events()
+
+    def events(self) -> list[dict[str, Any]]:
+        return typed_events(self.told.data)
+
+
+CALLS: tuple[Event, ...] = (
+    ToolCall(0, "call_1", "f"),
+    ToolArguments(0, '{"a"'),
+    ToolArguments(0, ":1}"),
+    ToolCallEnd(0),
+    ToolCall(1, "call_2", "g"),
+    ToolArguments(1, "{}"),
+    ToolCallEnd(1),
+)
+
+
+def test_the_bytes_of_a_short_stream() -> None:
+    telling = Telling()
+    telling.say(Content('H"é')).say(Content("i"), Finished("stop"))
+    telling.end()
+    frames = telling.told.frames
+    msg = f"msg_{NUMBER}_0"
+    at = f'"item_id":"{msg}","output_index":0,"content_index":0'
+    usage = (
+        '"usage":{"input_tokens":3,"input_tokens_details":{"cached_tokens":0,'
+        '"cache_write_tokens":0},"output_tokens":0,"output_tokens_details":'
+        '{"reasoning_tokens":0},"total_tokens":3}'
+    )
+    part = '{"type":"output_text","text":"H\\"éi","annotations":[],"logprobs":[]}'
+    item = (
+        f'{{"type":"message","id":"{msg}","status":"completed","role":"assistant",'
+        f'"content":[{part}]}}'
+    )
+    begun = (
+        f'"response":{{"id":"resp_{NUMBER}","object":"response","created_at":12,'
+        '"status":"in_progress","completed_at":null,"error":null,"incomplete_details":null,'
+        '"output":[],"usage":null,"model":"m"}'
+    )
+    assert [frame.decode() for frame in frames[:-1]] == [
+        f'event: {kind}\ndata: {{"type":"{kind}",{rest},"sequence_number":{n}}}\n\n'
+        for n, (kind, rest) in enumerate(
+            [
+                ("response.created", begun),
+                ("response.in_progress", begun),
+                (
+                    "response.output_item.added",
+                    f'"output_index":0,"item":{{"type":"message","id":"{msg}",'
+                    '"status":"in_progress","role":"assistant","content":[]}',
+                ),
+                (
+                    "response.content_part.added",
+                    f'{at},"part":{{"type":"output_text","text":"","annotations":[],"logprobs":[]}}',
+                ),
+                ("response.output_text.delta", f'{at},"delta":"H\\"é","logprobs":[]'),
+                ("response.output_text.delta", f'{at},"delta":"i","logprobs":[]'),
+                ("response.output_text.done", f'{at},"text":"H\\"éi","logprobs":[]'),
+                ("response.content_part.done", f'{at},"part":{part}'),
+                ("response.output_item.done", f'"output_index":0,"item":{item}'),
+            ]
+        )
+    ]
+    final = frames[-1].decode()
+    assert final.startswith('event: response.completed\ndata: {"type":"response.completed",')
+    assert f'"output":[{item}],{usage}' in final
+    assert final.endswith('"sequence_number":9}\n\n')
+
+
+def test_each_item_is_opened_told_and_closed_before_the_next() -> None:
+    telling = Telling()
+    telling.say(Reasoning("a")).say(Reasoning("b"), Content("c")).say(*CALLS).say(Content("d"))
+    events = telling.say(Finished("tool_calls")).end()
+    assert kinds(events) == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        "completed",
+    ]
+    output = events[-1]["response"]["output"]
+    assert items_of(events) == output
+    assert [item.get("arguments") for item in output] == [None, None, '{"a":1}', "{}", None]
+    assert {item["status"] for item in output} == {"completed"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "status", "details"),
+    [
+        ("stop", "response.completed", "completed", None),
+        ("tool_calls", "response.completed", "completed", None),
+        ("length", "response.incomplete", "incomplete", {"reason": "max_output_tokens"}),
+        ("abort", "response.incomplete", "cancelled", None),
+    ],
+)
+def test_why_an_answer_ended_is_its_status(
+    reason: str, kind: str, status: str, details: dict[str, str] | None
+) -> None:
+    last = Telling().say(Content("a"), Finished(reason)).end()[-1]
+    response = last["response"]
+    assert (last["type"], response["status"]) == (kind, status)
+    assert response["incomplete_details"] == details
+    assert (response["completed_at"] is None) == (status != "completed")
+    assert (response["output"][0]["status"] == "completed") == (status == "completed")
+
+
+def test_a_call_that_was_cut_off_is_told_as_far_as_it_came() -> None:
+    telling = Telling().say(*CALLS[:2]).say(ToolCall(1, "call_2", "g"))
+    output = telling.say(Finished("length")).end()[-1]["response"]["output"]
+    assert [(c["arguments"], c["status"]) for c in output] == [
+        ('{"a"', "incomplete"),
+        ("", "incomplete"),
+    ]
+
+
+def test_a_failure_is_the_last_event_and_keeps_what_was_said() -> None:
+    telling = Telling().say(Content("Hel"))
+    telling.say(Failed(ErrorInfo(code="engine_lost", message="gone")))
+    telling.sink.fail(EngineLost("the engine is gone"))
+    telling.sink.fail(EngineLost("again"))
+    last = telling.events()[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"]["code"] == "server_error"
+    assert last["response"]["output"][0]["content"][0]["text"] == "Hel"
+    busy = Telling()
+    busy.sink.fail(Overloaded("too much"))
+    assert busy.events()[-1]["response"]["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_a_queued_response_says_when_it_is_queued_no_more() -> None:
+    telling = Telling(queued=True)
+    assert telling.told.snapshots == []
+    telling.say(Content("a"))
+    assert [snapshot["status"] for snapshot in telling.told.snapshots] == ["in_progress"]
+    events = telling.say(Finished("stop")).end()
+    assert [e["type"] for e in events[:3]] == [
+        *("response.created", "response.queued", "response.in_progress"),
+    ]
+    assert [e["response"]["status"] for e in events[:3]] == ["queued", "queued", "in_progress"]
+
+
+def test_after_a_cancel_nothing_more_is_told() -> None:
+    telling = Telling().say(Content("a"))
+    telling.sink.cancel()
+    telling.sink.end()
+    assert telling.events()[-1]["response"]["status"] == "cancelled"
+
+
+def test_nothing_said_is_no_item() -> None:
+    events = Telling().say(Finished("stop")).end()
+    assert kinds(events) == ["created", "in_progress", "completed"]
+    assert events[-1]["response"]["output"] == []
+
+
+def test_warnings_are_told_with_the_response() -> None:
+    response = Telling().say(Warning("odd", "it is"), Finished("stop")).end()[-1]["response"]
+    assert response["warnings"] == [{"code": "odd", "message": "it is", "choice": None}]
+
+
+def test_logprobs_are_those_of_the_tokens_that_spell_the_text() -> None:
+    telling = Telling(num_top=1)
+    telling.say(Reasoning("x"), Content("Hi"), ids=[*b"x\n", *b"Hi", EOS])
+    telling.say(Content("!"), Finished("stop"), ids=[*b"!", EOS])
+    events = telling.end()
+    deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
+    assert [[entry["token"] for entry in entries] for entries in deltas] == [["H", "i"], ["!"]]
+    (message,) = events[-1]["response"]["output"][1:]
+    told = message["content"][0]["logprobs"]
+    assert told == [entry for entries in deltas for entry in entries]
+    assert told[0]["top_logprobs"]
+
+
+def test_half_a_character_keeps_its_logprobs() -> None:
+    telling = Telling(num_top=0)
+    telling.say(Content("é"), ids=list("é".encode()))
+    telling.say(Content("??"), Finished("stop"), ids=[1, 2, 3])
+    part = telling.end()[-1]["response"]["output"][0]["content"][0]
+    assert len(part["logprobs"]) == 2 + 3
+
+
+def test_sealed_reasoning_is_told_with_the_whole_item() -> None:
+    events = Telling(seals=True).say(Reasoning("Déep"), Finished("stop")).end()
+    (item,) = events[-1]["response"]["output"]
+    assert item["encrypted_content"] == seal("Déep")
+    added = next(e for e in events if e["type"] == "response.output_item.added")
+    assert added["item"]["encrypted_content"] is None
+
+
+def test_ids_name_their_response() -> None:
+    assert response_of(item_id("reasoning", HEAD.id, 3)) == HEAD.id
+    assert response_of(item_id("message", HEAD.id, 0, of_input=True)) == HEAD.id
+    for other in ("msg_1", "resp_" + NUMBER, f"rs_{NUMBER}_x", f"rs_{NUMBER[1:]}_1"):
+        assert response_of(other) is None
+
+
+def test_the_dead_have_failed() -> None:
+    body = json.dumps(HEAD.told("in_progress")).encode()
+    told = response_epitaph(HEAD.id, 7, body)
+    (event,) = typed_events(told.frame)
+    assert (event["type"], event["sequence_number"]) == ("response.failed", 7)
+    assert told.body is not None
+    assert json.loads(told.body) == event["response"]
+    assert event["response"]["status"] == "failed"

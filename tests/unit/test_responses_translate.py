@@ -1,0 +1,260 @@
+"""A Responses request -> the chat it stands for: item by item, field by field, name by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.responses.checks import check
+from gateway.responses.fitting import behind, cuts_of, fitted, room_for
+from gateway.responses.items import PREVIOUS, Placed, identified, input_items, reasoning_text, seal
+from gateway.responses.kept.listing import listed
+from gateway.responses.schema import ResponsesBody, responses_decoder
+from gateway.responses.translate import SAME, Translation, chat_body
+from protocol.errors import ContextTooLong, InvalidRequest
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "12"}
+THOUGHT = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": text}
+
+
+def body(**fields: Any) -> ResponsesBody:
+    return responses_decoder.decode(json.dumps({"input": "hi"} | fields))
+
+
+def translated(*items: dict[str, Any], before: Sequence[Any] = (), **fields: Any) -> Translation:
+    request = body(**fields)
+    check(request)
+    earlier = [Placed(item, PREVIOUS) for item in before]
+    return chat_body(request, [*earlier, *input_items(list(items) or "hi")])
+
+
+def messages(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    return translated(*items, **fields).chat.messages
+
+
+def test_a_text_is_what_a_user_says() -> None:
+    part = {"type": "text", "text": "hi"}
+    assert messages() == [{"role": "user", "content": [part]}]
+
+
+def test_what_an_assistant_said_in_one_go_is_one_message() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert messages(said("user", "a"), THOUGHT, said("assistant", "b"), CALL, OUTPUT) == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12"},
+    ]
+
+
+def test_calls_and_their_outputs_side_by_side() -> None:
+    other = CALL | {"call_id": "c2"}
+    told = messages(said("user", "a"), CALL, other, OUTPUT, OUTPUT | {"call_id": "c2"})
+    assert [m["role"] for m in told] == ["user", "assistant", "tool", "tool"]
+    assert [call["id"] for call in told[1]["tool_calls"]] == ["c1", "c2"]
+
+
+def test_thoughts_and_text_in_turns_are_joined_as_a_chat_joins_them() -> None:
+    told = messages(said("user", "a"), THOUGHT, said("assistant", "b"), THOUGHT, CALL, OUTPUT)
+    assert told[1]["reasoning"] == "hmhm"
+    assert told[1]["content"] == "b"
+
+
+def test_two_messages_of_an_assistant_stay_two() -> None:
+    told = messages(said("assistant", "a"), said("assistant", "b"))
+    assert [m["content"] for m in told] == ["a", "b"]
+
+
+def test_instructions_and_what_developers_say_behind_them_are_one() -> None:
+    told = messages(
+        said("developer", "d"), said("system", "s"), said("user", "u"), instructions="i"
+    )
+    assert told[0] == {"role": "system", "content": "i\n\nd\n\ns"}
+    assert told[1]["role"] == "user"
+    alone = messages(said("developer", "d"), said("user", "u"))
+    assert alone[0] == {"role": "developer", "content": "d"}
+
+
+def test_summaries_stand_in_where_there_is_no_text() -> None:
+    summary = [{"type": "summary_text", "text": "s1"}, {"type": "summary_text", "text": "s2"}]
+    assert reasoning_text({"summary": summary}, "") == "s1\n\ns2"
+    assert reasoning_text({"encrypted_content": seal("déep")}, "") == "déep"
+    for broken in ("tidegate1.!", "tidegate1.gA==", "gAAAA"):
+        with pytest.raises(InvalidRequest):
+            reasoning_text({"encrypted_content": broken}, "input[0]")
+
+
+def test_fields_go_over() -> None:
+    chat = translated(
+        max_output_tokens=5,
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}},
+        tools=[{"type": "function", "name": "f", "parameters": None, "strict": None}],
+        tool_choice={"type": "function", "name": "f"},
+        top_logprobs=3,
+        temperature=0.5,
+        seed=1,
+        stop=["x"],
+        chat_template_kwargs={"a": 1},
+    ).chat
+    assert chat.max_completion_tokens == 5
+    assert chat.reasoning_effort == "low"
+    schema = {"name": "n", "schema": {}, "strict": True}
+    assert chat.response_format == {"type": "json_schema", "json_schema": schema}
+    assert chat.tools == [{"type": "function", "function": {"name": "f"}}]
+    assert chat.tool_choice == {"type": "function", "function": {"name": "f"}}
+    assert (chat.logprobs, chat.top_logprobs) == (True, 3)
+    assert (chat.temperature, chat.seed, chat.stop) == (0.5, 1, ["x"])
+    assert chat.chat_template_kwargs == {"a": 1}
+
+
+def test_every_field_that_both_have_goes_over_or_is_translated() -> None:
+    assert {"temperature", "stop", "user", "priority", "structured_outputs"} <= SAME
+    assert not SAME & {"tools", "stream", "n", "max_tokens", "reasoning", "messages"}
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("messages", "input"),
+        ("messages[0]", "instructions"),
+        ("messages[1]", PREVIOUS),
+        ("messages[1].content", PREVIOUS),
+        ("messages[2].content[3].text", "input[0].content[3].text"),
+        ("messages[3].reasoning", "input[1].content"),
+        ("messages[3].tool_calls[0].function.arguments", "input[2].arguments"),
+        ("messages[3].tool_calls[0].id", "input[2].call_id"),
+        ("messages[4].tool_call_id", "input[3].call_id"),
+        ("messages[4].content", "input[3].output"),
+        ("tools[3].function.parameters.type", "tools[3].parameters.type"),
+        ("tool_choice.function.name", "tool_choice.name"),
+        ("response_format.json_schema.schema", "text.format.schema"),
+        ("response_format", "text.format"),
+        ("reasoning_effort", "reasoning.effort"),
+        ("max_tokens", "max_output_tokens"),
+        ("max_completion_tokens", "max_output_tokens"),
+        ("temperature", "temperature"),
+    ],
+)
+def test_names_of_the_chat_have_names_in_the_request(name: str, own: str) -> None:
+    translation = translated(
+        said("user", "a"),
+        THOUGHT,
+        CALL,
+        OUTPUT,
+        before=[said("user", "earlier")],
+        instructions="i",
+    )
+    told = translation.renamed(InvalidRequest(f"{name}: wrong", param=name))
+    assert told.param == own
+    assert told.message == f"{own}: wrong"
+
+
+def test_ids_are_given_and_kept() -> None:
+    number = "ab" * 16
+    items = identified([said("user", "a"), {**CALL, "id": "fc_own"}], "resp_" + number)
+    assert [item["id"] for item in items] == [f"msg_{number}_i0", "fc_own"]
+
+
+# ---- too long
+
+
+def placed(*items: dict[str, Any]) -> list[Placed]:
+    return [Placed(item, f"input[{n}]") for n, item in enumerate(items)]
+
+
+def length(items: Sequence[Placed]) -> list[str]:
+    return [str(p.item.get("content") or p.item.get("call_id")) for p in items]
+
+
+LONG = placed(
+    said("system", "s"),
+    said("user", "u1"),
+    CALL,
+    OUTPUT,
+    said("user", "u2"),
+    said("assistant", "a2"),
+    CALL | {"call_id": "c2"},
+    OUTPUT | {"call_id": "c2"},
+)
+
+
+@pytest.mark.parametrize(
+    ("most", "left"),
+    [
+        (8, ["s", "u1", "c1", "c1", "u2", "a2", "c2", "c2"]),
+        (7, ["s", "u2", "a2", "c2", "c2"]),
+        (5, ["s", "u2", "a2", "c2", "c2"]),
+        (4, ["s", "a2", "c2", "c2"]),
+        (3, ["s", "c2", "c2"]),
+        (1, ["s", "c2", "c2"]),
+    ],
+)
+def test_the_oldest_items_go_with_what_belongs_to_them(most: int, left: list[str]) -> None:
+    assert fitted(LONG, length, lambda told: len(told) <= most) == left
+
+
+def test_each_cut_leaves_less_and_no_output_without_its_call() -> None:
+    cuts = cuts_of(LONG)
+    assert cuts == sorted(cuts)
+    for cut in cuts:
+        left = behind(LONG, cut)
+        calls = [p.item["call_id"] for p in left if p.item["type"] == "function_call"]
+        outputs = [p.item["call_id"] for p in left if p.item["type"] == "function_call_output"]
+        assert set(outputs) <= set(calls)
+
+
+def test_what_cannot_even_be_read_is_too_long_as_well() -> None:
+    def render(items: Sequence[Placed]) -> int:
+        if len(items) > 3:
+            raise ContextTooLong("too long", param="input")
+        return len(items)
+
+    assert fitted(LONG, render, lambda told: True) == 3
+    with pytest.raises(ContextTooLong):
+        fitted(placed(*[said("system", "s")] * 4), render, lambda told: True)
+
+
+def test_the_place_is_found_by_halving() -> None:
+    many = placed(*[said("user", str(n)) for n in range(1000)])
+    tries = []
+
+    def render(items: Sequence[Placed]) -> int:
+        tries.append(len(items))
+        return len(items)
+
+    assert fitted(many, render, lambda told: told <= 17) == 17
+    assert len(tries) < 16
+
+
+def test_room_is_left_for_the_answer() -> None:
+    assert room_for(100, 4096) == 100
+    assert room_for(None, 4096) == 256
+    assert room_for(10_000, 4096) == 2048
+
+
+# ---- lists
+
+
+def test_pages_cover_a_list() -> None:
+    items = [{"id": str(n)} for n in range(7)]
+    seen: list[str] = []
+    after = None
+    while True:
+        page = listed(items, 3, after)
+        seen += [item["id"] for item in page["data"]]
+        assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], seen[-1])
+        if not page["has_more"]:
+            break
+        after = page["last_id"]
+    assert seen == [str(n) for n in range(7)]
+    assert listed([], 3, None)["first_id"] is None
+    with pytest.raises(InvalidRequest):
+        listed(items, 3, "nobody")
