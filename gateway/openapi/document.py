@@ -56,10 +56,10 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
     """Of every type: its schema, and the components that these refer to."""
     types: dict[Any, None] = {}
     for operation in operations:
-        told = [*operation.takes, operation.gives, operation.error, *operation.otherwise.values()]
+        told = [*operation.takes, *operation.given, operation.error, *operation.otherwise.values()]
         if operation.streams is not None:
             told.append(operation.streams.chunk)
-        types.update(dict.fromkeys(one for one in told if one is not None))
+        types.update(dict.fromkeys(told))
     found, components = msgspec.json.schema_components(types, ref_template=REFERENCES)
     return dict(zip(types, found, strict=True)), dict(components)
 
@@ -86,10 +86,13 @@ def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
             for parameter in operation.parameters
         ]
     if operation.takes:
-        bodies = [schemas[body] for body in operation.takes]
-        schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+        schema = _any_of([schemas[body] for body in operation.takes])
         told["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     return told
+
+
+def _any_of(schemas: Sequence[Json]) -> Json:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _identifier(operation: Operation) -> str:
@@ -99,8 +102,8 @@ def _identifier(operation: Operation) -> str:
 
 def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
     well: Json = {TEXT: {"schema": {"type": "string"}}}
-    if operation.gives is not None:
-        well = {JSON: {"schema": schemas[operation.gives]}}
+    if operation.given:
+        well = {JSON: {"schema": _any_of([schemas[kind] for kind in operation.given])}}
     about = "The answer."
     if operation.streams is not None:
         end = operation.streams.ends_with

@@ -27,7 +27,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """rule       as Flask has it
     about      one line for lists, then what else there is to know
     takes      the struct of the body; several where the body's fields decide; none: no body
-    gives      the struct of a 200; None: text
+    gives      the struct of a 200; several where the body's fields decide; None: text
     streams    what a streamed answer is made of
     error      the struct of every other answer
     statuses   that it answers with, beside 200
@@ -45,6 +45,13 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     statuses: tuple[int, ...] = ()
     otherwise: dict[int, type] = {}
     parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """All that a 200 may be."""
+        if self.gives is None:
+            return ()
+        return self.gives if isinstance(self.gives, tuple) else (self.gives,)
 
 
 INFERENCE = (400, 404, 405, 413, 415, 429, 500, 503)

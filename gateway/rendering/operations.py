@@ -46,13 +46,13 @@ OPERATIONS = (
         about="What the token endpoint has said, as a chat tells it.\n"
         "With `stream` one chunk at a time; the state goes with the client.",
         takes=(DerenderChat,),
-        gives=told.DerenderedChat | told.DerenderedChatChunk,
+        gives=(told.DerenderedChat, told.DerenderedChatChunk),
     ),
     _post(
         rule="/v1/completions/derender",
         about="What the token endpoint has said, as a completion tells it.\n"
         "With `stream` one chunk at a time; the state goes with the client.",
         takes=(DerenderCompletion,),
-        gives=told.DerenderedCompletion | told.DerenderedCompletionChunk,
+        gives=(told.DerenderedCompletion, told.DerenderedCompletionChunk),
     ),
 )
