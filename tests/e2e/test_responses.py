@@ -1,0 +1,172 @@
+"""The Responses API with the real model and the official client: a chain with a tool, a stream
+picked up, and what becomes of a response when the gateway is killed while it makes it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+import requests
+from openai import APIConnectionError, InternalServerError, OpenAI
+
+from tests.support.processes import descendants_of
+from tests.support.responses import items_of, typed_events, without_ids
+from tests.support.server import Server
+
+MODEL = "tidegate-test"
+KEY = "k1"
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather in a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Bergen"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+OVER = ("completed", "incomplete", "failed", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """In float32, where an answer does not depend on what else is computed."""
+    store = tmp_path_factory.mktemp("store") / "responses.db"
+    options = ("--served-name", MODEL, "--dtype", "float32", "--drain-s", "2", "--gateways", "2")
+    with Server(*options, "--response-store", str(store)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
+        yield client
+
+
+def ended(client: OpenAI, name: str, within_s: float = 60.0) -> Any:
+    """The response when it is over; a gateway that is just started again is waited for."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            response = client.responses.retrieve(name)
+            if response.status in OVER:
+                return response
+        except (APIConnectionError, InternalServerError):
+            response = None
+        assert time.monotonic() < deadline, f"never over: {response}"
+        time.sleep(0.05)
+
+
+def test_three_turns_with_a_tool_through_previous_response_ids(client: OpenAI) -> None:
+    shared: Any = {"model": MODEL, "temperature": 0, "tools": [WEATHER]}
+    shared["instructions"] = "You tell people about the weather."
+    first = client.responses.create(
+        input="What is the weather in Oslo?", tool_choice="required", **shared
+    )
+    (call,) = [item for item in first.output if item.type == "function_call"][:1]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "clear"}
+    second = client.responses.create(
+        input=[result], previous_response_id=first.id, max_output_tokens=24, **shared
+    )
+    third = client.responses.create(
+        input="Thanks!", previous_response_id=second.id, max_output_tokens=24, **shared
+    )
+    explicit: list[Any] = [
+        {"role": "user", "content": "What is the weather in Oslo?"},
+        *(item.model_dump(exclude_none=True) for item in first.output),
+        result,
+        *(item.model_dump(exclude_none=True) for item in second.output),
+        {"role": "user", "content": "Thanks!"},
+    ]
+    again = client.responses.create(input=explicit, max_output_tokens=24, store=False, **shared)
+    assert third.usage is not None
+    assert again.usage is not None
+    assert again.usage.input_tokens == third.usage.input_tokens
+    assert again.output_text == third.output_text
+
+
+def test_streamed_is_whole_and_is_the_fold_of_its_events(server: Server, client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "input": "Tell me a story.", "temperature": 0.8}
+    asked |= {"max_output_tokens": 60}
+    whole = client.responses.create(**asked, extra_body={"seed": 7})
+    body = {**asked, "seed": 7, "stream": True}
+    told = requests.post(f"{server.url}/v1/responses", json=body, timeout=60)
+    events = typed_events(told.content)
+    final = events[-1]["response"]
+    assert items_of(events) == final["output"]
+    dumped = [item.model_dump() for item in whole.output]
+    assert dumped[0]["content"][0]["text"] == final["output"][0]["content"][0]["text"]
+    assert without_ids(final["output"])[0]["status"] == whole.output[0].status  # type: ignore[union-attr]
+    assert final["usage"]["output_tokens"] == 60
+
+
+def test_a_background_response_is_followed_from_the_middle(server: Server, client: OpenAI) -> None:
+    stream = client.responses.create(
+        model=MODEL,
+        input="Count from one to one hundred.",
+        background=True,
+        stream=True,
+        max_output_tokens=80,
+        temperature=0,
+    )
+    heard = [next(stream) for _ in range(12)]
+    stream.close()
+    name = heard[0].response.id  # type: ignore[union-attr]
+    after = heard[-1].sequence_number
+    rest = list(client.responses.retrieve(name, stream=True, starting_after=after))
+    assert rest[0].sequence_number == after + 1
+    text = "".join(e.delta for e in [*heard, *rest] if e.type == "response.output_text.delta")
+    assert rest[-1].response.output_text == text  # type: ignore[union-attr]
+    assert ended(client, name).output_text == text
+
+
+def test_a_response_whose_gateway_was_killed_is_never_lost(server: Server, client: OpenAI) -> None:
+    made = [
+        client.responses.create(
+            model=MODEL,
+            input="Tell me a very long story.",
+            background=True,
+            max_output_tokens=2000,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in range(4)
+    ]
+    while any(client.responses.retrieve(r.id).status == "queued" for r in made):
+        time.sleep(0.05)
+    workers = [
+        pid
+        for pid, words in descendants_of(server.process.pid)
+        if "gunicorn" in words and not any("gunicorn" in w for _, w in descendants_of(pid))
+    ]
+    assert len(workers) == 2
+    for pid in workers:
+        os.kill(pid, SIGKILL)
+    for response in made:
+        over = ended(client, response.id)
+        assert over.status == "failed"
+        assert over.error.code == "server_error"
+        events = list(client.responses.retrieve(response.id, stream=True))
+        assert events[-1].type == "response.failed"
+    assert client.responses.create(model=MODEL, input="Hi", max_output_tokens=4).status
+
+
+def test_responses_are_there_after_a_restart(tmp_path: Path) -> None:
+    store = str(tmp_path / "responses.db")
+    name = ""
+    for _ in range(2):
+        with (
+            Server("--served-name", MODEL, "--response-store", store) as server,
+            OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client,
+        ):
+            if not name:
+                name = client.responses.create(
+                    model=MODEL, input="Hi", max_output_tokens=8, temperature=0
+                ).id
+            assert client.responses.retrieve(name).output_text
