@@ -28,11 +28,11 @@ from gateway.rendering.schema import (
     derender_completion_decoder,
 )
 from gateway.responses.checks import check, ignored
-from gateway.responses.items import input_items
 from gateway.responses.rendering import rendered
+from gateway.responses.routes import history_of
 from gateway.responses.schema import ResponsesBody, responses_decoder
 from gateway.service import Service
-from protocol.errors import InvalidRequest, RequestError
+from protocol.errors import RequestError
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -84,15 +84,11 @@ def render_completions(service: Service) -> Response:
 def render_responses(service: Service) -> Response:
     data = _read(service)
     body = decode(data, responses_decoder)
-    if body.previous_response_id is not None:
-        raise InvalidRequest(
-            "previous_response_id: not rendered; give all items as input",
-            param="previous_response_id",
-        )
     check(body)
+    items, before = history_of(service).items_of(body)
     model = service.model(body.model)
     trusts = service.config.trust_request_chat_template
-    ready = rendered(body, input_items(body.input), model, trusts_template=trusts)
+    ready = rendered(body, [*before, *items], model, trusts_template=trusts)
     names = ignored(body, unknown_fields(data, ResponsesBody))
     _note_ignored(names, ready.translation.chat)
     with ready.named():

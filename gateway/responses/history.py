@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.responses.items import PREVIOUS, Item, Placed, response_of
+from gateway.responses.items import PREVIOUS, Item, Placed, input_items, response_of
+from gateway.responses.schema import ResponsesBody
 from gateway.store.database import BrokenChain
 from gateway.store.queries import Record
 from gateway.store.store import Store
@@ -27,6 +28,12 @@ class History:
     def __init__(self, store: Store | None, owner: str) -> None:
         self._store = store
         self._owner = owner
+
+    def items_of(self, body: ResponsesBody) -> tuple[list[Placed], list[Placed]]:
+        """A request's own items, and all before them. Raises InvalidRequest."""
+        own = self.resolved(input_items(body.input))
+        previous = body.previous_response_id
+        return own, self.before(previous) if previous is not None else []
 
     def before(self, response_id: str) -> list[Placed]:
         """All items up to the end of this response. Raises InvalidRequest."""

@@ -24,7 +24,7 @@ from gateway.openai.checks import check_ignored
 from gateway.responses.checks import check, ignored
 from gateway.responses.events import ResponseEvents
 from gateway.responses.history import History
-from gateway.responses.items import RESPONSE_PREFIX, Placed, identified, input_items
+from gateway.responses.items import RESPONSE_PREFIX, Placed, identified
 from gateway.responses.rendering import Rendered, rendered
 from gateway.responses.response import Head, Told, fields_of
 from gateway.responses.schema import ResponsesBody, responses_decoder
@@ -47,7 +47,7 @@ def blueprint(service: Service) -> Blueprint:
 def create(service: Service) -> Response:
     body = _read(service)
     keeps = _keeps(service, body)
-    items, before = _items(service, body)
+    items, before = history_of(service).items_of(body)
     trusts = service.config.trust_request_chat_template
     model = service.model(body.model)
     ready = rendered(body, [*before, *items], model, trusts_template=trusts)
@@ -80,13 +80,10 @@ def _keeps(service: Service, body: ResponsesBody) -> bool:
     return can and body.store is not False
 
 
-def _items(service: Service, body: ResponsesBody) -> tuple[list[Placed], list[Placed]]:
-    """The request's own items, and all before them."""
+def history_of(service: Service) -> History:
+    """What the request at hand may go on with."""
     store = service.keeping.store if service.keeping else None
-    history = History(store, owner_of(request.headers))
-    items = history.resolved(input_items(body.input))
-    previous = body.previous_response_id
-    return items, history.before(previous) if previous is not None else []
+    return History(store, owner_of(request.headers))
 
 
 def _record(head: Head, items: Sequence[Placed]) -> Record:

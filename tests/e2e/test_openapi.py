@@ -36,7 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
     template = folder / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}w1")
-    with Server("--chat-template", str(template), model=str(folder)) as server:
+    options = ("--chat-template", str(template), "--response-store", str(folder / "responses.db"))
+    with Server(*options, model=str(folder)) as server:
         yield server
 
 

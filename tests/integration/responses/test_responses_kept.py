@@ -171,6 +171,24 @@ def test_a_reference_stands_for_the_item_it_names(engine: ScriptedEngine, client
     assert refused.value.param == "input[0].id"
 
 
+def test_a_rendered_chain_is_the_prompt_that_is_asked(
+    engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says("Hello!")
+    made = client.responses.create(model=MODEL, input="hi")
+    reference = {"type": "item_reference", "id": made.output[0].id}
+    body = {
+        "input": [reference, {"role": "user", "content": "so?"}],
+        "previous_response_id": made.id,
+    }
+    key = {"Authorization": "Bearer k1"}
+    rendered = gateway.post(f"{RESPONSES}/render", body, headers=key)
+    assert rendered.status_code == 200, rendered.text
+    assert gateway.post(RESPONSES, body, headers=key).status_code == 200
+    assert rendered.json()["token_ids"] == engine.generates[-1].prompt.tolist()
+    assert gateway.post(f"{RESPONSES}/render", body).status_code == 400, "somebody else's"
+
+
 def test_the_file_is_private(engine: ScriptedEngine, client: OpenAI, store: str) -> None:
     engine.script = lambda generate: says("Hello!")
     client.responses.create(model=MODEL, input="hi")
