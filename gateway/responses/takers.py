@@ -39,7 +39,15 @@ class StreamTaker:
         if self._keep is None:
             self._end(response, number)
         else:
-            gevent.spawn(lambda keep: self._end(keep(response), number), self._keep)
+            gevent.spawn(self._keep_and_end, self._keep, response, number)
+
+    def _keep_and_end(self, keep: Keep, response: Told, number: int) -> None:
+        try:
+            response = keep(response)
+        except BaseException:
+            self._outlet.cut()  # or its client would wait for ever
+            raise
+        self._end(response, number)
 
     def _end(self, response: Told, number: int) -> None:
         self._outlet.write(last_frame(number, response))

@@ -1,0 +1,185 @@
+"""Runs and their scribe over a real file, in this process's own hub."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gevent
+import pytest
+
+from gateway.store.queries import Epitaph, NewRun, Record
+from gateway.store.runs import BEAT_S, Run, Runs
+from gateway.store.store import Store
+
+
+def epitaph(run: str, number: int, body: bytes | None) -> Epitaph:
+    return Epitaph(b"died", b"died")
+
+
+class Client:
+    """An outlet that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.is_finished = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.is_finished
+        self.data += data
+
+    def finish(self) -> None:
+        assert not self.is_finished
+        self.is_finished = True
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    path = str(tmp_path / "r.db")
+    store = Store(path, {"kind": epitaph}, max_bytes=1 << 30, max_age_s=1e6)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def runs(store: Store) -> Runs:
+    return Runs(store, window_s=0.2)
+
+
+def begun(runs: Runs, name: str = "run", **options: Any) -> tuple[Run, list[str]]:
+    """A response's run; and its aborts, each of which ends it at once."""
+    record = Record(name, "o", time.time(), None, b"[]", b"queued")
+    run = runs.begin(NewRun(name, "o", "kind", **options), record)
+    aborts: list[str] = []
+
+    def abort() -> None:
+        aborts.append(name)
+        run.close([b"aborted"], b"aborted")
+
+    run.abort = abort
+    return run, aborts
+
+
+def stored(store: Store, name: str = "run") -> tuple[list[bytes], bytes]:
+    now = time.time()
+    page = store.ask(lambda database: database.page(name, "o", -1, now))
+    record = store.ask(lambda database: database.get(name, "o", now))
+    assert page is not None
+    assert record is not None
+    return page.frames, record.body
+
+
+def eventually(claim: Callable[[], object], within_s: float = 5.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not claim():
+        assert time.monotonic() < give_up
+        gevent.sleep(0.005)
+
+
+def test_what_a_run_says_is_stored_and_its_client_hears_all_of_it_once(
+    store: Store, runs: Runs
+) -> None:
+    run, aborts = begun(runs)
+    client = Client()
+    run.write([b"a", b"b"])
+    eventually(lambda: len(stored(store)[0]) == 2)
+    run.listen(client)  # type: ignore[arg-type]
+    assert client.data == b"ab", "what was said before is heard, too"
+    run.write([b"c"])
+    assert client.data == b"abc", "at once"
+    run.note(b"in progress")
+    eventually(lambda: stored(store)[1] == b"in progress")
+    run.close([b"d"], b"done")
+    assert client.data == b"abc", "the last word waits for the store"
+    eventually(lambda: client.is_finished)
+    assert client.data == b"abcd"
+    assert stored(store) == ([b"a", b"b", b"c", b"d"], b"done")
+    assert len(runs) == 0
+    assert aborts == []
+
+
+def test_a_client_that_comes_after_the_end_hears_all(store: Store, runs: Runs) -> None:
+    run, _ = begun(runs)
+    run.write([b"a"])
+    run.close([b"b"], b"done")
+    eventually(lambda: run.is_over)
+    client = Client()
+    run.listen(client)  # type: ignore[arg-type]
+    assert (client.data, client.is_finished) == (b"ab", True)
+
+
+def test_after_its_client_has_left_it_goes_on(store: Store, runs: Runs) -> None:
+    run, aborts = begun(runs)
+    client = Client()
+    run.listen(client)  # type: ignore[arg-type]
+    run.leave()
+    gevent.sleep(2 * BEAT_S)
+    run.write([b"a"])
+    run.close([], b"done")
+    eventually(lambda: run.is_over)
+    assert (client.data, client.is_finished) == (b"", False)
+    assert stored(store) == ([b"a"], b"done")
+    assert aborts == []
+
+
+def test_one_that_needs_a_client_is_aborted_without_one(store: Store, runs: Runs) -> None:
+    run, aborts = begun(runs, wanted_until=time.time() + 0.2)
+    client = Client()
+    run.listen(client)  # type: ignore[arg-type]
+    gevent.sleep(3 * BEAT_S)
+    assert aborts == [], "its client is there"
+    run.leave()
+    eventually(lambda: run.is_over)
+    assert aborts == ["run"]
+    assert stored(store) == ([b"aborted"], b"aborted")
+
+
+def test_one_that_somebody_cancels_is_aborted(store: Store, runs: Runs) -> None:
+    run, aborts = begun(runs)
+    store.ask(lambda database: database.cancel("run", "o"))
+    eventually(lambda: run.is_over)
+    assert aborts == ["run"]
+
+
+def test_one_that_was_deleted_or_thought_dead_is_aborted_and_says_nothing_more(
+    store: Store, runs: Runs
+) -> None:
+    deleted, _ = begun(runs, "deleted")
+    dead, _ = begun(runs, "dead")
+    client = Client()
+    dead.listen(client)  # type: ignore[arg-type]
+    store.ask(lambda database: database.delete("deleted", "o"))
+    store.ask(lambda database: database.get("dead", "o", time.time() + 3600))
+    dead.write([b"too late"])
+    eventually(lambda: deleted.is_over and dead.is_over)
+    assert len(runs) == 0
+    assert stored(store, "dead") == ([b"died"], b"died")
+    assert client.is_finished
+
+
+def limit_pages(store: Store, pages: int) -> None:
+    """As on a disk that is full; no fewer than there are."""
+    statement = f"PRAGMA max_page_count = {pages}"
+    store.ask(lambda database: database._connection.execute(statement).fetchall())
+
+
+def test_runs_that_cannot_be_written_down_are_aborted_and_later_ones_are_not(
+    store: Store, runs: Runs
+) -> None:
+    run, aborts = begun(runs)
+    client = Client()
+    run.listen(client)  # type: ignore[arg-type]
+    limit_pages(store, 1)
+    run.write([b"a" * (1 << 20)])
+    eventually(lambda: run.is_over)
+    assert aborts == ["run"]
+    assert client.is_finished
+    assert len(runs) == 0
+    limit_pages(store, 1 << 30)
+    later, aborts = begun(runs, "later")
+    later.close([b"x"], b"done")
+    eventually(lambda: later.is_over)
+    assert stored(store, "later") == ([b"x"], b"done")
+    assert aborts == []
