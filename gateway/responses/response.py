@@ -84,24 +84,19 @@ def fields_of(
     stores  whether the response is kept
     asides  what else there is to say of the request
     """
-    reasoning = body.reasoning
+    repeated = {name: getattr(body, name) for name in _REPEATED}
+    sampled = {name: getattr(params, name) for name in _SAMPLED}
     return {
         "model": model,
-        "instructions": body.instructions,
-        "previous_response_id": body.previous_response_id,
+        **repeated,
+        **sampled,
         "background": bool(body.background),
         "store": stores,
         "tools": [_tool(tool) for tool in body.tools or ()],
         "tool_choice": body.tool_choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "max_tool_calls": body.max_tool_calls,
-        "max_output_tokens": body.max_output_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
         "top_logprobs": body.top_logprobs or 0,
-        "frequency_penalty": params.frequency_penalty,
-        "presence_penalty": params.presence_penalty,
-        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "text": {
             "format": (body.text and body.text.format) or {"type": "text"},
             "verbosity": "medium",
@@ -109,14 +104,18 @@ def fields_of(
         "truncation": body.truncation or "disabled",
         "metadata": body.metadata or {},
         "service_tier": SERVICE_TIER,
-        "user": body.user,
-        "safety_identifier": body.safety_identifier,
-        "prompt_cache_key": body.prompt_cache_key,
         "conversation": None,
         "prompt": None,
         "system_fingerprint": fingerprint,
         **asides,
     }
+
+
+_REPEATED = (
+    *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
+    *("user", "safety_identifier", "prompt_cache_key"),
+)
+_SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 
 
 def _tool(tool: Mapping[str, Any]) -> Told:

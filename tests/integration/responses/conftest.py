@@ -8,13 +8,20 @@ import pytest
 from openai import OpenAI
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import ScriptedEngine, thinking_card
+from tests.support.scripted_engine import THINKING_TEMPLATE, ScriptedEngine, thinking_card
+
+REMEMBERING = THINKING_TEMPLATE.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n\n{% endif %}{{ m.content }}",
+)
+"""A model that is shown what it thought before."""
 
 
 @pytest.fixture(scope="package")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    with ScriptedEngine(address, card=thinking_card(), max_len=1 << 20) as engine:
+    card = thinking_card(chat_template=REMEMBERING)
+    with ScriptedEngine(address, card=card, max_len=1 << 20) as engine:
         yield engine
 
 

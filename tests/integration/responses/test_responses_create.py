@@ -176,6 +176,7 @@ def test_reasoning_can_be_carried_sealed(engine: ScriptedEngine, gateway: Gatewa
         whole(gateway, {"input": [user, item, {"role": "assistant", "content": "Yes."}, user]})
     first, second = engine.generates
     assert first.prompt.tolist() == second.prompt.tolist()
+    assert "Deep." in text_of(first.prompt.tolist())
 
 
 def test_a_conversation_of_items_is_the_prompt_of_the_same_messages(

@@ -60,6 +60,8 @@ def test_a_chain_with_tools_is_the_prompt_of_the_explicit_history(
     )
     assert chained_2 == explicit_2
     assert chained_3 == explicit_3
+    assert "I must look." in text_of(chained_2)
+    assert "Sunny!" in text_of(chained_3)
     assert "weather" in text_of(chained_3)
     assert "It is sunny." in text_of(chained_3)
 
