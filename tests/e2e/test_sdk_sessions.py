@@ -38,9 +38,10 @@ class Weather(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """In float32, where an answer does not depend on what else is computed."""
-    with Server("--served-name", "m", "--dtype", "float32") as running:
+    store = str(tmp_path_factory.mktemp("store") / "responses.db")
+    with Server("--served-name", "m", "--dtype", "float32", "--response-store", store) as running:
         yield running
 
 
