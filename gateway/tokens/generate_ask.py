@@ -18,7 +18,7 @@ from gateway.body import unknown_fields
 from gateway.openai.checks import unsupported
 from gateway.openai.parameters import bad_sequences, first, nth_seed
 from gateway.openai.structured import structured_form
-from gateway.output.reader import ReaderFactory, ReadOptions
+from gateway.output.reader import AnswerOptions, ReaderFactory, ReadOptions
 from gateway.output.tokens import TokenReaders
 from gateway.reading import Beginning
 from gateway.served import ServedModel
@@ -165,6 +165,7 @@ def _beginning(body: GenerateBody, model: ServedModel, *, calls: bool) -> Beginn
 
 
 def _readers(body: GenerateBody, model: ServedModel) -> Readers:
+    """Stop strings end all text; but of a rendered chat, only its content, as they do there."""
     sampling = body.sampling_params
     if body.output_mode != "text" and not sampling.stop_strings:
         return TokenReaders(model.card.eos_token_ids)
@@ -175,7 +176,13 @@ def _readers(body: GenerateBody, model: ServedModel) -> Readers:
         skip_special_tokens=first(sampling.skip_special_tokens, default=True),
         continues=True,
     )
-    return ReaderFactory(model.tokenizer, options)
+    if body.output_mode == "text" or body.reasoning_parser_kwargs is None:
+        return ReaderFactory(model.tokenizer, options)
+    begun = _beginning(body, model, calls=True)
+    answer = None
+    if begun.bound is not None:
+        answer = AnswerOptions(format=begun.bound, starts_inside=begun.inside)
+    return ReaderFactory(model.tokenizer, msgspec.structs.replace(options, continues=False), answer)
 
 
 def _invalid(field: str, why: str) -> InvalidRequest:

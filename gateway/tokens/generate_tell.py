@@ -95,7 +95,9 @@ class Telling:
             "logprobs": self._logprobs(delta.logprobs),
         }
         if isinstance(last, Finished):
-            fields |= {"finish_reason": last.reason, "stop_reason": last.stop_reason}
+            # Calls are no concern of those who speak tokens.
+            reason = "stop" if last.reason == "tool_calls" else last.reason
+            fields |= {"finish_reason": reason, "stop_reason": last.stop_reason}
         if self.tells_text:
             return GeneratedTextChoice(**fields, text=text_of(delta.events))
         return GeneratedChoice(**fields)

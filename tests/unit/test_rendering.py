@@ -155,6 +155,29 @@ def test_a_completion_that_took_the_way_over_tokens_is_the_same(more: dict[str, 
     assert folded(streamed) == unfolded(whole)
 
 
+@pytest.mark.parametrize("stop", ["hm", "at", "ook", "absent"])
+def test_a_stop_string_ends_what_it_ends_in_a_chat(stop: str) -> None:
+    one = trip(f"<think>\nhm\n</think>\n\nI look.{CALL}", 1, tools=LOOK, stop=stop)
+    whole, _ = one.chat()
+    assert (whole["choices"][0]["stop_reason"] == stop) == (stop == "ook")
+    response, chunks = one.generate(one.render_chat())
+    assert without_ids(said_whole(one.derender_chat(response))) == without_ids(said_whole(whole))
+    streamed = one.derender_stream(chunks, one.derender_chat_chunk)
+    assert without_ids(spoken(streamed)) == without_ids(said_whole(whole))
+    told = response["choices"][0]
+    assert (told["finish_reason"], told["stop_reason"]) == (
+        "stop",
+        stop if stop == "ook" else None,
+    )
+
+
+def without_ids(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Ids of calls are drawn anew."""
+    for choice in said.values():
+        choice["calls"] = [call[1:] for call in choice["calls"]]
+    return said
+
+
 @pytest.mark.parametrize("size", [1, 3, 99])
 @pytest.mark.parametrize("more", [{}, {"include_reasoning": False}, {"n": 2}])
 def test_logprobs_and_ids_of_a_chat_survive(size: int, more: dict[str, Any]) -> None:

@@ -1,0 +1,110 @@
+"""Fifty answers of the real model: each by way of tokens as it is by a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import requests
+
+from tests.support.http import events_of, folded, said_whole, spoken, unfolded
+from tests.support.server import Server
+
+NUM_ANSWERS = 50
+CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
+TOOL = {
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+ASKS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Name three fruits."}]},
+    {"messages": [{"role": "user", "content": "Write a haiku 🌸"}], "stop": ["\n", "the"]},
+    {
+        "messages": [{"role": "user", "content": "Count to ten."}],
+        "logprobs": True,
+        "top_logprobs": 3,
+        "return_token_ids": True,
+    },
+    {
+        "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
+        "tools": [{"type": "function", "function": TOOL}],
+        "tool_choice": "required",
+    },
+    {
+        "messages": [{"role": "user", "content": "A person, as JSON."}],
+        "response_format": {"type": "json_object"},
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """In float32, where an answer does not depend on who else is in the batch."""
+    with Server("--drain-s", "2", "--dtype", "float32") as running:
+        yield running
+
+
+def post(server: Server, path: str, body: Any) -> requests.Response:
+    response = requests.post(server.url + path, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def without_ids(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Ids of calls are drawn anew."""
+    for choice in said.values():
+        choice["calls"] = [call[1:] for call in choice["calls"]]
+    return said
+
+
+def logprobs_of(choices: dict[int, dict[str, Any]]) -> tuple[list[str], list[float]]:
+    """(tokens, their logprobs), and taken out."""
+    content = (choices[0].pop("logprobs") or {"content": []})["content"]
+    return [token["token"] for token in content], [token["logprob"] for token in content]
+
+
+def check_logprobs(found: tuple[list[str], list[float]], other: tuple[list[str], Any]) -> None:
+    """What of a prompt was cached moves them by less than anyone sees."""
+    assert found[0] == other[0]
+    assert found[1] == pytest.approx(other[1], abs=1e-3)
+
+
+def chunks_of(server: Server, body: Any, stream: bytes) -> list[Any]:
+    """What a streamed answer is derendered to, chunk by chunk."""
+    chunks, state = [], None
+    for chunk in events_of(stream):
+        derender = {"stream": True, "chat_request": body, "generate_chunk": chunk}
+        told = post(server, f"{CHAT}/derender", {**derender, "stream_state": state}).json()
+        state = told["stream_state"]
+        chunks += [told["chunk"]] if told["chunk"] else []
+    return chunks
+
+
+def compare(server: Server, seed: int) -> None:
+    body = {**ASKS[seed % len(ASKS)], "seed": seed, "max_tokens": 12, "top_p": 0.9}
+    chat = post(server, CHAT, body).json()
+    request = post(server, f"{CHAT}/render", body).json()
+    response = post(server, GENERATE, request).json()
+    stream = post(server, GENERATE, {**request, "stream": True}).content
+    derender = {"chat_request": body, "generate_response": response}
+    whole = post(server, f"{CHAT}/derender", derender).json()
+    chunks = chunks_of(server, body, stream)
+
+    said = without_ids(said_whole(chat))
+    assert without_ids(said_whole(whole)) == without_ids(spoken(chunks)) == said
+    expected, found = unfolded(chat), unfolded(whole)
+    logprobs = logprobs_of(expected)
+    check_logprobs(logprobs_of(found), logprobs)
+    check_logprobs(logprobs_of(folded(chunks)), logprobs)
+    assert found == expected
+    assert whole["usage"]["completion_tokens"] == chat["usage"]["completion_tokens"]
+
+
+@pytest.mark.timeout(300)
+def test_fifty_answers_by_way_of_tokens_are_those_of_a_chat(server: Server) -> None:
+    with ThreadPoolExecutor(10) as pool:
+        compared = list(pool.map(partial(compare, server), range(NUM_ANSWERS)))
+    assert len(compared) == NUM_ANSWERS
