@@ -23,6 +23,8 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 
 EXAMPLES = 25
 """Of each operation, in a run of some seconds."""
+PAIRED = ("/v1/chat/completions/derender", "/v1/completions/derender")
+"""Their bodies hold a request and its answer, which nobody makes up so that they fit."""
 CHECKS = [
     not_a_server_error,
     content_type_conformance,
@@ -90,6 +92,6 @@ def test_answers_to_requests_made_from_the_document_are_what_it_says(server):
         statuses = exercise(operation, required_by(operation, document.raw_schema))
         told = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
         print(f"{operation.label:48} {told}")
-        assert statuses[200] > 0 or "{" in operation.path
+        assert statuses[200] > 0 or "{" in operation.path or operation.path in PAIRED
     exercised = {operation.path for operation in operations}
     assert exercised == set(document.raw_schema["paths"]) - {"/openapi.json"}
