@@ -35,6 +35,7 @@ TEST = [
     "pytest>=8.4,<10",
     "pytest-timeout>=2.4,<3",
     "pytest-xdist>=3.6,<4",
+    "requests>=2.32,<3",
     "ruff>=0.14,<1",
     "schemathesis>=4.10,<5",
     "transformers>=4.56,<6",

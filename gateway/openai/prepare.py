@@ -47,6 +47,11 @@ class Prompt:
         return {"chat_template_kwargs": self.kwargs}
 
 
+def _schema_field(plan: ToolPlan) -> str:
+    """Where the schemas stand that the engine may refuse: it does not say which of them it was."""
+    return "tools[0].function.parameters" if len(plan.declared) == 1 else "tools"
+
+
 class Preparation:
     """What holds for all conversations of a body. Raises InvalidRequest naming the field.
 
@@ -60,7 +65,7 @@ class Preparation:
         self.body = body
         self.model = model
         self.plan: ToolPlan = tool_plan(body)
-        field, form = answer_form(body) or ("tools", None)
+        field, form = answer_form(body) or (_schema_field(self.plan), None)
         self.form_field: str = field
         self.form: Body | None = form
         self._template = self._own_template(trusts_template)

@@ -1,4 +1,9 @@
-"""Scenario 61: a schema that takes seconds to compile, beside fifty streams, over HTTP."""
+"""Scenario 61: a schema that takes seconds to compile, beside other streams, over HTTP: fifty of a
+tiny model, and eight of the real one.
+
+The law is about what the compilation does, which it does every time. A machine that has other work
+stalls streams now and then by itself, so one of a few times is enough.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,19 @@ from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
+import requests
 
 from tests.support.gateway_process import GatewayProcess
 from tests.support.grammars import signs_tokenizer
 from tests.support.http import connect, send_post
 from tests.support.processes import Program
+from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 
-STREAMS = 50
 BUDGET_S = 2.0
 WATCHED_S = 6.0
 MOST_S = 0.1
+TRIES = 4
 PATH = "/v1/completions"
 
 
@@ -88,47 +95,45 @@ def slow_schema() -> dict[str, object]:
     return {"type": "object", "properties": properties}
 
 
-def longest_gaps(gateway: GatewayProcess, listener: Listener) -> tuple[float, float]:
-    """Of all streams: while nothing is compiled, and while something is."""
-    quiet = time.monotonic()
-    time.sleep(2.0)
+def longest_gap(url: str, listener: Listener) -> float:
+    """Of all streams, while the schema is being compiled and until the compilation was given up and
+    has come to its end."""
     asked = time.monotonic()
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": slow_schema()}}
-    response = gateway.post(PATH, {"prompt": [5], "response_format": wanted})
+    response = requests.post(url, json={"prompt": [5], "response_format": wanted}, timeout=60)
     took = time.monotonic() - asked
     assert response.status_code == 400
     assert f"{BUDGET_S:g} s" in response.json()["error"]["message"]
     assert took < BUDGET_S + 1
     time.sleep(max(0.0, WATCHED_S - took))
-    before = listener.gaps(quiet, asked)[-1]
-    during = listener.gaps(asked, time.monotonic())
-    print(
-        f"refused after {took:.2f} s; {len(during):,} gaps, longest {during[-1] * 1e3:.1f} ms; "
-        f"before {before * 1e3:.1f} ms"
-    )
-    return before, during[-1]
+    gaps = listener.gaps(asked, time.monotonic())
+    print(f"refused after {took:.2f} s; {len(gaps):,} gaps, longest {gaps[-1] * 1e3:.1f} ms")
+    return gaps[-1]
 
 
-def is_quiet(before: float, during: float) -> bool:
-    """The law is `MOST_S`; where the machine alone makes gaps of more than half of it, twice
-    those."""
-    return during < max(MOST_S, 2 * before)
+def shortest_of_longest_gaps(port: int, num_streams: int, max_tokens: int) -> float:
+    body = {"prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(port)) for _ in range(num_streams)]
+        for seed, client in enumerate(clients):
+            send_post(client, PATH, {**body, "seed": seed})
+        with Listener(clients) as listener:
+            time.sleep(1.0)
+            best = float("inf")
+            for _ in range(TRIES):
+                best = min(best, longest_gap(f"http://127.0.0.1:{port}{PATH}", listener))
+                if best < MOST_S:
+                    break
+        assert all(listener.arrivals)
+    return best
 
 
 def test_61_a_slow_compilation_stretches_nobodys_gaps_and_is_refused_at_its_budget(
     gateway: GatewayProcess,
 ) -> None:
-    """What the compilation does to the streams it does every time; a machine that has other work
-    stalls them now and then, so one of three times is enough."""
-    body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with ExitStack() as stack:
-        clients = [stack.enter_context(connect(gateway.port)) for _ in range(STREAMS)]
-        for seed, client in enumerate(clients):
-            send_post(client, PATH, {**body, "seed": seed})
-        with Listener(clients) as listener:
-            time.sleep(1.0)
-            measured = []
-            while len(measured) < 3 and not any(is_quiet(*gaps) for gaps in measured):
-                measured.append(longest_gaps(gateway, listener))
-        assert all(listener.arrivals)
-    assert any(is_quiet(*gaps) for gaps in measured), measured
+    assert shortest_of_longest_gaps(gateway.port, 50, 4000) < MOST_S
+
+
+def test_a_slow_compilation_does_not_stretch_the_gaps_of_the_real_model() -> None:
+    with Server("--grammar-timeout-s", f"{BUDGET_S:g}") as server:
+        assert shortest_of_longest_gaps(server.port, 8, 8000) < MOST_S

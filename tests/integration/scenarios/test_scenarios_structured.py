@@ -77,6 +77,18 @@ def test_58_a_keyword_that_is_not_understood_is_named_in_a_400(
     assert "unevaluatedProperties" in error["message"]
 
 
+def test_58_a_keyword_in_a_tools_schema_is_named_with_the_tools_place(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Compiling()
+    parameters = {"type": "object", "properties": {}, "unevaluatedProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    response = gateway.post(CHAT, {"messages": HI, "tools": [tool], "tool_choice": "required"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools[0].function.parameters")
+    assert "unevaluatedProperties" in error["message"]
+
+
 DEEP: dict[str, Any] = {"type": "integer"}
 for _ in range(20):
     DEEP = {"type": "array", "items": DEEP, "minItems": 1, "maxItems": 1}
