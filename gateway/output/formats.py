@@ -103,8 +103,11 @@ class Format(msgspec.Struct, frozen=True):
 
     def _texts(self) -> set[str]:
         """All that is looked for, patterns too, in whatever part of the description it stands."""
-        openers = self.tools.openers() if isinstance(self.tools, SectionSyntax) else ()
-        return {*_strings(self.tools), *_strings(self.reasoning), *openers}
+        tools = self.tools
+        openers = tools.openers() if isinstance(tools, SectionSyntax) else ()
+        if isinstance(tools, ResponseTemplate):  # its anchor stands in the prompt
+            tools = msgspec.structs.replace(tools, anchor="")
+        return {*_strings(tools), *_strings(self.reasoning), *openers}
 
     def fitted(self, vocabulary: Collection[str]) -> Format:
         """The same format as a checkpoint with these added tokens writes it."""
