@@ -3,7 +3,7 @@
 Of one of two distributions, or of both: the model's own, before any parameter of the request, and
 the one that the token was drawn from, after all of them. At most CHUNK rows of logits are held at a
 time. The normaliser is a sum of integers (weights.py): the bits of a logprob do not depend on a
-row's neighbours.
+row's neighbours. Nothing here waits for the device: what comes out are columns still to be read.
 
 Legend: N scored tokens, V vocabulary, K most likely tokens told per row, D of the N told twice.
 """
@@ -11,22 +11,20 @@ Legend: N scored tokens, V vocabulary, K most likely tokens told per row, D of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.arrays import Float32, Int32
 from protocol.sampling import MAX_LOGPROBS
-from protocol.steps import Logprobs
 from worker.batch import StepBatch
+from worker.columns import Columns
 from worker.sampler import drawn_from
 from worker.slot_fields import LOGPROBS_OF
 from worker.slots import SlotTable
-from worker.staging import integers, upload, upload_one
+from worker.staging import upload, upload_one
 from worker.weights import relative, rows_at_once, scale_bits, weigh
 
 CHUNK = 64
@@ -68,7 +66,7 @@ def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None
 
 def sampled_logprobs(
     logits: Tensor, processed: Tensor, tokens: Tensor, slots: SlotTable, batch: StepBatch
-) -> Logprobs | None:
+) -> Columns | None:
     """Of the tokens [S] just sampled, for rows that asked; None if none did.
 
     logits [S, V] are the model's own, processed [S, V] what parameters have made of them
@@ -89,18 +87,18 @@ def sampled_logprobs(
     scored = _scored(rows, counts[rows], chosen, logits_of, asked_ids)
     if asked_ids is not None:
         asked_counts = slots.host("num_asked")[batch.sampled.host_slots].numpy()[rows]
-        scored = replace(scored, asked_counts=_int32(asked_counts))
+        scored = replace(scored, asked_counts=asked_counts)
     both = np.flatnonzero(kinds == LOGPROBS_OF.index("both"))
     if not len(both):
         return scored
-    told = _told_ids(scored, chosen, asked_ids, both)
+    told = _told_ids(scored, asked_ids, both)
     values = _drawn(told, rows[both], processed, slots, batch)
-    return replace(scored, drawn_at=_int32(both), drawn=values)
+    return replace(scored, drawn_at=both, drawn=values)
 
 
 def prompt_logprobs(
     hidden: Tensor, project: Callable[[Tensor], Tensor], slots: SlotTable, batch: StepBatch
-) -> Logprobs | None:
+) -> Columns | None:
     """Of prompt tokens that follow a computed position, for rows that asked; None without any.
 
     hidden [T, hidden] of the step; project turns some of its rows into logits.
@@ -143,13 +141,10 @@ def _with_drawn(
     return part
 
 
-def _told_ids(
-    scored: Logprobs, chosen: Tensor, asked_ids: Tensor | None, at: NDArray[np.int64]
-) -> Tensor:
+def _told_ids(scored: Columns, asked_ids: Tensor | None, at: NDArray[np.int64]) -> Tensor:
     """[D, 1 + K + A]: of the scored rows `at` the token chosen, the likely ones, the named ones."""
-    (of,) = upload([at], chosen.device)
-    (top_ids,) = upload([integers(scored.top_ids.data)], chosen.device)
-    parts = [chosen[:, None], top_ids.view(len(chosen), -1)]
+    (of,) = upload([at], scored.ids.device)
+    parts = [scored.ids[:, None], scored.top_ids]
     if asked_ids is not None:
         parts.append(asked_ids)
     return torch.cat(parts, 1).index_select(0, of)
@@ -157,7 +152,7 @@ def _told_ids(
 
 def _drawn(
     ids: Tensor, rows: NDArray[np.int64], processed: Tensor, slots: SlotTable, batch: StepBatch
-) -> Float32:
+) -> Tensor:
     """Of the tokens ids [D, I], the first of which was chosen, in what these rows [D] drew from."""
     parts = []
     for start in range(0, len(rows), CHUNK):
@@ -166,7 +161,7 @@ def _drawn(
         size = rows_at_once(filtered.device)
         pairs = zip(torch.split(filtered, size), torch.split(ids[some], size), strict=True)
         parts += [score(part, told[:, 0], 0, told).asked for part, told in pairs]
-    return _float32(_gather(parts))
+    return torch.cat(parts)
 
 
 def _drawn_from(
@@ -205,8 +200,8 @@ def _scored(
     tokens: Tensor,
     logits_of: Callable[[int, int], Tensor],
     asked_ids: Tensor | None = None,
-) -> Logprobs:
-    """Scores of tokens [N], as a message; logits_of(a, b) are the logits of tokens [a, b)."""
+) -> Columns:
+    """Scores of tokens [N]; logits_of(a, b) are the logits of tokens [a, b)."""
     num_top, size = int(counts.max()), rows_at_once(tokens.device)
     asked = tokens.new_empty(len(tokens), 0) if asked_ids is None else asked_ids
     parts = []
@@ -218,31 +213,15 @@ def _scored(
             score(piece, chosen, num_top, named)
             for piece, chosen, named in zip(*pieces, strict=True)
         ]
-    possible = torch.cat([part.top_logprobs.isfinite().sum(-1) for part in parts])
-    return Logprobs(
-        rows=_int32(rows),
-        counts=_int32(np.minimum(counts, _host(possible))),
-        ids=_int32(_host(tokens)),
-        logprobs=_float32(_gather([part.logprobs for part in parts])),
-        ranks=_int32(_gather([part.ranks for part in parts])),
-        top_ids=_int32(_gather([part.top_ids for part in parts])),
-        top_logprobs=_float32(_gather([part.top_logprobs for part in parts])),
-        asked=None if asked_ids is None else _float32(_gather([part.asked for part in parts])),
+    top_logprobs = torch.cat([part.top_logprobs for part in parts])
+    return Columns(
+        rows=rows,
+        counts=counts,
+        possible=top_logprobs.isfinite().sum(-1),
+        ids=tokens,
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        ranks=torch.cat([part.ranks for part in parts]),
+        top_ids=torch.cat([part.top_ids for part in parts]),
+        top_logprobs=top_logprobs,
+        asked=None if asked_ids is None else torch.cat([part.asked for part in parts]),
     )
-
-
-def _gather(parts: list[Tensor]) -> NDArray[np.generic]:
-    return _host(torch.cat(parts))
-
-
-def _host(tensor: Tensor) -> NDArray[np.generic]:
-    array: NDArray[np.generic] = tensor.cpu().numpy()
-    return array
-
-
-def _int32(values: NDArray[np.generic]) -> Int32:
-    return Int32(values.astype(np.int32).tobytes(), values.shape)
-
-
-def _float32(values: NDArray[np.generic]) -> Float32:
-    return Float32(values.astype(np.float32).tobytes(), values.shape)

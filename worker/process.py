@@ -1,6 +1,7 @@
 """The worker process: command line, logging, the conversation with the engine, exit code.
 
-It connects, loads, says WorkerReady, then answers each StepPlan with a StepResult until Stop.
+It connects, loads, says WorkerReady, then answers each StepPlan with a StepResult until Stop
+(loop.py).
 Exit codes: 0 stopped as asked; 1 our own failure, told to the engine as WorkerFailed; 2 a bad
 command line. It never outlives the engine. torch is imported late, so that its time is told too.
 """
@@ -21,7 +22,7 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.config import WorkerConfig
-from protocol.steps import FromWorker, Masks, Stop, ToWorker, WorkerFailed
+from protocol.steps import FromWorker, ToWorker, WorkerFailed
 from worker.phases import Phases
 
 log = logging.getLogger("worker")
@@ -66,15 +67,14 @@ def run(config: WorkerConfig, engine: Connection) -> int:
         phases = Phases()
         with phases("import torch"):
             from worker.assembly import assemble
+            from worker.loop import Loop
         runner, ready = assemble(config, phases)
         gc.collect()
         gc.freeze()  # what was loaded stays: later collections need not look at it
         engine.send(ready)
         log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
-        while not isinstance(plan := engine.receive(), Stop):
-            if isinstance(plan, Masks):
-                raise ValueError(f"masks for step {plan.step}, which nobody asked for")
-            engine.send(runner.step(plan, engine.receive))
+        with Loop(runner, engine) as loop:
+            loop.run()
         return 0
     except ParentGone:
         log.error("the engine is gone")
@@ -101,10 +101,20 @@ class Connection:
 
     def receive(self) -> ToWorker:
         """The next message. Raises ParentGone where the death signal could not reach us."""
-        while not self._socket.poll(PARENT_CHECK_MS):
+        self.wait()
+        return self._decoder.decode(self._socket.recv_multipart())
+
+    def wait(self, wakeup: int | None = None) -> bool:
+        """Until there is a message, or until the file descriptor `wakeup` can be read; True if
+        there is a message. Raises ParentGone as `receive` does."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if wakeup is not None:
+            poller.register(wakeup, zmq.POLLIN)
+        while not (ready := dict(poller.poll(PARENT_CHECK_MS))):
             if os.getppid() != self._parent:
                 raise ParentGone
-        return self._decoder.decode(self._socket.recv_multipart())
+        return self._socket in ready
 
     def send(self, message: FromWorker) -> None:
         """Raises ParentGone where nobody takes messages any more."""

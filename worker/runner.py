@@ -1,7 +1,8 @@
 """One step: a StepPlan in, a StepResult out. The order of the lines is the law of the worker.
 
 The runner executes plans in order and decides nothing. It holds no request state: that is in the
-slots and in the KV cache alone.
+slots and in the KV cache alone. To launch a step is to queue all of it on the device, without
+waiting for any of it, so that the next one can be queued behind it before its tokens are read.
 
 Legend: T tokens in the step, S sampled rows, V vocabulary.
 """
@@ -12,18 +13,19 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.arrays import Int32
-from protocol.steps import Logprobs, StepPlan, StepResult
+from protocol.steps import StepPlan, StepResult
 from worker.attention.base import Attention, AttentionBatch
 from worker.bans import row_masks
 from worker.batch import StepBatch, build_batch
+from worker.columns import Columns
 from worker.kv_cache import KVCache
+from worker.launched import Launched
 from worker.logits import process_logits
 from worker.logprobs import prompt_logprobs, sampled_logprobs
+from worker.readback import Mark, Readback, mark
 from worker.sampler import Choice, sample
 from worker.slots import SlotTable
 from worker.staging import integers, upload
@@ -52,35 +54,41 @@ class Runner:
     """Owns the slots and the cache of one worker."""
 
     def __init__(
-        self, model: Model, slots: SlotTable, cache: KVCache, attention: Attention
+        self,
+        model: Model,
+        slots: SlotTable,
+        cache: KVCache,
+        attention: Attention,
+        *,
+        mark: Mark = mark,
     ) -> None:
+        """mark: what says when a step is done, see readback.py."""
         self._model = model
         self._slots = slots
         self._cache = cache
         self._attention = attention
+        self._mark = mark
+
+    def step(self, plan: StepPlan, await_masks: Callable[[], object] = no_masks) -> StepResult:
+        """`launch`, and wait for the result."""
+        return self.launch(plan, await_masks).result()
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, await_masks: Callable[[], object] = no_masks) -> StepResult:
+    def launch(self, plan: StepPlan, await_masks: Callable[[], object] = no_masks) -> Launched:
         """Do exactly what the plan says. Raises ValueError if it contradicts the slots.
 
         await_masks   asked for the plan's `Masks`, if it has any, when all but they is computed
         """
         started = perf_counter()
+        readback = Readback(self._slots.device, self._mark)
         self._prepare(plan)
-        if not len(plan.row_slots):
-            return StepResult(step=plan.step, tokens=Int32(b""), failed=Int32(b""))
-        batch = build_batch(plan, self._slots, block_tokens=self._cache.block_tokens)
-        hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
-        of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
-        choice, of_sampled = self._sample(hidden, batch, plan, await_masks)
-        return StepResult(
-            step=plan.step,
-            tokens=_int32(choice.tokens) if choice else Int32(b""),
-            failed=_int32((~choice.finite.cpu()).nonzero()) if choice else Int32(b""),
-            logprobs=of_sampled,
-            prompt_logprobs=of_prompt,
-            compute_s=perf_counter() - started,
-        )
+        choice, of_sampled, of_prompt = None, None, None
+        if len(plan.row_slots):
+            batch = build_batch(plan, self._slots, block_tokens=self._cache.block_tokens)
+            hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
+            of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
+            choice, of_sampled = self._sample(hidden, batch, plan, await_masks)
+        return Launched.of(plan.step, started, readback, choice, of_sampled, of_prompt)
 
     def _prepare(self, plan: StepPlan) -> None:
         """Slots and blocks, in the order that StepPlan promises."""
@@ -98,7 +106,7 @@ class Runner:
 
     def _sample(
         self, hidden: Tensor, batch: StepBatch, plan: StepPlan, await_masks: Callable[[], object]
-    ) -> tuple[Choice | None, Logprobs | None]:
+    ) -> tuple[Choice | None, Columns | None]:
         """A token for each sampled row, written where it will be read from, and its logprobs."""
         rows = batch.sampled
         if not len(rows.host_slots):
@@ -111,8 +119,3 @@ class Runner:
         choice = sample(processed, self._slots, rows)
         self._slots.append_tokens(rows.slots, rows.known, choice.tokens)
         return choice, sampled_logprobs(logits, processed, choice.tokens, self._slots, batch)
-
-
-def _int32(values: Tensor) -> Int32:
-    """Flat, on the host. Waits for the device: the step's one synchronisation is here."""
-    return Int32(values.flatten().to("cpu", torch.int32).numpy().astype(np.int32).tobytes())

@@ -12,6 +12,7 @@ from torch import Tensor
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kv_cache import KVCache
+from worker.readback import Mark, mark
 from worker.runner import Runner
 from worker.slot_fields import slot_fields
 from worker.slots import Poison, SlotTable
@@ -69,7 +70,9 @@ def tiny_slots(
     return kind(fields, max_slots, device, poison=poison)
 
 
-def tiny_runner(slots: SlotTable, cache: KVCache, model: TinyModel | None = None) -> Runner:
+def tiny_runner(
+    slots: SlotTable, cache: KVCache, model: TinyModel | None = None, mark: Mark = mark
+) -> Runner:
     device = slots.device
     attention = TorchPagedAttention(BLOCK_TOKENS, torch.float32)
-    return Runner(model or TinyModel(device=device), slots, cache, attention)
+    return Runner(model or TinyModel(device=device), slots, cache, attention, mark=mark)

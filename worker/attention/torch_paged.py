@@ -129,8 +129,9 @@ class TorchPagedAttention:
         for first in range(start, stop, TILE_QUERIES):
             end = min(first + TILE_QUERIES, stop)
             m = -(-(unseen + end - start) // self._block_tokens)
-            last = torch.arange(unseen + first - start, unseen + end - start)
-            mask = self._mask(last.to(batch.block_table.device), m * self._block_tokens)
+            device = batch.block_table.device
+            last = torch.arange(unseen + first - start, unseen + end - start, device=device)
+            mask = self._mask(last, m * self._block_tokens)
             tiles.append(Tile(first, end, m * self._block_tokens, mask))
         num_blocks = -(-context_len // self._block_tokens)
         return PrefillSpan(batch.block_table[row, :num_blocks].contiguous(), tiles)

@@ -1,0 +1,123 @@
+"""Plans in, results out, each in the order of the plans.
+
+A plan that has arrived is launched before the step that is out is waited for: a device that works
+by itself always has its next step queued. A step that is done when its launch returns, as on the
+CPU, is told at once, before the next plan is touched. The engine knows a step's masks when it has
+heard of all steps before, so those are told before masks are waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from queue import SimpleQueue
+from threading import Thread
+from typing import Protocol, Self
+
+from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker
+from worker.launched import Launched
+from worker.pace import Pace
+from worker.runner import Runner
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """The other end of the conversation; process.Connection is one."""
+
+    def receive(self) -> ToWorker: ...
+
+    def wait(self, wakeup: int | None = None) -> bool: ...
+
+    def send(self, message: FromWorker) -> None: ...
+
+
+class Loop:
+    """One worker at work, from its first plan until Stop. To be closed by its `with`."""
+
+    def __init__(self, runner: Runner, engine: Engine) -> None:
+        self._runner = runner
+        self._engine = engine
+        self._out: deque[Launched] = deque()  # launched and not told, oldest first
+        self._lookout = Lookout()
+        self._pace = Pace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lookout.close()
+
+    def run(self) -> None:
+        """Raises ValueError on what contradicts the slots or the order of messages."""
+        while True:
+            self._tell_done()
+            if self._out and not self._engine.wait(self._lookout.fd):
+                self._lookout.hear()
+                continue
+            match self._engine.receive():
+                case Stop():
+                    log.info("stopped; %s", self._pace.told())
+                    return
+                case Masks(step=step):
+                    raise ValueError(f"masks for step {step}, which nobody asked for")
+                case StepPlan() as plan:
+                    self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
+        launched = self._runner.launch(plan, self._masks)
+        self._out.append(launched)
+        if not launched.is_done:
+            self._lookout.watch(launched)
+
+    def _masks(self) -> ToWorker:
+        """Those of the step that is being launched."""
+        while self._out:
+            self._tell()
+        return self._engine.receive()
+
+    def _tell_done(self) -> None:
+        while self._out and self._out[0].is_done:
+            self._tell()
+
+    def _tell(self) -> None:
+        """The oldest step's result, waited for if it must be."""
+        launched = self._out.popleft()
+        result = launched.result()
+        self._pace.record(launched.started, launched.started + result.compute_s)
+        self._engine.send(result)
+
+
+class Lookout:
+    """A thread that waits for steps in the order of their launch. `fd` can be read when one that
+    nobody has heard of is done. Where all steps are done at once it is never started."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0)
+        self._watched: SimpleQueue[Launched | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def watch(self, launched: Launched) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="lookout", daemon=True)
+            self._thread.start()
+        self._watched.put(launched)
+
+    def hear(self) -> None:
+        os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Waits for the steps that are out, unless the device has failed."""
+        if self._thread is not None:
+            self._watched.put(None)
+            self._thread.join()
+        os.close(self.fd)
+
+    def _run(self) -> None:
+        while (launched := self._watched.get()) is not None:
+            try:
+                launched.wait()
+            finally:
+                # Also when the device has failed: the loop then asks for the result, and hears it.
+                os.eventfd_write(self.fd, 1)
