@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 Dtype = Literal["auto", "bfloat16", "float32"]
+Poisoning = Literal["off", "zeros", "plausible", "wild"]
 NO_STORE = "none"
 """Instead of a file's name."""
 
@@ -67,6 +68,14 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             le=1 << 20,
         ),
     ] = 0.0
+    poison_slots: Annotated[
+        Poisoning,
+        about(
+            "for tests: what a slot holds while nobody owns it, so that whoever reads what is not "
+            "its own goes visibly wrong; the worker then also looks for per-slot tensors that its "
+            "slot table does not know"
+        ),
+    ] = "off"
 
     def __post_init__(self) -> None:
         if self.block_tokens & (self.block_tokens - 1):

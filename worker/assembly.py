@@ -7,6 +7,7 @@ WorkerReady and written back into no config.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
@@ -21,9 +22,10 @@ from worker.memory import free_bytes, kv_budget
 from worker.models.config import LlamaConfig
 from worker.models.load import load_model
 from worker.phases import Phases
+from worker.registry import rows_for
 from worker.runner import Runner
 from worker.slot_fields import slot_fields
-from worker.slots import SlotTable
+from worker.slots import Poison, SlotField, SlotTable
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
         )
         cache = KVCache(shape[0], budget.num_blocks, *shape[1:], dtype, device)
         fields = slot_fields(budget.max_len, -(-budget.max_len // config.block_tokens))
-        slots = SlotTable(fields, config.max_slots, device)
-    attention = select_attention(config.block_tokens, dtype=dtype)
+        attention = select_attention(config.block_tokens, dtype=dtype)
+        slots = _slot_table(fields, config, device, loaded.model, cache, attention)
     with phases("warm up"):
         spare = SlotTable(fields, 1, device)
         _warm_up(Runner(loaded.model, spare, cache, attention), cache, budget.max_len)
@@ -71,6 +73,16 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
         phases=phases.told,
     )
     return Runner(loaded.model, slots, cache, attention), ready
+
+
+def _slot_table(
+    fields: Iterable[SlotField], config: WorkerConfig, device: torch.device, *others: object
+) -> SlotTable:
+    """Poisoned, it has as many rows as none of the `others` has of anything: see registry.py."""
+    if config.poison_slots == "off":
+        return SlotTable(fields, config.max_slots, device)
+    rows = rows_for(config.max_slots, others)
+    return SlotTable(fields, rows, device, poison=Poison[config.poison_slots.upper()])
 
 
 def _threads(config: WorkerConfig) -> int:

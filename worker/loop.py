@@ -18,6 +18,7 @@ from typing import Protocol, Self
 from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker
 from worker.launched import Launched
 from worker.pace import Pace
+from worker.registry import check_registry
 from worker.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -34,11 +35,15 @@ class Engine(Protocol):
 
 
 class Loop:
-    """One worker at work, from its first plan until Stop. To be closed by its `with`."""
+    """One worker at work, from its first plan until Stop. To be closed by its `with`.
 
-    def __init__(self, runner: Runner, engine: Engine) -> None:
+    searches   look for per-slot tensors outside the slot table, after steps 1, 2, 4, 8, ...
+    """
+
+    def __init__(self, runner: Runner, engine: Engine, *, searches: bool = False) -> None:
         self._runner = runner
         self._engine = engine
+        self._searches = searches
         self._out: deque[Launched] = deque()  # launched and not told, oldest first
         self._lookout = Lookout()
         self._pace = Pace()
@@ -50,7 +55,8 @@ class Loop:
         self._lookout.close()
 
     def run(self) -> None:
-        """Raises ValueError on what contradicts the slots or the order of messages."""
+        """Raises ValueError on what contradicts the slots or the order of messages, RuntimeError
+        on what a search finds."""
         while True:
             self._tell_done()
             if self._out and not self._engine.wait(self._lookout.fd):
@@ -87,6 +93,8 @@ class Loop:
         result = launched.result()
         self._pace.record(launched.started, launched.started + result.compute_s)
         self._engine.send(result)
+        if self._searches and self._pace.num_steps.bit_count() == 1:
+            check_registry(self._runner)
 
 
 class Lookout:

@@ -73,7 +73,7 @@ def run(config: WorkerConfig, engine: Connection) -> int:
         gc.freeze()  # what was loaded stays: later collections need not look at it
         engine.send(ready)
         log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
-        with Loop(runner, engine) as loop:
+        with Loop(runner, engine, searches=config.poison_slots != "off") as loop:
             loop.run()
         return 0
     except ParentGone:

@@ -41,7 +41,13 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
     (checkpoint / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))
     folder.chmod(0o700)
     address = f"ipc://{folder}/engine.sock"
-    worker = {"dtype": "float32", "max_slots": 64, "kv_blocks": 14_000, "threads": 1}
+    worker = {
+        "dtype": "float32",
+        "poison_slots": "wild",
+        "max_slots": 64,
+        "kv_blocks": 14_000,
+        "threads": 1,
+    }
     config = {
         "address": address,
         "grammar_timeout_s": BUDGET_S,

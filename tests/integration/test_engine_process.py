@@ -75,6 +75,7 @@ def start(checkpoint: Path, directory: Path) -> Program:
         "worker": {
             "model": str(checkpoint),
             "dtype": "float32",
+            "poison_slots": "wild",
             "max_slots": 8,
             "kv_blocks": 257,
             "threads": 1,

@@ -138,7 +138,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     checkpoint = write_tiny_llama(folder, max_position_embeddings=2000, eos_token_id=0)
     (checkpoint / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))
     address = f"ipc://{folder}/run/engine.sock"
-    worker = {"dtype": "float32", "max_slots": 8, "kv_blocks": 257, "threads": 1}
+    worker = {
+        "dtype": "float32",
+        "poison_slots": "wild",
+        "max_slots": 8,
+        "kv_blocks": 257,
+        "threads": 1,
+    }
     config = {"address": address, "worker": {"model": str(checkpoint), **worker}}
     (folder / "run").mkdir(mode=0o700)
     folder.chmod(0o700)

@@ -20,13 +20,14 @@ from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.steps import FromWorker, Masks, StepPlan, StepResult, Stop, ToWorker
 from tests.support.plans import slot_init, step_plan
-from tests.support.tiny_model import VOCAB, tiny_cache, tiny_runner, tiny_slots
+from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.loop import Loop
 from worker.process import Connection
 from worker.readback import Event, mark
 
 WAIT_S = 20.0
 PROMPT = [5, 9, 2, 77, 31]
+SLOTS = 13
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Bench:
         assert not self.thread.is_alive()
 
 
-def start(kind: str, folder: Path) -> Iterator[Bench]:
+def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[Bench]:
     """kind: "slow", a device that works by itself; "cpu", one whose work is done when asked for."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets.make_private(folder / "run")
@@ -101,14 +102,14 @@ def start(kind: str, folder: Path) -> Iterator[Bench]:
     socket = sockets.bind_router(context, address)
     device, failure = Device(), []
     runner = tiny_runner(
-        tiny_slots(3), tiny_cache(20), mark=device.mark if kind == "slow" else mark
+        tiny_slots(SLOTS), tiny_cache(20), model, mark=device.mark if kind == "slow" else mark
     )
 
     def work() -> None:
         engine = Connection(context, address, os.getppid())
         try:
             engine.send(StepResult(step=0, tokens=Int32(b""), failed=Int32(b"")))
-            with Loop(runner, engine) as loop:
+            with Loop(runner, engine, searches=True) as loop:
                 loop.run()
         except Exception as error:  # told by whoever waits for the worker in vain
             failure.append(error)
@@ -228,3 +229,25 @@ def test_stop_is_obeyed_while_a_step_is_out_and_the_step_is_let_finish(slow):
     slow.thread.join(WAIT_S)
     assert not slow.thread.is_alive()
     assert slow.failure == []
+
+
+class Remembering(TinyModel):
+    """It keeps something of every slot, from its second pass on."""
+
+    passes = 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.memory = torch.zeros(SLOTS) if self.passes > 1 else None
+        return super().logits(hidden)
+
+
+def test_a_per_slot_tensor_that_is_made_at_work_ends_the_worker_and_is_named(tmp_path):
+    for bench in start("cpu", tmp_path, Remembering()):
+        for plan in (first(), after(2)):
+            bench.say(plan)
+            bench.hear()
+        bench.thread.join(WAIT_S)
+        (error,) = bench.failure
+        assert "(13,) torch.float32 held by" in str(error)
+        assert "Remembering" in str(error)

@@ -73,7 +73,8 @@ class Starter:
         sockets.make_private(self.folder / "run")
         address = f"ipc://{self.folder / 'run' / f'w{len(self.engines)}'}"
         socket = sockets.bind_router(self.context, address)
-        config = WorkerConfig(model=str(model), address=address, dtype="float32", **settings)
+        settings = {"dtype": "float32", "poison_slots": "wild"} | settings
+        config = WorkerConfig(model=str(model), address=address, **settings)
         process = subprocess.Popen(command(config), cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.engines.append(Engine(socket, process))
         return self.engines[-1]

@@ -10,10 +10,12 @@ from tests.support.model import smollm2_gguf
 from tests.support.processes import ROOT, Program, free_port
 
 START_TIMEOUT_S = 90.0
+POISON = ("--poison-slots", "wild")
 
 
 class Server(Program):
-    """Running and ready inside its `with`. `options` are those of `tidegate serve`.
+    """Running and ready inside its `with`. `options` are those of `tidegate serve`; unless they say
+    otherwise, free slots are poisoned: whatever leaks in any test shows.
 
     url        of HTTP
     address    of the engine (ZeroMQ)
@@ -24,7 +26,17 @@ class Server(Program):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         name = model or str(smollm2_gguf())
-        arguments = ["-P", "-m", "tools", "serve", name, "--port", str(self.port), *options]
+        arguments = [
+            "-P",
+            "-m",
+            "tools",
+            "serve",
+            name,
+            "--port",
+            str(self.port),
+            *POISON,
+            *options,
+        ]
         super().__init__(arguments, cwd=cwd)
 
     def __enter__(self) -> Self:
