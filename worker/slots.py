@@ -222,7 +222,7 @@ class SlotTable:
         if inits:
             for field in self.fields.values():
                 if field.derive is not None:
-                    field.derive(self, slots)
+                    self._derive(field, slots)
         self._binds.clear()
         self._items.clear()
 
@@ -242,6 +242,11 @@ class SlotTable:
     def _fill(self, field: SlotField, slots: Tensor) -> None:
         """Reset whole rows of the new occupants' slots [N]."""
         self[field.name].index_fill_(0, slots, field.fill)
+
+    def _derive(self, field: SlotField, slots: Tensor) -> None:
+        """Compute rows of the new occupants' slots [N] from what was written to other fields."""
+        assert field.derive is not None
+        field.derive(self, slots)
 
     def _apply(self, write: Write, index: Tensor, values: Tensor) -> None:
         """index, values: the write's own, on the device. A host twin is written alike."""

@@ -78,7 +78,7 @@ def test_sixteen_at_once_and_again_out_of_the_prefix_cache(
     replica = Replica(loaded, max_slots=16)
     for _ in range(2):
         check(replica.answers(prompts_of(reference), GREEDY), reference)
-    assert max(len(plan.row_slots) for plan in replica.plans) == 16
+    assert max(len(plan.row_slots) for plan in (step.plan for step in replica.steps)) == 16
     found = sum((len(prompt) - 1) // 16 * 16 for prompt in prompts_of(reference))
     assert replica.engine.stats().num_cached_tokens >= found > 0
 
@@ -86,7 +86,7 @@ def test_sixteen_at_once_and_again_out_of_the_prefix_cache(
 def test_with_a_token_budget_of_32(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
     replica = Replica(loaded, max_slots=16, token_budget=32)
     check(replica.answers(prompts_of(reference), GREEDY), reference)
-    steps = [plan.row_tokens.tolist() for plan in replica.plans]
+    steps = [plan.row_tokens.tolist() for plan in (step.plan for step in replica.steps)]
     assert max(map(sum, steps)) <= 32
     assert any(1 in step and max(step) > 1 for step in steps), "prompts and streams never shared"
 

@@ -5,7 +5,8 @@ For tests of what is computed: which tokens, in which batches, with which blocks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +21,13 @@ from protocol.config import EngineConfig, WorkerConfig
 from protocol.grammar import Grammar
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
-from protocol.steps import StepPlan
+from protocol.steps import Masks, StepPlan, StepResult
 from worker.attention.select import select_attention
 from worker.kv_cache import KVCache
 from worker.models.load import LoadedModel, load_model
 from worker.runner import Runner
 from worker.slot_fields import slot_fields
-from worker.slots import SlotTable
+from worker.slots import Poison, SlotTable
 
 CLIENT = b"test"
 
@@ -35,9 +36,23 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return load_model(path, dtype=dtype, device=torch.device("cpu"))
 
 
+@dataclass(frozen=True)
+class Executed:
+    """A step as the worker saw it."""
+
+    plan: StepPlan
+    masks: Masks | None
+    result: StepResult
+
+
 @dataclass
 class Replica:
-    """`run` computes all that was added; `outputs[n]` is what came of request n."""
+    """`run` computes all that was added; `outputs[n]` is what came of request n.
+
+    max_len           of prompt and answer; None: the model's own limit
+    steps_in_flight   plans that are made before the first of them is executed
+    steps             what was executed, in order;  out: plans that are yet to be
+    """
 
     loaded: LoadedModel
     token_budget: int = 512
@@ -45,12 +60,16 @@ class Replica:
     num_blocks: int = 1024
     block_tokens: int = 16
     prefix_cache: bool = True
+    steps_in_flight: int = 1
+    max_len: int | None = None
     outputs: dict[int, list[Output]] = field(default_factory=dict)
-    plans: list[StepPlan] = field(default_factory=list)
+    steps: list[Executed] = field(default_factory=list)
+    out: deque[StepPlan] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         config = self.loaded.config
-        max_len = min(config.context_tokens, (self.num_blocks - 1) * self.block_tokens)
+        room = (self.num_blocks - 1) * self.block_tokens
+        max_len = min(self.max_len or config.context_tokens, room)
         limits = Limits(
             max_len=max_len,
             max_slots=self.max_slots,
@@ -59,21 +78,17 @@ class Replica:
             token_budget=self.token_budget,
             prefix_cache=self.prefix_cache,
         )
-        device, dtype = torch.device("cpu"), getattr(torch, self.loaded.card.dtype)
-        cache = KVCache(
-            config.num_layers,
-            self.num_blocks,
-            self.block_tokens,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype,
-            device,
+        slots = slot_table(max_len, self.block_tokens, self.max_slots)
+        self.runner = new_runner(
+            self.loaded, slots, new_cache(self.loaded, self.num_blocks, self.block_tokens)
         )
-        fields = slot_fields(max_len, -(-max_len // self.block_tokens))
-        attention = select_attention(self.block_tokens, dtype=dtype)
-        slots = SlotTable(fields, self.max_slots, device)
-        self.runner = Runner(self.loaded.model, slots, cache, attention)
-        self.engine = Engine(EngineConfig(worker=WorkerConfig(model="")), self.loaded.card, limits)
+        self._seeds = iter(range(1, 1 << 30))
+        self._masks: Masks | None = None  # of the oldest plan that is out
+        worker = WorkerConfig(model="")
+        config = EngineConfig(worker=worker, steps_in_flight=self.steps_in_flight)
+        self.engine = Engine(
+            config, self.loaded.card, limits, draw_seed=lambda: 7919 * next(self._seeds)
+        )
 
     def add(
         self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar | None = None
@@ -93,13 +108,43 @@ class Replica:
         return Compiler(self.loaded.card)
 
     def run(self) -> None:
-        while (plan := self.engine.plan()) is not None:
-            self.plans.append(plan)
-            result = self.runner.step(plan, self.engine.masks)
-            for news in self.engine.commit(result, result.compute_s).values():
-                for output in news.outputs:
-                    self.outputs[output.request].append(output)
+        while self.step():
+            pass
         self.engine.check()
+
+    def step(self) -> bool:
+        """Plan what can be planned, and finish the oldest; False where there is nothing to do."""
+        self.plan()
+        if not self.out:
+            return False
+        self.finish()
+        return True
+
+    def plan(self) -> None:
+        """Plan as many steps as may be out."""
+        while (plan := self.engine.plan()) is not None:
+            self.out.append(plan)
+            if len(self.out) == 1:
+                self._masks = self.engine.masks()
+
+    def finish(self) -> None:
+        """The worker executes the oldest plan that is out, the engine commits."""
+        plan, masks = self.out.popleft(), self._masks
+        result = self.runner.step(plan, lambda: masks)
+        self.steps.append(Executed(plan, masks, result))
+        for news in self.engine.commit(result, result.compute_s).values():
+            self._take(news.outputs)
+        self._masks = self.engine.masks()
+
+    def is_ended(self, number: int) -> bool:
+        return any(output.finish is not None for output in self.outputs[number])
+
+    def abort(self, number: int) -> None:
+        self._take(self.engine.abort(CLIENT, [number]))
+
+    def _take(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            self.outputs[output.request].append(output)
 
     def tokens(self, number: int) -> list[int]:
         return [token for output in self.outputs[number] for token in output.tokens]
@@ -109,3 +154,27 @@ class Replica:
         numbers = [self.add(prompt, params) for prompt in prompts]
         self.run()
         return [self.tokens(number) for number in numbers]
+
+
+def slot_table(
+    max_len: int,
+    block_tokens: int,
+    max_slots: int,
+    *,
+    poison: Poison | None = Poison.WILD,
+    kind: type[SlotTable] = SlotTable,
+) -> SlotTable:
+    fields = slot_fields(max_len, -(-max_len // block_tokens))
+    return kind(fields, max_slots, torch.device("cpu"), poison=poison)
+
+
+def new_cache(loaded: LoadedModel, num_blocks: int, block_tokens: int) -> KVCache:
+    config, dtype = loaded.config, getattr(torch, loaded.card.dtype)
+    shape = (config.num_layers, num_blocks, block_tokens, config.num_kv_heads, config.head_dim)
+    return KVCache(*shape, dtype, torch.device("cpu"))
+
+
+def new_runner(loaded: LoadedModel, slots: SlotTable, cache: KVCache) -> Runner:
+    """A worker that has computed nothing yet."""
+    attention = select_attention(cache.block_tokens, dtype=getattr(torch, loaded.card.dtype))
+    return Runner(loaded.model, slots, cache, attention)

@@ -1,0 +1,216 @@
+"""A stream of plans that mixes every kind of request there is, and its replay by other workers.
+
+`record` lets a real engine and a real worker serve two hundred requests with two steps in flight;
+`own_slots` rewrites the stream so that each binding has a slot that nobody had before; `replay`
+executes a stream by a new worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec.structs import replace as changed
+
+from protocol.arrays import Int32
+from protocol.grammar import Body, Choice, Grammar, Regex
+from protocol.messages import Output
+from protocol.sampling import SamplingParams
+from protocol.steps import StepResult
+from tests.support.grammars import EOS, signs_tokenizer
+from tests.support.replica import (
+    Executed,
+    LoadedModel,
+    Replica,
+    load,
+    new_cache,
+    new_runner,
+    slot_table,
+)
+from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
+from worker.slots import Poison, SlotTable
+
+BLOCK_TOKENS = 4
+NUM_BLOCKS = 33
+MAX_SLOTS = 7
+MAX_LEN = 64
+TOKEN_BUDGET = 24
+NUM_REQUESTS = 200
+
+GREEDY = SamplingParams(temperature=0.0)
+KINDS: list[tuple[SamplingParams, Body | None]] = [
+    (GREEDY, None),
+    (SamplingParams(temperature=0.9), None),
+    (SamplingParams(temperature=1.6, top_k=3, seed=-5), None),
+    (SamplingParams(temperature=1.9, top_p=0.4), None),
+    (SamplingParams(temperature=1.8, min_p=0.3, seed=1 << 62), None),
+    (SamplingParams(temperature=1.5, top_k=40, top_p=0.9, min_p=0.02), None),
+    (SamplingParams(temperature=0.0, repetition_penalty=4.0), None),
+    (SamplingParams(temperature=0.0, frequency_penalty=1.9), None),
+    (SamplingParams(temperature=1.0, presence_penalty=2.0, frequency_penalty=-2.0), None),
+    (SamplingParams(temperature=0.0, logit_bias={i: 3.0 + i / 64 for i in range(5, 90, 17)}), None),
+    (SamplingParams(temperature=1.0, logit_bias={3: 6.0, 50: 5.5}, logprobs=2), None),
+    (SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=[*range(90)]), None),
+    (SamplingParams(temperature=0.7, min_tokens=3, stop_token_ids=[7, 9], logprobs=5), None),
+    (SamplingParams(temperature=0.0, min_tokens=4, ignore_eos=True), None),
+    (SamplingParams(temperature=0.7, logprobs=5, prompt_logprobs=3), None),
+    (SamplingParams(temperature=0.0, prompt_logprobs=0), None),
+    (SamplingParams(temperature=0.0, allowed_token_ids=list(range(2, 97, 5))), None),
+    (SamplingParams(bad_words=[[i] for i in range(0, 97, 4)] + [[1, 3], [5] * 4]), None),
+    (SamplingParams(temperature=0.0, bad_words=[[i, j] for i in range(9) for j in range(9)]), None),
+    (SamplingParams(temperature=0.8, logprobs=1, logprob_token_ids=[60, 4, 33]), None),
+    (SamplingParams(temperature=0.0, logprob_token_ids=[96]), None),
+    (SamplingParams(temperature=1.2, top_k=9, logprobs=4, logprobs_of="sampling"), None),
+    (
+        SamplingParams(
+            temperature=1.4, top_p=0.6, logprob_token_ids=[7, 8], logprobs=2, logprobs_of="both"
+        ),
+        None,
+    ),
+    (GREEDY, Regex(pattern="[ab]{2,9}c")),
+    (SamplingParams(temperature=1.5, logprobs=2, logprobs_of="sampling"), Regex(pattern="(no)+")),
+    (SamplingParams(temperature=1.0, seed=3), Choice(choices=["abc", "abd", "xyzzy"])),
+]
+"""(params, grammar): each makes some field of a slot matter."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, after how many steps it comes, and after how many more it is dropped."""
+
+    prompt: list[int]
+    params: SamplingParams
+    grammar: Grammar | None
+    arrives: int
+    abort_after: int | None
+
+
+@dataclass
+class Recording:
+    """What was executed, and what became of the requests: their news, by number."""
+
+    loaded: LoadedModel
+    steps: list[Executed]
+    outputs: dict[int, list[Output]]
+    num_aborted_in_flight: int
+
+
+def tiny_model(folder: Path) -> LoadedModel:
+    """A Llama of random weights that speaks sign by sign."""
+    write_tiny_llama(folder, eos_token_id=EOS)
+    (folder / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))
+    return load(folder)
+
+
+def load_of(seed: int, count: int = NUM_REQUESTS) -> list[Asked]:
+    """Requests of all kinds. Prompts begin like one of three conversations, so that many are found
+    in the prefix cache, a third of them but for their last token."""
+    chance = random.Random(seed)
+    talks = [[chance.randrange(1, VOCAB) for _ in range(48)] for _ in range(3)]
+    asked = []
+    for number in range(count):
+        params, body = KINDS[number % len(KINDS)]
+        shared = 0 if chance.random() < 0.3 else BLOCK_TOKENS * chance.randrange(1, 11)
+        fresh = chance.choice((0, 0, chance.randrange(9)))
+        prompt = chance.choice(talks)[: shared + 1]
+        prompt += [chance.randrange(1, VOCAB) for _ in range(fresh)]
+        asked.append(
+            Asked(
+                prompt=prompt,
+                params=changed(params, max_tokens=chance.randrange(4, 18)),
+                grammar=None if body is None else Grammar(body=body),
+                arrives=number // 2,
+                abort_after=chance.randrange(1, 7) if chance.random() < 0.15 else None,
+            )
+        )
+    return asked
+
+
+def record(loaded: LoadedModel, asked: Iterable[Asked], *, steps_in_flight: int = 2) -> Recording:
+    """Serve them; who is dropped is dropped while as many steps are out as may be."""
+    replica = Replica(
+        loaded,
+        token_budget=TOKEN_BUDGET,
+        max_slots=MAX_SLOTS,
+        num_blocks=NUM_BLOCKS,
+        block_tokens=BLOCK_TOKENS,
+        max_len=MAX_LEN,
+        steps_in_flight=steps_in_flight,
+    )
+    coming, leaving, num_aborted = list(asked), {}, 0
+    for step in range(100_000):
+        while coming and coming[0].arrives <= step:
+            one = coming.pop(0)
+            number = replica.add(one.prompt, one.params, one.grammar)
+            if one.abort_after is not None:
+                leaving[number] = step + one.abort_after
+        replica.plan()
+        for number in [number for number, at in leaving.items() if at <= step]:
+            del leaving[number]
+            if not replica.is_ended(number):
+                replica.abort(number)
+                num_aborted += len(replica.out) == steps_in_flight
+        if not replica.step() and not coming:
+            break
+    replica.engine.check()
+    return Recording(loaded, replica.steps, replica.outputs, num_aborted)
+
+
+def num_lives(steps: Iterable[Executed]) -> int:
+    return sum(len(step.plan.bind) for step in steps)
+
+
+def own_slots(steps: Iterable[Executed]) -> list[Executed]:
+    """The same work, with a slot of its own for every binding."""
+    now: dict[int, int] = {}
+    lives, rewritten = 0, []
+    for step in steps:
+        plan = step.plan
+        release = [now.pop(slot) for slot in plan.release.tolist()]
+        bind = []
+        for init in plan.bind:
+            now[init.slot] = lives
+            bind.append(changed(init, slot=lives))
+            lives += 1
+        plan = changed(
+            plan,
+            release=Int32.of(release),
+            bind=bind,
+            block_slots=Int32.of(now[slot] for slot in plan.block_slots.tolist()),
+            row_slots=Int32.of(now[slot] for slot in plan.row_slots.tolist()),
+        )
+        rewritten.append(replace(step, plan=plan))
+    return rewritten
+
+
+def said(result: StepResult) -> StepResult:
+    """All that a result says, but the time it took. Arrays compare by their bytes."""
+    return changed(result, compute_s=0.0)
+
+
+def replay(
+    loaded: LoadedModel,
+    steps: Iterable[Executed],
+    *,
+    max_slots: int = MAX_SLOTS,
+    poison: Poison | None = None,
+    block_poison: float | None = None,
+    zeroes: bool = True,
+    kind: type[SlotTable] = SlotTable,
+) -> Iterator[StepResult]:
+    """What a new worker says to the same plans and masks, step by step.
+
+    block_poison   what a block holds when it is taken for new content
+    zeroes         whether it is then zeroed
+    """
+    slots = slot_table(MAX_LEN, BLOCK_TOKENS, max_slots, poison=poison, kind=kind)
+    cache = new_cache(loaded, NUM_BLOCKS, BLOCK_TOKENS)
+    runner = new_runner(loaded, slots, cache)
+    for step in steps:
+        if block_poison is not None:
+            blocks = step.plan.zero_blocks.tolist()
+            cache.k[:, blocks] = cache.v[:, blocks] = block_poison
+        plan = step.plan if zeroes else changed(step.plan, zero_blocks=Int32.of([]))
+        yield said(runner.step(plan, lambda step=step: step.masks))
