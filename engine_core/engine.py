@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from engine_core.admission import check_load, check_request, new_request
@@ -35,6 +35,7 @@ from engine_core.outcome import Outcome, failure_of
 from engine_core.planning import build_plan, matchers_of, work_of
 from engine_core.request import Event, Phase, Request
 from engine_core.scheduler import Scheduler
+from engine_core.speculation import Speculation
 from engine_core.speed import Speed
 from protocol.config import EngineConfig
 from protocol.errors import Draining, InvalidRequest, ServingError
@@ -47,6 +48,7 @@ from protocol.messages import (
     Output,
     Outputs,
     Refused,
+    TokenLogprobs,
     Usage,
 )
 from protocol.model_card import ModelCard
@@ -75,7 +77,8 @@ class Engine:
         self.limits = limits
         self._config = config
         self._model = model
-        self._scheduler = Scheduler(limits, model.digest)
+        self._speculation = Speculation(config)
+        self._scheduler = Scheduler(limits, model.digest, self._speculation.propose)
         self._grammars = GrammarBook()
         self._open = OpenRequests()
         self._flights = Flights(config.steps_in_flight)
@@ -130,6 +133,7 @@ class Engine:
 
     def _accept(self, request: Request) -> Accepted:
         request.move(Event.ACCEPT)
+        self._speculation.start(request)
         self._open.add(request)
         self._scheduler.waiting.push(request)
         self._counts["accepted"] += 1
@@ -199,7 +203,7 @@ class Engine:
         is out must commit first."""
         if self._flights.is_full or not self._scheduler.has_work:
             return None
-        if self._flights and not self._scheduler.can_continue():
+        if self._flights and self._must_await():
             return None
         schedule = self._scheduler.schedule()
         work = work_of(schedule)
@@ -217,6 +221,15 @@ class Engine:
         self._scheduler.released_slots.clear()
         self._flights.depart(plan, work)
         return plan
+
+    def _must_await(self) -> bool:
+        """Whether the next step depends on what is out: it may have to preempt, or to draft."""
+        scheduler = self._scheduler
+        return (
+            not scheduler.can_continue()
+            or self._flights.has_drafts
+            or self._speculation.awaits(scheduler.running, len(scheduler.running))
+        )
 
     def masks(self) -> Masks | None:
         """For the oldest plan that is out, once: what comes before its tokens is known only now.
@@ -258,48 +271,74 @@ class Engine:
 
     def _take(self, request: Request, count: int, outcome: Outcome) -> Output | None:
         """What a committed step means for one request: its news, or None while its prompt is
-        computed.
+        computed. Of several tokens, those behind its end are not its own.
         """
-        if outcome.failed:
-            return self._end(request, "error", error=failure_of(request))
-        self._scheduler.advance(request, count)
-        if request.num_generated == 0:
+        if request.num_generated == 0 and not outcome.failed:
             request.prompt_logprobs += outcome.prompt_logprobs
-        if outcome.token is None:
+        reason: FinishReason | None = "error" if outcome.failed else None
+        tokens: list[int] = []
+        for token in outcome.tokens:
+            if not self._admits(request, token):
+                reason = "error"
+                break
+            tokens.append(token)
+            request.tokens.append(token)
+            if (end := self._end_behind(request, token)) is not None:
+                reason = end
+                break
+        self._count(request, outcome, len(tokens))
+        num_void = outcome.num_void + len(outcome.tokens) - len(tokens)
+        # What is not a number is behind the last token, or anywhere: no block with it is published.
+        self._scheduler.advance(request, len(tokens) if outcome.failed else count - num_void)
+        if not outcome.tokens and reason is None:
             is_whole = request.num_computed == len(request.tokens)
             return self._end(request, "length") if is_whole and not request.samples else None
-        if request.matcher is not None:
-            request.matcher.consume(outcome.token)
-            if request.matcher.error is not None:
-                return self._end(request, "error", error=failure_of(request))
-        request.tokens.append(outcome.token)
-        self._counts["generated_tokens"] += 1
-        is_complete = request.matcher is not None and request.matcher.is_complete
-        if outcome.token in request.stop_ids or is_complete:
-            return self._end(request, "stop", outcome)
-        if len(request.tokens) >= request.end:
-            return self._end(request, "length", outcome)
-        if request.num_generated > 1:
-            return Output(request=request.number, tokens=[outcome.token], logprobs=outcome.logprobs)
+        logprobs = outcome.logprobs[: len(tokens)]
+        if reason is not None:
+            return self._end(request, reason, tokens, logprobs)
+        is_first = request.num_generated == len(tokens)
         return Output(
             request=request.number,
-            tokens=[outcome.token],
-            logprobs=outcome.logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            usage=_usage(request),
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs if is_first else [],
+            usage=_usage(request) if is_first else None,
         )
+
+    def _admits(self, request: Request, token: int) -> bool:
+        """Go on in the request's grammar, if it has one; False where that went wrong."""
+        if request.matcher is None:
+            return True
+        request.matcher.consume(token)
+        return request.matcher.error is None
+
+    def _end_behind(self, request: Request, token: int) -> FinishReason | None:
+        """Whether the answer ends with the `token` that was just appended."""
+        is_complete = request.matcher is not None and request.matcher.is_complete
+        if token in request.stop_ids or is_complete:
+            return "stop"
+        return "length" if len(request.tokens) >= request.end else None
+
+    def _count(self, request: Request, outcome: Outcome, num_taken: int) -> None:
+        """`num_taken` of the outcome's tokens are the answer's."""
+        accepted = min(num_taken, outcome.num_right)
+        self._counts["generated_tokens"] += num_taken
+        self._counts["draft_tokens"] += outcome.num_drafts
+        self._counts["accepted_tokens"] += accepted
+        request.num_drafts += outcome.num_drafts
+        request.num_accepted += accepted
+        if request.guesses is not None and outcome.tokens:
+            request.guesses.learn(outcome.num_drafts, outcome.num_right, outcome.tokens[0])
 
     def _end(
         self,
         request: Request,
         reason: FinishReason,
-        last: Outcome | None = None,
-        error: ServingError | None = None,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> Output:
-        """The one way a request ends; its last news, with the `last` token if the step brought
-        one.
-        """
-        is_first = last is None or request.num_generated == 1
+        """The one way a request ends; its last news, with the `tokens` that the step brought."""
+        is_first = request.num_generated == len(tokens)
         prompt_logprobs = request.prompt_logprobs if is_first and reason != "abort" else []
         self._open.remove(request)
         if request.grammar is not None:
@@ -312,13 +351,13 @@ class Engine:
             self._scheduler.finish(request)
         return Output(
             request=request.number,
-            tokens=[] if last is None else [request.tokens[-1]],
-            logprobs=[] if last is None else last.logprobs,
+            tokens=list(tokens),
+            logprobs=list(logprobs),
             prompt_logprobs=prompt_logprobs,
             finish=reason,
             stop_token=self._stop_token(request) if reason == "stop" else None,
             usage=_usage(request),
-            error=None if error is None else error.info(),
+            error=failure_of(request).info() if reason == "error" else None,
         )
 
     def _stop_token(self, request: Request) -> int | None:
@@ -354,6 +393,8 @@ class Engine:
             num_cached_tokens=self._counts["cached_tokens"],
             num_generated_tokens=self._counts["generated_tokens"],
             num_preemptions=self._counts["preemptions"],
+            num_draft_tokens=self._counts["draft_tokens"],
+            num_accepted_tokens=self._counts["accepted_tokens"],
             num_wire_errors=wire_errors,
             busy_s=self._speed.busy_s,
         )
@@ -369,4 +410,6 @@ def _usage(request: Request) -> Usage:
         generated_tokens=request.num_generated,
         cached_tokens=request.num_cached,
         preemptions=request.num_preemptions,
+        draft_tokens=request.num_drafts,
+        accepted_tokens=request.num_accepted,
     )

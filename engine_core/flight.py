@@ -43,6 +43,10 @@ class Flights:
         return len(self._out) >= self._depth
 
     @property
+    def has_drafts(self) -> bool:
+        return any(flight.plan.row_drafts is not None for flight in self._out)
+
+    @property
     def oldest(self) -> Flight | None:
         return self._out[0] if self._out else None
 
@@ -63,9 +67,10 @@ class Flights:
             raise RuntimeError(f"a result of step {result.step}, which is not the oldest one out")
         outcomes = outcomes_of(oldest.plan, result)
         self._out.popleft()
-        for (request, _), samples in zip(
-            oldest.work, oldest.plan.row_samples.tolist(), strict=True
+        for (request, _), samples, outcome in zip(
+            oldest.work, oldest.plan.row_samples.tolist(), outcomes, strict=True
         ):
+            request.num_scheduled -= outcome.num_void
             request.num_pending -= samples
             request.num_in_flight -= 1
         return oldest.work, outcomes

@@ -15,12 +15,31 @@ from protocol.steps import Logprobs, StepPlan, StepResult
 
 @dataclass(slots=True)
 class Outcome:
-    """One row's part of a result. `token` is None where the plan did not sample."""
+    """One row's part of a result.
 
-    token: int | None = None
+    tokens      sampled, in order; none where the plan did not sample
+    failed      no token could be sampled, or none after `tokens`
+    num_drafts  how many the row had; each of `tokens` but the last of all was one of them
+    logprobs    of `tokens`, if asked for
+    """
+
+    tokens: list[int] = field(default_factory=list)
     failed: bool = False
+    num_drafts: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def num_right(self) -> int:
+        """How many drafts were what was sampled."""
+        if not self.num_drafts:
+            return 0
+        return len(self.tokens) if self.failed else len(self.tokens) - 1
+
+    @property
+    def num_void(self) -> int:
+        """Positions that were computed behind a wrong draft."""
+        return self.num_drafts - self.num_right
 
 
 def outcomes_of(plan: StepPlan, result: StepResult) -> list[Outcome]:
@@ -31,19 +50,36 @@ def outcomes_of(plan: StepPlan, result: StepResult) -> list[Outcome]:
         for outcome, samples in zip(outcomes, plan.row_samples.tolist(), strict=True)
         if samples
     ]
-    if len(result.tokens) != len(sampled):
-        raise RuntimeError(f"{len(result.tokens)} tokens for {len(sampled)} sampled rows")
-    for outcome, token in zip(sampled, result.tokens.tolist(), strict=True):
-        outcome.token = token
+    if plan.row_drafts is not None:
+        for outcome, count in zip(outcomes, plan.row_drafts.tolist(), strict=True):
+            outcome.num_drafts = count
+    owners = _owners(sampled, result)
+    for outcome, token in zip(owners, result.tokens.tolist(), strict=True):
+        outcome.tokens.append(token)
+    if result.logprobs is not None:
+        for place, entry in _entries(result.logprobs):
+            owners[place].logprobs.append(entry)
     for index in result.failed.tolist():
         sampled[index].failed = True
-    if result.logprobs is not None:
-        for row, entry in _entries(result.logprobs):
-            sampled[row].logprobs.append(entry)
+        sampled[index].tokens.pop()
+        del sampled[index].logprobs[len(sampled[index].tokens) :]
     if result.prompt_logprobs is not None:
         for row, entry in _entries(result.prompt_logprobs):
             outcomes[row].prompt_logprobs.append(entry)
     return outcomes
+
+
+def _owners(sampled: list[Outcome], result: StepResult) -> list[Outcome]:
+    """[T]: whose each of the result's tokens is."""
+    counts = [1] * len(sampled) if result.counts is None else result.counts.tolist()
+    if len(counts) != len(sampled) or sum(counts) != len(result.tokens):
+        raise RuntimeError(f"{len(result.tokens)} tokens for {len(sampled)} sampled rows")
+    if any(
+        not 1 <= count <= 1 + outcome.num_drafts
+        for count, outcome in zip(counts, sampled, strict=True)
+    ):
+        raise RuntimeError("a row has no token, or more than its drafts allow")
+    return [o for o, count in zip(sampled, counts, strict=True) for _ in range(count)]
 
 
 def failure_of(request: Request) -> ServingError:
@@ -78,7 +114,7 @@ def _why_no_token(request: Request) -> str:
 
 
 def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
-    """(row, that token's logprobs), in the order of the columns."""
+    """(what `rows` says, that token's logprobs), in the order of the columns."""
     num, width = columns.top_ids.shape
     top_ids, top_logprobs = columns.top_ids.tolist(), columns.top_logprobs.tolist()
     ids, logprobs, ranks = columns.ids.tolist(), columns.logprobs.tolist(), columns.ranks.tolist()

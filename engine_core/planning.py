@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 
 from engine_core.grammar.matcher import Matcher
 from engine_core.request import Phase, Request
@@ -13,8 +13,9 @@ from protocol.steps import SlotInit, StepPlan
 
 
 def work_of(schedule: Schedule) -> list[tuple[Request, int]]:
-    """The step's rows in order: (request, how many of its tokens). One-token rows come first."""
-    return [(request, 1) for request in schedule.decodes] + schedule.chunks
+    """The step's rows in order: (request, how many positions). One-token rows come first."""
+    drafted = [(request, 1 + len(drafts)) for request, drafts in schedule.drafted]
+    return [(request, 1) for request in schedule.decodes] + drafted + schedule.chunks
 
 
 def build_plan(
@@ -22,7 +23,7 @@ def build_plan(
 ) -> StepPlan:
     """`generations`: slot -> its present generation, already counted up for `schedule.admitted`."""
     work = work_of(schedule)
-    samples = [request.samples and count == request.num_uncomputed for request, count in work]
+    samples = [request.samples and count >= request.num_uncomputed for request, count in work]
     sampled = compress((request for request, _ in work), samples)
     masked = [index for index, request in enumerate(sampled) if _may_be_masked(request)]
     grown = schedule.grown
@@ -40,7 +41,22 @@ def build_plan(
         row_samples=UInt8.of(samples),
         num_decodes=len(schedule.decodes),
         masked=Int32.of(masked) if masked else None,
+        row_drafts=_row_drafts(schedule),
+        drafts=_drafts(schedule),
     )
+
+
+def _row_drafts(schedule: Schedule) -> Int32 | None:
+    if not schedule.drafted:
+        return None
+    counts = [len(drafts) for _, drafts in schedule.drafted]
+    return Int32.of([0] * len(schedule.decodes) + counts + [0] * len(schedule.chunks))
+
+
+def _drafts(schedule: Schedule) -> Int32 | None:
+    if not schedule.drafted:
+        return None
+    return Int32.of(chain.from_iterable(drafts for _, drafts in schedule.drafted))
 
 
 def matchers_of(plan: StepPlan, work: Sequence[tuple[Request, int]]) -> list[Matcher | None]:

@@ -11,10 +11,14 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from engine_core.grammar.matcher import Matcher
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from engine_core.speculation import Guesses
 
 
 class Phase(Enum):
@@ -58,7 +62,8 @@ class Request:
     stop_ids         tokens that end it with "stop"
     blocks           block ids of positions [0, len(blocks) * block_tokens)
     hashes           chained hashes of the first full blocks, computed when first needed
-    num_scheduled    like num_computed, when the plans that are out will have been committed
+    num_scheduled    like num_computed, when the plans that are out will have been committed, if all
+                     their drafts are right
     num_pending      tokens that those plans sample: not known here, but where they will stand is
     num_in_flight    how many plans that are out have a row of it
     num_published    how many of its blocks have been offered to the prefix cache
@@ -67,6 +72,8 @@ class Request:
     grammar          digest of the grammar that constrains the answer, if one does
     matcher          where the answer is in that grammar, whatever becomes of slot and blocks
     labels           names by which any client may abort it
+    guesses          its drafts and how right they were; None where it gets none
+    num_drafts       tokens drafted for it, in all;  num_accepted  of these, in the answer
     """
 
     client: bytes
@@ -95,6 +102,9 @@ class Request:
     grammar: bytes | None = None
     matcher: Matcher | None = None
     labels: tuple[str, ...] = ()
+    guesses: Guesses | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -8,6 +8,11 @@ it gives everything back and is computed again later, mostly out of the prefix c
 A request is admitted only when blocks for all its known tokens are there; they are taken at once.
 So only requests that stream ever need more, one block at a time, and the oldest can always get it.
 
+Last of all, what is left of the budget goes to drafts, guesses at the tokens that come next
+(speculation.py): they are computed behind the last known token of a request that streams. They take
+blocks only where every running request could still have one more. A block that was taken for drafts
+stays with its request, whose answer will grow into it: nothing is undone where drafts were wrong.
+
 Nobody is preempted while a plan is out: its tokens would be lost. `can_continue` says whether a
 step can be planned without that.
 """
@@ -15,6 +20,7 @@ step can be planned without that.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine_core.block_hash import extend_hashes, root_hash
@@ -24,12 +30,20 @@ from engine_core.queue import WaitingQueue
 from engine_core.request import Event, Phase, Request
 from protocol.messages import Limits
 
+Propose = Callable[[Request, int, int], list[int]]
+"""(request, most >= 1, rows of the step) -> drafts, up to so many."""
+
+
+def propose_nothing(request: Request, most: int, rows: int) -> list[int]:
+    return []
+
 
 @dataclass(slots=True)
 class Schedule:
     """What one step will do.
 
     decodes    requests of one token each;  chunks: (request, how many tokens, at least 2)
+    drafted    (request, its drafts, at least one): one token each, and as many as drafts
     admitted   newly RUNNING, in order;  preempted: newly PREEMPTED
     grown      (slot, index in the block table, block) for requests that held a slot before
     fresh      blocks taken for new content: to be zeroed
@@ -37,6 +51,7 @@ class Schedule:
 
     decodes: list[Request] = field(default_factory=list)
     chunks: list[tuple[Request, int]] = field(default_factory=list)
+    drafted: list[tuple[Request, list[int]]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     grown: list[tuple[int, int, int]] = field(default_factory=list)
@@ -47,7 +62,9 @@ class Schedule:
 class Scheduler:
     """Owns running requests, slots and blocks. Knows nothing of clients, sampling or time."""
 
-    def __init__(self, limits: Limits, model_digest: str) -> None:
+    def __init__(
+        self, limits: Limits, model_digest: str, propose: Propose = propose_nothing
+    ) -> None:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # by rank: oldest first
         self.cache = PrefixCache()
@@ -56,6 +73,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_slots - 1, -1, -1))
         self.limits = limits
         self.model_digest = model_digest
+        self._propose = propose
         self._roots: dict[str, bytes] = {}
 
     @property
@@ -74,6 +92,7 @@ class Scheduler:
         self._continue_chunks(step)
         if not step.preempted:
             self._admit(step)
+        self._draft(step)
         return step
 
     def advance(self, request: Request, num_tokens: int) -> None:
@@ -138,11 +157,46 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is request:
                 return False
+        self._append(request, blocks, step)
+        return True
+
+    def _draft(self, step: Schedule) -> None:
+        """Guess ahead for those that stream and whose tokens are all known."""
+        rows, plain = len(step.decodes) + len(step.chunks), []
+        for request in step.decodes:
+            is_known = request.num_uncomputed == 1 and not request.num_pending
+            most = self._room(request, step) if is_known else 0
+            drafts = self._propose(request, most, rows) if most > 0 else []
+            if drafts:
+                self._cover(request, len(drafts), step)
+                step.drafted.append((request, drafts))
+                step.budget -= len(drafts)
+            else:
+                plain.append(request)
+        step.decodes = plain
+
+    def _room(self, request: Request, step: Schedule) -> int:
+        """How many drafts there is budget, answer and memory for. The step samples one more token
+        than drafts; a request that was admitted just now has no blocks to grow by."""
+        spare = max(self.pool.num_free - len(self.running), 0) * (request not in step.admitted)
+        covered = (len(request.blocks) + spare) * self.limits.block_tokens
+        left = request.end - len(request.tokens) - 1
+        return min(step.budget, left, covered - len(request.tokens))
+
+    def _cover(self, request: Request, num_drafts: int, step: Schedule) -> None:
+        """Take the blocks for drafts, which `_room` has found to be there."""
+        needed = -(-(len(request.tokens) + num_drafts) // self.limits.block_tokens)
+        blocks = self.pool.take(max(needed - len(request.blocks), 0))
+        assert blocks is not None
+        self._append(request, blocks, step)
+
+    def _append(self, request: Request, blocks: list[int], step: Schedule) -> None:
+        """Blocks for a request that holds a slot."""
         assert request.slot is not None
-        step.grown.append((request.slot, len(request.blocks), blocks[0]))
+        first = len(request.blocks)
+        step.grown += [(request.slot, first + i, block) for i, block in enumerate(blocks)]
         step.fresh += blocks
         request.blocks += blocks
-        return True
 
     def _preempt(self, victim: Request, step: Schedule) -> None:
         assert not victim.num_in_flight, "what a plan that is out computes would be lost"

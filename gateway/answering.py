@@ -102,6 +102,8 @@ class Choice:
     is_ended: bool = False
     num_generated: int = 0
     num_cached: int = 0
+    num_drafts: int = 0  # as far as the engine has told: with the first tokens, and at the end
+    num_accepted: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -256,6 +258,12 @@ class Answer:
         return sum(choice.num_generated for choice in self.choices)
 
     @property
+    def num_predictions(self) -> tuple[int, int]:
+        """Tokens that were guessed ahead: how many are in the answers, and how many are not."""
+        accepted = sum(choice.num_accepted for choice in self.choices)
+        return accepted, sum(choice.num_drafts for choice in self.choices) - accepted
+
+    @property
     def num_reasoning_tokens(self) -> int | None:
         """None where they cannot be counted."""
         meters = [choice.meter for choice in self.choices]
@@ -317,6 +325,8 @@ class Answer:
                 self.first_token_at = time.monotonic()
         if output.usage is not None:
             choice.num_cached = output.usage.cached_tokens
+            choice.num_drafts = output.usage.draft_tokens
+            choice.num_accepted = output.usage.accepted_tokens
         if output.prompt_logprobs:
             choice.prompt_logprobs = output.prompt_logprobs
 

@@ -128,6 +128,8 @@ _COUNTERS = {
     "num_cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache"),
     "num_generated_tokens": ("generated_tokens", "Tokens sampled"),
     "num_preemptions": ("preemptions", "Requests that gave their blocks back to be computed again"),
+    "num_draft_tokens": ("draft_tokens", "Tokens that were guessed ahead, to be verified"),
+    "num_accepted_tokens": ("accepted_tokens", "Guessed tokens that are in answers"),
     "num_wire_errors": ("wire_errors", "Frames that were no message"),
     "busy_s": ("busy_seconds", "Time spent waiting for workers' results"),
 }

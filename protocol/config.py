@@ -95,6 +95,28 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         about("steps sent to the worker before the first of them has come back", ge=1, le=2),
     ] = 2
     prefix_cache: Annotated[bool, about("reuse computed blocks of equal prompts")] = True
+    speculation: Annotated[
+        Literal["none", "ngram"],
+        about("guess tokens ahead and verify them; ngram: from what the request has said before"),
+    ] = "none"
+    max_drafts: Annotated[
+        int, about("most tokens guessed ahead in one step, per request", ge=1, le=64)
+    ] = 8
+    ngram_min: Annotated[
+        int, about("tokens that must be as they were before, to guess what follows", ge=1, le=32)
+    ] = 2
+    ngram_max: Annotated[
+        int, about("of several such places the one wins where more are, up to so many", ge=1, le=64)
+    ] = 8
+    draft_width: Annotated[
+        int,
+        about(
+            "tokens with which a step takes about twice as long as with one: few guesses are made "
+            "where that many are computed anyway",
+            ge=1,
+            le=1 << 16,
+        ),
+    ] = 32
     max_waiting: Annotated[
         int, about("requests that may wait; more are refused with 429", ge=1, le=1 << 20)
     ] = 1024
@@ -114,6 +136,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     step_timeout_s: Annotated[
         float, about("a worker silent for so long within one step has failed", ge=1, le=86400)
     ] = 300.0
+
+    def __post_init__(self) -> None:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min ({self.ngram_min}) is more than ngram_max")
 
 
 class GatewayConfig(Config, frozen=True, kw_only=True):

@@ -173,12 +173,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a request cost so far. `cached_tokens` of the prompt were not computed again."""
+    """What a request cost so far. `cached_tokens` of the prompt were not computed again;
+    `draft_tokens` were guessed, and `accepted_tokens` of these are in the answer."""
 
     prompt_tokens: int
     generated_tokens: int
     cached_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

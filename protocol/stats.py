@@ -23,5 +23,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the drafts
     num_wire_errors: int = 0
     busy_s: float = 0.0  # time spent waiting for workers' results

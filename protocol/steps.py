@@ -4,8 +4,8 @@ The engine owns every decision: which slot, which blocks, how many tokens. A pla
 worker that executes plans in order computes the same whatever happened before in the slots and
 blocks, because everything of a request that a worker keeps is (re)written by its `SlotInit`.
 
-Legend: R rows (requests) of the step, decode rows (one token) first; S sampled rows; N, M, K:
-counts.
+Legend: R rows (requests) of the step, decode rows (one token) first; S sampled rows; D drafts; N,
+M, K: counts.
 """
 
 from __future__ import annotations
@@ -59,9 +59,17 @@ class StepPlan(Message, frozen=True, kw_only=True):
     row_starts     [R]  first position computed = tokens whose K/V exists already
     row_tokens     [R]  how many positions are computed, >= 1
     row_samples    [R]  1: sample a token after the row's last position
+    row_drafts     [R]  how many of the row's positions, its last ones, hold a guess at what will be
+                        sampled; such a row samples. None where no row has any
+    drafts         [D]  the guesses, in row order
     num_decodes         rows with row_tokens == 1, which come first
     masked         [N]  indexes into the sampled rows, ascending, whose tokens a grammar constrains:
-                        `Masks` follow; None where there are none, and nothing follows
+                        `Masks` follow; None where there are none, and nothing follows. Such a row
+                        has no drafts
+
+    A row with drafts samples after its last known token and after each draft, at every place what
+    it would have sampled there without drafts. The tokens up to and with the first that is not the
+    draft are the answer's; what was computed behind that one is void.
     """
 
     step: int
@@ -77,6 +85,8 @@ class StepPlan(Message, frozen=True, kw_only=True):
     row_samples: UInt8
     num_decodes: int
     masked: Int32 | None = None
+    row_drafts: Int32 | None = None
+    drafts: Int32 | None = None
 
 
 class Masks(Message, frozen=True, kw_only=True):
@@ -94,7 +104,8 @@ class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Logprobs of some tokens, in natural logarithms of the distribution that their request named
     (`SamplingParams.logprobs_of`); those of a prompt's tokens are always the model's.
 
-    rows     [N]     index into the step's sampled rows (or rows, for prompt logprobs), ascending
+    rows     [N]     index into the result's tokens (or the step's rows, for prompt logprobs),
+                     ascending
     counts   [N]     how many of the K columns each asked for, and has: impossible tokens are none
     ids      [N]     the token in question;  logprobs [N], ranks [N] (1 = most likely)
     top_ids, top_logprobs  [N, K]   the K most likely tokens, best first; K = max(counts)
@@ -120,18 +131,21 @@ class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 class StepResult(Message, frozen=True, kw_only=True):
     """Worker -> engine. What the step computed.
 
-    tokens           [S]  sampled tokens, in row order of the rows with row_samples = 1
+    tokens           [T]  sampled tokens, in row order of the rows with row_samples = 1: one each,
+                          but of rows with drafts, as many as are the answer's
+    counts           [S]  how many each has, at least 1; None where the plan has no drafts: all 1
     logprobs         of sampled tokens, for rows that asked
     prompt_logprobs  of prompt tokens at positions row_starts+1 ... (as far as they are prompt), in
                      row then position order; `rows` then indexes the step's rows
     failed           [N]  indexes into the sampled rows whose logits were not finite, or where no
-                          token was possible; their token is 0
+                          token was possible; their last token is 0, and is none
     compute_s        seconds of computation, for the statistics
     """
 
     step: int
     tokens: Int32
     failed: Int32
+    counts: Int32 | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     compute_s: float = 0.0

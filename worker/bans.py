@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from protocol.steps import Masks, StepPlan
-from worker.batch import Sampled
+from worker.batch import Rows, Sampled
 from worker.gathering import listed_ids, rows_and_slots
 from worker.slots import SlotTable
 from worker.staging import integers, upload, upload_bytes
@@ -25,22 +26,25 @@ IMPOSSIBLE = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """of [N] int64: which sampled rows; bits [N, B] uint8: bit t % 8 of byte t // 8 is token t."""
+    """of [N] int64: which sampled places; bits [N, B] uint8: bit t % 8 of byte t // 8 is token
+    t."""
 
     of: Tensor
     bits: Tensor
 
 
-def row_masks(plan: StepPlan, masks: object, vocab: int, device: torch.device) -> RowMasks:
+def row_masks(
+    plan: StepPlan, rows: Rows, masks: object, vocab: int, device: torch.device
+) -> RowMasks:
     """`masks` as they came, on the device. Raises ValueError where they are not the plan's."""
     assert plan.masked is not None
-    rows = len(plan.masked)
+    places = np.flatnonzero(rows.behind == 0)[integers(plan.masked.data)]
     if not isinstance(masks, Masks) or masks.step != plan.step:
         raise ValueError(f"step {plan.step}: its masks did not follow")
-    if masks.bits.shape != (rows, -(-vocab // 32)):
-        raise ValueError(f"step {plan.step}: masks {masks.bits.shape} for {rows} rows")
-    (of,) = upload([integers(plan.masked.data)], device)
-    return RowMasks(of, upload_bytes(masks.bits.data, device).view(rows, -1))
+    if masks.bits.shape != (len(places), -(-vocab // 32)):
+        raise ValueError(f"step {plan.step}: masks {masks.bits.shape} for {len(places)} rows")
+    (of,) = upload([places], device)
+    return RowMasks(of, upload_bytes(masks.bits.data, device).view(len(places), -1))
 
 
 # ---- the functions

@@ -1,11 +1,14 @@
 """This step's tensors, from the plan and the slots. The shapes of all inputs are told here.
 
-Legend: T tokens in the step, R rows (requests), S sampled rows, M most blocks of any row.
+Legend: T tokens in the step, R rows (requests), S sampled places, M most blocks of any row.
 
 A row computes positions [start, start + count) of its request:
 
     position   0 ........ start ............ known = start + count
                | in cache | computed now    | what is sampled stands here
+
+A row samples at one place, after its last token; one with k drafts, which are its last tokens, at
+1 + k places: before each draft as well, as if what comes behind were not there.
 
 All arithmetic is over whole vectors, on the host; indexes travel in one copy, and everything that
 depends on a slot's contents is gathered on the device.
@@ -24,16 +27,20 @@ from protocol.steps import StepPlan
 from worker.attention.base import AttentionBatch
 from worker.slots import SlotTable
 from worker.staging import integers, upload
+from worker.verify import NO_DRAFT
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The plan's rows, on the host. All [R] int64, but sampled: [S], indexes of rows, ascending.
+    """The plan's rows, on the host. All [R] int64, but sampled, behind, guesses: [S].
 
     starts   first position computed;   counts   how many;   known   starts + counts
     ends     one past each row's last token in the step's [T]
+    sampled  of each sampled place the index of its row, ascending
+    behind   how many of the row's drafts stand behind the place, falling to 0
+    guesses  the draft at the place itself; NO_DRAFT where none is
     """
 
     slots: Ints
@@ -42,15 +49,17 @@ class Rows:
     known: Ints
     ends: Ints
     sampled: Ints
+    behind: Ints
+    guesses: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The rows that get a token. All [S] int64.
+    """The places that get a token. All [S] int64.
 
-    host_slots, host_known   on the host: which slot; tokens known, so the position of the new one
+    host_slots, host_known   on the host: which slot; tokens before it, so the new one's position
     slots, known             the same on the device
-    last                     on the device: index of the row's last token in the step's [T]
+    last                     on the device: index of the token before it in the step's [T]
     """
 
     host_slots: Tensor
@@ -58,6 +67,16 @@ class Sampled:
     slots: Tensor
     known: Tensor
     last: Tensor
+
+    def only(self, places: Ints) -> Sampled:
+        """Some of them."""
+        (of,) = upload([places], self.slots.device)
+        on_host = torch.from_numpy(places)
+        return Sampled(
+            self.host_slots[on_host],
+            self.host_known[on_host],
+            *(tensor.index_select(0, of) for tensor in (self.slots, self.known, self.last)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +102,39 @@ def read_rows(plan: StepPlan) -> Rows:
         raise ValueError(
             f"step {plan.step}: rows of one token must be the first {plan.num_decodes}"
         )
-    return Rows(slots, starts, counts, starts + counts, counts.cumsum(), np.flatnonzero(samples))
+    drafts, ids = _read_drafts(plan, counts, samples)
+    places = samples.astype(np.int64) + drafts
+    sampled = np.repeat(np.arange(len(slots)), places)
+    behind = places.cumsum()[sampled] - 1 - np.arange(len(sampled))
+    guesses = np.full(len(sampled), NO_DRAFT, np.int64)
+    guesses[behind > 0] = ids
+    return Rows(slots, starts, counts, starts + counts, counts.cumsum(), sampled, behind, guesses)
+
+
+def _read_drafts(plan: StepPlan, counts: Ints, samples: NDArray[np.uint8]) -> tuple[Ints, Ints]:
+    """How many drafts each row [R] has, and all their ids."""
+    if plan.row_drafts is None or plan.drafts is None:
+        return np.zeros_like(counts), np.empty(0, np.int64)
+    drafts, ids = integers(plan.row_drafts.data), integers(plan.drafts.data)
+    if len(drafts) != len(counts) or drafts.min(initial=0) < 0 or drafts.sum() != len(ids):
+        raise ValueError(f"step {plan.step}: drafts do not fit its rows")
+    if (drafts >= counts).any() or (samples[drafts > 0] == 0).any():
+        raise ValueError(f"step {plan.step}: drafts follow a known token, in rows that sample")
+    return drafts, ids
+
+
+def stage_drafts(plan: StepPlan, slots: SlotTable) -> None:
+    """Write the plan's drafts where they are read from, as tokens that are known until the step has
+    sampled. To be flushed."""
+    if plan.row_drafts is None:
+        return
+    rows = read_rows(plan)
+    is_draft = rows.behind > 0
+    at = rows.sampled[is_draft]
+    positions = (rows.known[rows.sampled] - rows.behind)[is_draft]
+    slots.stage_items("token_ids", rows.slots[at], positions, rows.guesses[is_draft])
+    drafted = np.unique(at)
+    slots.stage_items("len", rows.slots[drafted], np.zeros_like(drafted), rows.known[drafted])
 
 
 def build_batch(plan: StepPlan, slots: SlotTable, *, block_tokens: int) -> StepBatch:
@@ -96,14 +147,15 @@ def build_batch(plan: StepPlan, slots: SlotTable, *, block_tokens: int) -> StepB
         raise ValueError(f"step {plan.step}: a row goes beyond {max_len} tokens")
     row_of_token = np.repeat(np.arange(len(rows.slots)), rows.counts)
     positions = np.arange(len(row_of_token)) + (rows.known - rows.ends)[row_of_token]
+    known = rows.known[rows.sampled] - rows.behind
     slot_of_token, row_slots, position_of_token, sampled_slots, sampled_known, last = upload(
         [
             rows.slots[row_of_token],
             rows.slots,
             positions,
             rows.slots[rows.sampled],
-            rows.known[rows.sampled],
-            rows.ends[rows.sampled] - 1,
+            known,
+            rows.ends[rows.sampled] - 1 - rows.behind,
         ],
         slots.device,
     )
@@ -121,7 +173,7 @@ def build_batch(plan: StepPlan, slots: SlotTable, *, block_tokens: int) -> StepB
     token_ids = _items(slots["token_ids"], slot_of_token, position_of_token)
     sampled = Sampled(
         torch.from_numpy(rows.slots[rows.sampled]),
-        torch.from_numpy(rows.known[rows.sampled]),
+        torch.from_numpy(known),
         sampled_slots,
         sampled_known,
         last,

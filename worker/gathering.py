@@ -25,10 +25,14 @@ def rows_and_slots(slots: SlotTable, sampled: Sampled, rows: Tensor) -> tuple[Te
 def known_tokens(
     slots: SlotTable, sampled: Sampled, rows: Tensor, at: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """tokens [N, L] int64 and where they are real [N, L]; beyond a row's end, its first token."""
+    """tokens [N, L] int64 and where they are real [N, L]; beyond a row's end, its first token.
+
+    A row ends where its slot says, and before the drafts that stand behind its place.
+    """
     longest = int(sampled.host_known[rows].max())
     tokens = slots["token_ids"][:, :longest].index_select(0, at).long()
-    return bounded(tokens, slots["len"].index_select(0, at))
+    ends = slots["len"].index_select(0, at).minimum(sampled.known[upload_one(rows, slots.device)])
+    return bounded(tokens, ends)
 
 
 def listed_ids(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Self
@@ -12,7 +13,26 @@ from protocol.arrays import Int32
 from protocol.steps import StepResult
 from worker.columns import Columns, int32
 from worker.readback import Readback
-from worker.sampler import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the P rows that sample said, T tokens in all: tokens [T] int64; finite [P] bool, False
+    where the logits of a row's last token were not; counts [P] int64, or None: one each."""
+
+    tokens: Tensor
+    finite: Tensor
+    counts: Tensor | None
+    logprobs: Columns | None
+
+    def moved(self, copy: Callable[[Tensor], Tensor]) -> Said:
+        """The same, each tensor as `copy` gives it."""
+        return Said(
+            copy(self.tokens),
+            copy(self.finite),
+            None if self.counts is None else copy(self.counts),
+            None if self.logprobs is None else self.logprobs.moved(copy),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +40,13 @@ class Launched:
     """The step's results in host memory, readable when `readback` says so.
 
     started    when its launch began (perf_counter)
-    tokens, finite    [S], as Choice has them; None where nothing was sampled
+    said       None where nothing was sampled
     """
 
     step: int
     started: float
     readback: Readback
-    tokens: Tensor | None
-    finite: Tensor | None
-    logprobs: Columns | None
+    said: Said | None
     prompt_logprobs: Columns | None
 
     @classmethod
@@ -37,8 +55,7 @@ class Launched:
         step: int,
         started: float,
         readback: Readback,
-        choice: Choice | None,
-        logprobs: Columns | None,
+        said: Said | None,
         prompt_logprobs: Columns | None,
     ) -> Self:
         """Queue the copies of all that a step tells, and seal it."""
@@ -47,9 +64,7 @@ class Launched:
             step,
             started,
             readback,
-            None if choice is None else copy(choice.tokens),
-            None if choice is None else copy(choice.finite),
-            None if logprobs is None else logprobs.moved(copy),
+            None if said is None else said.moved(copy),
             None if prompt_logprobs is None else prompt_logprobs.moved(copy),
         )
         readback.seal()
@@ -68,12 +83,16 @@ class Launched:
         """What the step computed. Waits for it, and for no later one."""
         self.wait()
         computed_s = perf_counter() - self.started
+        said, of_prompt = self.said, self.prompt_logprobs
+        counts = None if said is None else said.counts
+        of_sampled = None if said is None else said.logprobs
         return StepResult(
             step=self.step,
-            tokens=Int32(b"") if self.tokens is None else int32(self.tokens.numpy()),
-            failed=Int32(b"") if self.finite is None else _indexes(~self.finite),
-            logprobs=None if self.logprobs is None else self.logprobs.told(),
-            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.told(),
+            tokens=Int32(b"") if said is None else int32(said.tokens.numpy()),
+            failed=Int32(b"") if said is None else _indexes(~said.finite),
+            counts=None if counts is None else int32(counts.numpy()),
+            logprobs=None if of_sampled is None else of_sampled.told(),
+            prompt_logprobs=None if of_prompt is None else of_prompt.told(),
             compute_s=computed_s,
         )
 

@@ -4,12 +4,13 @@ The runner executes plans in order and decides nothing. It holds no request stat
 slots and in the KV cache alone. To launch a step is to queue all of it on the device, without
 waiting for any of it, so that the next one can be queued behind it before its tokens are read.
 
-Legend: T tokens in the step, S sampled rows, V vocabulary.
+Legend: T tokens in the step, S sampled places, P rows that sample, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
@@ -19,16 +20,16 @@ from torch import Tensor
 from protocol.steps import StepPlan, StepResult
 from worker.attention.base import Attention, AttentionBatch
 from worker.bans import row_masks
-from worker.batch import StepBatch, build_batch
-from worker.columns import Columns
+from worker.batch import StepBatch, build_batch, stage_drafts
 from worker.kv_cache import KVCache
-from worker.launched import Launched
+from worker.launched import Launched, Said
 from worker.logits import process_logits
 from worker.logprobs import prompt_logprobs, sampled_logprobs
 from worker.readback import Mark, Readback, mark
 from worker.sampler import Choice, sample
 from worker.slots import SlotTable
 from worker.staging import integers, upload
+from worker.verify import verify
 
 
 class Model(Protocol):
@@ -82,13 +83,13 @@ class Runner:
         started = perf_counter()
         readback = Readback(self._slots.device, self._mark)
         self._prepare(plan)
-        choice, of_sampled, of_prompt = None, None, None
+        said, of_prompt = None, None
         if len(plan.row_slots):
             batch = build_batch(plan, self._slots, block_tokens=self._cache.block_tokens)
             hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
             of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
-            choice, of_sampled = self._sample(hidden, batch, plan, await_masks)
-        return Launched.of(plan.step, started, readback, choice, of_sampled, of_prompt)
+            said = self._sample(hidden, batch, plan, await_masks)
+        return Launched.of(plan.step, started, readback, said, of_prompt)
 
     def _prepare(self, plan: StepPlan) -> None:
         """Slots and blocks, in the order that StepPlan promises."""
@@ -99,6 +100,7 @@ class Runner:
             slots.bind(init)
         appends = (plan.block_slots, plan.block_indexes, plan.block_ids)
         slots.stage_items("block_table", *(integers(array.data) for array in appends))
+        stage_drafts(plan, slots)
         slots.flush()
         if len(plan.zero_blocks):
             (blocks,) = upload([integers(plan.zero_blocks.data)], slots.device)
@@ -106,16 +108,40 @@ class Runner:
 
     def _sample(
         self, hidden: Tensor, batch: StepBatch, plan: StepPlan, await_masks: Callable[[], object]
-    ) -> tuple[Choice | None, Columns | None]:
-        """A token for each sampled row, written where it will be read from, and its logprobs."""
-        rows = batch.sampled
-        if not len(rows.host_slots):
-            return None, None
-        logits = self._model.logits(hidden.index_select(0, rows.last))
+    ) -> Said | None:
+        """What is said at the sampled places, written where it will be read from."""
+        sampled, slots = batch.sampled, self._slots
+        if not len(sampled.host_slots):
+            return None
+        logits = self._model.logits(hidden.index_select(0, sampled.last))
         masks = None
         if plan.masked is not None:
-            masks = row_masks(plan, await_masks(), logits.shape[1], logits.device)
-        processed = process_logits(logits, self._slots, rows, masks)
-        choice = sample(processed, self._slots, rows)
-        self._slots.append_tokens(rows.slots, rows.known, choice.tokens)
-        return choice, sampled_logprobs(logits, processed, choice.tokens, self._slots, batch)
+            masks = row_masks(plan, batch.rows, await_masks(), logits.shape[1], logits.device)
+        processed = process_logits(logits, slots, sampled, masks)
+        choice = sample(processed, slots, sampled)
+        if plan.row_drafts is not None:
+            return self._verified(logits, processed, choice, batch)
+        slots.append_tokens(sampled.slots, sampled.known, choice.tokens)
+        logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, batch)
+        return Said(choice.tokens, choice.finite, None, logprobs)
+
+    def _verified(
+        self, logits: Tensor, processed: Tensor, choice: Choice, batch: StepBatch
+    ) -> Said:
+        """Of what was sampled, the answers' part. Drafts that are, stand where they should. Waits
+        for the device."""
+        tokens, finite = choice.tokens.cpu().numpy(), choice.finite.cpu().numpy()
+        kept = verify(tokens, finite, batch.rows.guesses)
+        of, last = upload([kept.places, kept.places[kept.last]], self._slots.device)
+        ends = batch.sampled.only(kept.places[kept.last])
+        self._slots.append_tokens(ends.slots, ends.known, choice.tokens.index_select(0, last))
+        logits, processed, kept_tokens = (
+            tensor.index_select(0, of) for tensor in (logits, processed, choice.tokens)
+        )
+        batch = replace(batch, sampled=batch.sampled.only(kept.places))
+        return Said(
+            kept_tokens,
+            choice.finite.index_select(0, last),
+            torch.from_numpy(kept.counts),
+            sampled_logprobs(logits, processed, kept_tokens, self._slots, batch),
+        )

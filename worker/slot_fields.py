@@ -54,14 +54,14 @@ def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
             rest=Rest.GUARDED,
             guard="len",
             init=lambda init: integers(init.tokens.data),
-            written_by=SAMPLED,
+            written_by=SAMPLED + EXTENDED,
         ),
         SlotField(
             name="len",
             dtype=torch.int32,
             rest=Rest.FILL,
             init=lambda init: len(init.tokens),
-            written_by=SAMPLED,
+            written_by=SAMPLED + EXTENDED,
         ),
         SlotField(
             name="block_table",

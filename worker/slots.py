@@ -227,7 +227,8 @@ class SlotTable:
         self._items.clear()
 
     def append_tokens(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """The sampler's write, on the device: tokens [S] now stand at positions [S] int64."""
+        """The sampler's write, on the device: tokens [S] now stand at positions [S] int64, and the
+        slots [S], each there once, end with them."""
         flat = self["token_ids"].view(-1)
         index = slots * self.fields["token_ids"].width + positions
         flat.index_copy_(0, index, tokens.to(flat.dtype))

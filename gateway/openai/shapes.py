@@ -61,9 +61,20 @@ def usage_of(answer: Answer) -> dict[str, Any]:
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
     }
-    if (reasoning := answer.num_reasoning_tokens) is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    if details := _completion_details(answer):
+        usage["completion_tokens_details"] = details
     return usage
+
+
+def _completion_details(answer: Answer) -> dict[str, int]:
+    details = {}
+    if (reasoning := answer.num_reasoning_tokens) is not None:
+        details["reasoning_tokens"] = reasoning
+    accepted, rejected = answer.num_predictions
+    if accepted or rejected:
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = rejected
+    return details
 
 
 class Dialect(Protocol):

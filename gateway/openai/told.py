@@ -33,10 +33,17 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """reasoning_tokens  how many of the answer's tokens were thinking"""
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What is not told is absent.
 
-    reasoning_tokens: int
+    reasoning_tokens             how many of the answer's tokens were thinking
+    accepted_prediction_tokens   how many of them had been guessed, and were computed along
+    rejected_prediction_tokens   guessed tokens that are not in the answer; not counted elsewhere
+    """
+
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

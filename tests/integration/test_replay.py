@@ -97,8 +97,9 @@ def test_the_stream_has_every_kind_of_request_and_of_fate(recorded, expected):
     assert sum(0 < done == known - 1 for done, known, _ in computed) > 10, "prefilled"
     assert sum(prompt < known for _, known, prompt in computed) > 10, "resumed"
     assert sum(news[-1].usage.preemptions for news in recorded.outputs.values()) > 10
-    assert recorded.num_aborted_in_flight > 10
+    assert recorded.num_aborted_in_flight > 5
     assert any(max(plan.row_tokens.tolist()) > 1 and plan.num_decodes > 1 for plan in plans)
+    assert sum(plan.row_drafts is not None for plan in plans) > 20, "speculation"
     assert any(0 in plan.row_samples.tolist() for plan in plans), "chunked prompts"
     assert any({i.slot for i in plan.bind} & set(plan.release.tolist()) for plan in plans)
     assert sum(step.masks is not None for step in recorded.steps) > 20

@@ -15,11 +15,13 @@ import pytest
 
 from protocol.grammar import Body, Choice, Regex
 from protocol.messages import Refused
-from tests.support.engines import VOCAB, Bench, next_token
+from tests.support.engines import VOCAB, Bench, Say, habitual_token, next_token
 from tests.support.grammars import text_of
 
 OPERATIONS = 10_000
-SEEDS = (0, 3, 4, 5)
+SEEDS = (0, 3, 4, 5, 100, 103, 104, 107)
+SPECULATING = 100
+"""From this seed on, tokens are guessed ahead, of a model that can be guessed."""
 GRAMMARS: list[tuple[Body, str, str]] = [
     (Choice(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
     (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),
@@ -36,6 +38,7 @@ class Storm:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         block_tokens = self.random.choice([1, 4, 8])
+        self.say: Say = habitual_token if seed >= SPECULATING else next_token
         self.bench = Bench(
             token_budget=self.random.choice([3, 8, 16, 64]),
             block_tokens=block_tokens,
@@ -45,6 +48,10 @@ class Storm:
             prefix_cache=bool(seed % 2),
             max_waiting=12,
             steps_in_flight=1 + seed % 3 % 2,
+            say=self.say,
+            speculation="ngram" if seed >= SPECULATING else "none",
+            ngram_min=self.random.choice([1, 2]),
+            max_drafts=self.random.choice([1, 4, 8]),
         )
         self.asked: dict[tuple[bytes, int], tuple[list[int], int, int]] = {}
         self.constrained: dict[tuple[bytes, int], tuple[Body, str, str]] = {}
@@ -171,12 +178,14 @@ def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
             if news[-1].finish == "stop":
                 alone += 1
                 body, _, _ = storm.constrained[client, number]
-                assert tokens == _alone(bench, prompt, body, max_tokens, sampling_seed)
+                assert tokens == _alone(storm, prompt, body, max_tokens, sampling_seed)
         else:
-            _check_tokens(prompt, tokens, sampling_seed)
+            _check_tokens(storm.say, prompt, tokens, sampling_seed)
         if news[-1].finish == "length":
             assert len(tokens) == min(max_tokens, bench.limits.max_len - len(prompt))
     assert alone > 20, "too few constrained answers came to their end"
+    if seed >= SPECULATING:
+        assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 def _check_text(text: str, finish: str | None, body: Body, whole: str, cut: str) -> None:
@@ -185,16 +194,16 @@ def _check_text(text: str, finish: str | None, body: Body, whole: str, cut: str)
     assert re.fullmatch(pattern, text), (body, finish, text)
 
 
-def _alone(bench: Bench, prompt: list[int], body: Body, max_tokens: int, seed: int) -> list[int]:
-    fresh = Bench(max_len=bench.limits.max_len)
+def _alone(storm: Storm, prompt: list[int], body: Body, max_tokens: int, seed: int) -> list[int]:
+    fresh = Bench(max_len=storm.bench.limits.max_len, say=storm.say)
     number = fresh.add(prompt, grammar=body, max_tokens=max_tokens, seed=seed)
     fresh.compile()
     fresh.run()
     return fresh.tokens(number)
 
 
-def _check_tokens(prompt: list[int], tokens: list[int], seed: int) -> None:
+def _check_tokens(say: Say, prompt: list[int], tokens: list[int], seed: int) -> None:
     known = list(prompt)
     for token in tokens:
-        assert token == next_token(known, seed)
+        assert token == say(known, seed, None)
         known.append(token)

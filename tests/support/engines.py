@@ -2,16 +2,19 @@
 
 `EchoWorker` executes plans as the real worker must (it keeps every slot's tokens and the content of
 every block) and "samples" a token that is a pure function of all tokens so far. So a wrong block, a
-stale slot or a lost token shows as a wrong answer, not only as a broken count.
+stale slot or a lost token shows as a wrong answer, not only as a broken count. Drafts it computes
+as the real one does: their K/V is written whether they are right or not.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from itertools import islice
+from typing import Any
 
 from engine_core.engine import Engine
 from engine_core.grammar.book import Compiled, Job
@@ -41,11 +44,21 @@ def next_token(tokens: list[int], seed: int = 0, possible: list[int] | None = No
     return drawn % VOCAB if possible is None else possible[drawn % len(possible)]
 
 
-def answer(prompt: list[int], max_tokens: int, seed: int = 0) -> list[int]:
+def habitual_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+    """What an echo model says that repeats itself: mostly as it went on from such a token before,
+    so it is easy to guess; in one case of eight, anything."""
+    drawn = sha256(repr((tokens, seed)).encode()).digest()[1]
+    return next_token(tokens if drawn % 8 == 0 else [tokens[-1] % 4], seed, possible)
+
+
+Say = Callable[[list[int], int, list[int] | None], int]
+
+
+def answer(prompt: list[int], max_tokens: int, seed: int = 0, say: Say = next_token) -> list[int]:
     """The whole answer, computed without an engine: the oracle."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(next_token(tokens, seed))
+        tokens.append(say(tokens, seed, None))
         if tokens[-1] == EOS:
             break
     return tokens[len(prompt) :]
@@ -56,6 +69,7 @@ class EchoWorker:
     """Executes plans. `kv[block][offset]`: the token whose K/V is there, None where zeroed."""
 
     limits: Limits
+    say: Say = next_token
     tokens: dict[int, list[int]] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
@@ -89,26 +103,49 @@ class EchoWorker:
                 plan.row_starts.tolist(),
                 plan.row_tokens.tolist(),
                 plan.row_samples.tolist(),
+                drafts_of(plan),
                 strict=True,
             )
         ]
-        tokens = [token for token in sampled if token is not None]
+        said = [tokens for tokens in sampled if tokens]
         assert plan.row_tokens.tolist()[: plan.num_decodes] == [1] * plan.num_decodes
         assert sum(plan.row_tokens.tolist()) <= self.limits.token_budget
-        return StepResult(step=plan.step, tokens=Int32.of(tokens), failed=Int32.of([]))
+        return StepResult(
+            step=plan.step,
+            tokens=Int32.of(token for tokens in said for token in tokens),
+            counts=None if plan.row_drafts is None else Int32.of(map(len, said)),
+            failed=Int32.of([]),
+        )
 
-    def _row(self, slot: int, start: int, count: int, samples: int) -> int | None:
-        tokens, table, size = self.tokens[slot], self.tables[slot], self.limits.block_tokens
+    def _row(self, slot: int, start: int, count: int, samples: int, drafts: list[int]) -> list[int]:
+        known, table, size = self.tokens[slot], self.tables[slot], self.limits.block_tokens
+        tokens = known + drafts
         for position in range(start, start + count):
             self.kv[table[position // size]][position % size] = tokens[position]
         seen = [self.kv[table[p // size]][p % size] for p in range(start + count)]
         assert seen == tokens[: start + count], "attention would read another's K/V"
         if not samples:
-            return None
+            assert not drafts
+            return []
         assert len(tokens) == start + count, "a sample that is not after the last known token"
-        possible = self._possible.pop(0)
-        tokens.append(next_token(tokens, self.seeds[slot], possible))
-        return tokens[-1]
+        assert not drafts or count == 1 + len(drafts)
+        before, possible = len(known), self._possible.pop(0)
+        for draft in [*drafts, None]:
+            known.append(self.say(known, self.seeds[slot], possible))
+            if known[-1] != draft:
+                break
+        return known[before:]
+
+
+def drafts_of(plan: StepPlan) -> list[list[int]]:
+    """Of each row."""
+    if plan.row_drafts is None or plan.drafts is None:
+        assert plan.row_drafts is plan.drafts is None
+        return [[] for _ in range(len(plan.row_slots))]
+    ids = iter(plan.drafts.tolist())
+    drafts = [list(islice(ids, count)) for count in plan.row_drafts.tolist()]
+    assert not list(ids), "drafts of no row"
+    return drafts
 
 
 def _possible(plan: StepPlan, masks: Masks | None) -> list[list[int] | None]:
@@ -160,7 +197,10 @@ class Bench:
         max_waiting: int = 1000,
         max_waiting_tokens: int = 1_000_000,
         steps_in_flight: int = 1,
+        say: Say = next_token,
+        **config: Any,
     ) -> None:
+        """config: further fields of EngineConfig."""
         self.limits = Limits(
             max_len=min(max_len, (num_blocks - 1) * block_tokens),
             max_slots=max_slots,
@@ -169,14 +209,15 @@ class Bench:
             token_budget=token_budget,
             prefix_cache=prefix_cache,
         )
-        config = EngineConfig(
+        settings = EngineConfig(
             worker=WorkerConfig(model=""),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
             steps_in_flight=steps_in_flight,
+            **config,
         )
-        self.engine = Engine(config, a_card(), self.limits, draw_seed=lambda: 0)
-        self.worker = EchoWorker(self.limits)
+        self.engine = Engine(settings, a_card(), self.limits, draw_seed=lambda: 0)
+        self.worker = EchoWorker(self.limits, say)
         self.compiler = echo_compiler()
         self.news: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from protocol.arrays import Int32, UInt8
 from protocol.sampling import SamplingParams
@@ -45,12 +46,15 @@ def step_plan(
     zero: Sequence[int] = (),
     rows: Sequence[tuple[int, int, int, bool]] = (),
     masked: Sequence[int] = (),
+    drafts: Mapping[int, Sequence[int]] | None = None,
 ) -> StepPlan:
     """rows: (slot, first position, how many, sampled); those of one token are put first.
 
-    masked: indexes into the sampled rows, as they then are.
+    masked: indexes into the sampled rows, as they then are. drafts: of slots, which a row's `how
+    many` counts along.
     """
     rows = sorted(rows, key=lambda row: row[2] != 1)
+    guesses = [list((drafts or {}).get(row[0], [])) for row in rows]
     slots, indexes, ids = zip(*extend, strict=True) if extend else ((), (), ())
     return StepPlan(
         step=step,
@@ -66,4 +70,6 @@ def step_plan(
         row_samples=UInt8.of(row[3] for row in rows),
         num_decodes=sum(row[2] == 1 for row in rows),
         masked=Int32.of(masked) if masked else None,
+        row_drafts=Int32.of(map(len, guesses)) if drafts else None,
+        drafts=Int32.of(chain.from_iterable(guesses)) if drafts else None,
     )

@@ -138,6 +138,7 @@ def record(loaded: LoadedModel, asked: Iterable[Asked], *, steps_in_flight: int 
         block_tokens=BLOCK_TOKENS,
         max_len=MAX_LEN,
         steps_in_flight=steps_in_flight,
+        options={"speculation": "ngram", "ngram_min": 1, "max_drafts": 4},
     )
     coming, leaving, num_aborted = list(asked), {}, 0
     for step in range(100_000):

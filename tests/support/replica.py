@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +51,7 @@ class Replica:
     """`run` computes all that was added; `outputs[n]` is what came of request n.
 
     max_len           of prompt and answer; None: the model's own limit
+    options           other fields of EngineConfig
     steps_in_flight   plans that are made before the first of them is executed
     steps             what was executed, in order;  out: plans that are yet to be
     """
@@ -62,6 +64,7 @@ class Replica:
     prefix_cache: bool = True
     steps_in_flight: int = 1
     max_len: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     steps: list[Executed] = field(default_factory=list)
     out: deque[StepPlan] = field(default_factory=deque)
@@ -85,7 +88,7 @@ class Replica:
         self._seeds = iter(range(1, 1 << 30))
         self._masks: Masks | None = None  # of the oldest plan that is out
         worker = WorkerConfig(model="")
-        config = EngineConfig(worker=worker, steps_in_flight=self.steps_in_flight)
+        config = EngineConfig(worker=worker, steps_in_flight=self.steps_in_flight, **self.options)
         self.engine = Engine(
             config, self.loaded.card, limits, draw_seed=lambda: 7919 * next(self._seeds)
         )

@@ -14,6 +14,7 @@ from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.sampled_rows import Asker, asking
 from tests.support.tiny_model import CPU, VOCAB, tiny_cache, tiny_runner, tiny_slots
 from worker.bans import RowMasks, keep_possible, row_masks
+from worker.batch import read_rows
 from worker.logits import process_logits
 
 
@@ -35,7 +36,9 @@ def test_bits_are_tokens_in_order(vocab):
     tokens = set(random.Random(vocab).sample(range(vocab), vocab // 3)) | {0, vocab - 1}
     plan = step_plan(3, rows=[(0, 0, 1, True)], masked=[0])
     logits = torch.randn(1, vocab)
-    keep_possible(logits, row_masks(plan, masks_of(3, [tokens], vocab), vocab, CPU))
+    keep_possible(
+        logits, row_masks(plan, read_rows(plan), masks_of(3, [tokens], vocab), vocab, CPU)
+    )
     assert set(logits[0].isfinite().nonzero().flatten().tolist()) == tokens
 
 
@@ -44,7 +47,7 @@ def test_only_masked_rows_change_and_only_where_their_mask_says_no():
     before = logits.clone()
     plan = step_plan(3, rows=[(n, 0, 1, True) for n in range(4)], masked=[1, 3])
     allowed = [{0, 5, 96}, {31, 32}]
-    keep_possible(logits, row_masks(plan, masks_of(3, allowed), VOCAB, CPU))
+    keep_possible(logits, row_masks(plan, read_rows(plan), masks_of(3, allowed), VOCAB, CPU))
     assert torch.equal(logits[[0, 2]], before[[0, 2]])
     for row, tokens in zip((1, 3), allowed, strict=True):
         left = logits[row].isfinite().nonzero().flatten().tolist()

@@ -27,6 +27,7 @@ from protocol.errors import (
     StepFailed,
     UnknownModel,
 )
+from protocol.messages import Output, Usage
 from protocol.sampling import SamplingParams
 from tests.support.http import events_of
 from tests.support.scripted_engine import scripted_card, scripted_logprob
@@ -149,6 +150,19 @@ def test_usage_counts_each_prompt_once_and_every_choice() -> None:
         "total_tokens": 46,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
+
+
+def test_usage_tells_what_was_guessed_ahead_as_far_as_the_engine_has_told() -> None:
+    answer = an_answer(n=2)
+    for choice, (drafts, accepted) in zip(answer.choices, [(5, 3), (2, 0)], strict=True):
+        usage = Usage(
+            prompt_tokens=3, generated_tokens=1, draft_tokens=drafts, accepted_tokens=accepted
+        )
+        answer.take(choice, Output(request=0, tokens=[72], usage=usage))
+    told = Told(answer, chat_dialect(), includes_usage=True)
+    told.stream.end()
+    details = told.events()[0]["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
 
 
 @pytest.mark.parametrize("num_logprobs", [None, 0, 2])

@@ -1,0 +1,327 @@
+"""Drafts: who gets them and how many, what becomes of right and wrong ones, and that no answer
+changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine_core.speculation import Guesses, Speculation
+from protocol.arrays import Int32
+from protocol.config import EngineConfig, WorkerConfig
+from protocol.grammar import Regex
+from protocol.steps import StepPlan, StepResult
+from tests.support.engines import CLIENT, EOS, Bench, answer, drafts_of, habitual_token
+
+LOOP = [1, 2, 3] * 4
+
+
+def looping(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+    """A model that counts 1, 2, 3 for ever."""
+    return tokens[-1] % 3 + 1
+
+
+def stubborn(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+    """A model whose answers are never what the past suggests: after 5 always something new."""
+    return 5 if tokens[-1] != 5 else 6 + len(tokens) % 90
+
+
+def bench(**options: object) -> Bench:
+    return Bench(**{"speculation": "ngram", "say": looping, **options})  # type: ignore[arg-type]
+
+
+def drafted(plans: list[StepPlan]) -> list[int]:
+    return [sum(map(len, drafts_of(plan))) for plan in plans]
+
+
+# ---- how many
+
+
+def guesses_after(*steps: tuple[int, int]) -> Guesses:
+    guesses = Guesses(drafter=None)  # type: ignore[arg-type]
+    for proposed, accepted in steps:
+        guesses.learn(proposed, accepted, token=7)
+    return guesses
+
+
+def worth(guesses: Guesses, rows: int = 1) -> int:
+    config = EngineConfig(worker=WorkerConfig(model=""), draft_width=32, max_drafts=8)
+    return Speculation(config)._worth(guesses, rows)
+
+
+def test_who_guesses_right_gets_more_drafts_and_who_guesses_wrong_gets_none() -> None:
+    assert 1 <= worth(guesses_after()) < 8
+    assert worth(guesses_after(*[(4, 4)] * 9)) == 8
+    assert worth(guesses_after(*[(4, 0)] * 9)) == 0
+
+
+def test_who_got_none_for_long_is_tried_again() -> None:
+    failed = [(1, 0)] * 50
+    idle = next(n for n in range(1000) if worth(guesses_after(*failed, *[(0, 0)] * n)))
+    assert 20 < idle < 200
+
+
+def test_the_more_rows_a_step_has_the_fewer_drafts_are_worth_it() -> None:
+    guesses = guesses_after((4, 3), (4, 3))
+    counts = [worth(guesses, rows) for rows in (1, 8, 32, 256)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] == 0
+
+
+# ---- in the engine
+
+
+def test_a_repetitive_answer_takes_fewer_steps_and_is_the_same() -> None:
+    plain, fast = bench(speculation="none"), bench()
+    for each in (plain, fast):
+        number = each.add(LOOP, max_tokens=40)
+        each.run()
+        assert each.tokens(number) == answer(LOOP, 40, say=looping)
+        assert each.end(number).finish == "length"
+    assert len(plain.plans) == 40
+    assert len(fast.plans) < 15
+
+
+def test_usage_and_statistics_tell_drafts_and_what_became_of_them() -> None:
+    fast = bench()
+    number = fast.add(LOOP, max_tokens=40)
+    fast.run()
+    usage, stats = fast.end(number).usage, fast.engine.stats()
+    assert usage is not None
+    assert usage.generated_tokens == stats.num_generated_tokens == 40
+    assert usage.draft_tokens == usage.accepted_tokens == sum(drafted(fast.plans)) > 25
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (usage.draft_tokens,) * 2
+    assert len(fast.plans) + usage.accepted_tokens == 40
+
+
+def test_wrong_drafts_are_counted_and_change_nothing() -> None:
+    prompt = [6, 5, 7, 5]
+    slow = bench(say=stubborn, ngram_min=1)
+    number = slow.add(prompt, max_tokens=60)
+    slow.run()
+    usage = slow.end(number).usage
+    assert slow.tokens(number) == answer(prompt, 60, say=stubborn)
+    assert usage is not None
+    assert usage.draft_tokens > usage.accepted_tokens == 0
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_an_answer_ends_at_its_stop_token_though_more_was_guessed(stop: int) -> None:
+    """The token has not come for a while, so drafts go beyond it."""
+
+    def say(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+        is_late = len(tokens) >= 30
+        return 50 + stop if is_late and tokens[-1] == stop else looping(tokens)
+
+    for speculation in ("none", "ngram"):
+        each = bench(say=say, speculation=speculation)
+        number = each.add(LOOP, max_tokens=100, stop_token_ids=[50 + stop])
+        free = each.add([7] * 9, max_tokens=30)
+        each.run()
+        tokens, end = each.tokens(number), each.end(number)
+        assert tokens[-1] == 50 + stop
+        assert 50 + stop not in tokens[:-1]
+        assert (end.finish, end.stop_token) == ("stop", 50 + stop)
+        assert end.usage is not None
+        assert end.usage.generated_tokens == len(tokens)
+        assert each.tokens(free) == answer([7] * 9, 30, say=say)
+
+
+def test_a_stop_token_within_right_drafts_ends_the_answer_there() -> None:
+    """The drafts hold the end, as an earlier turn in the prompt had it, and go beyond it."""
+    prompt = [1, 2, 3, EOS, 8, 9, 8, 9, 8, 9, 1, 2]
+    script = {2: 3, 3: EOS, EOS: 8, 8: 9, 9: 8}
+
+    def say(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+        return script[tokens[-1]]
+
+    each = bench(say=say, ngram_min=2)
+    number = each.add(prompt, max_tokens=20)
+    each.step()  # the prompt, and 3
+    each.step()
+    assert each.tokens(number) == [3, EOS]
+    end = each.end(number)
+    assert (end.finish, end.stop_token, end.tokens) == ("stop", EOS, [EOS])
+    assert drafts_of(each.plans[1])[0][:2] == [EOS, 8]
+    assert end.usage is not None
+    assert end.usage.accepted_tokens == 1 < end.usage.draft_tokens
+    assert each.engine.is_idle
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_no_place_behind_the_end_is_computed(max_tokens: int) -> None:
+    each = bench()
+    number = each.add(LOOP, max_tokens=max_tokens)
+    each.run()
+    assert len(each.tokens(number)) == max_tokens
+    last = [
+        start + count
+        for plan in each.plans
+        for start, count in zip(plan.row_starts.tolist(), plan.row_tokens.tolist(), strict=True)
+    ]
+    assert max(last) == len(LOOP) + max_tokens - 1, "the last token is never computed"
+
+
+def test_prompts_go_before_drafts() -> None:
+    """Drafts take what the step's budget has left."""
+    each = bench(token_budget=8)
+    fast = each.add(LOOP, max_tokens=60)
+    while not any(drafted(each.plans)):
+        each.step()
+    slow = each.add([50 + i for i in range(30)], max_tokens=2)
+    before = len(each.plans)
+    while not each.tokens(slow):
+        each.step()
+    during = each.plans[before:]
+    assert [plan.row_tokens.tolist() for plan in during[:4]] == [[1, 7]] * 4
+    assert not any(drafted(during[:4]))
+    each.run()
+    assert each.tokens(fast) == answer(LOOP, 60, say=looping)
+
+
+def test_nobody_is_preempted_for_a_draft() -> None:
+    """Memory for two answers to the last block: with drafts nobody yields who would not without."""
+    for speculation in ("none", "ngram"):
+        each = bench(num_blocks=27, block_tokens=4, max_slots=2, speculation=speculation)
+        numbers = [each.add(LOOP, max_tokens=40, seed=n) for n in range(2)]
+        each.run()
+        assert each.engine.stats().num_preemptions == 0
+        for number in numbers:
+            assert each.tokens(number) == answer(LOOP, 40, say=looping)
+
+
+def test_what_wrong_drafts_left_in_blocks_is_never_found() -> None:
+    """Whoever goes on with the answer finds all its full blocks, and reads nothing else in them."""
+    each = bench(say=stubborn, ngram_min=1, block_tokens=2, num_blocks=65)
+    number = each.add([6, 5, 7, 5], max_tokens=30)
+    each.run()
+    assert sum(drafted(each.plans)) > 0
+    again = [6, 5, 7, 5, *each.tokens(number)]
+    other = each.add([*again, 1], max_tokens=3)
+    each.run()
+    assert each.tokens(other) == answer([*again, 1], 3, say=stubborn)
+    usage = each.end(other).usage
+    assert usage is not None
+    assert usage.cached_tokens == len(again) - 2, "the last token was never computed"
+    assert each.engine.stats().free_blocks == 64
+
+
+def test_an_answer_that_a_grammar_constrains_gets_no_drafts() -> None:
+    each = Bench(speculation="ngram", ngram_min=1)
+    number = each.add(LOOP, grammar=Regex(pattern="[ab]{20}"), max_tokens=40)
+    each.compile()
+    each.run()
+    assert len(each.tokens(number)) == 20
+    assert not any(drafted(each.plans))
+
+
+def test_a_row_that_fails_behind_right_drafts_keeps_what_came_before() -> None:
+    each = bench()
+    number = each.add(LOOP, max_tokens=40)
+    while not any(drafted(each.plans)):
+        each.plan()
+        if any(drafted(each.plans)):
+            break
+        each.finish()
+    drafts = drafts_of(each.plans[-1])[0]
+    said = [*drafts[:2], 0]
+    before = each.tokens(number)
+    each.commit(
+        StepResult(
+            step=each.plans[-1].step,
+            tokens=Int32.of(said),
+            counts=Int32.of([3]),
+            failed=Int32.of([0]),
+        )
+    )
+    assert each.end(number).finish == "error"
+    assert each.tokens(number) == before + drafts[:2]
+    assert each.engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"), [([1], None), ([1, 2], [1]), ([1] * 12, [12]), ([], [0])]
+)
+def test_a_result_that_does_not_fit_the_drafts_is_refused(
+    tokens: list[int], counts: list[int] | None
+) -> None:
+    each = bench()
+    each.add(LOOP, max_tokens=40)
+    each.step()
+    plan = each.plan()
+    assert plan is not None
+    assert plan.row_drafts is not None
+    told = None if counts is None else Int32.of(counts)
+    result = StepResult(step=plan.step, tokens=Int32.of(tokens), counts=told, failed=Int32.of([]))
+    if tokens == [1]:
+        each.engine.commit(result, 0.1)  # one token each is what a result without counts says
+        return
+    with pytest.raises(RuntimeError):
+        each.engine.commit(result, 0.1)
+
+
+# ---- ahead
+
+
+def test_while_drafts_are_out_nothing_is_planned_and_without_any_the_next_step_is() -> None:
+    each = bench(steps_in_flight=2)
+    number = each.add(LOOP, max_tokens=40)
+    for _ in range(4):
+        assert each.plan() is not None
+        assert each.plan() is None, "what is out decides what to guess"
+        each.finish()
+    assert len(each.tokens(number)) > 8
+    strange = bench(steps_in_flight=2)
+    strange.add([5, 6, 7, 8], max_tokens=40)
+    assert strange.plan() is not None
+    assert strange.plan() is not None
+
+
+def test_one_that_guesses_badly_does_not_keep_the_engine_from_going_ahead() -> None:
+    """It waits in vain for a token from which it could have guessed, and then mostly not."""
+    each = bench(steps_in_flight=2, say=stubborn, ngram_min=1)
+    number = each.add([6, 5, 7, 5], max_tokens=80)
+    waits = 0
+    while not each.engine.is_idle:
+        while each.plan() is not None:
+            pass
+        waits += len(each.out) == 1
+        each.finish()
+    assert each.end(number).finish == "length"
+    assert 0 < waits < 15
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_and_without_drafts_one_step_at_a_time_or_two_the_same_is_said(seed: int) -> None:
+    """One load of all kinds at other times; only aborted answers may be cut elsewhere."""
+    said = []
+    for speculation, depth in (("none", 1), ("ngram", 1), ("ngram", 2)):
+        load, times = random.Random(seed), random.Random(hash((seed, speculation, depth)))
+        each = Bench(
+            say=habitual_token,
+            speculation=speculation,
+            ngram_min=1 + seed % 2,
+            steps_in_flight=depth,
+            token_budget=16,
+            num_blocks=33,
+            max_slots=4,
+            max_len=60,
+            prefix_cache=bool(seed % 2),
+        )
+        numbers = []
+        for _ in range(60):
+            prompt = [load.randrange(3) for _ in range(load.randrange(1, 30))]
+            number = each.add(
+                prompt, max_tokens=load.randrange(25), seed=load.randrange(3), ignore_eos=True
+            )
+            assert isinstance(number, int)
+            numbers.append(number)
+            for _ in range(times.randrange(6)):
+                each.step()
+        each.run()
+        assert each.engine.is_idle
+        assert bool(each.engine.stats().num_accepted_tokens) == (speculation == "ngram")
+        said.append([(each.end(n).finish, each.tokens(n)) for n in numbers])
+        assert all(each.news[CLIENT, n][-1].finish for n in numbers)
+    assert said[0] == said[1] == said[2]
