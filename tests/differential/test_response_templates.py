@@ -22,6 +22,7 @@ OURS_ALONE = {
     "prose that mentions the tag",
     # Of several regions of text transformers keeps the last; we tell each as it comes.
     "reasoning before and after",
+    "reasoning around a call",
 }
 
 PAIRS = [
