@@ -37,6 +37,7 @@ def rendered_chat(
         request,
         reasoning_ended=begun.closed,
         reasoning_parser_kwargs=ReasoningParserKwargs(prompt.kwargs),
+        reads_calls=preparation.plan.mode != "none",
     )
 
 

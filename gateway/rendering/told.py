@@ -19,6 +19,7 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling_params   complete; without max_tokens where the request says none: as much as the
                       context of whoever generates leaves
     reasoning_ended   an answer of one form begins with that form, not with thinking
+    reads_calls       tool calls are looked for in the answer
     grammar           what the answer must look like: structured outputs, demanded calls, a budget
     """
 
@@ -27,6 +28,7 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling_params: dict[str, Any]
     model: str
     reasoning_ended: bool | None = None
+    reads_calls: bool | None = None
     reasoning_parser_kwargs: ReasoningParserKwargs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

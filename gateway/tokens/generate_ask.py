@@ -178,7 +178,7 @@ def _readers(body: GenerateBody, model: ServedModel) -> Readers:
     )
     if body.output_mode == "text" or body.reasoning_parser_kwargs is None:
         return ReaderFactory(model.tokenizer, options)
-    begun = _beginning(body, model, calls=True)
+    begun = _beginning(body, model, calls=body.reads_calls is not False)
     answer = None
     if begun.bound is not None:
         answer = AnswerOptions(format=begun.bound, starts_inside=begun.inside)

@@ -122,6 +122,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     token_offsets    told by a renderer; nothing here needs it
     reasoning_ended  whether an answer of one form begins with that form (true) or with thinking
                      (false); null: as the prompt's end says
+    reads_calls      with reasoning_parser_kwargs: whether tool calls are looked for, in which no
+                     stop string ends anything; null: they are
     return_token_ids   also tell the prompt's tokens
     output_mode      "text": also tell the text
     cache_salt       cached prompts are shared only between requests with an equal salt
@@ -139,6 +141,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: ReasoningParserKwargs | None = None
+    reads_calls: bool | None = None
     return_token_ids: bool | None = None
     output_mode: OutputMode | None = None
     stream: bool | None = None
