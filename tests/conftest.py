@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import astuple
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,9 +24,31 @@ settings.register_profile("tidegate", deadline=None, derandomize="CI" in os.envi
 settings.load_profile("tidegate")
 
 
+ELSEWHERE: list[tuple[Any, ...]] = []
+"""Rows of the table below from the processes that ran tests for this one (`--numprocesses`)."""
+
+
+def _rows() -> list[tuple[Any, ...]]:
+    kit = sys.modules.get("tests.support.formats")
+    return [astuple(row) for row in kit.ROWS] if kit is not None else []
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    told = getattr(session.config, "workeroutput", None)
+    if told is not None:
+        told["rows"] = _rows()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    ELSEWHERE.extend(getattr(node, "workeroutput", {}).get("rows", ()))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many answers of which format were read in how many ways, if any were."""
-    kit = sys.modules.get("tests.support.formats")
-    if kit is not None and kit.ROWS:
+    rows = sorted(_rows() + ELSEWHERE)
+    if rows:
+        from tests.support import formats
+
         terminalreporter.section("answers read, however they are cut")
-        terminalreporter.write_line(kit.table(sorted(kit.ROWS, key=lambda row: row.name)))
+        terminalreporter.write_line(formats.table([formats.Row(*row) for row in rows]))
