@@ -17,31 +17,19 @@ from gateway.anthropic.documented import Message, System, Thinking, Tool, ToolCh
 from gateway.openai.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    BadText,
     CacheSalt,
     Object,
     Priority,
+    SamplingFields,
     StopString,
 )
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.sampling import (
-    MAX_BAD_WORDS,
-    AdditivePenalty,
-    AllowedTokenIds,
-    LogitBias,
     MaxTokens,
-    MinP,
-    MinTokens,
-    RepetitionPenalty,
-    Seed,
-    StopTokenIds,
-    Temperature,
-    TopK,
-    TopP,
 )
 
 
-class CountBody(msgspec.Struct, frozen=True, kw_only=True):
+class CountBody(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: a request as it is; what concerns only its answer has no
     effect.
 
@@ -59,9 +47,6 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: MaxTokens | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -72,19 +57,6 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_control: Any = None
     container: Any = None
     mcp_servers: Any = None
-    min_p: MinP | None = None
-    min_tokens: MinTokens | None = None
-    seed: Seed | None = None
-    frequency_penalty: AdditivePenalty | None = None
-    presence_penalty: AdditivePenalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    bad_words: Annotated[list[BadText], Meta(max_length=MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
     structured_outputs: Any = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None

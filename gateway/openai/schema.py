@@ -59,25 +59,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both routes understand.
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn, and what of them is text: the same fields in every API.
 
-    n                   answers per prompt; answer i is drawn with `seed` + i
-    seed                -1 is no seed
-    cache_salt          cached prompts are shared only between requests with an equal salt
-    priority            lower goes first
-    return_token_ids    also give the ids of prompt and answer
-    prompt_logprobs     also give logprobs of the prompt's tokens, and of so many likelier ones
-    bad_words           texts that the answer never has, however they are spelt in tokens
-    logprob_token_ids   tokens whose logprobs are told beside the most likely ones
-    strict_params       fields without effect are an error
+    seed        -1 is no seed
+    bad_words   texts that the answer never has, however they are spelt in tokens
     """
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Count | None = None
-    max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -88,15 +76,34 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: AdditivePenalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias | None = None
-    stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
-    prompt_logprobs: NumLogprobs | None = None
     bad_words: Annotated[list[BadText], Meta(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: AllowedTokenIds | None = None
+
+
+class GenerationBody(SamplingFields, frozen=True, kw_only=True):
+    """What both routes understand.
+
+    n                   answers per prompt; answer i is drawn with `seed` + i
+    cache_salt          cached prompts are shared only between requests with an equal salt
+    priority            lower goes first
+    return_token_ids    also give the ids of prompt and answer
+    prompt_logprobs     also give logprobs of the prompt's tokens, and of so many likelier ones
+    logprob_token_ids   tokens whose logprobs are told beside the most likely ones
+    strict_params       fields without effect are an error
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    max_tokens: MaxTokens | None = None
+    stop: Stop | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
     logprob_token_ids: LogprobTokenIds | None = None
     strict_params: bool | None = None
     cache_salt: CacheSalt | None = None

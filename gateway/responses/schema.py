@@ -15,28 +15,16 @@ from msgspec import Meta
 from gateway.openai.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    BadText,
     CacheSalt,
     Object,
     Priority,
+    SamplingFields,
     Stop,
 )
 from gateway.responses.documented import Item, Tool
 from protocol.sampling import (
-    MAX_BAD_WORDS,
-    AdditivePenalty,
-    AllowedTokenIds,
-    LogitBias,
     MaxTokens,
-    MinP,
-    MinTokens,
     NumLogprobs,
-    RepetitionPenalty,
-    Seed,
-    StopTokenIds,
-    Temperature,
-    TopK,
-    TopP,
 )
 
 MAX_ID_CHARS = 256
@@ -75,7 +63,7 @@ class ResponseTextOptions(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
-class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/responses.
 
     previous_response_id  go on behind that response: its input, its output, and all before it
@@ -113,23 +101,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: Object | None = None
     service_tier: str | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    min_tokens: MinTokens | None = None
-    seed: Seed | None = None
-    frequency_penalty: AdditivePenalty | None = None
-    presence_penalty: AdditivePenalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
     stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    bad_words: Annotated[list[BadText], Meta(max_length=MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
     strict_params: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None

@@ -14,33 +14,21 @@ import msgspec
 from msgspec import Meta
 
 from gateway.openai.schema import (
-    BadText,
     CacheSalt,
     Count,
     Object,
     Priority,
+    SamplingFields,
     Stop,
     StreamOptions,
 )
 from protocol.grammar import Grammar
 from protocol.sampling import (
-    MAX_BAD_WORDS,
     MAX_TOKENS,
-    AdditivePenalty,
-    AllowedTokenIds,
-    LogitBias,
     LogprobsOf,
     LogprobTokenIds,
-    MinP,
-    MinTokens,
     NumLogprobs,
-    RepetitionPenalty,
-    Seed,
-    StopTokenIds,
-    Temperature,
     TokenId,
-    TopK,
-    TopP,
 )
 
 MAX_REQUEST_IDS = 4096
@@ -49,7 +37,7 @@ RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 OutputMode = Literal["tokens", "text"]
 
 
-class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
     """`sampling_params`.
 
     n                   answers; answer i is drawn with `seed` + i
@@ -68,24 +56,8 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
 
     n: Count | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    min_tokens: MinTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    seed: Seed | None = None
-    frequency_penalty: AdditivePenalty | None = None
-    presence_penalty: AdditivePenalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
     stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     detokenize: bool | None = None
-    bad_words: Annotated[list[BadText], Meta(max_length=MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
     logprobs: NumLogprobs | None = None
     logprobs_of: LogprobsOf | None = None
     prompt_logprobs: NumLogprobs | None = None
