@@ -204,12 +204,16 @@ def _stamp(file: Path, sha256: str) -> str:
 
 
 def _largest_file(folder: Path) -> int:
-    """Bytes; files that vanish while we look are somebody's rename."""
-    sizes = [0]
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            sizes.append(path.stat().st_size)
-    return max(sizes)
+    """Bytes; files and folders that vanish while we look are pip's tidying up.
+
+    os.walk passes over a folder that is gone; Path.rglob raises for it.
+    """
+    largest = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(where, name)).st_size)
+    return largest
 
 
 def _bar(total: int, what: str) -> tqdm[NoReturn]:
