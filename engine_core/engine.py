@@ -148,6 +148,8 @@ class Engine:
             raise Draining("this server is shutting down and takes no new requests")
         if self._open.find(client, message.request) is not None:
             raise InvalidRequest(f"request number {message.request} is in use", param="request")
+        if message.kv_readers or message.kv_handle:
+            raise InvalidRequest("this engine hands over no K/V", param="kv_transfer_params")
         prompt = message.prompt.tolist()
         check_request(prompt, message, self._model, self.limits)
         waiting = self._scheduler.waiting

@@ -31,12 +31,14 @@ from protocol.messages import (
     Gone,
     Goodbye,
     Hello,
+    KeepKV,
     Limits,
     Message,
     Outputs,
     Ping,
     Pong,
     Refused,
+    ReleaseKV,
     ToEngine,
     Welcome,
 )
@@ -152,6 +154,8 @@ class Loop:
                         self._tell(client, Outputs(step=0, outputs=ends))
             case AbortNamed():
                 self._abort_named(client, message)
+            case KeepKV() | ReleaseKV():
+                pass  # of handles that this engine has not written
             case Ping():
                 self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
             case Goodbye():

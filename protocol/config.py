@@ -77,6 +77,23 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         ),
     ] = "off"
 
+    kv_export: Annotated[
+        bool, about("other workers may fetch K/V from this one (kv.py)", wiring=True)
+    ] = False
+    kv_address: Annotated[
+        str, about("where other workers ask for K/V of this one (ZeroMQ)", wiring=True)
+    ] = ""
+    kv_mover: Annotated[
+        Literal["auto", "shm", "zmq", "nixl"],
+        about(
+            "how K/V travels between workers: shm through shared memory of one host, zmq over any "
+            "ZeroMQ address, nixl where that library is installed; auto: shm where it can, else zmq"
+        ),
+    ] = "auto"
+    cluster_key: Annotated[
+        str, about("a file with the key that the engines of one cluster share", wiring=True)
+    ] = ""
+
     def __post_init__(self) -> None:
         if self.block_tokens & (self.block_tokens - 1):
             raise ValueError(f"block_tokens ({self.block_tokens}) must be a power of two")
@@ -117,6 +134,26 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             le=1 << 16,
         ),
     ] = 32
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        about(
+            "prefill: compute prompts for other engines; decode: go on from such prompts, and "
+            "compute what nobody else has; both"
+        ),
+    ] = "both"
+    cluster_key: Annotated[
+        str, about("a file with the key that the engines of one cluster share", wiring=True)
+    ] = ""
+    kv_lease_s: Annotated[
+        float, about("K/V that is kept for another engine is given up after so long", ge=1, le=3600)
+    ] = 30.0
+    kv_timeout_s: Annotated[
+        float, about("K/V that takes longer to fetch has failed", ge=0.1, le=3600)
+    ] = 10.0
+    kv_on_failure: Annotated[
+        Literal["recompute", "error"],
+        about("what becomes of a request whose K/V cannot be fetched"),
+    ] = "recompute"
     max_waiting: Annotated[
         int, about("requests that may wait; more are refused with 429", ge=1, le=1 << 20)
     ] = 1024

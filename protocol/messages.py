@@ -53,6 +53,9 @@ class Generate(Message, frozen=True, kw_only=True):
     grammar    what the answer must look like; it ends with "stop" as soon as it is complete
     labels     names by which any client may abort it: what its own client was told. They need not
                be unique
+    kv_readers 0, or: produce nothing; compute the prompt without its last token, end with "length"
+               and a handle (`Output.kv_handle`) for so many who will go on from it (kv.py)
+    kv_handle  go on from what this handle stands for; the prompt is the one that it was made of
     """
 
     request: int
@@ -62,6 +65,8 @@ class Generate(Message, frozen=True, kw_only=True):
     priority: int = 0
     grammar: Grammar | None = None
     labels: list[str] = []
+    kv_readers: int = 0
+    kv_handle: str = ""
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:
@@ -83,6 +88,20 @@ class AbortNamed(Message, frozen=True, kw_only=True):
 
     request: int
     names: list[str]
+
+
+class KeepKV(Message, frozen=True, kw_only=True):
+    """Client -> engine. What these handles stand for is still wanted: count its time anew. Unknown,
+    foreign and ended ones are no error."""
+
+    handles: list[str]
+
+
+class ReleaseKV(Message, frozen=True, kw_only=True):
+    """Client -> engine. Nobody will come for these (any more). Unknown, foreign and ended ones are
+    no error."""
+
+    handles: list[str]
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -174,7 +193,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What a request cost so far. `cached_tokens` of the prompt were not computed again;
-    `draft_tokens` were guessed, and `accepted_tokens` of these are in the answer."""
+    `fetched_tokens` of these came from elsewhere (kv.py); `draft_tokens` were guessed, and
+    `accepted_tokens` of these are in the answer."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -182,6 +202,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     preemptions: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    fetched_tokens: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -192,6 +213,7 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt_logprobs  [prompt tokens - 1], with the first news, if asked for
     usage            with the first tokens, and with finish
     error            with finish="error"
+    kv_handle        with finish="length", of a request with `kv_readers`
     """
 
     request: int
@@ -202,6 +224,7 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     stop_token: int | None = None
     usage: Usage | None = None
     error: ErrorInfo | None = None
+    kv_handle: str = ""
 
 
 class Outputs(Message, frozen=True, kw_only=True):
@@ -226,5 +249,5 @@ class Gone(Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToEngine = Hello | Generate | Abort | AbortNamed | Drain | Ping | Goodbye
+ToEngine = Hello | Generate | Abort | AbortNamed | KeepKV | ReleaseKV | Drain | Ping | Goodbye
 ToClient = Welcome | Accepted | Refused | Aborted | Outputs | Pong | Gone

@@ -36,6 +36,7 @@ def test_every_field_but_wiring_is_an_option() -> None:
     for _, config in ROOMS:
         fields = {field.name for field in msgspec.structs.fields(config)}
         wiring = {"model", "address", "worker", "engine", "card"}
+        wiring |= {"cluster_key", "kv_export", "kv_address"}
         assert {flag.field for flag in flags_of(config)} == fields - wiring
 
 

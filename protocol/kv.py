@@ -1,0 +1,141 @@
+"""K/V that changes hands: from the engine that computed a prompt to the one that goes on from it.
+
+```
+ gateway ── Generate(kv_readers=n) ──▶ P engine     computes all of the prompt but its last token
+ gateway ◀── Output(finish="length", kv_handle) ──  keeps the blocks under a lease
+                 │                                  KVExport ──▶ P worker: may be read
+ gateway ── Generate(kv_handle) ──▶ D engine        checks the handle, takes blocks of its own
+                                    KVFetch ──▶ D worker ◀── bytes ──▶ P worker
+                                    KVReport ◀── fetched, or failed: then D computes it again
+                                    P worker ── KVReport(taken) ──▶ P engine: the lease is over
+```
+
+A handle is a sealed envelope (engine_core/kv/handle.py): only engines that hold the cluster's key
+can write or open one. Whoever carries it learns nothing and can change nothing: no host, port or
+block id ever comes from a client. A lease ends when all its readers are done, when it is released
+(`messages.ReleaseKV`), or by time; `messages.KeepKV` moves that time.
+
+The engine decides, as everywhere: which blocks, how long, what if it fails. Workers move bytes, and
+say what became of each job exactly once.
+
+Legend: B blocks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.arrays import Int32
+from protocol.messages import Message
+
+LEASE_BYTES = 16
+"""A lease's name is so many random bytes: who knows it has been told it by an engine."""
+
+
+# ---- engine -> worker
+
+
+class KVExport(Message, frozen=True, kw_only=True):
+    """Engine -> worker P: from now on, whoever names this lease may read these blocks.
+
+    blocks      [B] ids, in the order of the sequence; all that they hold has been computed
+    readers     how many will come; when so many are done, KVReport.taken has the lease
+    """
+
+    lease: bytes
+    blocks: Int32
+    readers: int
+
+
+class KVWithdraw(Message, frozen=True, kw_only=True):
+    """Engine -> worker P: the lease is over. Whatever the engine says next may reuse its blocks: no
+    reader is told after this that what it has read is right. An unknown lease is no error."""
+
+    lease: bytes
+
+
+class PeerSource(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="peer", omit_defaults=True
+):
+    """Another worker's export.
+
+    address   where that worker is asked (ZeroMQ)
+    lease     under which name
+    first     the first block of the export that is wanted; those before are here already
+    """
+
+    address: str
+    lease: bytes
+    first: int = 0
+
+
+Source = PeerSource
+
+
+class KVFetch(Message, frozen=True, kw_only=True):
+    """Engine -> worker D: fill these blocks. Answered by exactly one entry of a KVReport.
+
+    job         the engine's number for it, never used again
+    source      where the content is: its block `first + i` belongs into blocks[i]
+    blocks      [B] ids that nobody else reads or writes until the job is over; written whole
+    timeout_s   then it has failed
+    """
+
+    job: int
+    source: Source
+    blocks: Int32
+    timeout_s: float
+
+
+class KVCancel(Message, frozen=True, kw_only=True):
+    """Engine -> worker D: give this job up. Its report, if it is not on its way already, comes as
+    soon as nothing writes into its blocks any more. An unknown job is over, and no error."""
+
+    job: int
+
+
+# ---- worker -> engine
+
+
+class KVFailure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a job failed. kind: "expired" (the lease is over), "unreachable" (the peer is silent, or
+    went away), "damaged" (a checksum), "refused" (the peer's layout is another), "timeout",
+    "cancelled" (as the engine asked)."""
+
+    job: int
+    kind: str
+    message: str
+
+
+class KVFetched(msgspec.Struct, frozen=True, array_like=True):
+    """A job is done: its blocks hold what was asked for. `num_bytes` in `seconds`, by `mover`."""
+
+    job: int
+    num_bytes: int
+    seconds: float
+    mover: str
+
+
+class KVReport(Message, frozen=True, kw_only=True):
+    """Worker -> engine, whenever there is news: jobs that are over, leases that all their readers
+    have done with."""
+
+    fetched: list[KVFetched] = []
+    failed: list[KVFailure] = []
+    taken: list[bytes] = []
+
+
+class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker that hands over K/V says of itself, with WorkerReady.
+
+    address   where other workers ask for its exports (ZeroMQ); "": it exports nothing
+    layout    digest of what both ends must have alike: the model's digest, dtype, layers, heads,
+              head dim, tokens of a block
+    told      the same for people, to be shown where two differ
+    mover     how it moves bytes: "shm", "zmq", "nixl", or "auto"
+    """
+
+    address: str
+    layout: bytes
+    told: str
+    mover: str
