@@ -22,16 +22,17 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from engine_core.admission import check_load, check_request, new_request
+from engine_core.answer import NOTHING, Taken, end_of, news_of, take
 from engine_core.flight import Flights
 from engine_core.grammar.book import Compiled, GrammarBook, Job
 from engine_core.grammar.masks import fill
 from engine_core.invariants import check_invariants
 from engine_core.open_requests import OpenRequests
-from engine_core.outcome import Outcome, failure_of
+from engine_core.outcome import Outcome
 from engine_core.planning import build_plan, matchers_of, work_of
 from engine_core.request import Event, Phase, Request
 from engine_core.scheduler import Scheduler
@@ -48,8 +49,6 @@ from protocol.messages import (
     Output,
     Outputs,
     Refused,
-    TokenLogprobs,
-    Usage,
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats
@@ -273,100 +272,33 @@ class Engine:
 
     def _take(self, request: Request, count: int, outcome: Outcome) -> Output | None:
         """What a committed step means for one request: its news, or None while its prompt is
-        computed. Of several tokens, those behind its end are not its own.
+        computed.
         """
-        if request.num_generated == 0 and not outcome.failed:
-            request.prompt_logprobs += outcome.prompt_logprobs
-        reason: FinishReason | None = "error" if outcome.failed else None
-        tokens: list[int] = []
-        for token in outcome.tokens:
-            if not self._admits(request, token):
-                reason = "error"
-                break
-            tokens.append(token)
-            request.tokens.append(token)
-            if (end := self._end_behind(request, token)) is not None:
-                reason = end
-                break
-        self._count(request, outcome, len(tokens))
-        num_void = outcome.num_void + len(outcome.tokens) - len(tokens)
-        # What is not a number is behind the last token, or anywhere: no block with it is published.
-        self._scheduler.advance(request, len(tokens) if outcome.failed else count - num_void)
-        if not outcome.tokens and reason is None:
-            is_whole = request.num_computed == len(request.tokens)
-            return self._end(request, "length") if is_whole and not request.samples else None
-        logprobs = outcome.logprobs[: len(tokens)]
-        if reason is not None:
-            return self._end(request, reason, tokens, logprobs)
-        is_first = request.num_generated == len(tokens)
-        return Output(
-            request=request.number,
-            tokens=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=request.prompt_logprobs if is_first else [],
-            usage=_usage(request) if is_first else None,
-        )
-
-    def _admits(self, request: Request, token: int) -> bool:
-        """Go on in the request's grammar, if it has one; False where that went wrong."""
-        if request.matcher is None:
-            return True
-        request.matcher.consume(token)
-        return request.matcher.error is None
-
-    def _end_behind(self, request: Request, token: int) -> FinishReason | None:
-        """Whether the answer ends with the `token` that was just appended."""
-        is_complete = request.matcher is not None and request.matcher.is_complete
-        if token in request.stop_ids or is_complete:
-            return "stop"
-        return "length" if len(request.tokens) >= request.end else None
-
-    def _count(self, request: Request, outcome: Outcome, num_taken: int) -> None:
-        """`num_taken` of the outcome's tokens are the answer's."""
-        accepted = min(num_taken, outcome.num_right)
-        self._counts["generated_tokens"] += num_taken
+        taken = take(request, count, outcome)
+        self._counts["generated_tokens"] += len(taken.tokens)
         self._counts["draft_tokens"] += outcome.num_drafts
-        self._counts["accepted_tokens"] += accepted
-        request.num_drafts += outcome.num_drafts
-        request.num_accepted += accepted
-        if request.guesses is not None and outcome.tokens:
-            request.guesses.learn(outcome.num_drafts, outcome.num_right, outcome.tokens[0])
+        self._counts["accepted_tokens"] += taken.num_accepted
+        self._scheduler.advance(request, taken.num_valid)
+        if taken.finish is not None:
+            return self._end(request, taken.finish, taken)
+        if taken.tokens:
+            return news_of(request, taken)
+        is_whole = request.num_computed == len(request.tokens)
+        return self._end(request, "length") if is_whole and not request.samples else None
 
-    def _end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        tokens: Sequence[int] = (),
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> Output:
-        """The one way a request ends; its last news, with the `tokens` that the step brought."""
-        is_first = request.num_generated == len(tokens)
-        prompt_logprobs = request.prompt_logprobs if is_first and reason != "abort" else []
+    def _end(self, request: Request, finish: FinishReason, taken: Taken = NOTHING) -> Output:
+        """The one way a request ends; its last news, with what the last step brought."""
+        last = end_of(request, finish, taken, self._model)
         self._open.remove(request)
         if request.grammar is not None:
             self._leave_grammar(request)
-        self._finished[reason] += 1
+        self._finished[finish] += 1
         request.move(Event.FINISH)
         if request.num_in_flight:
             self._ended_in_flight.append(request)
         else:
             self._scheduler.finish(request)
-        return Output(
-            request=request.number,
-            tokens=list(tokens),
-            logprobs=list(logprobs),
-            prompt_logprobs=prompt_logprobs,
-            finish=reason,
-            stop_token=self._stop_token(request) if reason == "stop" else None,
-            usage=_usage(request),
-            error=failure_of(request).info() if reason == "error" else None,
-        )
-
-    def _stop_token(self, request: Request) -> int | None:
-        """The last token, unless it is part of the text: the last of what a grammar admits."""
-        token = request.tokens[-1]
-        is_end = token in request.stop_ids or token in self._model.eos_token_ids
-        return token if is_end else None
+        return last
 
     def _leave_grammar(self, request: Request) -> None:
         assert request.grammar is not None
@@ -404,14 +336,3 @@ class Engine:
     def check(self) -> None:
         """Every law of slots, blocks and the prefix cache, by brute force; for tests."""
         check_invariants(self._scheduler, self._open, self._ended_in_flight)
-
-
-def _usage(request: Request) -> Usage:
-    return Usage(
-        prompt_tokens=request.prompt_tokens,
-        generated_tokens=request.num_generated,
-        cached_tokens=request.num_cached,
-        preemptions=request.num_preemptions,
-        draft_tokens=request.num_drafts,
-        accepted_tokens=request.num_accepted,
-    )

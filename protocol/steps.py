@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from protocol.arrays import Float32, Int32, UInt8
+from protocol.kv import KVCancel, KVEndpoint, KVExport, KVFetch, KVReport, KVWithdraw
 from protocol.messages import Message
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -156,6 +157,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
 
     num_blocks   including the null block
     phases       seconds per start-up phase, in order, to be shown
+    kv           how it hands over K/V (kv.py); None: it does not
     """
 
     model: ModelCard
@@ -165,6 +167,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     num_blocks: int
     rank: int = 0
     phases: list[tuple[str, float]] = []
+    kv: KVEndpoint | None = None
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
@@ -178,5 +181,5 @@ class Stop(Message, frozen=True, kw_only=True):
     """Engine -> worker: exit with code 0."""
 
 
-ToWorker = StepPlan | Masks | Stop
-FromWorker = WorkerReady | StepResult | WorkerFailed
+ToWorker = StepPlan | Masks | KVExport | KVWithdraw | KVFetch | KVCancel | Stop
+FromWorker = WorkerReady | StepResult | KVReport | WorkerFailed

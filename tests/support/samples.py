@@ -18,6 +18,17 @@ from protocol.grammar import (
     ThinkingBudget,
     Until,
 )
+from protocol.kv import (
+    KVCancel,
+    KVEndpoint,
+    KVExport,
+    KVFailure,
+    KVFetch,
+    KVFetched,
+    KVReport,
+    KVWithdraw,
+    PeerSource,
+)
 from protocol.messages import (
     Abort,
     Aborted,
@@ -235,6 +246,15 @@ MESSAGES: list[Message] = [
         drafts=Int32.of([4]),
     ),
     Masks(step=3, bits=Int32.of([7, -1, 0, 1], (1, 4))),
+    KVExport(lease=b"l" * 16, blocks=Int32.of([7, 8]), readers=2),
+    KVWithdraw(lease=b"l" * 16),
+    KVFetch(
+        job=5,
+        source=PeerSource(address="tcp://peer:7000", lease=b"l" * 16, first=1),
+        blocks=Int32.of([9, 10]),
+        timeout_s=2.5,
+    ),
+    KVCancel(job=5),
     StepResult(
         step=3,
         tokens=Int32.of([9, 4, 10]),
@@ -252,6 +272,14 @@ MESSAGES: list[Message] = [
         num_blocks=33,
         rank=1,
         phases=[("load weights", 0.5)],
+        kv=KVEndpoint(
+            address="tcp://here:7000", layout=b"d" * 32, told="tiny, bfloat16", mover="shm"
+        ),
+    ),
+    KVReport(
+        fetched=[KVFetched(5, 4096, 0.25, "shm")],
+        failed=[KVFailure(6, "expired", "the lease is over")],
+        taken=[b"l" * 16],
     ),
     WorkerFailed(message="out of memory", rank=1),
     Stop(),
