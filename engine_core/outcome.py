@@ -87,6 +87,8 @@ def failure_of(request: Request) -> ServingError:
     to be too large where the answer has come to is the request's fault, as it would have been
     before the answer began."""
     matcher = request.matcher
+    if matcher is not None:
+        matcher.look()
     if matcher is not None and matcher.was_misled:
         return StepFailed(f"the grammar failed: {matcher.error}")
     if matcher is not None and matcher.error is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain, compress
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, compress, islice, repeat
 
 from engine_core.grammar.matcher import Matcher
 from engine_core.request import Phase, Request
@@ -24,8 +24,8 @@ def build_plan(
     """`generations`: slot -> its present generation, already counted up for `schedule.admitted`."""
     work = work_of(schedule)
     samples = [request.samples and count >= request.num_uncomputed for request, count in work]
-    sampled = compress((request for request, _ in work), samples)
-    masked = [index for index, request in enumerate(sampled) if _may_be_masked(request)]
+    drafts = _drafts_of(schedule)
+    masked = _masked_places(work, samples, drafts)
     grown = schedule.grown
     return StepPlan(
         step=step,
@@ -41,42 +41,49 @@ def build_plan(
         row_samples=UInt8.of(samples),
         num_decodes=len(schedule.decodes),
         masked=Int32.of(masked) if masked else None,
-        row_drafts=_row_drafts(schedule),
-        drafts=_drafts(schedule),
+        row_drafts=Int32.of(map(len, drafts)) if schedule.drafted else None,
+        drafts=Int32.of(chain.from_iterable(drafts)) if schedule.drafted else None,
     )
 
 
-def _row_drafts(schedule: Schedule) -> Int32 | None:
-    if not schedule.drafted:
-        return None
-    counts = [len(drafts) for _, drafts in schedule.drafted]
-    return Int32.of([0] * len(schedule.decodes) + counts + [0] * len(schedule.chunks))
+def _drafts_of(schedule: Schedule) -> list[list[int]]:
+    """Of the step's rows, in order."""
+    drafted = [drafts for _, drafts in schedule.drafted]
+    return [[] for _ in schedule.decodes] + drafted + [[] for _ in schedule.chunks]
 
 
-def _drafts(schedule: Schedule) -> Int32 | None:
-    if not schedule.drafted:
-        return None
-    return Int32.of(chain.from_iterable(drafts for _, drafts in schedule.drafted))
+def _masked_places(
+    work: Sequence[tuple[Request, int]], samples: Sequence[bool], drafts: Sequence[list[int]]
+) -> list[int]:
+    rows = compress(zip(work, drafts, strict=True), samples)
+    may_be = ([_may_be_masked(request, some)] * (1 + len(some)) for (request, _), some in rows)
+    return [place for place, flag in enumerate(chain.from_iterable(may_be)) if flag]
+
+
+def _may_be_masked(request: Request, drafts: list[int]) -> bool:
+    """Behind a token that is still on its way, or a draft, anything may be."""
+    matcher = request.matcher
+    return matcher is not None and (matcher.constrains or bool(request.num_pending or drafts))
 
 
 def matchers_of(plan: StepPlan, work: Sequence[tuple[Request, int]]) -> list[Matcher | None]:
-    """Of the plan's `masked` rows, in their order; None: nothing constrains the token after all, or
-    the answer has ended and nobody will hear of it."""
+    """Of the plan's `masked` places, in their order; None: nothing constrains the token after all,
+    or the answer has ended and nobody will hear of it."""
     assert plan.masked is not None
-    sampled = list(compress((request for request, _ in work), plan.row_samples.tolist()))
-    masked = (sampled[index] for index in plan.masked.tolist())
-    return [_matcher(request) if request.phase is Phase.RUNNING else None for request in masked]
+    masked = set(plan.masked.tolist())
+    ids = iter([] if plan.drafts is None else plan.drafts.tolist())
+    counts = repeat(0, len(work)) if plan.row_drafts is None else plan.row_drafts.tolist()
+    rows = [(request, list(islice(ids, n))) for (request, _), n in zip(work, counts, strict=True)]
+    places = (_along(*row) for row in compress(rows, plan.row_samples.tolist()))
+    return [m for place, m in enumerate(chain.from_iterable(places)) if place in masked]
 
 
-def _matcher(request: Request) -> Matcher | None:
-    """What constrains the next token, if anything does."""
-    matcher = request.matcher
-    return matcher if matcher is not None and matcher.constrains else None
-
-
-def _may_be_masked(request: Request) -> bool:
-    """Behind a token that is still on its way anything may be."""
-    return _matcher(request) is not None or bool(request.matcher and request.num_pending)
+def _along(request: Request, drafts: list[int]) -> Iterable[Matcher | None]:
+    """What constrains the token at each place of a row, if anything does."""
+    if request.matcher is None or request.phase is not Phase.RUNNING:
+        return repeat(None, 1 + len(drafts))
+    along = [request.matcher, *request.matcher.along(drafts)]
+    return [matcher if matcher.constrains else None for matcher in along]
 
 
 def _slot(request: Request) -> int:

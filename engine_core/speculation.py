@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
 from typing import Protocol
 
@@ -29,6 +29,8 @@ FORGET = 0.9
 """What was seen weighs so much less after each step that brings drafts, and ..."""
 FORGET_IDLE = 0.98
 """... after each that brings none: a request that did badly is tried again, in the end."""
+FORCED_PRIOR = 0.95
+"""The same of a token that spells a grammar's only text in the usual way."""
 LEAST_CHANCE = 0.2
 """To plan ahead is worth something too: drafts that are less likely do not pay."""
 
@@ -43,31 +45,49 @@ class Drafter(Protocol):
 
 
 @dataclass(slots=True)
-class Guesses:
-    """How one request does with drafts: `right` of `seen`, as far as they are remembered.
+class Tally:
+    """Of one kind of drafts: `right` of `seen`, as far as they are remembered; `prior` is their
+    chance while nothing is known."""
 
-    awaited    what is thought of the token that is on its way, where a step has waited for it
-    """
-
-    drafter: Drafter
+    prior: float
     right: float = 0.0
     seen: float = 0.0
-    awaited: int | None = None
 
     @property
     def chance(self) -> float:
-        return (self.right + PRIOR) / (self.seen + 1)
+        return (self.right + self.prior) / (self.seen + 1)
 
-    def learn(self, proposed: int, accepted: int, token: int) -> None:
+    def learn(self, proposed: int, accepted: int) -> None:
         """Of `proposed` drafts the first `accepted` were right. The one behind them was wrong; of
-        those behind that one nobody knows. `token` came first: to have waited for it in vain is as
-        bad as a wrong draft."""
-        if not proposed and self.awaited is not None:
-            proposed, accepted = 1, int(token == self.awaited)
-        self.awaited = None
+        those behind that one nobody knows."""
         forget = FORGET if proposed else FORGET_IDLE
         self.right = self.right * forget + accepted
         self.seen = self.seen * forget + min(accepted + 1, proposed)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """How one request does with drafts: the drafter's, and those that its grammar forces.
+
+    awaited    what is thought of the token that is on its way, where a step has waited for it
+    is_forced  of the drafts that are out: they are the grammar's
+    """
+
+    drafter: Drafter
+    guessed: Tally = field(default_factory=lambda: Tally(PRIOR))
+    forced: Tally = field(default_factory=lambda: Tally(FORCED_PRIOR))
+    awaited: int | None = None
+    is_forced: bool = False
+
+    def learn(self, proposed: int, accepted: int, token: int) -> None:
+        """What became of the drafts that were out; `token` came first: to have waited for it in
+        vain is as bad as a wrong draft."""
+        right = (proposed, accepted)
+        if not proposed and self.awaited is not None:
+            right = (1, int(token == self.awaited))
+        self.guessed.learn(*((0, 0) if self.is_forced else right))
+        self.forced.learn(*(right if self.is_forced else (0, 0)))
+        self.awaited, self.is_forced = None, False
 
 
 class Speculation:
@@ -77,8 +97,8 @@ class Speculation:
         self._config = config
 
     def start(self, request: Request) -> None:
-        """A request is accepted. What a grammar constrains gets no drafts."""
-        if self._config.speculation == "ngram" and request.samples and request.grammar is None:
+        """A request is accepted."""
+        if self._config.speculation == "ngram" and request.samples:
             drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
             request.guesses = Guesses(drafter)
 
@@ -87,8 +107,21 @@ class Speculation:
         guesses = request.guesses
         if guesses is None:
             return []
-        count = min(most, self._worth(guesses, rows))
-        return guesses.drafter.propose(request.tokens, count) if count > 0 else []
+        count = min(most, self._worth(guesses.guessed.chance, rows))
+        drafts = guesses.drafter.propose(request.tokens, count) if count > 0 else []
+        if request.matcher is None:
+            return drafts
+        drafts = request.matcher.admitted(drafts)
+        forced = self._forced(request, guesses, most, rows)
+        guesses.is_forced = len(forced) > len(drafts)
+        return forced if guesses.is_forced else drafts
+
+    def _forced(self, request: Request, guesses: Guesses, most: int, rows: int) -> list[int]:
+        """As far as the grammar leaves one text: guesses that need no past and are mostly right."""
+        assert request.matcher is not None
+        count = min(most, self._worth(guesses.forced.chance, rows))
+        run = request.matcher.forced_run(count) if count > 0 else []
+        return request.matcher.admitted(run)
 
     def awaits(self, running: Iterable[Request], rows: int) -> bool:
         """Whether to plan ahead would keep one of these from drafts that are likely to be right."""
@@ -98,16 +131,17 @@ class Speculation:
         guesses = request.guesses
         if guesses is None or request.phase is not Phase.RUNNING or not request.num_pending:
             return False
-        if not self._worth(guesses, rows):
+        if request.matcher is not None and len(self._forced(request, guesses, 2, rows)) == 2:
+            return True  # the first of them is on its way
+        if not self._worth(guesses.guessed.chance, rows):
             return False
         guess = guesses.drafter.propose(request.tokens, 1)
         guesses.awaited = guess[0] if guess else None
         return bool(guess)
 
-    def _worth(self, guesses: Guesses, rows: int) -> int:
+    def _worth(self, chance: float, rows: int) -> int:
         """How many drafts in a row are likely enough to pay."""
         least = max(LEAST_CHANCE, rows / (rows + self._config.draft_width))
-        chance = guesses.chance
         if chance < least:
             return 0
         if chance >= 1:

@@ -5,7 +5,8 @@ worker that executes plans in order computes the same whatever happened before i
 blocks, because everything of a request that a worker keeps is (re)written by its `SlotInit`.
 
 Legend: R rows (requests) of the step, decode rows (one token) first; S sampled rows; D drafts; N,
-M, K: counts.
+M, K: counts. Sampled places are those where a token is sampled: one of each sampled row, and one
+more for each of its drafts, in row order.
 """
 
 from __future__ import annotations
@@ -64,9 +65,8 @@ class StepPlan(Message, frozen=True, kw_only=True):
                         sampled; such a row samples. None where no row has any
     drafts         [D]  the guesses, in row order
     num_decodes         rows with row_tokens == 1, which come first
-    masked         [N]  indexes into the sampled rows, ascending, whose tokens a grammar constrains:
-                        `Masks` follow; None where there are none, and nothing follows. Such a row
-                        has no drafts
+    masked         [N]  indexes into the sampled places, ascending, where a grammar constrains the
+                        token: `Masks` follow; None where there are none, and nothing follows
 
     A row with drafts samples after its last known token and after each draft, at every place what
     it would have sampled there without drafts. The tokens up to and with the first that is not the
@@ -91,10 +91,10 @@ class StepPlan(Message, frozen=True, kw_only=True):
 
 
 class Masks(Message, frozen=True, kw_only=True):
-    """Engine -> worker, after a plan with `masked` rows, while it is being computed: which tokens
-    are possible.
+    """Engine -> worker, after a plan with `masked` places, while it is being computed: which tokens
+    are possible; behind a draft, if the draft is right.
 
-    bits   [N, ceil(vocab_size / 32)] for each masked row; bit t % 32 of word t // 32: token t
+    bits   [N, ceil(vocab_size / 32)] for each masked place; bit t % 32 of word t // 32: token t
     """
 
     step: int

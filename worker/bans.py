@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,11 +37,13 @@ def row_masks(
 ) -> RowMasks:
     """`masks` as they came, on the device. Raises ValueError where they are not the plan's."""
     assert plan.masked is not None
-    places = np.flatnonzero(rows.behind == 0)[integers(plan.masked.data)]
+    places = integers(plan.masked.data)
+    if len(places) and not 0 <= places.min() <= places.max() < len(rows.sampled):
+        raise ValueError(f"step {plan.step}: masks for places where nothing is sampled")
     if not isinstance(masks, Masks) or masks.step != plan.step:
         raise ValueError(f"step {plan.step}: its masks did not follow")
     if masks.bits.shape != (len(places), -(-vocab // 32)):
-        raise ValueError(f"step {plan.step}: masks {masks.bits.shape} for {len(places)} rows")
+        raise ValueError(f"step {plan.step}: masks {masks.bits.shape} for {len(places)} places")
     (of,) = upload([places], device)
     return RowMasks(of, upload_bytes(masks.bits.data, device).view(len(places), -1))
 

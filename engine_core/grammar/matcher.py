@@ -7,6 +7,8 @@ what was learnt about the vocabulary, so only the first of them is slow.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.budget import Gauge, Spelling
@@ -69,6 +71,52 @@ class Matcher:
             self._gauge.consume(token)
         if self._inner is not None:
             self._inner.consume_token(token)
+
+    def forced_run(self, most: int) -> list[int]:
+        """How the answer goes on as far as nothing else is possible, in the tokens that are usual
+        for such a text. Others may spell it, too, so they are no more than good guesses."""
+        if self.forced is not None:
+            return [self.forced]
+        return self._inner.compute_ff_tokens()[:most] if self._inner is not None else []
+
+    def admitted(self, drafts: Sequence[int]) -> list[int]:
+        """As many of them, from the first on, as may follow, and do not complete the answer:
+        nothing is sampled behind that."""
+        walker, kept = self._copy(), []
+        for draft in drafts:
+            if not walker._admits(draft):
+                break
+            walker.consume(draft)
+            if walker.is_complete or walker.error is not None:
+                break
+            kept.append(draft)
+        return kept
+
+    def along(self, drafts: Sequence[int]) -> Iterator[Matcher]:
+        """The places behind each of them, as if they were consumed."""
+        walker = self
+        for draft in drafts:
+            walker = walker._copy()
+            walker.consume(draft)
+            yield walker
+
+    def look(self) -> None:
+        """See what is possible now, for the sake of `error`: it may have been a copy that came
+        here first."""
+        if self._inner is not None and not self._inner.is_error():
+            self._inner.compute_bitmask()
+
+    def _admits(self, token: int) -> bool:
+        inner, forced = self._inner, self.forced
+        if inner is None:
+            return forced is None or token == forced
+        if forced is not None and inner.validate_tokens([forced]):
+            return token == forced
+        return inner.validate_tokens([token]) == 1
+
+    def _copy(self) -> Matcher:
+        inner = self._inner.deep_copy() if self._inner is not None else None
+        return Matcher(inner, copy(self._gauge))
 
     def fill(self, address: int, num_bytes: int) -> None:
         """Write which tokens the grammar admits now, a bit each, at `address`. Look at `error`

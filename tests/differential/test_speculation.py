@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
 from msgspec.structs import replace
 
 from engine_core.engine import Engine
 from protocol.config import EngineConfig, WorkerConfig
+from protocol.grammar import Grammar, JsonSchema
 from protocol.sampling import SamplingParams
 from tests.support.model import smollm2_gguf
 from tests.support.reference import GOLDEN
@@ -92,3 +94,52 @@ def test_sampled_answers_are_the_same_with_drafts(
         replica = replica_of(loaded, kind)
         said.append(replica.answers(prompts()[-8:], params))
     assert sum(a == b for a, b in zip(*said, strict=True)) >= 7, "but for a draw on the edge"
+
+
+PEOPLE = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "people": {
+                "type": "array",
+                "minItems": 2,
+                "maxItems": 2,
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "first_name": {"type": "string", "maxLength": 12},
+                        "favourite_colour": {"enum": ["red", "green", "blue"]},
+                    },
+                    "required": ["first_name", "favourite_colour"],
+                    "additionalProperties": False,
+                },
+            }
+        },
+        "required": ["people"],
+        "additionalProperties": False,
+    }
+)
+QUESTIONS = ["Who are the people in this story?", "List some people."]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_of_a_schema_are_the_same_with_drafts_and_take_fewer_steps(
+    loaded: LoadedModel, temperature: float
+) -> None:
+    encoder = tokenizers.Tokenizer.from_buffer(loaded.card.tokenizer)
+    params = SamplingParams(temperature=temperature, max_tokens=120, logprobs=2)
+    replicas = [replica_of(loaded, kind) for kind in ("none", "ngram")]
+    for replica in replicas:
+        for number, question in enumerate(QUESTIONS):
+            chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+            grammar = Grammar(body=JsonSchema(text=PEOPLE))
+            replica.add(encoder.encode(chat).ids, replace(params, seed=number), grammar)
+        replica.run()
+    plain, fast = replicas
+    for number in range(len(QUESTIONS)):
+        assert plain.tokens(number) == fast.tokens(number)
+        people = json.loads(encoder.decode(fast.tokens(number)))["people"]
+        assert all(person.keys() == {"first_name", "favourite_colour"} for person in people)
+    steps = [replica.engine.stats().num_steps for replica in replicas]
+    print(f"{steps[0]} steps, {steps[1]} with drafts")
+    assert steps[1] < steps[0] * 0.8

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, StepResult
+from protocol.steps import SlotInit, StepPlan, StepResult
 from tests.support.plans import slot_init
 from tests.support.recording import (
     BLOCK_TOKENS,
@@ -100,6 +100,7 @@ def test_the_stream_has_every_kind_of_request_and_of_fate(recorded, expected):
     assert recorded.num_aborted_in_flight > 5
     assert any(max(plan.row_tokens.tolist()) > 1 and plan.num_decodes > 1 for plan in plans)
     assert sum(plan.row_drafts is not None for plan in plans) > 20, "speculation"
+    assert sum(has_masked_drafts(plan) for plan in plans) > 10, "of answers with grammars, too"
     assert any(0 in plan.row_samples.tolist() for plan in plans), "chunked prompts"
     assert any({i.slot for i in plan.bind} & set(plan.release.tolist()) for plan in plans)
     assert sum(step.masks is not None for step in recorded.steps) > 20
@@ -107,6 +108,16 @@ def test_the_stream_has_every_kind_of_request_and_of_fate(recorded, expected):
     assert any(columns.asked is not None for columns in told)
     assert any(columns.drawn is not None for columns in told)
     assert not any(len(result.failed) for result in expected), "nothing failed"
+
+
+def has_masked_drafts(plan: StepPlan) -> bool:
+    """Whether a place with a draft has a mask."""
+    if plan.masked is None or plan.row_drafts is None:
+        return False
+    counts, samples = plan.row_drafts.tolist(), plan.row_samples.tolist()
+    rows = [count for count, sampled in zip(counts, samples, strict=True) if sampled]
+    drafted = [count > 0 for count in rows for _ in range(1 + count)]
+    return any(drafted[place] for place in plan.masked.tolist())
 
 
 def test_what_was_executed_live_is_what_is_said_where_no_slot_is_reused(recorded, expected):

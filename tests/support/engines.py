@@ -129,8 +129,9 @@ class EchoWorker:
             return []
         assert len(tokens) == start + count, "a sample that is not after the last known token"
         assert not drafts or count == 1 + len(drafts)
-        before, possible = len(known), self._possible.pop(0)
-        for draft in [*drafts, None]:
+        before = len(known)
+        places = [self._possible.pop(0) for _ in range(1 + len(drafts))]
+        for possible, draft in zip(places, [*drafts, None], strict=True):
             known.append(self.say(known, self.seeds[slot], possible))
             if known[-1] != draft:
                 break
@@ -149,18 +150,19 @@ def drafts_of(plan: StepPlan) -> list[list[int]]:
 
 
 def _possible(plan: StepPlan, masks: Masks | None) -> list[list[int] | None]:
-    """Of each sampled row, the tokens that its mask leaves; None where it has no mask."""
+    """At each sampled place, the tokens that its mask leaves; None where it has no mask."""
     assert (masks is None) == (plan.masked is None), "masks come with a plan that says so, only"
-    rows: list[list[int] | None] = [None] * sum(plan.row_samples.tolist())
+    num_drafts = 0 if plan.drafts is None else len(plan.drafts)
+    places: list[list[int] | None] = [None] * (sum(plan.row_samples.tolist()) + num_drafts)
     if masks is None or plan.masked is None:
-        return rows
+        return places
     assert (masks.step, masks.bits.shape) == (plan.step, (len(plan.masked), -(-VOCAB // 32)))
     row_bytes = masks.bits.data.nbytes // len(plan.masked)
-    for place, row in enumerate(plan.masked.tolist()):
-        mask = masks.bits.data[place * row_bytes : (place + 1) * row_bytes]
+    for row, place in enumerate(plan.masked.tolist()):
+        mask = masks.bits.data[row * row_bytes : (row + 1) * row_bytes]
         bits = int.from_bytes(mask, "little")
-        rows[row] = [token for token in range(VOCAB) if bits >> token & 1]
-    return rows
+        places[place] = [token for token in range(VOCAB) if bits >> token & 1]
+    return places
 
 
 def a_card(**changes: object) -> ModelCard:

@@ -50,7 +50,7 @@ def step_plan(
 ) -> StepPlan:
     """rows: (slot, first position, how many, sampled); those of one token are put first.
 
-    masked: indexes into the sampled rows, as they then are. drafts: of slots, which a row's `how
+    masked: indexes into the sampled places, as they then are. drafts: of slots, which a row's `how
     many` counts along.
     """
     rows = sorted(rows, key=lambda row: row[2] != 1)

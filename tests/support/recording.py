@@ -122,7 +122,7 @@ def load_of(seed: int, count: int = NUM_REQUESTS) -> list[Asked]:
                 params=changed(params, max_tokens=chance.randrange(4, 18)),
                 grammar=None if body is None else Grammar(body=body),
                 arrives=number // 2,
-                abort_after=chance.randrange(1, 7) if chance.random() < 0.15 else None,
+                abort_after=chance.randrange(1, 7) if chance.random() < 0.25 else None,
             )
         )
     return asked

@@ -101,13 +101,35 @@ def test_where_the_mask_and_the_parameters_leave_nothing_the_row_fails_alone():
     assert result.tokens.tolist()[0] == 0
 
 
+def test_each_place_of_a_row_with_drafts_has_a_mask_of_its_own():
+    """What is sampled behind a draft is what its mask leaves, whatever the other places' say."""
+    rows, drafts = [(0, 0, 5, True), (1, 0, 3, True)], {0: [11, 12]}
+    binds = [slot_init(n, [5, 9, 2], blocks=[1 + 2 * n, 2 + 2 * n]) for n in range(2)]
+    free = runner_of().step(step_plan(4, bind=[binds[1]], rows=rows[1:])).tokens.tolist()
+    plan = step_plan(4, bind=binds, zero=[1, 2, 3], rows=rows, drafts=drafts, masked=[0, 1, 2])
+    for last in (13, 14):
+        masks = masks_of(4, [{11}, {12}, {last}])
+        result = runner_of().step(plan, lambda masks=masks: masks)
+        assert result.tokens.tolist() == [11, 12, last, *free]
+    refused = runner_of().step(plan, lambda: masks_of(4, [{11}, {7}, {13}]))
+    assert refused.counts.tolist() == [2, 1]
+    assert refused.tokens.tolist() == [11, 7, *free]
+
+
+@pytest.mark.parametrize("place", [-1, 1])
+def test_masks_for_places_that_are_not_there_are_refused(place):
+    plan = step_plan(4, bind=[bound(0)], rows=[(0, 0, 3, True)], masked=[place])
+    with pytest.raises(ValueError, match="nothing is sampled"):
+        runner_of().step(plan, lambda: masks_of(4, [{1}]))
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
         (None, "did not follow"),
         (masks_of(5, [{1}]), "did not follow"),
-        (masks_of(4, [{1}, {2}]), "for 1 rows"),
-        (masks_of(4, [{1}], 33), "for 1 rows"),
+        (masks_of(4, [{1}, {2}]), "for 1 places"),
+        (masks_of(4, [{1}], 33), "for 1 places"),
     ],
 )
 def test_masks_that_are_not_the_plans_are_refused(answer, says):
