@@ -272,10 +272,25 @@ class Section(Machine):
 
     One section may be opened any number of times; `open` begins anew.
 
+    syntax   the description that it reads by; a subclass names its kind
     BETWEEN  states in which all calls so far are complete, and another may follow
+
+    Where its State has `raw`, a list of strings, that is what was read and not told: until a call
+    is certain, it may have to be given back.
     """
 
+    syntax: SectionSyntax
     BETWEEN: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(
+        self,
+        syntax: SectionSyntax,
+        context: Context,
+        teller: Teller,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.syntax = syntax
+        super().__init__(context, teller, state)
 
     @property
     def is_between(self) -> bool:
@@ -289,6 +304,11 @@ class Section(Machine):
 
     def on_open(self, marker: str) -> None:
         raise NotImplementedError
+
+    def _give_back(self, why: str) -> None:
+        """What was read is no call after all: it is content, with a warning."""
+        self.teller.give_back("".join(self.s.raw), why)
+        self.s.raw = []
 
 
 class Syntax(msgspec.Struct, frozen=True, kw_only=True):

@@ -128,19 +128,11 @@ class ArgPairsState(MachineState):
 
 
 class ArgPairsSection(Section):
+    syntax: ArgPairs
+
     State = ArgPairsState
     BETWEEN = frozenset({"between"})
     UNSCANNED = frozenset({"json"})
-
-    def __init__(
-        self,
-        syntax: ArgPairs,
-        context: Context,
-        teller: Teller,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.syntax = syntax
-        super().__init__(context, teller, state)
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         x = self.syntax
@@ -230,10 +222,6 @@ class ArgPairsSection(Section):
             self._begin("broken")
         else:
             s.done = True
-
-    def _give_back(self, why: str) -> None:
-        self.teller.give_back("".join(self.s.raw), why)
-        self.s.raw = []
 
     def _in_json(self, text: str) -> str:
         s = self.s

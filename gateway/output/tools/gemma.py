@@ -81,17 +81,9 @@ class GemmaState(MachineState):
 
 
 class GemmaSection(Section):
-    State = GemmaState
+    syntax: Gemma
 
-    def __init__(
-        self,
-        syntax: Gemma,
-        context: Context,
-        teller: Teller,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.syntax = syntax
-        super().__init__(context, teller, state)
+    State = GemmaState
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         x = self.syntax
@@ -220,10 +212,6 @@ class GemmaSection(Section):
             self.teller.fragment(text)
         else:
             self.teller.content(text)
-
-    def _give_back(self, why: str) -> None:
-        self.teller.give_back("".join(self.s.raw), why)
-        self.s.raw = []
 
     # ---- strings
 

@@ -105,19 +105,11 @@ class JsonTagsState(MachineState):
 
 
 class JsonTagsSection(Section):
+    syntax: JsonTags
+
     State = JsonTagsState
     BETWEEN = frozenset({"after"})
     UNSCANNED = frozenset({"call"})
-
-    def __init__(
-        self,
-        syntax: JsonTags,
-        context: Context,
-        teller: Teller,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.syntax = syntax
-        super().__init__(context, teller, state)
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         markers = self.syntax.close + self.syntax.open

@@ -72,7 +72,7 @@ class MistralSection(Section):
             "array": syntax.array.section(context, teller, own.pop("array", None)),
             "named": syntax.named.section(context, teller, own.pop("named", None)),
         }
-        super().__init__(context, teller, own or None)
+        super().__init__(syntax, context, teller, own or None)
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         return {}

@@ -105,19 +105,11 @@ class NamedJsonState(MachineState):
 
 
 class NamedJsonSection(Section):
+    syntax: NamedJson
+
     State = NamedJsonState
     BETWEEN = frozenset({"between", "closing"})
     UNSCANNED = frozenset({"arguments"})
-
-    def __init__(
-        self,
-        syntax: NamedJson,
-        context: Context,
-        teller: Teller,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.syntax = syntax
-        super().__init__(context, teller, state)
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         syntax = self.syntax
@@ -208,10 +200,6 @@ class NamedJsonSection(Section):
     def _leave(self, then: str) -> None:
         self.s.at = then
         self.s.done = then == "between" and not self.s.whole
-
-    def _give_back(self, why: str) -> None:
-        self.teller.give_back("".join(self.s.raw), why)
-        self.s.raw.clear()
 
     # ---- markers
 

@@ -96,17 +96,9 @@ class NestedElementsState(MachineState):
 
 
 class NestedElementsSection(Section):
-    State = NestedElementsState
+    syntax: NestedElements
 
-    def __init__(
-        self,
-        syntax: NestedElements,
-        context: Context,
-        teller: Teller,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.syntax = syntax
-        super().__init__(context, teller, state)
+    State = NestedElementsState
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         return dict.fromkeys(("outside", "call", "value", "tag", "broken"), (self.syntax.mark,))
@@ -141,10 +133,6 @@ class NestedElementsSection(Section):
             self.teller.warn(PARSE_FAILED, "text between tool calls")
             s.at = "broken"
         return rest
-
-    def _give_back(self, why: str) -> None:
-        self.teller.give_back("".join(self.s.raw), why)
-        self.s.raw = []
 
     def _value_text(self, text: str) -> None:
         s = self.s

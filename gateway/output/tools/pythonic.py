@@ -78,17 +78,9 @@ class PythonicState(MachineState):
 
 
 class PythonicSection(Section):
-    State = PythonicState
+    syntax: Pythonic
 
-    def __init__(
-        self,
-        syntax: Pythonic,
-        context: Context,
-        teller: Teller,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.syntax = syntax
-        super().__init__(context, teller, state)
+    State = PythonicState
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         x = self.syntax
@@ -218,10 +210,6 @@ class PythonicSection(Section):
             self.teller.fragment(text)
         else:
             self.teller.content(text)
-
-    def _give_back(self, why: str) -> None:
-        self.teller.give_back("".join(self.s.raw), why)
-        self.s.raw = []
 
     # ---- markers
 

@@ -132,18 +132,10 @@ class XmlParametersState(MachineState):
 
 
 class XmlParametersSection(Section):
+    syntax: XmlParameters
+
     State = XmlParametersState
     BETWEEN = frozenset({"between"})
-
-    def __init__(
-        self,
-        syntax: XmlParameters,
-        context: Context,
-        teller: Teller,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.syntax = syntax
-        super().__init__(context, teller, state)
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         x = self.syntax
@@ -200,10 +192,6 @@ class XmlParametersSection(Section):
             return rest
         s.done = True
         return rest
-
-    def _give_back(self, why: str) -> None:
-        self.teller.give_back("".join(self.s.raw), why)
-        self.s.raw = []
 
     # ---- tags
 
