@@ -24,6 +24,7 @@ from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
 from protocol.config import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
+from protocol.messages import Limits
 from protocol.model_card import ModelCard
 from protocol.session import PING_EVERY_S
 from protocol.sockets import engine_address
@@ -68,6 +69,7 @@ class Service:
         self._watch: gevent.Greenlet[..., None] | None = None
         self._served: ServedModel | None = None
         self._served_card: ModelCard | None = None
+        self._unservable: tuple[ModelCard, ValueError] | None = None
 
     def start(self) -> None:
         """Begin to live, once: in the process that serves, after any fork."""
@@ -131,25 +133,36 @@ class Service:
         try:
             self._current()
         except ValueError as error:
-            log.error("the engine's model cannot be served: %s", error)
             if isinstance(error, WrongOption) and self._served is None:
                 self.give_up(str(error))
             return EngineNotReady("the engine's model cannot be served by this gateway")
         return None
 
     def _current(self) -> ServedModel:
-        """Made anew with each Welcome: the engine may have come back with another model."""
+        """Made anew with each Welcome: the engine may have come back with another model. Raises
+        ValueError for one that cannot be served; it is tried, and told, once."""
         card, limits = self.engine.model, self.engine.limits
         assert card is not None
         assert limits is not None
+        if self._unservable is not None and self._unservable[0] is card:
+            raise self._unservable[1]
         served = self._served
         if served is None or served.limits is not limits or self._served_card is not card:
             self._served_card = card
-            started_at = time.monotonic()
-            served = self._served = ServedModel.of(card, limits, self.options)
-            took_s = time.monotonic() - started_at
-            log.info("serving %s after %.2f s of preparation", served.names[0], took_s)
-            log.info("formats: %s", served.reading.why)
+            served = self._served = self._prepared(card, limits)
+        return served
+
+    def _prepared(self, card: ModelCard, limits: Limits) -> ServedModel:
+        started_at = time.monotonic()
+        try:
+            served = ServedModel.of(card, limits, self.options)
+        except ValueError as error:
+            self._unservable = card, error
+            log.error("the engine's model cannot be served: %s", error)
+            raise
+        took_s = time.monotonic() - started_at
+        log.info("serving %s after %.2f s of preparation", served.names[0], took_s)
+        log.info("formats: %s", served.reading.why)
         return served
 
     def answer(

@@ -61,6 +61,7 @@ def test_a_model_that_cannot_be_served_is_not_ready_and_never_500(address: str) 
         response = gateway.post(CHAT, {"messages": HI})
         assert response.status_code == 503
         assert "cannot be served" in response.json()["error"]["message"]
+    assert gateway.log.count("cannot be served: ") == 1  # not with every look at it
 
 
 def test_a_model_without_a_chat_template_still_completes_text(address: str) -> None:
