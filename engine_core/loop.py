@@ -19,8 +19,9 @@ from engine_core.engine import Engine
 from engine_core.grammar.service import GrammarService
 from engine_core.workers import WorkerLost, Workers
 from protocol import sockets, wire
+from protocol.cluster_key import ClusterKey
 from protocol.config import EngineConfig
-from protocol.errors import EngineLost, ErrorInfo, InvalidRequest, WireError
+from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, WireError
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -54,19 +55,25 @@ MESSAGES_PER_TURN = 1000
 
 
 class Loop:
-    """One engine_core process at work. `wakeup` is a file descriptor that becomes readable on a
-    signal.
+    """One engine_core process at work.
+
+    wakeup  a file descriptor that becomes readable on a signal
+    key     the cluster's, where there is one
     """
 
     def __init__(
-        self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], wakeup: int
+        self,
+        config: EngineConfig,
+        context: zmq.Context[zmq.Socket[bytes]],
+        wakeup: int,
+        key: ClusterKey | None = None,
     ) -> None:
         self._config = config
         self._wakeup = wakeup
         self._epoch = os.urandom(8).hex()
         self._clients = Clients(config.lease_s)
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
-        self._socket = sockets.bind_router(context, config.address)
+        self._socket = sockets.bind_router(context, config.address, key)
         worker_address = config.worker.address or config.address + ".worker"
         self._workers = Workers(context, config.worker, worker_address)
         self._engine: Engine | None = None  # until the worker is ready
@@ -156,6 +163,10 @@ class Loop:
                 self._abort_named(client, message)
             case KeepKV() | ReleaseKV():
                 pass  # of handles that this engine has not written
+            case Ping() if client not in self._clients:
+                # Its connection broke, and this is another: it has to greet us anew.
+                error = EngineNotReady("say Hello before Ping")
+                self._tell(client, Refused(request=-1, error=error.info()))
             case Ping():
                 self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
             case Goodbye():
@@ -167,7 +178,7 @@ class Loop:
 
     def _generate(self, client: bytes, message: Generate) -> None:
         if client not in self._clients or self._engine is None:
-            error = InvalidRequest("say Hello and wait for Welcome before Generate")
+            error = EngineNotReady("say Hello and wait for Welcome before Generate")
             self._tell(client, Refused(request=message.request, error=error.info()))
         elif (reply := self._engine.add(client, message)) is not None:
             self._tell(client, reply)

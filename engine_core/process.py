@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -19,6 +18,7 @@ import zmq
 from engine_core.loop import Loop
 from engine_core.workers import WorkerLost
 from protocol import sockets
+from protocol.cluster_key import read_cluster_key
 from protocol.config import EngineConfig
 
 log = logging.getLogger("engine_core")
@@ -45,10 +45,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: EngineConfig) -> int:
     """Serve until drained or lost."""
-    sockets.make_private(Path(config.address.removeprefix("ipc://")).parent)
+    try:
+        key = read_cluster_key(config.cluster_key)
+        sockets.check_address(config.address, key)
+    except ValueError as error:
+        log.error("%s", error)
+        return EXIT_USAGE
+    sockets.prepare(config.address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        Loop(config, context, _signals()).run()
+        Loop(config, context, _signals(), key).run()
     except WorkerLost as error:
         log.error("%s", error)
         return EXIT_WORKER_LOST

@@ -21,6 +21,7 @@ from gevent.event import AsyncResult
 
 from protocol import sockets, wire
 from protocol.arrays import Int32
+from protocol.cluster_key import ClusterKey
 from protocol.errors import EngineNotReady, ServingError, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.messages import (
@@ -55,12 +56,17 @@ _READ = 1
 
 
 class EngineClient:
-    """A gateway process's line to its engine. All methods are for the greenlets of one thread."""
+    """A gateway process's line to its engine. All methods are for the greenlets of one thread.
 
-    def __init__(self, address: str) -> None:
+    Raises ValueError where the address cannot be used.
+    """
+
+    def __init__(self, address: str, key: ClusterKey | None = None) -> None:
+        sockets.check_address(address, key)
         self.session = Session(f"gateway-{os.getpid()}")
         self.num_wire_errors = 0
         self._address = address
+        self._key = key
         self._subscribers: dict[int, Subscriber] = {}
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         self._socket: zmq.Socket[bytes] | None = None
@@ -74,7 +80,7 @@ class EngineClient:
         if self._socket is not None:
             return
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.connect_dealer(self._context, self._address)
+        self._socket = sockets.connect_dealer(self._context, self._address, self._key)
         self._loop = get_hub().loop
         readable = self._loop.io(self._socket.getsockopt(zmq.FD), _READ)
         readable.start(self._drain)

@@ -27,6 +27,7 @@ import msgspec
 import zmq
 
 from protocol import sockets, wire
+from protocol.cluster_key import read_cluster_key
 from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.messages import (
@@ -83,13 +84,23 @@ class Generation(Iterator[Output]):
 class Engine:
     """A connection to a running engine.
 
-    address   as printed by `tidegate serve`; default: the engine of the server on port 8000
-    wait_s    how long to wait for the engine to be ready; EngineNotReady after that
+    address       as printed by `tidegate serve`; default: the engine of the server on port 8000
+    wait_s        how long to wait for the engine to be ready; EngineNotReady after that
+    cluster_key   the file with the key of the engine's cluster, without which TCP is not spoken
+
+    Raises ValueError where the address or the file cannot be used.
     """
 
     def __init__(
-        self, address: str | None = None, *, name: str = "client", wait_s: float = 10.0
+        self,
+        address: str | None = None,
+        *,
+        name: str = "client",
+        wait_s: float = 10.0,
+        cluster_key: str = "",
     ) -> None:
+        key = read_cluster_key(cluster_key)
+        address = address or sockets.engine_address()
         self._session = Session(name)
         self._lock = threading.Lock()  # guards the session, the queues and the outbox
         self._queues: dict[int, queue.SimpleQueue[Any]] = {}
@@ -97,13 +108,13 @@ class Engine:
         self._ready = threading.Event()
         self._closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.connect_dealer(self._context, address or sockets.engine_address())
+        self._socket = sockets.connect_dealer(self._context, address, key)
         self._wake_in, self._wake_out = self._wake_pair()
         self._thread = threading.Thread(target=self._run, name="tidegate-client", daemon=True)
         self._thread.start()
         if not self._ready.wait(wait_s):
             self.close()
-            raise EngineNotReady(f"no engine answered at {address or sockets.engine_address()}")
+            raise EngineNotReady(f"no engine answered at {address}")
 
     @property
     def model(self) -> ModelCard:

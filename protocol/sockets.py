@@ -1,19 +1,29 @@
 """The only place that makes ZeroMQ sockets and sets their options.
 
-Who binds: the engine, always (a ROUTER for clients, a ROUTER for its workers). Everybody else
-connects a DEALER, so any of them can come and go. Addresses are `ipc://` paths in a directory that
-only its owner can enter; a path that others could write to is refused.
+Who binds: the engine, always (a ROUTER for clients, a ROUTER for its workers), and the worker whose
+K/V others fetch (kv.py). Everybody else connects a DEALER, so any of them can come and go.
+
+An address is an `ipc://` path in a directory that only its owner can enter; a path that others
+could write to is refused. Or it is `tcp://HOST:PORT`, with a cluster key (cluster_key.py) at both
+ends: then all is encrypted, and who has not the key is not answered. There is no TCP without a key.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hmac
 import os
+import re
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
+from protocol.cluster_key import ClusterKey
 from protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_IPC_PATH = 107
@@ -24,6 +34,13 @@ gone.
 """
 LINGER_MS = 500
 """A closing socket delivers last words for so long."""
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
+"""A host that vanishes closes no TCP connection; without these, nothing would ever notice."""
+
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_ANY_HOST = ("*", "0.0.0.0", "[::]")
+_ZAP = "inproc://zeromq.zap.01"
+"""Where libzmq asks whether to admit a peer: https://rfc.zeromq.org/spec/27/."""
 
 
 def run_directory(port: int) -> Path:
@@ -54,30 +71,74 @@ def make_private(directory: Path) -> None:
             )
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """The engine's end. Sending to a peer that is gone raises zmq.ZMQError (EHOSTUNREACH)."""
-    path = _checked(address)
-    path.unlink(missing_ok=True)
+def prepare(address: str) -> None:
+    """Make the directory of an ipc address, private, before something is bound there."""
+    if address.startswith("ipc://"):
+        make_private(Path(address.removeprefix("ipc://")).parent)
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
+) -> zmq.Socket[bytes]:
+    """The engine's end. Sending to a peer that is gone raises zmq.ZMQError (EHOSTUNREACH).
+
+    On TCP only those who hold `key` are heard. Raises ValueError as `check_address` does.
+    """
+    path = check_address(address, key)
     socket = _socket(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if path is None:
+        _secure_server(context, socket, address, key)
+        socket.bind(address)
+        return socket
+    path.unlink(missing_ok=True)
     socket.bind(address)
     path.chmod(0o600)
     return socket
 
 
-def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
+) -> zmq.Socket[bytes]:
     """A client's or a worker's end. Connects when the engine appears, reconnects when it restarts.
 
     What is said while there is no engine waits for the next one. That does no harm: an engine knows
     a client only after its Hello, and refuses the rest. (ZMQ_IMMEDIATE would avoid it, but drops,
     at a disconnect, what came in and was not yet read: the engine's last words.)
+
+    Raises ValueError as `check_address` does.
     """
-    _checked(address)
+    path = check_address(address, key)
+    if address.startswith(tuple(f"tcp://{host}:" for host in _ANY_HOST)):
+        raise ValueError(f"address {address!r}: it names no host to connect to")
     socket = _socket(context, zmq.DEALER)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    if path is None:
+        _secure_client(socket, address, key)
     socket.connect(address)
     return socket
+
+
+def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
+    """The file of an ipc address; None for TCP.
+
+    Raises ValueError on any other transport, an overlong path, a malformed host or port, and TCP
+    without a key.
+    """
+    transport, _, path = address.partition("://")
+    if transport == "tcp":
+        found = _TCP.fullmatch(address)
+        if found is None or not 0 < int(found["port"]) < 1 << 16:
+            raise ValueError(f"address {address!r}: TCP addresses are tcp://HOST:PORT")
+        if key is None:
+            raise ValueError(f"address {address}: TCP needs a cluster key (tidegate key FILE)")
+        return None
+    if transport != "ipc" or not path:
+        raise ValueError(f"address {address!r}: only ipc://PATH and tcp://HOST:PORT are supported")
+    if len(os.fsencode(path)) > MAX_IPC_PATH:
+        raise ValueError(f"socket path {path} is longer than {MAX_IPC_PATH} bytes")
+    return Path(path)
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
@@ -89,11 +150,60 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return socket
 
 
-def _checked(address: str) -> Path:
-    """The file of an ipc address. Raises ValueError on any other transport or an overlong path."""
-    transport, _, path = address.partition("://")
-    if transport != "ipc" or not path:
-        raise ValueError(f"address {address!r}: only ipc://PATH is supported")
-    if len(os.fsencode(path)) > MAX_IPC_PATH:
-        raise ValueError(f"socket path {path} is longer than {MAX_IPC_PATH} bytes")
-    return Path(path)
+# ---- TCP: CURVE, with the key pairs that follow from the cluster's key
+
+
+def _secure_server(
+    context: zmq.Context[zmq.Socket[bytes]],
+    socket: zmq.Socket[bytes],
+    address: str,
+    key: ClusterKey | None,
+) -> None:
+    assert key is not None  # check_address
+    _set_up_tcp(socket, address)
+    _start_admission(context)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key.server.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, key.client.public)  # whom to admit; see `_admit`
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody, if nobody answers there
+
+
+def _secure_client(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None) -> None:
+    assert key is not None  # check_address
+    _set_up_tcp(socket, address)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key.server.public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, key.client.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key.client.secret)
+
+
+def _set_up_tcp(socket: zmq.Socket[bytes], address: str) -> None:
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+
+def _start_admission(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """One thread per context, which ends with it. Its socket belongs to a shadow, so that nobody
+    else closes it while it waits there."""
+    shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+    socket = shadow.socket(zmq.REP)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.bind(_ZAP)
+    except zmq.ZMQError as error:
+        socket.close()
+        if error.errno != errno.EADDRINUSE:  # it runs already
+            raise
+        return
+    threading.Thread(target=_admit, args=(socket,), name="admission", daemon=True).start()
+
+
+def _admit(socket: zmq.Socket[bytes]) -> None:
+    """Answer libzmq until the context ends: a peer is admitted whose public key is the one that the
+    socket it came to has for its domain."""
+    with socket, contextlib.suppress(zmq.ContextTerminated):
+        while True:
+            version, number, domain, _host, _name, mechanism, *keys = socket.recv_multipart()
+            is_one_of_us = mechanism == b"CURVE" and hmac.compare_digest(domain, z85.encode(*keys))
+            verdict = [b"200", b"OK"] if is_one_of_us else [b"400", b"not of this cluster"]
+            socket.send_multipart([version, number, *verdict, b"", b""])

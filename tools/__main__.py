@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tools import chat, models, serve, status
+from tools import chat, key, models, serve, status
 from tools.failure import Failure
 from tools.flags import OneLineParser
 
@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
         (serve, command("serve", "start a server", serve.DESCRIPTION, serve.EXAMPLES)),
         (chat, command("chat", "talk to a server", chat.DESCRIPTION, chat.EXAMPLES)),
         (status, command("status", "show whether a server is ready and what it does")),
+        (key, command("key", "make a key for a cluster", key.DESCRIPTION, key.EXAMPLES)),
     ):
         tool.add_arguments(made)
         made.set_defaults(run=tool.run)

@@ -175,6 +175,7 @@ def test_a_malformed_frame_is_answered_and_counted_and_nothing_else(raw: RawClie
     refused = raw.hear()
     assert isinstance(refused, Refused)
     assert (refused.request, refused.error.code) == (-1, "wire")
+    raw.greet()
     raw.say(Ping())
     pong = raw.hear()
     assert isinstance(pong, Pong)
@@ -186,6 +187,13 @@ def test_generate_before_hello_is_refused(raw: RawClient) -> None:
     refused = raw.hear()
     assert isinstance(refused, Refused)
     assert "Hello" in refused.error.message
+
+
+def test_who_is_not_known_any_more_is_told_to_greet_anew(raw: RawClient) -> None:
+    raw.say(Ping())
+    refused = raw.hear()
+    assert isinstance(refused, Refused)
+    assert (refused.request, "Hello" in refused.error.message) == (-1, True)
 
 
 def test_a_second_hello_forgets_what_was_open(raw: RawClient) -> None:

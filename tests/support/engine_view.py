@@ -7,24 +7,25 @@ import time
 import zmq
 
 from protocol import sockets, wire
+from protocol.cluster_key import ClusterKey
 from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, ToClient, ToEngine
 from protocol.stats import EngineStats
 
 
 class EngineView:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: ClusterKey | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.connect_dealer(self._context, address)
+        self._socket = sockets.connect_dealer(self._context, address, key)
         self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
         self._socket.setsockopt(zmq.SNDTIMEO, 10_000)
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
-        self._ask(Hello(protocol=PROTOCOL_VERSION, name="test"))
 
     def stats(self) -> EngineStats:
         while True:
             reply = self._ask(Ping())
             if isinstance(reply, Pong):
                 return reply.stats
+            self._ask(Hello(protocol=PROTOCOL_VERSION, name="test"))  # it forgets who is silent
 
     def wait_until_free(self, timeout_s: float) -> float:
         """Seconds until nothing runs or waits and every block is free. Raises TimeoutError."""

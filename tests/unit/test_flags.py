@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import pytest
 
+from protocol.cluster_key import read_cluster_key
 from protocol.config import GatewayConfig, WorkerConfig, about
 from tools.__main__ import main, parser
 from tools.failure import Failure
@@ -130,3 +132,14 @@ def test_the_text_of_an_option_is_checked_by_the_fields_own_type() -> None:
     assert port.read("8001") == 8001
     with pytest.raises(argparse.ArgumentTypeError, match="from 1 to 65535, not '0'"):
         port.read("0")
+
+
+def test_a_key_is_written_once_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "cluster.key")
+    assert main(["key", path]) == 0
+    assert path in capsys.readouterr().out
+    assert read_cluster_key(path) is not None
+    assert main(["key", path]) == 1
+    assert capsys.readouterr().err == f"tidegate: cannot write {path}: File exists\n"

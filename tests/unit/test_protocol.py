@@ -11,6 +11,7 @@ import pytest
 
 from protocol import errors, sockets
 from protocol.arrays import Float32, Int32, UInt8
+from protocol.cluster_key import ClusterKey
 from protocol.config import Config, EngineConfig, GatewayConfig, ServeConfig, WorkerConfig
 from protocol.sampling import SamplingParams, check_vocabulary
 
@@ -133,11 +134,31 @@ def test_configs_name_the_field_that_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://0.0.0.0:5555", "ipc://", "/tmp/x", "ipc://" + "x" * 108]
+    ("address", "why"),
+    [
+        ("ipc://", "only ipc"),
+        ("/tmp/x", "only ipc"),
+        ("inproc://x", "only ipc"),
+        ("ipc://" + "x" * 108, "longer"),
+        ("tcp://127.0.0.1", "tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:0", "tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:65536", "tcp://HOST:PORT"),
+        ("tcp://a b:5600", "tcp://HOST:PORT"),
+        ("tcp://eth0;127.0.0.1:1:5600", "tcp://HOST:PORT"),
+    ],
 )
-def test_only_private_addresses_are_accepted(address: str) -> None:
-    with pytest.raises(ValueError, match=r"ipc|longer"):
-        sockets._checked(address)
+def test_other_addresses_are_refused(address: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        sockets.check_address(address, ClusterKey(b"k" * 32))
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://host-1.lan:80", "tcp://[::1]:65535"]
+)
+def test_there_is_no_tcp_without_a_key(address: str) -> None:
+    assert sockets.check_address(address, ClusterKey(b"k" * 32)) is None
+    with pytest.raises(ValueError, match="needs a cluster key"):
+        sockets.check_address(address)
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

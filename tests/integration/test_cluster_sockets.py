@@ -1,0 +1,118 @@
+"""Sockets over TCP: who holds the cluster's key is heard, and nobody else is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol import sockets
+from protocol.cluster_key import ClusterKey
+from tests.support.processes import free_port
+
+KEY, OTHER = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
+SOON_MS, NEVER_MS = 5_000, 300
+
+Socket = zmq.Socket[bytes]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Socket]]:
+    context: zmq.Context[Socket] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@contextmanager
+def stranger(address: str, **options: int | bytes) -> Iterator[Socket]:
+    """A DEALER of someone who makes sockets without our help."""
+    context: zmq.Context[Socket] = zmq.Context()
+    with context.socket(zmq.DEALER) as socket:
+        for name, value in options.items():
+            socket.set(getattr(zmq, name), value)
+        socket.connect(address)
+        yield socket
+    context.destroy(linger=0)
+
+
+def converse(server: Socket, client: Socket) -> None:
+    """They hear each other; the client's end is closed."""
+    with client:
+        client.send(b"hello")
+        assert server.poll(SOON_MS)
+        name, words = server.recv_multipart()
+        server.send_multipart([name, words + b" back"])
+        assert client.poll(SOON_MS)
+        assert client.recv() == b"hello back"
+
+
+def is_unheard(server: Socket, client: Socket) -> bool:
+    client.send(b"let me in")
+    return not server.poll(NEVER_MS) and not client.poll(0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_those_who_share_the_key_talk(context: zmq.Context[Socket], host: str) -> None:
+    address = f"tcp://{host}:{free_port()}"
+    with sockets.bind_router(context, address, KEY) as server:
+        converse(server, sockets.connect_dealer(context, address, KEY))
+
+
+def test_nobody_else_is_heard_and_the_server_goes_on(context: zmq.Context[Socket]) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    public, secret = zmq.curve_keypair()
+    mine = {"CURVE_PUBLICKEY": public, "CURVE_SECRETKEY": secret}
+    with sockets.bind_router(context, address, KEY) as server:
+        with sockets.connect_dealer(context, address, OTHER) as other:
+            assert is_unheard(server, other), "another cluster's key"
+        with stranger(address) as plain:
+            assert is_unheard(server, plain), "no key at all"
+        with stranger(address, CURVE_SERVERKEY=KEY.server.public, **mine) as curious:
+            assert is_unheard(server, curious), "only what a server shows in public"
+        converse(server, sockets.connect_dealer(context, address, KEY))
+
+
+def test_one_context_serves_two_clusters_apart(context: zmq.Context[Socket]) -> None:
+    address, other = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    theirs = {"CURVE_PUBLICKEY": KEY.client.public, "CURVE_SECRETKEY": KEY.client.secret}
+    with (
+        sockets.bind_router(context, address, KEY) as server,
+        sockets.bind_router(context, other, OTHER) as other_server,
+    ):
+        converse(server, sockets.connect_dealer(context, address, KEY))
+        converse(other_server, sockets.connect_dealer(context, other, OTHER))
+        with stranger(other, CURVE_SERVERKEY=OTHER.server.public, **theirs) as guest:
+            assert is_unheard(other_server, guest)
+
+
+def test_a_context_ends_although_it_admits_peers() -> None:
+    context: zmq.Context[Socket] = zmq.Context()
+    server = sockets.bind_router(context, f"tcp://127.0.0.1:{free_port()}", KEY)
+    server.close()
+    context.term()  # would wait for the admission's socket
+
+
+def test_tcp_without_a_key_is_not_even_opened(context: zmq.Context[Socket]) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    for make in (sockets.bind_router, sockets.connect_dealer):
+        with pytest.raises(ValueError, match="needs a cluster key"):
+            make(context, address)
+
+
+def test_nobody_connects_to_an_address_that_names_no_host(context: zmq.Context[Socket]) -> None:
+    for host in ("*", "0.0.0.0", "[::]"):
+        with pytest.raises(ValueError, match="no host"):
+            sockets.connect_dealer(context, f"tcp://{host}:5600", KEY)
+
+
+def test_a_private_path_needs_no_key_and_a_key_does_no_harm(
+    context: zmq.Context[Socket], tmp_path: Path
+) -> None:
+    for number, key in enumerate((None, KEY)):
+        address = f"ipc://{tmp_path}/{number}/s"
+        sockets.prepare(address)
+        with sockets.bind_router(context, address, key) as server:
+            converse(server, sockets.connect_dealer(context, address))
