@@ -40,7 +40,8 @@ from engine_core.speculation import Speculation
 from engine_core.speed import Speed
 from protocol.config import EngineConfig
 from protocol.errors import Draining, InvalidRequest, ServingError
-from protocol.grammar import Grammar, check_grammar
+from protocol.grammar import Grammar
+from protocol.grammar_check import check_grammar
 from protocol.messages import (
     Accepted,
     FinishReason,

@@ -9,30 +9,12 @@ token that the vocabulary has for itself ("</think>", "<|channel|>"), that token
 the same letters spelt by other tokens; the engine looks that up. Conversely such a token is never
 text: no string of a constrained answer can hold one.
 
-Bounds are checked by `check_grammar`, not while decoding: one request's fault is its own refusal.
+Bounds are checked by grammar_check.py, not while decoding: one request's fault is its own refusal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
-
-from protocol.errors import InvalidRequest
-
-MAX_GRAMMAR_CHARS = 512 << 10
-"""Of all texts of a grammar together: schemas, choices, markers."""
-MAX_SYNTAX_CHARS = 64 << 10
-"""Of one regular expression, or of one grammar in Lark or GBNF."""
-MAX_CHOICES = 4096
-MAX_SCHEMAS = 1024
-MAX_TAGS = 1024
-MAX_FORMS = 16_384
-"""In all rules of one grammar together."""
-MAX_FORM_DEPTH = 64
-MAX_MARKERS = 32
-"""Of a budget; each is looked for in every token."""
-MAX_MARKER_CHARS = 256
 
 
 class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -222,135 +204,3 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     budget: ThinkingBudget | None = None
     before: str = ""
     after: str = ""
-
-
-def check_grammar(grammar: Grammar) -> None:
-    """Raises InvalidRequest for what is empty where it must not be, or beyond the bounds above."""
-    if grammar.thinking is not None:
-        _check_thinking(grammar.thinking)
-    if grammar.budget is not None:
-        _check_budget(grammar.budget)
-    if grammar.body is None:
-        _check_free(grammar)
-        return
-    texts = _texts(grammar.body)
-    size = sum(map(len, texts))
-    if size > MAX_GRAMMAR_CHARS:
-        raise _invalid(f"is {size:,} characters long; the limit is {MAX_GRAMMAR_CHARS:,}")
-    match grammar.body:
-        case Regex(pattern=text) | Lark(text=text) | Gbnf(text=text):
-            _check_size("characters", len(text), MAX_SYNTAX_CHARS)
-    match grammar.body:
-        case Choice(choices=choices):
-            _check_size("choices", len(choices), MAX_CHOICES)
-        case Lark(schemas=schemas):
-            _check_size("schemas", len(schemas), MAX_SCHEMAS, least=0)
-        case Structural(triggers=triggers, tags=tags):
-            _check_structural(triggers, tags)
-        case Rules():
-            _check_rules(grammar.body)
-
-
-def forms_of(rules: Rules) -> Iterator[Form]:
-    """Every form of all rules. Raises InvalidRequest where they are nested too deeply."""
-    waiting = [(form, 1) for form in (rules.start, *rules.rules.values())]
-    while waiting:
-        form, depth = waiting.pop()
-        if depth > MAX_FORM_DEPTH:
-            raise _invalid(f"has forms nested more than {MAX_FORM_DEPTH} deep")
-        yield form
-        match form:
-            case Sequence(inner) | Either(inner):
-                waiting += [(one, depth + 1) for one in inner]
-            case Repeat(one):
-                waiting.append((one, depth + 1))
-
-
-def _texts(body: Body) -> list[str]:
-    match body:
-        case Rules():
-            return [*map(_form_text, forms_of(body)), *body.schemas, *body.schemas.values()]
-        case JsonSchema(text=text) | Regex(pattern=text) | Gbnf(text=text):
-            return [text]
-        case JsonObject():
-            return []
-        case Choice(choices=choices):
-            return choices
-        case Lark(text=text, schemas=schemas):
-            return [text, *schemas, *schemas.values()]
-        case Structural(triggers=triggers, tags=tags):
-            return [*triggers, *(part for tag in tags for part in (tag.begin, tag.schema, tag.end))]
-
-
-def _check_thinking(thinking: Thinking) -> None:
-    if not thinking.closes:
-        raise _invalid("has thinking without a marker that closes it")
-    if not thinking.opens and not thinking.inside:
-        raise _invalid("has thinking that nothing opens")
-
-
-def _check_budget(budget: ThinkingBudget) -> None:
-    _check_size("markers of thinking", len(budget.closes) + len(budget.opens), MAX_MARKERS)
-    if budget.most < 0:
-        raise _invalid(f"has a budget of {budget.most} tokens of thinking")
-    if not budget.closes or not all((*budget.closes, *budget.opens)):
-        raise _invalid("has a budget for thinking without a marker that closes it")
-    if not budget.opens and not budget.inside:
-        raise _invalid("has a budget for thinking that nothing opens")
-    if (longest := max(map(len, (*budget.closes, *budget.opens)))) > MAX_MARKER_CHARS:
-        raise _invalid(f"has a marker of {longest:,} characters; the limit is {MAX_MARKER_CHARS}")
-
-
-def _check_free(grammar: Grammar) -> None:
-    if grammar.budget is None:
-        raise _invalid("has neither a body nor a budget for thinking")
-    if grammar.thinking or grammar.before or grammar.after:
-        raise _invalid("has no body, and so nothing that could stand around it")
-
-
-def _check_structural(triggers: list[str], tags: list[Tag]) -> None:
-    _check_size("triggers", len(triggers), MAX_TAGS)
-    _check_size("tags", len(tags), MAX_TAGS)
-    if "" in triggers:
-        raise _invalid("has an empty trigger")
-    for trigger in triggers:
-        if not any(tag.begin.startswith(trigger) for tag in tags):
-            raise _invalid(f"has no tag that begins with the trigger {trigger!r}")
-    for tag in tags:
-        if not any(tag.begin.startswith(trigger) for trigger in triggers):
-            raise _invalid(f"has no trigger for the tag {tag.begin!r}")
-
-
-def _form_text(form: Form) -> str:
-    match form:
-        case Text(text) | Pattern(text):
-            return text
-        case Until(end, pattern):
-            return end + pattern
-    return ""
-
-
-def _check_rules(rules: Rules) -> None:
-    _check_size("forms", sum(1 for _ in forms_of(rules)), MAX_FORMS)
-    _check_size("schemas", len(rules.schemas), MAX_SCHEMAS, least=0)
-    for form in forms_of(rules):
-        match form:
-            case Json(name) if name not in rules.schemas:
-                raise _invalid(f"has no schema {name!r}")
-            case Rule(name) if name not in rules.rules:
-                raise _invalid(f"has no rule {name!r}")
-            case Until(""):
-                raise _invalid("has text that nothing ends")
-            case Either([]):
-                raise _invalid("has a choice of nothing")
-            case Repeat(_, least, most) if least < 0 or (most is not None and most < max(least, 1)):
-                raise _invalid(f"has something repeated from {least} to {most} times")
-
-
-def _check_size(what: str, size: int, most: int, *, least: int = 1) -> None:
-    if not least <= size <= most:
-        raise _invalid(f"has {size:,} {what}; it must have from {least} to {most:,}")
-
-
-def _invalid(what: str) -> InvalidRequest:
-    return InvalidRequest(f"the grammar {what}", param="grammar")

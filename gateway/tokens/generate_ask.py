@@ -29,7 +29,8 @@ from gateway.tokens.generate_schema import (
     GenerateSampling,
 )
 from protocol.errors import InvalidRequest, RequestError
-from protocol.grammar import Grammar, check_grammar
+from protocol.grammar import Grammar
+from protocol.grammar_check import check_grammar
 from protocol.sampling import SamplingParams
 
 SAMPLING = "sampling_params"

@@ -21,7 +21,8 @@ from gateway.output.machine import Special
 from gateway.output.reader import AnswerOptions, ReaderFactory
 from gateway.output.teller import DeclaredTool
 from gateway.text.tokenizer import Tokenizer
-from protocol.grammar import Body, Grammar, Rules, Text, Until, forms_of
+from protocol.grammar import Body, Grammar, Rules, Text, Until
+from protocol.grammar_check import forms_of
 from protocol.messages import Output
 from protocol.model_card import ModelCard
 from tests.support.formats import units

@@ -34,8 +34,8 @@ from protocol.grammar import (
     Text,
     Thinking,
     Until,
-    check_grammar,
 )
+from protocol.grammar_check import check_grammar
 from tests.support.grammars import (
     MARKERS,
     ids_of,

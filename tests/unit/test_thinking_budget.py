@@ -23,8 +23,8 @@ from protocol.grammar import (
     Text,
     Thinking,
     ThinkingBudget,
-    check_grammar,
 )
+from protocol.grammar_check import check_grammar
 from tests.support.engines import Bench
 from tests.support.grammars import MARKERS, ids_of, possible, signs_card, text_of
 from tests.support.scripted_engine import thinking_card

@@ -25,8 +25,8 @@ from protocol.grammar import (
     Rules,
     Sequence,
     Text,
-    check_grammar,
 )
+from protocol.grammar_check import check_grammar
 
 NOW = DeclaredTool("now", {"type": "object", "properties": {}})
 

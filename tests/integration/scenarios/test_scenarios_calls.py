@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from protocol.grammar import Rules, Text, forms_of
+from protocol.grammar import Rules, Text
+from protocol.grammar_check import forms_of
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import spoken
