@@ -18,6 +18,11 @@ block id ever comes from a client. A lease ends when all its readers are done, w
 The engine decides, as everywhere: which blocks, how long, what if it fails. Workers move bytes, and
 say what became of each job exactly once.
 
+A worker's own *tiers*, host memory and disk, keep blocks beyond their time in the KV cache, under
+their chained hash (engine_core/block_hash.py). KVStore fills them, behind the commit that published
+the blocks; a KVFetch from a TierSource brings them back; what they hold is what KVReport.tiers has
+told, and nothing is guessed.
+
 Legend: B blocks.
 """
 
@@ -69,14 +74,22 @@ class PeerSource(
     first: int = 0
 
 
-Source = PeerSource
+class TierSource(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tier", omit_defaults=True
+):
+    """The worker's own tiers: hashes [B], of each block."""
+
+    hashes: list[bytes]
+
+
+Source = PeerSource | TierSource
 
 
 class KVFetch(Message, frozen=True, kw_only=True):
     """Engine -> worker D: fill these blocks. Answered by exactly one entry of a KVReport.
 
     job         the engine's number for it, never used again
-    source      where the content is: its block `first + i` belongs into blocks[i]
+    source      where the content is: its block `first + i`, or `hashes[i]`, belongs into blocks[i]
     blocks      [B] ids that nobody else reads or writes until the job is over; written whole
     timeout_s   then it has failed
     """
@@ -94,13 +107,33 @@ class KVCancel(Message, frozen=True, kw_only=True):
     job: int
 
 
+class KVStore(Message, frozen=True, kw_only=True):
+    """Engine -> worker: these blocks of one sequence, in its order, are computed; keep a copy where
+    there is none. They are as they should be until the next plan that is sent. Best effort: nothing
+    answers but the news of tiers.
+
+    blocks    [B] ids
+    hashes    [B] what they hold
+    """
+
+    blocks: Int32
+    hashes: list[bytes]
+
+
+class KVUsed(Message, frozen=True, kw_only=True):
+    """Engine -> worker: these were of use, the last one last; of what the tiers hold, others go
+    first."""
+
+    hashes: list[bytes]
+
+
 # ---- worker -> engine
 
 
 class KVFailure(msgspec.Struct, frozen=True, array_like=True):
     """Why a job failed. kind: "expired" (the lease is over), "unreachable" (the peer is silent, or
     went away), "damaged" (a checksum), "refused" (the peer's layout is another), "timeout",
-    "cancelled" (as the engine asked)."""
+    "cancelled" (as the engine asked), "lost" (a tier has it no more)."""
 
     job: int
     kind: str
@@ -116,13 +149,33 @@ class KVFetched(msgspec.Struct, frozen=True, array_like=True):
     mover: str
 
 
+class KVTierNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of one tier, since its last news; at first, all that it holds.
+
+    tier        "host" or "disk"
+    stored, lost   hashes that can, and cannot (any more), be fetched
+    num_bytes   that it holds now, of a disk: for all models and servers that share the directory
+    num_loaded, num_failed, num_dropped   blocks that were fetched; that were gone or damaged then;
+                that were to be stored, and had no room or time
+    """
+
+    tier: str
+    stored: list[bytes] = []
+    lost: list[bytes] = []
+    num_bytes: int = 0
+    num_loaded: int = 0
+    num_failed: int = 0
+    num_dropped: int = 0
+
+
 class KVReport(Message, frozen=True, kw_only=True):
     """Worker -> engine, whenever there is news: jobs that are over, leases that all their readers
-    have done with."""
+    have done with, tiers whose content has changed."""
 
     fetched: list[KVFetched] = []
     failed: list[KVFailure] = []
     taken: list[bytes] = []
+    tiers: list[KVTierNews] = []
 
 
 class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,16 @@ from __future__ import annotations
 import msgspec
 
 from protocol.arrays import Float32, Int32, UInt8
-from protocol.kv import KVCancel, KVEndpoint, KVExport, KVFetch, KVReport, KVWithdraw
+from protocol.kv import (
+    KVCancel,
+    KVEndpoint,
+    KVExport,
+    KVFetch,
+    KVReport,
+    KVStore,
+    KVUsed,
+    KVWithdraw,
+)
 from protocol.messages import Message
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -158,6 +167,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     num_blocks   including the null block
     phases       seconds per start-up phase, in order, to be shown
     kv           how it hands over K/V (kv.py); None: it does not
+    kv_tiers     which tiers it has, the nearest first; a KVReport with what they hold follows
     """
 
     model: ModelCard
@@ -168,6 +178,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     rank: int = 0
     phases: list[tuple[str, float]] = []
     kv: KVEndpoint | None = None
+    kv_tiers: list[str] = []
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
@@ -181,5 +192,5 @@ class Stop(Message, frozen=True, kw_only=True):
     """Engine -> worker: exit with code 0."""
 
 
-ToWorker = StepPlan | Masks | KVExport | KVWithdraw | KVFetch | KVCancel | Stop
+ToWorker = StepPlan | Masks | KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed | Stop
 FromWorker = WorkerReady | StepResult | KVReport | WorkerFailed

@@ -26,6 +26,9 @@ from protocol.kv import (
     KVFetch,
     KVFetched,
     KVReport,
+    KVStore,
+    KVTierNews,
+    KVUsed,
     KVWithdraw,
     PeerSource,
 )
@@ -255,6 +258,8 @@ MESSAGES: list[Message] = [
         timeout_s=2.5,
     ),
     KVCancel(job=5),
+    KVStore(blocks=Int32.of([7]), hashes=[b"h" * 32]),
+    KVUsed(hashes=[b"h" * 32]),
     StepResult(
         step=3,
         tokens=Int32.of([9, 4, 10]),
@@ -275,11 +280,23 @@ MESSAGES: list[Message] = [
         kv=KVEndpoint(
             address="tcp://here:7000", layout=b"d" * 32, told="tiny, bfloat16", mover="shm"
         ),
+        kv_tiers=["host", "disk"],
     ),
     KVReport(
         fetched=[KVFetched(5, 4096, 0.25, "shm")],
         failed=[KVFailure(6, "expired", "the lease is over")],
         taken=[b"l" * 16],
+        tiers=[
+            KVTierNews(
+                tier="disk",
+                stored=[b"h" * 32],
+                lost=[b"g" * 32],
+                num_bytes=4096,
+                num_loaded=3,
+                num_failed=1,
+                num_dropped=2,
+            )
+        ],
     ),
     WorkerFailed(message="out of memory", rank=1),
     Stop(),
