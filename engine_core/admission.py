@@ -14,7 +14,7 @@ from engine_core.request import Request
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded
 from protocol.messages import Generate, Limits
 from protocol.model_card import ModelCard
-from protocol.sampling import check_vocabulary
+from protocol.sampling import SamplingParams, check_vocabulary
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
@@ -53,8 +53,16 @@ def new_request(
     model: ModelCard,
     limits: Limits,
 ) -> Request:
-    """What `message` asks for, once it has been checked."""
-    params = message.params
+    """What `message` asks for, once it has been checked.
+
+    For others a prompt is computed but for its last token, which those who go on from it compute,
+    and nothing is sampled. Of a prompt of one token there is nothing to hand over.
+    """
+    params, readers = message.params, 0
+    if message.kv_readers:
+        params = SamplingParams(max_tokens=0)
+        readers = message.kv_readers if len(prompt) > 1 else 0
+        prompt = prompt[:-1] or prompt
     room = limits.max_len - len(prompt)
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
@@ -71,6 +79,7 @@ def new_request(
         seed=draw_seed() if params.seed is None else params.seed,
         end=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
         stop_ids=stop_ids,
+        kv_readers=readers,
         labels=tuple(dict.fromkeys(message.labels)),
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from engine_core.outcome import Outcome, failure_of
 from engine_core.request import Request
+from protocol.errors import ServingError
 from protocol.messages import FinishReason, Output, TokenLogprobs, Usage
 from protocol.model_card import ModelCard
 
@@ -23,6 +24,8 @@ class Taken:
     num_valid     positions whose K/V is that of the request's tokens
     num_accepted  drafts among `tokens`
     finish        the answer's end, if this is it
+    kv_handle     for those who will go on from it
+    error         why it ended with "error", if not for what the step brought
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -30,6 +33,8 @@ class Taken:
     num_valid: int = 0
     num_accepted: int = 0
     finish: FinishReason | None = None
+    kv_handle: str = ""
+    error: ServingError | None = None
 
 
 NOTHING = Taken()
@@ -108,7 +113,8 @@ def end_of(request: Request, finish: FinishReason, taken: Taken, model: ModelCar
         finish=finish,
         stop_token=_stop_token(request, model) if finish == "stop" else None,
         usage=usage_of(request),
-        error=failure_of(request).info() if finish == "error" else None,
+        error=(taken.error or failure_of(request)).info() if finish == "error" else None,
+        kv_handle=taken.kv_handle,
     )
 
 
@@ -117,6 +123,7 @@ def usage_of(request: Request) -> Usage:
         prompt_tokens=request.prompt_tokens,
         generated_tokens=request.num_generated,
         cached_tokens=request.num_cached,
+        fetched_tokens=request.num_fetched,
         preemptions=request.num_preemptions,
         draft_tokens=request.num_drafts,
         accepted_tokens=request.num_accepted,

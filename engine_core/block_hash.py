@@ -3,13 +3,56 @@
 hash(block i) = SHA-256(hash(block i - 1) + its tokens as int32 LE); the chain starts from a root
 made of everything else that K/V depends on. So equal hashes mean equal tokens from position 0 on,
 computed by the same model for the same namespace. No key of one namespace can find what another
-computed.
+computed. The beginning of a sequence that ends within a block is hashed the same way: no full block
+has such a hash, because it has more tokens.
 """
 
 from __future__ import annotations
 
 from array import array
 from hashlib import sha256
+
+MAX_ROOTS = 1024
+"""Roots are remembered for so many namespaces."""
+
+
+class ContentHashes:
+    """The hashes of one model's sequences, cut into blocks of one size.
+
+    A sequence's `hashes` are those of its first full blocks, as far as they have been needed.
+    """
+
+    def __init__(self, model_digest: str, block_tokens: int) -> None:
+        self.model_digest = model_digest
+        self._block_tokens = block_tokens
+        self._roots: dict[str, bytes] = {}
+
+    def extend(
+        self, hashes: list[bytes], namespace: str, tokens: array[int], num_blocks: int
+    ) -> None:
+        """Append to `hashes` until it covers the first `num_blocks` full blocks of `tokens`."""
+        extend_hashes(hashes, self._root(namespace), tokens, self._block_tokens, num_blocks)
+
+    def of_beginning(
+        self, hashes: list[bytes], namespace: str, tokens: array[int], num_tokens: int
+    ) -> bytes:
+        """The hash of the first `num_tokens` tokens; `hashes` is extended."""
+        num_full, rest = divmod(num_tokens, self._block_tokens)
+        self.extend(hashes, namespace, tokens, num_full)
+        before = hashes[num_full - 1] if num_full else self._root(namespace)
+        if not rest:
+            return before
+        state = sha256(before)
+        state.update(memoryview(tokens)[num_tokens - rest : num_tokens])
+        return state.digest()
+
+    def _root(self, namespace: str) -> bytes:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = root_hash(self.model_digest, namespace)
+            if len(self._roots) < MAX_ROOTS:
+                self._roots[namespace] = root
+        return root
 
 
 def root_hash(model_digest: str, namespace: str, adapter: str = "") -> bytes:

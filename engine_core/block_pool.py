@@ -24,7 +24,7 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks holds nothing")
         self.holders = [0] * num_blocks
-        self._cache = cache
+        self.cache = cache
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
             block for block in range(num_blocks) if block != NULL_BLOCK
         )
@@ -49,7 +49,7 @@ class BlockPool:
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._cache.forget(block)
+            self.cache.forget(block)
             self.holders[block] = 1
         return blocks
 
@@ -69,5 +69,5 @@ class BlockPool:
             assert self.holders[block] >= 0, f"block {block} was released by nobody"
             if not self.holders[block]:
                 self._free[block] = None
-                if block not in self._cache:
+                if block not in self.cache:
                     self._free.move_to_end(block, last=False)

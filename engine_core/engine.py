@@ -1,4 +1,4 @@
-"""The engine: one pure object with four verbs, and two more for answers that a grammar constrains.
+"""The engine: one pure object with four verbs, and some more for grammars and for K/V.
 
     add(client, Generate)   -> Accepted or Refused, at once; None: its grammar is a job to be done
     settle(Compiled)        -> what became of such a job: Accepted or Refused for all who waited
@@ -7,6 +7,9 @@
     plan()                  -> the next StepPlan, or None if there is nothing to compute
     masks()                 -> what the plan's masked rows may say, while it is being computed
     commit(StepResult)      -> news per client
+    tick(now)               -> what is over by time, ends
+    take_orders()           -> what the worker is to do with K/V, before the next plan (kv/)
+    hear(KVReport)          -> news per client: what became of that
 
 No socket, no clock (times are arguments), no torch. At most `steps_in_flight` plans are out at a
 time (flight.py): the next one is planned while the tokens of the one before are on their way. What
@@ -14,8 +17,8 @@ a step in flight may still write (a slot, blocks) is never given to somebody els
 has committed, so requests that end in flight are kept aside until then.
 
 Laws, checked by `check()` and the property tests: every block is free or held, a block's holders
-are the requests that list it, findable content was written by a committed step, slots are unique,
-and each accepted request gets exactly one end.
+are the requests and leases that list it, findable content was written by a committed step or has
+been fetched, slots are unique, and each accepted request gets exactly one end.
 """
 
 from __future__ import annotations
@@ -25,23 +28,29 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from engine_core.admission import check_load, check_request, new_request
 from engine_core.answer import NOTHING, Taken, end_of, news_of, take
+from engine_core.block_hash import ContentHashes
+from engine_core.block_pool import BlockPool
+from engine_core.door import Door
 from engine_core.flight import Flights
-from engine_core.grammar.book import Compiled, GrammarBook, Job
+from engine_core.grammar.book import Compiled, Job
 from engine_core.grammar.masks import fill
 from engine_core.invariants import check_invariants
+from engine_core.kv.exchange import Exchange, Order
+from engine_core.kv.fetches import Fetch
+from engine_core.kv.fetches import State as FetchState
+from engine_core.kv.peers import Cluster, Peers
 from engine_core.open_requests import OpenRequests
 from engine_core.outcome import Outcome
 from engine_core.planning import build_plan, matchers_of, work_of
+from engine_core.prefix_cache import PrefixCache
 from engine_core.request import Event, Phase, Request
 from engine_core.scheduler import Scheduler
 from engine_core.speculation import Speculation
 from engine_core.speed import Speed
 from protocol.config import EngineConfig
-from protocol.errors import Draining, InvalidRequest, ServingError
-from protocol.grammar import Grammar
-from protocol.grammar_check import check_grammar
+from protocol.errors import StepFailed
+from protocol.kv import KVReport
 from protocol.messages import (
     Accepted,
     FinishReason,
@@ -72,99 +81,59 @@ class Engine:
         limits: Limits,
         *,
         draw_seed: Callable[[], int] = draw_seed,
+        cluster: Cluster | None = None,
     ) -> None:
-        self.is_draining = False
         self.limits = limits
         self._config = config
         self._model = model
         self._speculation = Speculation(config)
-        self._scheduler = Scheduler(limits, model.digest, self._speculation.propose)
-        self._grammars = GrammarBook()
+        hashes = ContentHashes(model.digest, limits.block_tokens)
+        pool = BlockPool(limits.num_blocks, PrefixCache())
+        peers = Peers(config, cluster, hashes, limits.block_tokens)
+        self._exchange = Exchange(config, pool, peers)
+        self._scheduler = Scheduler(limits, hashes, pool, self._exchange, self._speculation.propose)
         self._open = OpenRequests()
         self._flights = Flights(config.steps_in_flight)
         self._ended_in_flight: list[Request] = []  # own slot and blocks until no step has them
         self._generations: Counter[int] = Counter()  # slot -> how often it was bound
-        self._draw_seed = draw_seed
         self._step = 0
-        self._order = 0
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._speed = Speed()
+        self._door = Door(
+            config,
+            model,
+            limits,
+            exchange=self._exchange,
+            open_requests=self._open,
+            waiting=self._scheduler.waiting,
+            speculation=self._speculation,
+            speed=self._speed,
+            draw_seed=draw_seed,
+        )
 
     # ---- add
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether what is new is refused."""
+        return self._door.is_draining
+
+    def drain(self) -> None:
+        """Finish what is accepted, refuse what is new."""
+        self._door.is_draining = True
+
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         """Queue a request, or say why not. None: `settle` will say it, see `take_jobs`."""
-        try:
-            request = self._admit(client, message)
-            if message.grammar is None:
-                return self._accept(request)
-            return self._constrain(request, message.grammar)
-        except ServingError as error:
-            return self._refuse(message.request, error)
+        return self._door.add(client, message)
 
     def take_jobs(self) -> list[Job]:
         """Grammars to compile. Each is answered by one `settle`, in any order."""
-        jobs, self._grammars.jobs = self._grammars.jobs, []
-        return jobs
+        return self._door.take_jobs()
 
     def settle(self, compiled: Compiled) -> list[tuple[bytes, Accepted | Refused]]:
         """A grammar is compiled, or cannot be: (client, what to tell it), for all who waited."""
-        news: list[tuple[bytes, Accepted | Refused]] = []
-        for request in self._grammars.settle(compiled):
-            if isinstance(compiled.result, ServingError):
-                self._open.remove(request)
-                request.move(Event.FINISH)
-                news.append((request.client, self._refuse(request.number, compiled.result)))
-            else:
-                request.matcher = compiled.result.start()
-                news.append((request.client, self._accept(request)))
-        return news
-
-    def _constrain(self, request: Request, grammar: Grammar) -> Accepted | None:
-        check_grammar(grammar)
-        request.grammar, template = self._grammars.find(grammar)
-        if template is None:
-            self._grammars.wait(request, request.grammar, grammar)
-            self._open.add(request)
-            return None
-        request.matcher = template.start()
-        return self._accept(request)
-
-    def _accept(self, request: Request) -> Accepted:
-        request.move(Event.ACCEPT)
-        self._speculation.start(request)
-        self._open.add(request)
-        self._scheduler.waiting.push(request)
-        self._counts["accepted"] += 1
-        return Accepted(request=request.number)
-
-    def _refuse(self, number: int, error: ServingError) -> Refused:
-        self._counts["refused"] += 1
-        return Refused(request=number, error=error.info())
-
-    def _admit(self, client: bytes, message: Generate) -> Request:
-        if self.is_draining:
-            raise Draining("this server is shutting down and takes no new requests")
-        if self._open.find(client, message.request) is not None:
-            raise InvalidRequest(f"request number {message.request} is in use", param="request")
-        if message.kv_readers or message.kv_handle:
-            raise InvalidRequest("this engine hands over no K/V", param="kv_transfer_params")
-        prompt = message.prompt.tolist()
-        check_request(prompt, message, self._model, self.limits)
-        waiting = self._scheduler.waiting
-        check_load(
-            len(prompt),
-            len(waiting) + self._grammars.num_waiting,
-            waiting.tokens,
-            self._config.max_waiting,
-            self._config.max_waiting_tokens,
-            self._speed.tokens_per_s,
-        )
-        self._order += 1
-        return new_request(
-            client, message, prompt, self._order, self._draw_seed, self._model, self.limits
-        )
+        return self._door.settle(compiled)
 
     # ---- abort
 
@@ -198,7 +167,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._open and not self._flights
+        return not self._open and not self._flights and self._exchange.is_idle
 
     def plan(self) -> StepPlan | None:
         """Decide the next step and take what it needs. None: there is nothing to compute, or what
@@ -208,10 +177,10 @@ class Engine:
         if self._flights and self._must_await():
             return None
         schedule = self._scheduler.schedule()
+        self._counts["preemptions"] += len(schedule.preempted)
         work = work_of(schedule)
         if not work:
             return None
-        self._counts["preemptions"] += len(schedule.preempted)
         for request in schedule.admitted:
             assert request.slot is not None
             self._generations[request.slot] += 1
@@ -251,7 +220,9 @@ class Engine:
         Raises RuntimeError when the result is not of that plan.
         """
         work, outcomes = self._flights.land(result)
-        self._speed.measure(sum(count for _, count in work), elapsed_s)
+        num_computed = sum(count for _, count in work)
+        self._counts["computed_tokens"] += num_computed
+        self._speed.measure(num_computed, elapsed_s)
         self._let_go()
         news: dict[bytes, list[Output]] = {}
         for (request, count), outcome in zip(work, outcomes, strict=True):
@@ -284,48 +255,102 @@ class Engine:
             return self._end(request, taken.finish, taken)
         if taken.tokens:
             return news_of(request, taken)
-        is_whole = request.num_computed == len(request.tokens)
-        return self._end(request, "length") if is_whole and not request.samples else None
+        if request.samples or request.num_computed < len(request.tokens):
+            return None
+        if request.kv_readers:
+            taken.kv_handle = self._exchange.hand_over(request)
+        return self._end(request, "length", taken)
 
     def _end(self, request: Request, finish: FinishReason, taken: Taken = NOTHING) -> Output:
         """The one way a request ends; its last news, with what the last step brought."""
         last = end_of(request, finish, taken, self._model)
         self._open.remove(request)
-        if request.grammar is not None:
-            self._leave_grammar(request)
+        self._door.leave(request)
         self._finished[finish] += 1
+        is_fetching = request.phase is Phase.FETCHING
         request.move(Event.FINISH)
-        if request.num_in_flight:
+        if is_fetching:
+            self._exchange.give_up(request)  # `hear` takes back what it owns
+        elif request.num_in_flight:
             self._ended_in_flight.append(request)
         else:
             self._scheduler.finish(request)
         return last
 
-    def _leave_grammar(self, request: Request) -> None:
-        assert request.grammar is not None
-        if request.phase is Phase.ARRIVED:
-            self._grammars.leave(request)
-            self._counts["accepted"] += 1  # it was taken in, and has its end
-        elif request.matcher is not None and request.matcher.error is not None:
-            self._grammars.forget(request.grammar)
+    # ---- K/V that changes hands
+
+    def tick(self, now: float) -> None:
+        """It is `now`, in seconds of a steady clock."""
+        self._exchange.tick(now)
+
+    def take_orders(self) -> list[Order]:
+        """What to tell the worker, in this order, before any later plan, and before clients hear
+        what follows from it."""
+        orders, self._exchange.orders = self._exchange.orders, []
+        return orders
+
+    def keep_kv(self, handles: Iterable[str]) -> None:
+        """Count the time of these anew. Not while draining, which is to end."""
+        if not self.is_draining:
+            self._exchange.keep(handles)
+
+    def release_kv(self, handles: Iterable[str]) -> None:
+        """Nobody will come for these."""
+        self._exchange.release(handles)
+
+    def hear(self, report: KVReport) -> dict[bytes, Outputs]:
+        """Jobs and leases that are over, as the worker says. Raises RuntimeError on a job that is
+        not out."""
+        news: dict[bytes, list[Output]] = {}
+        for fetch in self._exchange.hear(report):
+            if (output := self._settle_fetch(fetch)) is not None:
+                news.setdefault(fetch.request.client, []).append(output)
+        return {client: Outputs(step=0, outputs=outputs) for client, outputs in news.items()}
+
+    def owed_s(self, now: float) -> float:
+        """For how long the worker has owed a report on a fetch."""
+        return self._exchange.fetches.longest_s(now)
+
+    def _settle_fetch(self, fetch: Fetch) -> Output | None:
+        request = fetch.request
+        if fetch.state is FetchState.DROPPED:
+            self._scheduler.finish(request)
+            return None
+        if fetch.state is FetchState.ARRIVED:
+            self._scheduler.arrive(request, fetch.match.num_tokens)
+            return None
+        self._scheduler.arrive(request, request.num_computed)
+        if self._config.kv_on_failure == "recompute":
+            return None
+        error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")
+        return self._end(request, "error", Taken(error=error))
 
     # ---- what others may know
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
-        scheduler = self._scheduler
+        scheduler, leases = self._scheduler, self._exchange.leases
+        fetches = self._exchange.fetches
         return EngineStats(
-            running=len(scheduler.running) - len(self._ended_in_flight),
-            waiting=len(scheduler.waiting) + self._grammars.num_waiting,
+            running=sum(request.slot is not None for request in self._open),
+            waiting=self._door.num_waiting,
             waiting_tokens=scheduler.waiting.tokens,
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.total,
             clients=clients,
+            fetching=len(fetches),
+            leases=len(leases),
+            leased_blocks=leases.num_blocks,
             num_steps=self._step,
-            num_accepted=self._counts["accepted"],
-            num_refused=self._counts["refused"],
+            num_accepted=self._door.num_accepted,
+            num_refused=self._door.num_refused,
             num_finished=dict(self._finished),
             num_prompt_tokens=self._counts["prompt_tokens"],
             num_cached_tokens=self._counts["cached_tokens"],
+            num_computed_tokens=self._counts["computed_tokens"],
+            num_fetched_tokens=fetches.num_tokens,
+            num_fetched_bytes=fetches.num_bytes,
+            num_fetches_failed=dict(fetches.num_failed),
+            num_leases_ended=dict(leases.num_ended),
             num_generated_tokens=self._counts["generated_tokens"],
             num_preemptions=self._counts["preemptions"],
             num_draft_tokens=self._counts["draft_tokens"],
@@ -336,4 +361,4 @@ class Engine:
 
     def check(self) -> None:
         """Every law of slots, blocks and the prefix cache, by brute force; for tests."""
-        check_invariants(self._scheduler, self._open, self._ended_in_flight)
+        check_invariants(self._scheduler, self._exchange.leases, self._open, self._ended_in_flight)

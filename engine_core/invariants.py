@@ -9,41 +9,51 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from engine_core.block_hash import extend_hashes, root_hash
+from engine_core.kv.leases import Leases
 from engine_core.request import Phase, Request
 from engine_core.scheduler import Scheduler
 from protocol.steps import NULL_BLOCK
 
+UNBOUND = {Phase.FETCHING, Phase.READY}
+
 
 def check_invariants(
-    scheduler: Scheduler, open_requests: Iterable[Request], ended_in_flight: Collection[Request]
+    scheduler: Scheduler,
+    leases: Leases,
+    open_requests: Iterable[Request],
+    ended_in_flight: Collection[Request],
 ) -> None:
     """Raises AssertionError naming the law that does not hold."""
-    running = scheduler.running
+    running, unbound = scheduler.running, scheduler.unbound
     assert running == sorted(running, key=lambda request: request.rank), "running is not in order"
     for request in open_requests:
         is_running = request.phase is Phase.RUNNING
         assert (request in running) == is_running, f"{request.number} is running in one place only"
-        is_queued = not is_running and request.phase is not Phase.ARRIVED
+        is_unbound = request.phase in UNBOUND
+        assert (request in unbound) == is_unbound, f"{request.number} is unbound in one place only"
+        is_queued = request.phase in (Phase.WAITING, Phase.PREEMPTED)
         assert (request in scheduler.waiting) == is_queued, f"{request.number} is in the queue"
     assert set(running) >= set(ended_in_flight), "a request that ended in flight lost its blocks"
-    _check_slots(scheduler, running)
-    _check_blocks(scheduler, running)
-    _check_content(scheduler, running)
+    assert {request.phase for request in unbound} <= UNBOUND | {Phase.FINISHED}, "unbound"
+    holders = running + unbound
+    _check_slots(scheduler, holders)
+    _check_blocks(scheduler, holders, leases)
+    _check_content(scheduler, holders)
 
 
-def _check_slots(scheduler: Scheduler, running: list[Request]) -> None:
-    slots = [request.slot for request in running] + scheduler._free_slots
+def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
+    slots = [request.slot for request in requests] + scheduler._free_slots
     assert sorted(slots, key=str) == sorted(range(scheduler.limits.max_slots), key=str), "slots"
 
 
-def _check_blocks(scheduler: Scheduler, running: list[Request]) -> None:
+def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: Leases) -> None:
     pool = scheduler.pool
-    holders = Counter(block for request in running for block in request.blocks)
+    holders = leases.holders + Counter(b for request in requests for b in request.blocks)
     assert NULL_BLOCK not in holders, "the null block is held"
     for block in range(1, len(pool.holders)):
         assert pool.holders[block] == holders[block], f"block {block}: holders"
         assert pool.is_free(block) == (not holders[block]), f"block {block}: free xor held"
-    for request in running:
+    for request in requests:
         covered = len(request.blocks) * scheduler.limits.block_tokens
         assert covered >= request.num_computed, f"{request.number}: computed beyond its blocks"
         assert 0 <= request.num_computed <= len(request.tokens), f"{request.number}: counts"
@@ -54,13 +64,13 @@ def _check_blocks(scheduler: Scheduler, running: list[Request]) -> None:
         assert is_out == bool(request.num_in_flight), f"{request.number}: in flight"
 
 
-def _check_content(scheduler: Scheduler, running: list[Request]) -> None:
+def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
     """Findable blocks that are held hold what their hash says, and it is committed."""
     size = scheduler.limits.block_tokens
-    findable = scheduler.cache.items()
-    for request in running:
+    findable = scheduler.pool.cache.items()
+    for request in requests:
         fresh: list[bytes] = []
-        root = root_hash(scheduler.model_digest, request.namespace)
+        root = root_hash(scheduler.prefixes.hashes.model_digest, request.namespace)
         extend_hashes(fresh, root, request.tokens, size, len(request.tokens) // size)
         for index, block in enumerate(request.blocks):
             if block in findable:

@@ -11,17 +11,20 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import zmq
 
 from engine_core.clients import Clients
 from engine_core.engine import Engine
 from engine_core.grammar.service import GrammarService
+from engine_core.kv.peers import Cluster
 from engine_core.workers import WorkerLost, Workers
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
 from protocol.config import EngineConfig
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, WireError
+from protocol.kv import KVReport
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -72,6 +75,7 @@ class Loop:
         self._wakeup = wakeup
         self._epoch = os.urandom(8).hex()
         self._clients = Clients(config.lease_s)
+        self._key = key
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
         self._socket = sockets.bind_router(context, config.address, key)
         worker_address = config.worker.address or config.address + ".worker"
@@ -103,6 +107,8 @@ class Loop:
             self._grammars.close()
 
     def _turn(self, ready: dict[object, int], now: float) -> None:
+        if self._engine is not None:
+            self._engine.tick(now)
         if self._wakeup in ready:
             os.read(self._wakeup, 4096)
             self._drain()
@@ -161,8 +167,12 @@ class Loop:
                         self._tell(client, Outputs(step=0, outputs=ends))
             case AbortNamed():
                 self._abort_named(client, message)
-            case KeepKV() | ReleaseKV():
-                pass  # of handles that this engine has not written
+            case KeepKV(handles=handles):
+                if self._engine is not None:
+                    self._engine.keep_kv(handles)
+            case ReleaseKV(handles=handles):
+                if self._engine is not None:
+                    self._engine.release_kv(handles)
             case Ping() if client not in self._clients:
                 # Its connection broke, and this is another: it has to greet us anew.
                 error = EngineNotReady("say Hello before Ping")
@@ -244,6 +254,9 @@ class Loop:
         match message:
             case StepResult():
                 self._commit(message, now)
+            case KVReport():
+                assert self._engine is not None
+                self._tell_all(self._engine.hear(message))
             case WorkerReady():
                 self._start(message)
             case WorkerFailed():
@@ -259,8 +272,10 @@ class Loop:
             prefix_cache=self._config.prefix_cache,
         )
         self._model = ready.model
-        self._engine = Engine(self._config, ready.model, limits)
-        self._engine.is_draining = self._is_draining
+        cluster = Cluster(self._key.derive("kv"), self._epoch, ready.kv) if self._key else None
+        self._engine = Engine(self._config, ready.model, limits, cluster=cluster)
+        if self._is_draining:
+            self._engine.drain()
         log.info(
             "engine ready: %s, %s, %d blocks of %d tokens, %d slots, max_len %d (%s)",
             ready.model.name,
@@ -281,10 +296,21 @@ class Loop:
             return
         if self._sent_at and (silent_s := now - self._begun_at()) > self._config.step_timeout_s:
             raise WorkerLost(f"the worker has been silent for {silent_s:.0f} s")
-        while (plan := engine.plan()) is not None:
+        # A worker that computes may report late, so it is given the time of a step, too.
+        if (owed_s := engine.owed_s(now)) > self._config.kv_timeout_s + self._config.step_timeout_s:
+            raise WorkerLost(f"the worker has not reported on a fetch for {owed_s:.0f} s")
+        while True:
+            plan = engine.plan()
+            self._send_orders(engine)
+            if plan is None:
+                return
             self._sent_at.append(now)
             self._workers.send(plan)
             self._send_masks(engine)
+
+    def _send_orders(self, engine: Engine) -> None:
+        for order in engine.take_orders():
+            self._workers.send(order)
 
     def _send_masks(self, engine: Engine) -> None:
         """Of the oldest step that is out. They follow its plan, and come before all later plans but
@@ -303,6 +329,10 @@ class Loop:
         self._free_at = now
         news = self._engine.commit(result, took_s)
         self._send_masks(self._engine)  # the worker waits for them, if it is that far
+        self._send_orders(self._engine)
+        self._tell_all(news)
+
+    def _tell_all(self, news: Mapping[bytes, Outputs]) -> None:
         for client, outputs in news.items():
             self._tell(client, outputs)
 
@@ -311,7 +341,7 @@ class Loop:
     def _drain(self) -> None:
         self._is_draining = True
         if self._engine is not None:
-            self._engine.is_draining = True
+            self._engine.drain()
 
     def _stats(self) -> EngineStats:
         if self._engine is None:

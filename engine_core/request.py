@@ -18,19 +18,25 @@ from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from engine_core.kv.handle import Handle
     from engine_core.speculation import Guesses
 
 
 class Phase(Enum):
     ARRIVED = auto()  # not accepted yet, its grammar may be being compiled; owns nothing
     WAITING = auto()  # accepted; owns nothing
+    FETCHING = auto()  # owns a slot, and blocks into which K/V comes from elsewhere; in no plan
+    READY = auto()  # owns the same; all has come that will come; bound with its first plan
     RUNNING = auto()  # owns a slot, and blocks for every known token
     PREEMPTED = auto()  # gave slot and blocks back; will be computed again
-    FINISHED = auto()  # final; owns nothing, or only until the step in flight has committed
+    FINISHED = auto()  # final; owns nothing, or only until the step in flight has committed,
+    # or the worker has reported on its fetch
 
 
 class Event(Enum):
     ACCEPT = auto()
+    FETCH = auto()
+    ARRIVE = auto()
     ADMIT = auto()
     PREEMPT = auto()
     FINISH = auto()
@@ -40,7 +46,12 @@ NEXT_PHASE = {
     (Phase.ARRIVED, Event.ACCEPT): Phase.WAITING,
     (Phase.ARRIVED, Event.FINISH): Phase.FINISHED,  # aborted, or its grammar was refused
     (Phase.WAITING, Event.ADMIT): Phase.RUNNING,
+    (Phase.WAITING, Event.FETCH): Phase.FETCHING,
     (Phase.WAITING, Event.FINISH): Phase.FINISHED,  # aborted before it ran
+    (Phase.FETCHING, Event.ARRIVE): Phase.READY,
+    (Phase.FETCHING, Event.FINISH): Phase.FINISHED,  # aborted, its fetch is given up
+    (Phase.READY, Event.ADMIT): Phase.RUNNING,
+    (Phase.READY, Event.FINISH): Phase.FINISHED,
     (Phase.RUNNING, Event.PREEMPT): Phase.PREEMPTED,
     (Phase.RUNNING, Event.FINISH): Phase.FINISHED,
     (Phase.PREEMPTED, Event.ADMIT): Phase.RUNNING,
@@ -67,10 +78,13 @@ class Request:
     num_pending      tokens that those plans sample: not known here, but where they will stand is
     num_in_flight    how many plans that are out have a row of it
     num_published    how many of its blocks have been offered to the prefix cache
-    num_cached       prompt tokens whose K/V was found, at the first admission
+    num_cached       prompt tokens whose K/V was found, or fetched, at the first admission
+    num_fetched      how many of these were fetched
     prompt_logprobs  as computed so far in this life; told with the first token
     grammar          digest of the grammar that constrains the answer, if one does
     matcher          where the answer is in that grammar, whatever becomes of slot and blocks
+    kv_readers       who will go on from its K/V, which is all that is wanted; 0 for an answer
+    handle           what other engine has K/V of its prompt
     labels           names by which any client may abort it
     guesses          its drafts and how right they were; None where it gets none
     num_drafts       tokens drafted for it, in all;  num_accepted  of these, in the answer
@@ -97,10 +111,13 @@ class Request:
     num_in_flight: int = 0
     num_published: int = 0
     num_cached: int = 0
+    num_fetched: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: bytes | None = None
     matcher: Matcher | None = None
+    kv_readers: int = 0
+    handle: Handle | None = None
     labels: tuple[str, ...] = ()
     guesses: Guesses | None = None
     num_drafts: int = 0

@@ -8,6 +8,10 @@ it gives everything back and is computed again later, mostly out of the prefix c
 A request is admitted only when blocks for all its known tokens are there; they are taken at once.
 So only requests that stream ever need more, one block at a time, and the oldest can always get it.
 
+Where more of a newcomer's K/V can be had from elsewhere than is here (kv/), it gets its slot and
+blocks and is FETCHING: it waits in `unbound`, takes no part in steps and is nobody's victim. When
+all has come that will come, it is bound with its first plan, as every newcomer is.
+
 Last of all, what is left of the budget goes to drafts, guesses at the tokens that come next
 (speculation.py): they are computed behind the last known token of a request that streams. They take
 blocks only where every running request could still have one more. A block that was taken for drafts
@@ -23,9 +27,11 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine_core.block_hash import extend_hashes, root_hash
+from engine_core.block_hash import ContentHashes
 from engine_core.block_pool import BlockPool
-from engine_core.prefix_cache import PrefixCache
+from engine_core.kv.exchange import Exchange
+from engine_core.kv.fetches import Match
+from engine_core.prefixes import Prefixes
 from engine_core.queue import WaitingQueue
 from engine_core.request import Event, Phase, Request
 from protocol.messages import Limits
@@ -63,22 +69,27 @@ class Scheduler:
     """Owns running requests, slots and blocks. Knows nothing of clients, sampling or time."""
 
     def __init__(
-        self, limits: Limits, model_digest: str, propose: Propose = propose_nothing
+        self,
+        limits: Limits,
+        hashes: ContentHashes,
+        pool: BlockPool,
+        exchange: Exchange,
+        propose: Propose = propose_nothing,
     ) -> None:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # by rank: oldest first
-        self.cache = PrefixCache()
-        self.pool = BlockPool(limits.num_blocks, self.cache)
+        self.unbound: list[Request] = []  # own slots that the worker does not know of yet
+        self.pool = pool
         self.released_slots: list[int] = []  # to be told to the worker with the next plan
         self._free_slots = list(range(limits.max_slots - 1, -1, -1))
         self.limits = limits
-        self.model_digest = model_digest
+        self.prefixes = Prefixes(limits, hashes, pool.cache)
+        self._exchange = exchange
         self._propose = propose
-        self._roots: dict[str, bytes] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or len(self.waiting))
+        return bool(self.running or self.unbound or len(self.waiting))
 
     def can_continue(self) -> bool:
         """Whether the next step needs no preemption."""
@@ -89,7 +100,9 @@ class Scheduler:
         """Decide one step and take what it needs. Empty if there is nothing to do."""
         step = Schedule(budget=self.limits.token_budget)
         self._continue_decodes(step)
+        self._bind_ready(step, most=1)  # these are about to stream, too
         self._continue_chunks(step)
+        self._bind_ready(step, most=self.limits.max_len)
         if not step.preempted:
             self._admit(step)
         self._draft(step)
@@ -98,11 +111,18 @@ class Scheduler:
     def advance(self, request: Request, num_tokens: int) -> None:
         """The step that computed `num_tokens` more of a running request has committed."""
         request.num_computed += num_tokens
-        if self.limits.prefix_cache:
-            self._publish(request)
+        self.prefixes.publish(request)
+
+    def arrive(self, request: Request, num_computed: int) -> None:
+        """A request's fetch is over, and K/V of its first `num_computed` tokens is there."""
+        request.move(Event.ARRIVE)
+        request.num_fetched = num_computed - request.num_computed
+        request.num_computed = request.num_scheduled = request.num_cached = num_computed
+        self.prefixes.publish(request)
 
     def finish(self, request: Request) -> None:
-        """Take back everything a request owns; it must not be part of a step in flight."""
+        """Take back everything a request owns; it must not be part of a step in flight, nor of a
+        fetch."""
         if request.slot is not None:
             self._give_back(request)
         elif request in self.waiting:
@@ -153,6 +173,8 @@ class Scheduler:
         if not self._must_grow(request):
             return True
         while (blocks := self.pool.take(1)) is None:
+            if self._exchange.make_way(request):
+                continue
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is request:
@@ -208,9 +230,12 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         assert request.slot is not None
-        self.running.remove(request)
+        if request in self.unbound:
+            self.unbound.remove(request)
+        else:
+            self.running.remove(request)
+            self.released_slots.append(request.slot)
         self._free_slots.append(request.slot)
-        self.released_slots.append(request.slot)
         self.pool.release(request.blocks)
         request.slot = None
         request.blocks = []
@@ -225,62 +250,57 @@ class Scheduler:
         # Every running request must get its one token in a step: no more of them than the budget
         # has.
         most = min(self.limits.max_slots, self.limits.token_budget)
-        while step.budget and len(self.running) < most:
+        while step.budget and len(self.running) + len(self.unbound) < most:
             request = self.waiting.first()
-            if request is None or not self._take_blocks(request, step):
+            if request is None or not self._take_blocks(request):
                 return
             self.waiting.remove(request)
-            request.move(Event.ADMIT)
             request.slot = self._free_slots.pop()
-            insort(self.running, request, key=lambda other: other.rank)
-            step.admitted.append(request)
-            self._compute(request, step)
+            match = self._exchange.match(request, request.num_published)
+            if match is None:
+                self._bind(request, step)
+            else:
+                self._fetch(request, match)
 
-    def _take_blocks(self, request: Request, step: Schedule) -> bool:
+    def _fetch(self, request: Request, match: Match) -> None:
+        request.move(Event.FETCH)
+        self.unbound.append(request)
+        first = request.num_published
+        self._exchange.begin(request, match, request.blocks[first : first + match.num_blocks])
+
+    def _bind_ready(self, step: Schedule, most: int) -> None:
+        """Of those whose fetch is over, the ones with no more than `most` tokens to compute."""
+        for request in list(self.unbound):
+            if step.budget == 0:
+                return
+            if request.phase is Phase.READY and request.num_uncomputed <= most:
+                self.unbound.remove(request)
+                self._bind(request, step)
+
+    def _bind(self, request: Request, step: Schedule) -> None:
+        """The first step of a request in this life. Blocks without content are to be zeroed."""
+        request.move(Event.ADMIT)
+        insort(self.running, request, key=lambda other: other.rank)
+        step.admitted.append(request)
+        step.fresh += request.blocks[-(-request.num_computed // self.limits.block_tokens) :]
+        self._compute(request, step)
+
+    def _take_blocks(self, request: Request) -> bool:
         """Blocks for all known tokens, as many as possible from the cache.
 
         False, and no change, if too few.
         """
-        needed = -(-len(request.tokens) // self.limits.block_tokens)
-        found = self._find_cached(request)
-        free_after_sharing = self.pool.num_free - sum(map(self.pool.is_free, found))
-        if needed - len(found) > free_after_sharing:
-            return False
+        found = self.prefixes.find(request)
+        missing = -(-len(request.tokens) // self.limits.block_tokens) - len(found)
+        while missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
+            if not self._exchange.make_way(request):
+                return False
         self.pool.share(found)
-        fresh = self.pool.take(needed - len(found))
+        fresh = self.pool.take(missing)
         assert fresh is not None
-        step.fresh += fresh
         request.blocks = found + fresh
         request.num_computed = request.num_scheduled = len(found) * self.limits.block_tokens
         request.num_published = len(found)
         if not request.num_preemptions:
             request.num_cached = request.num_computed
         return True
-
-    def _find_cached(self, request: Request) -> list[int]:
-        # The last token is always computed: its logits are what a step is for. A request that wants
-        # its
-        # prompt's logprobs computes the whole prompt for the same reason.
-        if not self.limits.prefix_cache or request.params.prompt_logprobs is not None:
-            return []
-        usable = (len(request.tokens) - 1) // self.limits.block_tokens
-        self._hash(request, usable)
-        return self.cache.match(request.hashes[:usable])
-
-    # ---- the prefix cache
-
-    def _hash(self, request: Request, num_blocks: int) -> None:
-        root = self._roots.get(request.namespace)
-        if root is None:
-            root = root_hash(self.model_digest, request.namespace)
-            if len(self._roots) < 1024:
-                self._roots[request.namespace] = root
-        extend_hashes(request.hashes, root, request.tokens, self.limits.block_tokens, num_blocks)
-
-    def _publish(self, request: Request) -> None:
-        full = request.num_computed // self.limits.block_tokens
-        if full > request.num_published:
-            self._hash(request, full)
-            for index in range(request.num_published, full):
-                self.cache.publish(request.hashes[index], request.blocks[index])
-            request.num_published = full

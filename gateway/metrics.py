@@ -103,12 +103,11 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"tidegate_engine_{name}", about, value=getattr(stats, name))
         for field, (name, about) in _COUNTERS.items():
             yield CounterMetricFamily(f"tidegate_engine_{name}", about, value=getattr(stats, field))
-        finished = CounterMetricFamily(
-            "tidegate_engine_finished", "Requests ended, by reason", labels=["reason"]
-        )
-        for reason, count in sorted(stats.num_finished.items()):
-            finished.add_metric([reason], count)
-        yield finished
+        for field, (name, about, label) in _LABELLED.items():
+            family = CounterMetricFamily(f"tidegate_engine_{name}", about, labels=[label])
+            for value, count in sorted(getattr(stats, field).items()):
+                family.add_metric([value], count)
+            yield family
 
 
 _GAUGES = {
@@ -118,6 +117,9 @@ _GAUGES = {
     "free_blocks": "KV blocks that are free or may be reused",
     "total_blocks": "KV blocks in all",
     "clients": "Connected clients",
+    "fetching": "K/V fetches that are under way",
+    "leases": "Prompts whose K/V is kept for other engines",
+    "leased_blocks": "KV blocks that are kept for other engines",
 }
 """field of EngineStats, and end of the series' name -> its help"""
 _COUNTERS = {
@@ -126,6 +128,9 @@ _COUNTERS = {
     "num_refused": ("refused", "Requests refused"),
     "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests"),
     "num_cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache"),
+    "num_computed_tokens": ("computed_tokens", "Positions computed, guesses included"),
+    "num_fetched_tokens": ("fetched_tokens", "Prompt tokens whose K/V came from elsewhere"),
+    "num_fetched_bytes": ("fetched_bytes", "Bytes of K/V that came from elsewhere"),
     "num_generated_tokens": ("generated_tokens", "Tokens sampled"),
     "num_preemptions": ("preemptions", "Requests that gave their blocks back to be computed again"),
     "num_draft_tokens": ("draft_tokens", "Tokens that were guessed ahead, to be verified"),
@@ -134,3 +139,13 @@ _COUNTERS = {
     "busy_s": ("busy_seconds", "Time spent waiting for workers' results"),
 }
 """field of EngineStats -> (end of the series' name, its help)"""
+_LABELLED = {
+    "num_finished": ("finished", "Requests ended, by reason", "reason"),
+    "num_fetches_failed": ("fetches_failed", "K/V fetches that failed, by kind", "kind"),
+    "num_leases_ended": (
+        "leases_ended",
+        "Prompts that were kept for other engines, by what ended that",
+        "cause",
+    ),
+}
+"""field of EngineStats -> (end of the series' name, its help, its label)"""

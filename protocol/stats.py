@@ -14,6 +14,9 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     free_blocks: int = 0
     total_blocks: int = 0
     clients: int = 0
+    fetching: int = 0  # fetches on which the worker has not reported
+    leases: int = 0  # what is kept for other engines
+    leased_blocks: int = 0
     # ---- counters
     num_steps: int = 0
     num_accepted: int = 0
@@ -21,6 +24,11 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_finished: dict[str, int] = {}  # by finish reason
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_computed_tokens: int = 0  # positions, of prompts, answers and drafts
+    num_fetched_tokens: int = 0  # of the prompts, whose K/V came from elsewhere
+    num_fetched_bytes: int = 0
+    num_fetches_failed: dict[str, int] = {}  # by kind (kv.KVFailure)
+    num_leases_ended: dict[str, int] = {}  # taken, released, expired, yielded
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0

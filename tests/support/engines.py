@@ -24,11 +24,13 @@ from protocol.arrays import Int32
 from protocol.config import EngineConfig, WorkerConfig
 from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
+from protocol.kv import KVReport
 from protocol.messages import Accepted, Generate, Limits, Output, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
 from tests.support.grammars import signs_tokenizer
+from tests.support.handover import EchoMover, Place
 
 VOCAB = 97
 EOS = 0
@@ -200,9 +202,10 @@ class Bench:
         max_waiting_tokens: int = 1_000_000,
         steps_in_flight: int = 1,
         say: Say = next_token,
+        place: Place | None = None,
         **config: Any,
     ) -> None:
-        """config: further fields of EngineConfig."""
+        """config: further fields of EngineConfig; place: in a cluster, where there is one."""
         self.limits = Limits(
             max_len=min(max_len, (num_blocks - 1) * block_tokens),
             max_slots=max_slots,
@@ -218,8 +221,15 @@ class Bench:
             steps_in_flight=steps_in_flight,
             **config,
         )
-        self.engine = Engine(settings, a_card(), self.limits, draw_seed=lambda: 0)
+        self.engine = Engine(
+            settings,
+            a_card(),
+            self.limits,
+            draw_seed=lambda: 0,
+            cluster=None if place is None else place.cluster,
+        )
         self.worker = EchoWorker(self.limits, say)
+        self.mover = None if place is None else EchoMover(place, self.worker.kv, block_tokens)
         self.compiler = echo_compiler()
         self.news: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []
@@ -237,6 +247,8 @@ class Bench:
         priority: int = 0,
         grammar: Body | Grammar | None = None,
         labels: Sequence[str] = (),
+        kv_readers: int = 0,
+        kv_handle: str = "",
         **params: object,
     ) -> int | Refused:
         """The new request's number, or the refusal. A new grammar is for `compile` to compile."""
@@ -249,6 +261,8 @@ class Bench:
             priority=priority,
             grammar=grammar if isinstance(grammar, Grammar | None) else Grammar(body=grammar),
             labels=list(labels),
+            kv_readers=kv_readers,
+            kv_handle=kv_handle,
         )
         reply = self.engine.add(client, message)
         self.jobs += self.engine.take_jobs()
@@ -288,6 +302,7 @@ class Bench:
 
     def plan(self) -> StepPlan | None:
         plan = self.engine.plan()
+        self.send_orders()
         if plan is not None:
             self.plans.append(plan)
             self.out.append(plan)
@@ -306,6 +321,27 @@ class Bench:
         for client, outputs in self.engine.commit(result, 0.01).items():
             self.take(client, outputs.outputs)
         self.masks = self.engine.masks()
+        self.send_orders()
+        self.engine.check()
+
+    def send_orders(self) -> None:
+        """What the engine has decided about K/V since the last time."""
+        orders = self.engine.take_orders()
+        assert self.mover is not None or not orders
+        for order in orders:
+            assert self.mover is not None
+            self.mover.obey(order)
+
+    def tick(self, now: float) -> None:
+        self.engine.tick(now)
+        self.send_orders()
+        self.engine.check()
+
+    def hear(self, report: KVReport) -> None:
+        """What the worker reports of K/V."""
+        self.send_orders()
+        for client, outputs in self.engine.hear(report).items():
+            self.take(client, outputs.outputs)
         self.engine.check()
 
     def step(self) -> dict[int, int] | None:

@@ -126,9 +126,9 @@ def test_a_block_is_findable_only_after_its_step_has_committed() -> None:
     bench = Bench(max_slots=2, token_budget=16)
     bench.add([3] * 16, max_tokens=4, ignore_eos=True)
     bench.plan()
-    assert len(bench.engine._scheduler.cache) == 0
+    assert len(bench.engine._scheduler.pool.cache) == 0
     bench.finish()
-    assert len(bench.engine._scheduler.cache) == 4
+    assert len(bench.engine._scheduler.pool.cache) == 4
 
 
 def test_every_fresh_block_is_zeroed_and_shared_ones_are_not() -> None:
@@ -305,7 +305,7 @@ def test_the_queue_is_bounded_in_tokens_but_one_long_prompt_may_wait_alone() -> 
 def test_a_draining_engine_finishes_what_it_has_and_refuses_what_is_new() -> None:
     bench = Bench()
     number = bench.add([1], max_tokens=3, ignore_eos=True)
-    bench.engine.is_draining = True
+    bench.engine.drain()
     assert bench.add([1]).error.code == "draining"
     bench.run()
     assert bench.end(number).finish == "length"
@@ -336,7 +336,7 @@ def test_a_result_of_another_step_is_refused() -> None:
 def test_a_request_without_a_seed_gets_one_and_keeps_it_through_preemption() -> None:
     seeds = iter(range(100, 200))
     bench = Bench(num_blocks=11, max_slots=4, max_len=40)
-    bench.engine._draw_seed = lambda: next(seeds)
+    bench.engine._door._draw_seed = lambda: next(seeds)
     for i in range(3):
         bench.add([10 + i] * 8, max_tokens=20, ignore_eos=True)
     bench.run()

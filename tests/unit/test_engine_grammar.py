@@ -124,7 +124,7 @@ def test_a_client_that_leaves_takes_what_it_waits_for_along() -> None:
 def test_a_drain_waits_for_grammars() -> None:
     bench = Bench()
     number = bench.add(PROMPT, grammar=WORD)
-    bench.engine.is_draining = True
+    bench.engine.drain()
     assert not bench.engine.is_idle
     bench.compile()
     bench.run()

@@ -1,0 +1,145 @@
+"""How a request comes in: refused at once, or taken in, and then it will have an end.
+
+One that brings a grammar is taken in when that has been compiled; until then it is among the open
+requests, and its client has not heard of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine_core.admission import check_load, check_request, new_request
+from engine_core.grammar.book import Compiled, GrammarBook, Job
+from engine_core.kv.exchange import Exchange
+from engine_core.open_requests import OpenRequests
+from engine_core.queue import WaitingQueue
+from engine_core.request import Event, Phase, Request
+from engine_core.speculation import Speculation
+from engine_core.speed import Speed
+from protocol.config import EngineConfig
+from protocol.errors import Draining, InvalidRequest, ServingError
+from protocol.grammar import Grammar
+from protocol.grammar_check import check_grammar
+from protocol.messages import Accepted, Generate, Limits, Refused
+from protocol.model_card import ModelCard
+
+
+class Door:
+    """Those who pass are put into `open_requests` and `waiting`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelCard,
+        limits: Limits,
+        *,
+        exchange: Exchange,
+        open_requests: OpenRequests,
+        waiting: WaitingQueue,
+        speculation: Speculation,
+        speed: Speed,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self.is_draining = False
+        self.num_accepted = 0
+        self.num_refused = 0
+        self._config = config
+        self._model = model
+        self._limits = limits
+        self._exchange = exchange
+        self._open = open_requests
+        self._waiting = waiting
+        self._speculation = speculation
+        self._speed = speed
+        self._draw_seed = draw_seed
+        self._grammars = GrammarBook()
+        self._order = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Also those that wait for their grammar."""
+        return len(self._waiting) + self._grammars.num_waiting
+
+    def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
+        try:
+            request = self._admit(client, message)
+            if message.grammar is None or message.kv_readers:  # for readers nothing is said
+                return self._accept(request)
+            return self._constrain(request, message.grammar)
+        except ServingError as error:
+            return self._refuse(message.request, error)
+
+    def take_jobs(self) -> list[Job]:
+        jobs, self._grammars.jobs = self._grammars.jobs, []
+        return jobs
+
+    def settle(self, compiled: Compiled) -> list[tuple[bytes, Accepted | Refused]]:
+        news: list[tuple[bytes, Accepted | Refused]] = []
+        for request in self._grammars.settle(compiled):
+            if isinstance(compiled.result, ServingError):
+                self._open.remove(request)
+                request.move(Event.FINISH)
+                news.append((request.client, self._refuse(request.number, compiled.result)))
+            else:
+                request.matcher = compiled.result.start()
+                news.append((request.client, self._accept(request)))
+        return news
+
+    def leave(self, request: Request) -> None:
+        """It is about to end: what it had to do with grammars ends, too."""
+        if request.grammar is None:
+            return
+        if request.phase is Phase.ARRIVED:
+            self._grammars.leave(request)
+            self.num_accepted += 1  # it was taken in, and has its end
+        elif request.matcher is not None and request.matcher.error is not None:
+            self._grammars.forget(request.grammar)
+
+    def _constrain(self, request: Request, grammar: Grammar) -> Accepted | None:
+        check_grammar(grammar)
+        request.grammar, template = self._grammars.find(grammar)
+        if template is None:
+            self._grammars.wait(request, request.grammar, grammar)
+            self._open.add(request)
+            return None
+        request.matcher = template.start()
+        return self._accept(request)
+
+    def _accept(self, request: Request) -> Accepted:
+        request.move(Event.ACCEPT)
+        self._speculation.start(request)
+        self._open.add(request)
+        self._waiting.push(request)
+        self.num_accepted += 1
+        return Accepted(request=request.number)
+
+    def _refuse(self, number: int, error: ServingError) -> Refused:
+        self.num_refused += 1
+        return Refused(request=number, error=error.info())
+
+    def _admit(self, client: bytes, message: Generate) -> Request:
+        if self.is_draining:
+            raise Draining("this server is shutting down and takes no new requests")
+        if self._open.find(client, message.request) is not None:
+            raise InvalidRequest(f"request number {message.request} is in use", param="request")
+        self._exchange.check(message)
+        prompt = message.prompt.tolist()
+        check_request(prompt, message, self._model, self._limits)
+        self._check_load(len(prompt))
+        self._order += 1
+        request = new_request(
+            client, message, prompt, self._order, self._draw_seed, self._model, self._limits
+        )
+        if message.kv_handle:
+            request.handle = self._exchange.read(message.kv_handle, request)
+        return request
+
+    def _check_load(self, num_tokens: int) -> None:
+        check_load(
+            num_tokens,
+            self.num_waiting,
+            self._waiting.tokens,
+            self._config.max_waiting,
+            self._config.max_waiting_tokens,
+            self._speed.tokens_per_s,
+        )

@@ -1,0 +1,107 @@
+"""K/V that changes hands, as an engine and its scheduler see it.
+
+What the worker must be told gathers in `orders`, in the order in which it was decided; whoever owns
+the socket sends them before the next plan, and before clients hear what follows from them. So a
+withdrawn block is reused behind its KVWithdraw, and a handle is told behind its KVExport. The clock
+is what `tick` said last.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+
+from engine_core.block_pool import BlockPool
+from engine_core.kv.fetches import Fetch, Fetches, Match, Supplier
+from engine_core.kv.handle import Handle
+from engine_core.kv.leases import Leases
+from engine_core.kv.peers import Peers
+from engine_core.request import Request
+from protocol.config import EngineConfig
+from protocol.kv import LEASE_BYTES, KVCancel, KVExport, KVFetch, KVReport, KVWithdraw
+from protocol.messages import Generate
+
+Order = KVExport | KVWithdraw | KVFetch | KVCancel
+
+
+class Exchange:
+    """draw_lease  a new lease's name"""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        peers: Peers,
+        suppliers: Sequence[Supplier] = (),
+        *,
+        draw_lease: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_BYTES),
+    ) -> None:
+        self.orders: list[Order] = []
+        self.leases = Leases(pool, config.kv_lease_s, self._tell)
+        self.fetches = Fetches([peers, *suppliers], config.kv_timeout_s, self._tell)
+        self._peers = peers
+        self._draw_lease = draw_lease
+        self._now = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.leases and not self.fetches
+
+    def tick(self, now: float) -> None:
+        """It is `now`: what is over ends."""
+        self._now = now
+        self.leases.expire(now)
+
+    # ---- what clients ask for
+
+    def check(self, message: Generate) -> None:
+        """Raises InvalidRequest where this engine cannot do its part."""
+        self._peers.check(message)
+
+    def read(self, text: str, request: Request) -> Handle:
+        """Raises InvalidRequest where the handle is not for `request`."""
+        return self._peers.read(text, request)
+
+    def keep(self, handles: Iterable[str]) -> None:
+        for name in filter(None, map(self._peers.lease_of, handles)):
+            self.leases.keep(name, self._now)
+
+    def release(self, handles: Iterable[str]) -> None:
+        for name in filter(None, map(self._peers.lease_of, handles)):
+            self.leases.release(name)
+
+    # ---- what the engine does
+
+    def hand_over(self, request: Request) -> str:
+        """Keep what `request` has computed for its readers; the handle that they need."""
+        name = self._draw_lease()
+        self.leases.open(name, request.blocks, request.kv_readers, self._now)
+        return self._peers.write(request, name)
+
+    def give_up(self, request: Request) -> None:
+        """It has ended while its blocks were being filled."""
+        self.fetches.give_up(request)
+
+    def hear(self, report: KVReport) -> list[Fetch]:
+        """The fetches that are over. Raises RuntimeError on one that is not out."""
+        for name in report.taken:
+            self.leases.take(name)
+        return self.fetches.hear(report)
+
+    # ---- what the scheduler asks for
+
+    def match(self, request: Request, num_blocks: int) -> Match | None:
+        """What could be fetched for a request that has its first `num_blocks` blocks."""
+        return self.fetches.match(request, num_blocks)
+
+    def begin(self, request: Request, match: Match, blocks: list[int]) -> None:
+        """Have these blocks filled, of a request that owns them."""
+        self.fetches.begin(request, match, blocks, self._now)
+
+    def make_way(self, request: Request) -> bool:
+        """Give something up that is kept for others, so that `request` can have its blocks; False:
+        there is nothing that it may have."""
+        return self.leases.make_way(request)
+
+    def _tell(self, order: Order) -> None:
+        self.orders.append(order)

@@ -1,0 +1,147 @@
+"""Leases: blocks that an engine keeps for others after the request that filled them has ended.
+
+A lease holds its blocks in the pool, as a request does, and ends exactly once: all its readers are
+done (TAKE), nobody will come (RELEASE), its time is over (EXPIRE), or its blocks are needed here
+(YIELD). The worker is told before the blocks can have other content: KVWithdraw goes out before
+whatever plan or fetch reuses them. Times are arguments, in seconds of a steady clock.
+
+Who may make leases yield, oldest first: a request that is running and cannot grow, always (it
+would have to be preempted, and whoever loses a lease can compute the same again); one that waits,
+while leases hold more than their share; one that waits to be computed for others, never: to give
+up what is about to be fetched for what will be fetched later helps nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from engine_core.block_pool import BlockPool
+from engine_core.request import Phase, Request
+from protocol.arrays import Int32
+from protocol.kv import KVExport, KVWithdraw
+
+SHARE = 0.5
+"""Of all blocks, so many may be kept from requests that wait."""
+
+
+class State(Enum):
+    OPEN = auto()  # holds its blocks; the worker lets others read them
+    OVER = auto()  # final; holds nothing
+
+
+class Event(Enum):
+    KEEP = auto()
+    TAKE = auto()
+    RELEASE = auto()
+    EXPIRE = auto()
+    YIELD = auto()
+
+
+NEXT_STATE = {
+    (State.OPEN, Event.KEEP): State.OPEN,
+    (State.OPEN, Event.TAKE): State.OVER,  # the worker says so: it needs not be told
+    (State.OPEN, Event.RELEASE): State.OVER,
+    (State.OPEN, Event.EXPIRE): State.OVER,
+    (State.OPEN, Event.YIELD): State.OVER,
+}
+"""A missing row is an illegal move."""
+
+CAUSES = {
+    Event.TAKE: "taken",
+    Event.RELEASE: "released",
+    Event.EXPIRE: "expired",
+    Event.YIELD: "yielded",
+}
+"""What ends a lease, as it is counted."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """`blocks` in the order of the sequence; it is over after `until`."""
+
+    name: bytes
+    blocks: list[int]
+    until: float
+    state: State = State.OPEN
+
+    def move(self, event: Event) -> None:
+        """Raises RuntimeError on an illegal move and changes nothing."""
+        state = NEXT_STATE.get((self.state, event))
+        if state is None:
+            raise RuntimeError(f"lease: {event.name} is illegal in {self.state.name}")
+        self.state = state
+
+
+class Leases:
+    """All leases of one engine. `tell`: to the worker."""
+
+    def __init__(
+        self, pool: BlockPool, lease_s: float, tell: Callable[[KVExport | KVWithdraw], None]
+    ) -> None:
+        self.num_ended: Counter[str] = Counter()  # by cause
+        self._pool = pool
+        self._lease_s = lease_s
+        self._tell = tell
+        self._open: dict[bytes, Lease] = {}  # oldest first
+        self._holders: Counter[int] = Counter()  # block -> leases that hold it
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._holders)
+
+    @property
+    def holders(self) -> Counter[int]:
+        """A copy, for checks."""
+        return Counter(self._holders)
+
+    def open(self, name: bytes, blocks: list[int], readers: int, now: float) -> None:
+        """Hold these blocks, too. All that they will hold has been computed."""
+        assert name not in self._open, "two leases of one name"
+        self._pool.share(blocks)
+        self._holders.update(blocks)
+        self._open[name] = Lease(name, list(blocks), now + self._lease_s)
+        self._tell(KVExport(lease=name, blocks=Int32.of(blocks), readers=readers))
+
+    def keep(self, name: bytes, now: float) -> None:
+        if (lease := self._open.get(name)) is not None:
+            lease.move(Event.KEEP)
+            lease.until = now + self._lease_s
+
+    def take(self, name: bytes) -> None:
+        self._end(name, Event.TAKE)
+
+    def release(self, name: bytes) -> None:
+        self._end(name, Event.RELEASE)
+
+    def expire(self, now: float) -> None:
+        for lease in [lease for lease in self._open.values() if lease.until < now]:
+            self._end(lease.name, Event.EXPIRE)
+
+    def make_way(self, request: Request) -> bool:
+        """Give the oldest lease up for `request`, if it may have that; False: there is none."""
+        if not self._open:
+            return False
+        if request.phase is not Phase.RUNNING:
+            within_share = self.num_blocks <= SHARE * self._pool.total
+            if within_share or request.kv_readers:
+                return False
+        self._end(next(iter(self._open)), Event.YIELD)
+        return True
+
+    def _end(self, name: bytes, event: Event) -> None:
+        """Of a lease that is over already nobody need hear."""
+        lease = self._open.pop(name, None)
+        if lease is None:
+            return
+        lease.move(event)
+        self.num_ended[CAUSES[event]] += 1
+        if event is not Event.TAKE:
+            self._tell(KVWithdraw(lease=name))
+        self._holders -= Counter(lease.blocks)
+        self._pool.release(lease.blocks)

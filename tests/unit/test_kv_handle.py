@@ -1,0 +1,93 @@
+"""The handle: its bytes, and that nobody without the key reads, changes or forges one."""
+
+from __future__ import annotations
+
+import base64
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from engine_core.kv.handle import MAX_CHARS, Handle, Seal
+from protocol.errors import InvalidRequest
+
+SECRET = b"secret" * 6
+SEAL = Seal(SECRET)
+HANDLE = Handle(
+    lease=b"l" * 16,
+    epoch="e1",
+    address="tcp://10.0.0.1:7000",
+    num_tokens=29,
+    layout=b"d" * 32,
+    told="tiny, bfloat16",
+    content=b"c" * 32,
+)
+GOLDEN = (
+    "AVfCHbo_h3oqTY2o7Wa0wcrFBSDwqXdEM2M2LgRslplkCj4DfLM4EusL2vkKr4u3qSpylScB69izfmq5"
+    "QgEo43gpOtbAUOeF9N7a3DUTV7kj84VQ9YtYn7XITF5-1wLlQ9tHNLi1uH3fvGypaBWJss5AyO4IrGxS"
+    "89njT2cdiqyhvyhqFGX53su0CH-M4a33uMQ5I0KdxQngAoQc5sbC"
+)
+
+
+def test_the_text_of_a_handle_does_not_change() -> None:
+    assert SEAL.close(HANDLE) == GOLDEN
+
+
+def test_what_is_closed_is_what_is_opened() -> None:
+    assert SEAL.open(SEAL.close(HANDLE)) == HANDLE
+    assert SEAL.open(GOLDEN) == HANDLE
+
+
+def test_the_text_tells_nothing() -> None:
+    """Not where the worker is, nor, by comparing two, in what they differ."""
+    first, second = (
+        base64.urlsafe_b64decode(SEAL.close(handle) + "==")
+        for handle in (HANDLE, replace(HANDLE, lease=b"m" * 16))
+    )
+    for part in (b"10.0.0.1", HANDLE.lease, HANDLE.epoch.encode(), b"tiny"):
+        assert part not in first
+    assert sum(a == b for a, b in zip(first[1:], second[1:], strict=True)) < len(first) // 8
+
+
+def test_every_changed_bit_is_noticed() -> None:
+    sealed = base64.urlsafe_b64decode(GOLDEN + "=" * (-len(GOLDEN) % 4))
+    for bit in range(8 * len(sealed)):
+        changed = bytearray(sealed)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(InvalidRequest) as refusal:
+            SEAL.open(base64.urlsafe_b64encode(changed).decode())
+        assert refusal.value.param == "kv_transfer_params"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no handle"),
+        ("AQ", "no handle"),
+        ("!" * 80, "no handle"),
+        ("A+/=" * 20, "no handle"),
+        ("ä" * 80, "no handle"),
+        ("A" * 80, "version 0"),
+        ("AQ" * 40, "not written by an engine of this cluster"),
+        ("A" * (MAX_CHARS + 1), "no handle; one has 4,096 at most"),
+        (GOLDEN[:-4], "not written by an engine of this cluster"),
+        (GOLDEN + "AAAA", "not written by an engine of this cluster"),
+    ],
+)
+def test_what_no_engine_has_written_is_refused_in_one_line(text: str, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why) as refusal:
+        SEAL.open(text)
+    assert "\n" not in refusal.value.message
+
+
+def test_the_key_of_another_cluster_opens_nothing() -> None:
+    with pytest.raises(InvalidRequest, match="of this cluster"):
+        Seal(b"another" * 6).open(GOLDEN)
+
+
+def test_random_texts_are_refused_and_nothing_else_is_raised() -> None:
+    dice = random.Random(1)
+    for _ in range(2000):
+        text = base64.urlsafe_b64encode(dice.randbytes(dice.randrange(200))).decode()
+        with pytest.raises(InvalidRequest):
+            SEAL.open(text)
