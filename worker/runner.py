@@ -10,7 +10,7 @@ Legend: T tokens in the step, S sampled places, P rows that sample, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -46,6 +46,16 @@ class Model(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a runner works with."""
+
+    model: Model
+    slots: SlotTable
+    cache: KVCache
+    attention: Attention
+
+
 def no_masks() -> object:
     """For plans that have none."""
     return None
@@ -69,6 +79,11 @@ class Runner:
         self._cache = cache
         self._attention = attention
         self._mark = mark
+
+    @property
+    def parts(self) -> Parts:
+        """For those who measure (benchmark/): another runner may work with the same."""
+        return Parts(self._model, self._slots, self._cache, self._attention)
 
     def step(self, plan: StepPlan, await_masks: Callable[[], object] = no_masks) -> StepResult:
         """`launch`, and wait for the result."""
