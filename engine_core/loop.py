@@ -270,6 +270,7 @@ class Loop:
             num_blocks=ready.num_blocks,
             token_budget=self._config.token_budget,
             prefix_cache=self._config.prefix_cache,
+            kv_lease_s=self._config.kv_lease_s if self._hands_over else 0.0,
         )
         self._model = ready.model
         cluster = Cluster(self._key.derive("kv"), self._epoch, ready.kv) if self._key else None
@@ -289,6 +290,10 @@ class Loop:
         for client in self._clients.all():
             self._welcome(client)
         self._grammars.start(ready.model)  # now: clients are busy with what Welcome brought them
+
+    @property
+    def _hands_over(self) -> bool:
+        return self._key is not None and self._config.role != "decode"
 
     def _next_step(self, now: float) -> None:
         engine = self._engine

@@ -324,7 +324,8 @@ class Answer:
             if self.first_token_at is None:
                 self.first_token_at = time.monotonic()
         if output.usage is not None:
-            choice.num_cached = output.usage.cached_tokens
+            # What another engine computed for this very request was not cached.
+            choice.num_cached = output.usage.cached_tokens - output.usage.fetched_tokens
             choice.num_drafts = output.usage.draft_tokens
             choice.num_accepted = output.usage.accepted_tokens
         if output.prompt_logprobs:

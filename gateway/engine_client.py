@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -29,11 +30,13 @@ from protocol.messages import (
     AbortNamed,
     Accepted,
     Generate,
+    KeepKV,
     Limits,
     Output,
     Ping,
     Pong,
     Refused,
+    ReleaseKV,
     ToClient,
     ToEngine,
     Welcome,
@@ -55,6 +58,14 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _READ = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One engine behind a gateway. role: "" where it is the only one."""
+
+    role: str
+    engine: EngineClient
+
+
 class EngineClient:
     """A gateway process's line to its engine. All methods are for the greenlets of one thread.
 
@@ -65,7 +76,7 @@ class EngineClient:
         sockets.check_address(address, key)
         self.session = Session(f"gateway-{os.getpid()}")
         self.num_wire_errors = 0
-        self._address = address
+        self.address = address
         self._key = key
         self._subscribers: dict[int, Subscriber] = {}
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
@@ -80,7 +91,7 @@ class EngineClient:
         if self._socket is not None:
             return
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.connect_dealer(self._context, self._address, self._key)
+        self._socket = sockets.connect_dealer(self._context, self.address, self._key)
         self._loop = get_hub().loop
         readable = self._loop.io(self._socket.getsockopt(zmq.FD), _READ)
         readable.start(self._drain)
@@ -110,6 +121,8 @@ class EngineClient:
         priority: int = 0,
         grammar: Grammar | None = None,
         labels: Sequence[str] = (),
+        kv_readers: int = 0,
+        kv_handle: str = "",
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
@@ -123,6 +136,8 @@ class EngineClient:
             priority=priority,
             grammar=grammar,
             labels=labels,
+            kv_readers=kv_readers,
+            kv_handle=kv_handle,
         )
         self._open(message, subscriber)
         return message.request
@@ -146,14 +161,28 @@ class EngineClient:
     def abort(self, request: int) -> None:
         """End `request` if it is open; its subscriber hears nothing more."""
         self._subscribers.pop(request, None)
-        message = self.session.abort(request)
-        if message is not None and self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # an engine that is gone needs no telling
-                self._send(message)
+        self._try_to_say(self.session.abort(request))
+
+    def stop(self, request: int) -> None:
+        """End `request` if it is open; its subscriber hears how it ended."""
+        self._try_to_say(self.session.stop(request))
+
+    def keep_kv(self, handles: Sequence[str]) -> None:
+        """What these stand for is still wanted; see messages.KeepKV."""
+        self._try_to_say(KeepKV(handles=list(handles)) if self.is_ready else None)
+
+    def release_kv(self, handles: Sequence[str]) -> None:
+        """Nobody will come for these (any more)."""
+        self._try_to_say(ReleaseKV(handles=list(handles)) if self.is_ready else None)
 
     def trouble(self) -> ServingError | None:
         """Why no request can be opened now; None where one can."""
         return None if self.session.is_ready else self.session.trouble
+
+    @property
+    def lines(self) -> list[Line]:
+        """All the engines that this one is."""
+        return [Line("", self)]
 
     @property
     def is_ready(self) -> bool:
@@ -193,6 +222,11 @@ class EngineClient:
             self.session.abort(message.request)
             del self._subscribers[message.request]
             raise EngineNotReady("the engine does not take requests at the moment") from None
+
+    def _try_to_say(self, message: ToEngine | None) -> None:
+        if message is not None and self._socket is not None:
+            with contextlib.suppress(zmq.Again):  # an engine that is gone needs no telling
+                self._send(message)
 
     def _send(self, message: ToEngine) -> None:
         """Raises zmq.Again where the engine does not read."""

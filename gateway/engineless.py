@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from gateway.engine_client import Line
 from protocol import card_file
 from protocol.errors import NoEngine, ServingError
 from protocol.messages import Limits
@@ -31,6 +32,7 @@ class Engineless:
         self.silence_s: float | None = None
         self.stats: EngineStats | None = None
         self.is_ready = False
+        self.lines: list[Line] = []
 
     def start(self) -> None:
         """Nothing to connect to."""

@@ -3,13 +3,14 @@
 Gateway series add up over all processes on the port: with more than one, `gunicorn_conf` names a
 directory in PROMETHEUS_MULTIPROC_DIR before this module is imported, prometheus_client keeps the
 values in files there, and whichever process is scraped reads all of them. Engine series come from
-the last heartbeat, so any process tells the same.
+the last heartbeat, so any process tells the same; where there are several engines, they have the
+labels `role` and `address`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -23,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from gateway.engine_client import Line
 from protocol.stats import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -32,13 +34,9 @@ MULTIPROCESS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metrics:
-    """is_up   the engine takes requests
-    stats   the engine's last word on itself, if it has spoken
-    """
+    """lines  to the engines, whose last words on themselves are told"""
 
-    def __init__(
-        self, *, is_up: Callable[[], bool], stats: Callable[[], EngineStats | None]
-    ) -> None:
+    def __init__(self, lines: Callable[[], Sequence[Line]]) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "tidegate_requests",
@@ -74,7 +72,18 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
-        self._engine = _EngineCollector(is_up, stats)
+        self.handovers = Counter(
+            "tidegate_handovers",
+            "Requests whose prompt one engine computed and another went on from",
+            registry=registry,
+        )
+        self.fallbacks = Counter(
+            "tidegate_handover_fallbacks",
+            "Requests whose prompt the decode engine computed although another should have",
+            ["cause"],
+            registry=registry,
+        )
+        self._engines = _EngineCollector(lines)
 
     def text(self) -> bytes:
         if os.environ.get(MULTIPROCESS_DIRECTORY):
@@ -83,33 +92,52 @@ class Metrics:
         else:
             everybody = self._registry
         engine = CollectorRegistry()
-        engine.register(self._engine)
+        engine.register(self._engines)
         return generate_latest(everybody) + generate_latest(engine)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, is_up: Callable[[], bool], stats: Callable[[], EngineStats | None]) -> None:
-        self._is_up = is_up
-        self._stats = stats
+    def __init__(self, lines: Callable[[], Sequence[Line]]) -> None:
+        self._lines = lines
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "tidegate_engine_up", "1 while the engine takes requests", value=float(self._is_up())
-        )
-        stats = self._stats()
-        if stats is None:
+        lines = self._lines()
+        if not lines:  # a server without an engine
+            yield GaugeMetricFamily("tidegate_engine_up", _UP, value=0.0)
             return
-        for name, about in _GAUGES.items():
-            yield GaugeMetricFamily(f"tidegate_engine_{name}", about, value=getattr(stats, name))
-        for field, (name, about) in _COUNTERS.items():
-            yield CounterMetricFamily(f"tidegate_engine_{name}", about, value=getattr(stats, field))
-        for field, (name, about, label) in _LABELLED.items():
-            family = CounterMetricFamily(f"tidegate_engine_{name}", about, labels=[label])
+        names = ["role", "address"] if lines[0].role else []
+        labels = [[line.role, line.engine.address] if names else [] for line in lines]
+        up = GaugeMetricFamily("tidegate_engine_up", _UP, labels=names)
+        for line, label in zip(lines, labels, strict=True):
+            up.add_metric(label, float(line.engine.is_ready))
+        yield up
+        told = [(label, line.engine.stats) for line, label in zip(lines, labels, strict=True)]
+        yield from _series([(label, stats) for label, stats in told if stats], names)
+
+
+def _series(told: Sequence[tuple[list[str], EngineStats]], names: list[str]) -> Iterator[Metric]:
+    """told: (label values, what the engine says of itself), of those that have spoken"""
+    if not told:
+        return
+    for name, about in _GAUGES.items():
+        gauge = GaugeMetricFamily(f"tidegate_engine_{name}", about, labels=names)
+        for label, stats in told:
+            gauge.add_metric(label, getattr(stats, name))
+        yield gauge
+    for field, (name, about) in _COUNTERS.items():
+        counter = CounterMetricFamily(f"tidegate_engine_{name}", about, labels=names)
+        for label, stats in told:
+            counter.add_metric(label, getattr(stats, field))
+        yield counter
+    for field, (name, about, of) in _LABELLED.items():
+        counter = CounterMetricFamily(f"tidegate_engine_{name}", about, labels=[*names, of])
+        for label, stats in told:
             for value, count in sorted(getattr(stats, field).items()):
-                family.add_metric([value], count)
-            yield family
+                counter.add_metric([*label, value], count)
+        yield counter
 
 
+_UP = "1 while the engine takes requests"
 _GAUGES = {
     "running": "Requests that hold a slot",
     "waiting": "Requests that wait for a slot",

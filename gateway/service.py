@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 import gevent
 from gevent import get_hub
 
+from gateway.admin.told import EngineState
 from gateway.answering import Answer, Ask
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
 from gateway.engineless import Engineless
 from gateway.keeping import Keeping
 from gateway.metrics import Metrics
+from gateway.pairs import PairedEngine
 from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
+from protocol.cluster_key import read_cluster_key
 from protocol.config import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
 from protocol.messages import Limits
@@ -32,6 +35,7 @@ from protocol.sockets import engine_address
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
+AnyEngine = EngineClient | PairedEngine | Engineless
 FRESH_S = 3 * PING_EVERY_S
 """A heartbeat is older than this: not ready, though the lease may still hold."""
 
@@ -42,10 +46,20 @@ def offload(work: Callable[[], list[int]]) -> list[int]:
     return result
 
 
-def _engine_of(config: GatewayConfig) -> EngineClient | Engineless:
+def _engine_of(config: GatewayConfig, metrics: Metrics) -> AnyEngine:
     if config.card:
         return Engineless(config.card)
-    return EngineClient(config.engine or engine_address(config.port))
+    key = read_cluster_key(config.cluster_key)
+    if config.decode:
+        return PairedEngine(
+            [EngineClient(address, key) for address in config.prefill],
+            [EngineClient(address, key) for address in config.decode],
+            min_tokens=config.split_min_tokens,
+            recomputes=config.kv_on_failure == "recompute",
+            on_handover=metrics.handovers.inc,
+            on_fallback=lambda cause: metrics.fallbacks.labels(cause).inc(),
+        )
+    return EngineClient(config.engine or engine_address(config.port), key)
 
 
 class Service:
@@ -59,8 +73,8 @@ class Service:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.options = ModelOptions.of(config)
-        self.engine: EngineClient | Engineless = _engine_of(config)
-        self.metrics = Metrics(is_up=lambda: self.engine.is_ready, stats=lambda: self.engine.stats)
+        self.metrics = Metrics(lambda: self.engine.lines)
+        self.engine: AnyEngine = _engine_of(config, self.metrics)
         self.is_draining: Callable[[], bool] = lambda: False
         self.give_up: Callable[[str], None] = lambda why: None
         self.idle_connections = IdleConnections()
@@ -187,9 +201,29 @@ class Service:
             "ready": why is None,
             "why": why,
             "gateway": {"pid": os.getpid(), "draining": self.is_draining()},
-            "engine": {
-                "epoch": self.engine.epoch,
-                "silence_s": None if silence_s is None else round(silence_s, 3),
-            },
+            "engine": {"epoch": self.engine.epoch, "silence_s": _rounded(silence_s)},
         }
+        for role in dict.fromkeys(line.role for line in self.engine.lines if line.role):
+            lines = [line for line in self.engine.lines if line.role == role]
+            facts[role] = [_state_of(line.engine) for line in lines]
         return why is None, facts
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def _state_of(engine: EngineClient) -> EngineState:
+    trouble, stats = engine.trouble(), engine.stats
+    return EngineState(
+        address=engine.address,
+        ready=trouble is None,
+        why=None if trouble is None else trouble.message,
+        epoch=engine.epoch,
+        silence_s=_rounded(engine.silence_s),
+        running=stats.running if stats else None,
+        waiting=stats.waiting if stats else None,
+        waiting_tokens=stats.waiting_tokens if stats else None,
+        free_blocks=stats.free_blocks if stats else None,
+        total_blocks=stats.total_blocks if stats else None,
+    )

@@ -186,6 +186,27 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     card: Annotated[
         str, about("a file with the model's card: serve without an engine", wiring=True)
     ] = ""
+    prefill: Annotated[
+        list[str], about("instead of `engine`: those that compute prompts (ZeroMQ)", wiring=True)
+    ] = []
+    decode: Annotated[
+        list[str], about("those that go on from such prompts (ZeroMQ)", wiring=True)
+    ] = []
+    cluster_key: Annotated[
+        str, about("a file with the key that the engines of one cluster share", wiring=True)
+    ] = ""
+    kv_on_failure: Annotated[
+        Literal["recompute", "error"],
+        about("what becomes of a request whose prompt cannot be handed over", wiring=True),
+    ] = "recompute"
+    split_min_tokens: Annotated[
+        int,
+        about(
+            "with prefill and decode engines: shorter prompts are computed where they are decoded",
+            ge=2,
+            le=1 << 24,
+        ),
+    ] = 64
     host: Annotated[str, about("address to listen on")] = "127.0.0.1"
     port: Annotated[int, about("HTTP port", ge=1, le=65535)] = 8000
     gateways: Annotated[int, about("gateway processes that share the port", ge=1, le=64)] = 1
@@ -240,6 +261,11 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     ] = 60.0
 
     def __post_init__(self) -> None:
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError(
+                "prefill and decode need each other: engines that compute prompts, and"
+                " engines that go on from them"
+            )
         if self.chat_template:  # the gateway does not work where the user typed this
             path = os.path.abspath(self.chat_template)
             msgspec.structs.force_setattr(self, "chat_template", path)

@@ -33,6 +33,8 @@ import msgspec
 from protocol.arrays import Int32
 from protocol.messages import Message
 
+KV_FIELD = "kv_transfer_params"
+"""The field at fault where a handle is: what HTTP clients call it."""
 LEASE_BYTES = 16
 """A lease's name is so many random bytes: who knows it has been told it by an engine."""
 

@@ -123,6 +123,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What this engine can take, as discovered at start.
 
     max_len      tokens of prompt and answer together
+    kv_lease_s   K/V that is kept for another engine is given up after so long; 0: none is kept
     """
 
     max_len: int
@@ -131,6 +132,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     token_budget: int
     prefix_cache: bool
+    kv_lease_s: float = 0.0
 
 
 class Welcome(Message, frozen=True, kw_only=True):

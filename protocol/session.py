@@ -80,6 +80,8 @@ class Session:
         priority: int = 0,
         grammar: Grammar | None = None,
         labels: Sequence[str] = (),
+        kv_readers: int = 0,
+        kv_handle: str = "",
     ) -> Generate:
         """The message that opens a request.
 
@@ -94,6 +96,8 @@ class Session:
             priority=priority,
             grammar=grammar,
             labels=list(labels),
+            kv_readers=kv_readers,
+            kv_handle=kv_handle,
         )
         self._next_request += 1
         self.open.add(message.request)
@@ -117,6 +121,10 @@ class Session:
             return None
         self.open.discard(request)
         return Abort(requests=[request])
+
+    def stop(self, request: int) -> Abort | None:
+        """As `abort`, but its end is still news: who has to know how far it came."""
+        return Abort(requests=[request]) if request in self.open else None
 
     def leave(self) -> Goodbye:
         """Forget everything; the last message to send."""

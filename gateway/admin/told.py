@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -27,13 +28,36 @@ class EngineFacts(msgspec.Struct, frozen=True):
     silence_s: float | None
 
 
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several engines. The numbers are its own, as of its last heartbeat; null where it is
+    not ready.
+
+    why  it is not
+    """
+
+    address: str
+    ready: bool
+    why: str | None
+    epoch: str | None
+    silence_s: float | None
+    running: int | None
+    waiting: int | None
+    waiting_tokens: int | None
+    free_blocks: int | None
+    total_blocks: int | None
+
+
 class Readiness(msgspec.Struct, frozen=True):
-    """why  what is missing; null when ready"""
+    """why  what is missing; null when ready
+    prefill, decode   of a server with engines of two kinds; it is ready with a decode engine alone
+    """
 
     ready: bool
     why: str | None
     gateway: GatewayFacts
     engine: EngineFacts
+    prefill: list[EngineState] | UnsetType = UNSET
+    decode: list[EngineState] | UnsetType = UNSET
 
 
 class Formats(msgspec.Struct, frozen=True):

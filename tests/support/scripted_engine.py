@@ -6,6 +6,9 @@ is answered.
 
     with ScriptedEngine(address) as engine:
         engine.script = lambda generate: says("Hello", size=2)
+
+What is asked to compute a prompt for others (`kv_readers`) gets a handle, unless `computes` says
+otherwise; what comes with a handle had its prompt fetched.
 """
 
 from __future__ import annotations
@@ -35,12 +38,14 @@ from protocol.messages import (
     Generate,
     Goodbye,
     Hello,
+    KeepKV,
     Limits,
     Output,
     Outputs,
     Ping,
     Pong,
     Refused,
+    ReleaseKV,
     ToEngine,
     TokenLogprobs,
     Usage,
@@ -150,6 +155,11 @@ Reply = Says | ErrorInfo
 Script = Callable[[Generate], Reply]
 
 
+def hands_over(after_steps: int = 1) -> Says:
+    """A prompt that takes so many steps to compute."""
+    return Says([[]] * after_steps, "length", None)
+
+
 def says(
     text: str,
     *,
@@ -177,24 +187,32 @@ class _Talk:
 @dataclass
 class ScriptedEngine:
     """script      what is answered to a Generate
+    computes    what is answered to one with `kv_readers`
+    kept, released   the handles of each KeepKV and ReleaseKV that came
     step_s      the time between two steps
     is_paused   no step is made; everything else goes on
+    ignores_aborts   as if each came when the end had just been said
     is_silent   nothing is answered at all, as if the process hung
     welcomes    whether Hello is answered: False while "loading"
     """
 
     address: str
     script: Script = lambda generate: says("Hello, world!")
+    computes: Script = lambda generate: hands_over()
     card: ModelCard = field(default_factory=scripted_card)
     step_s: float = 0.0005
     max_len: int = 512
     is_paused: bool = False
+    ignores_aborts: bool = False
     is_silent: bool = False
     welcomes: bool = True
     generates: list[Generate] = field(default_factory=list)
     aborts: dict[int, float] = field(default_factory=dict)
     num_steps: int = 0
     goodbyes: int = 0
+    kept: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    kv_lease_s: float = 3.0
 
     def __post_init__(self) -> None:
         self.epoch = f"epoch-{time.monotonic_ns()}"
@@ -287,16 +305,25 @@ class ScriptedEngine:
             case Generate():
                 self._generate(client, message)
             case Abort(requests=numbers):
-                for number in numbers:
-                    self.aborts[number] = time.monotonic()
-                    self._talks.pop((client, number), None)
+                self._abort(client, numbers)
             case AbortNamed():
                 self._abort_named(client, message)
+            case KeepKV(handles=handles):
+                self.kept += handles
+            case ReleaseKV(handles=handles):
+                self.released += handles
             case Goodbye():
                 self.goodbyes += 1
                 self._talks = {key: t for key, t in self._talks.items() if key[0] != client}
             case Drain():
                 raise AssertionError("a gateway does not drain its engine")
+
+    def _abort(self, client: bytes, numbers: list[int]) -> None:
+        for number in numbers:
+            self.aborts[number] = time.monotonic()
+            if not self.ignores_aborts and self._talks.pop((client, number), None):
+                end = Output(request=number, finish="abort")
+                self._send(client, Outputs(step=0, outputs=[end]))
 
     def _abort_named(self, client: bytes, message: AbortNamed) -> None:
         known = {name for talk in self._talks.values() for name in talk.message.labels}
@@ -317,12 +344,13 @@ class ScriptedEngine:
             num_blocks=64,
             token_budget=256,
             prefix_cache=True,
+            kv_lease_s=self.kv_lease_s,
         )
         return Welcome(protocol=PROTOCOL_VERSION, epoch=self.epoch, model=self.card, limits=limits)
 
     def _generate(self, client: bytes, message: Generate) -> None:
         self.generates.append(message)
-        reply = self.script(message)
+        reply = (self.computes if message.kv_readers else self.script)(message)
         if isinstance(reply, ErrorInfo):
             self._send(client, Refused(request=message.request, error=reply))
             return
@@ -373,10 +401,25 @@ def _output(talk: _Talk) -> Output:
         else [],
         finish=finish,  # type: ignore[arg-type]
         stop_token=stop_token,
-        usage=Usage(
-            prompt_tokens=len(prompt), generated_tokens=talk.num_generated, cached_tokens=2
-        ),
+        usage=_usage(talk),
         error=error,
+        kv_handle=handle_of(talk.message) if finish == "length" and talk.message.kv_readers else "",
+    )
+
+
+def handle_of(message: Generate) -> str:
+    """What a scripted engine calls the K/V that it computed for this."""
+    return f"handle-{message.request}"
+
+
+def _usage(talk: _Talk) -> Usage:
+    num_prompt = len(talk.message.prompt)
+    fetched = num_prompt - 1 if talk.message.kv_handle else 0
+    return Usage(
+        prompt_tokens=num_prompt,
+        generated_tokens=talk.num_generated,
+        cached_tokens=fetched or 2,
+        fetched_tokens=fetched,
     )
 
 

@@ -39,6 +39,8 @@ def test_every_field_but_wiring_is_an_option() -> None:
         fields = {field.name for field in msgspec.structs.fields(config)}
         wiring = {"model", "address", "worker", "engine", "card"}
         wiring |= {"cluster_key", "kv_export", "kv_address"}
+        if config is GatewayConfig:
+            wiring |= {"prefill", "decode", "kv_on_failure"}
         assert {flag.field for flag in flags_of(config)} == fields - wiring
 
 

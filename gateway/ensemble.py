@@ -1,0 +1,48 @@
+"""Several engines that do the same work: who of them is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gateway.engine_client import EngineClient
+from protocol.errors import EngineNotReady, ServingError
+from protocol.model_card import ModelCard
+
+
+class Ensemble:
+    """At least one engine, in the order in which they were named."""
+
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
+        self.engines = engines
+
+    @property
+    def is_ready(self) -> bool:
+        return any(engine.is_ready for engine in self.engines)
+
+    @property
+    def first(self) -> EngineClient:
+        """The one that stands for all: the first that is ready, if one is."""
+        return next((engine for engine in self.engines if engine.is_ready), self.engines[0])
+
+    def choose(self, model: ModelCard | None, load: Callable[[EngineClient], int]) -> EngineClient:
+        """The least busy of those that are ready and have this model. Raises EngineNotReady or
+        EngineLost where there is none."""
+        usable = [engine for engine in self.engines if _has(engine, model)]
+        if len(usable) > 1:
+            return min(usable, key=load)
+        if usable:
+            return usable[0]
+        raise self._why_none()
+
+    def _why_none(self) -> ServingError:
+        for engine in self.engines:
+            if (trouble := engine.trouble()) is not None:
+                return type(trouble)(f"{engine.address}: {trouble.message}")
+        return EngineNotReady(f"{self.engines[0].address}: it has another model")
+
+
+def _has(engine: EngineClient, model: ModelCard | None) -> bool:
+    own = engine.model
+    if not engine.is_ready or own is None or model is None:
+        return False
+    return own is model or own.digest == model.digest

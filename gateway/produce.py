@@ -1,0 +1,103 @@
+"""A prompt that one P computes for all who asked for it together, and what becomes of the K/V.
+
+From `ask` until P's end it is open there; then P keeps the K/V under a lease, whose time is counted
+anew with every `keep`. Who needs it no longer says `leave`; when the last one has left, P is told,
+wherever it is: what still computes is stopped, what is kept is released, and a handle that was on
+its way by then is released as soon as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gateway.engine_client import EngineClient, Report
+from protocol.arrays import Int32
+from protocol.errors import EngineError
+from protocol.messages import Accepted, Output
+from protocol.sampling import SamplingParams
+
+KEEPS_PER_LEASE = 3
+NO_HANDLE = "the engine handed nothing over: is its role prefill, and has it a cluster key?"
+
+
+class Produce:
+    """p          who computes it
+    options    what its Generate has besides: namespace, priority, labels
+    on_end     called once with P's last word, if anybody is left to hear it; with a `handle`, it
+               went well
+    handle     what the readers give to D; "" before the end
+    num_cached   of the prompt, found by P and not computed
+    """
+
+    def __init__(
+        self,
+        p: EngineClient,
+        prompt: Int32,
+        options: dict[str, Any],
+        on_end: Callable[[Produce, Report], None],
+    ) -> None:
+        self.p = p
+        self.prompt = prompt
+        self.options = options
+        self.readers: set[int] = set()
+        self.handle = ""
+        self.num_cached = 0
+        self.is_open = False
+        self._on_end = on_end
+        self._request = 0
+        self._kept_at = 0.0
+
+    def is_for(self, prompt: Int32, options: dict[str, Any]) -> bool:
+        """The choices of one prompt are asked for with one and the same object."""
+        return self.prompt is prompt and self.options == options
+
+    def ask(self) -> None:
+        """Once, when all readers are there; if any of them still is."""
+        if not self.readers:
+            return
+        self.is_open = True
+        try:
+            self._request = self.p.generate(
+                self.prompt,
+                SamplingParams(),
+                self._take,
+                kv_readers=len(self.readers),
+                **self.options,
+            )
+        except EngineError as error:
+            self._take(Output(request=0, finish="error", error=error.info()))
+
+    def leave(self, reader: int) -> None:
+        self.readers.discard(reader)
+        if self.readers:
+            return
+        if self.handle:
+            self.p.release_kv([self.handle])
+        elif self.is_open:
+            self.p.stop(self._request)
+
+    def keep(self, now: float) -> None:
+        """Call several times a second while there are readers."""
+        limits = self.p.limits
+        if not self.handle or limits is None:
+            return
+        if now - self._kept_at >= limits.kv_lease_s / KEEPS_PER_LEASE:
+            self._kept_at = now
+            self.p.keep_kv([self.handle])
+
+    def _take(self, report: Report) -> None:
+        if isinstance(report, Accepted) or (isinstance(report, Output) and not report.finish):
+            return
+        self.is_open = False
+        if isinstance(report, Output):
+            self.handle = report.kv_handle
+            if report.usage is not None:
+                self.num_cached = report.usage.cached_tokens
+            if not self.handle and report.error is None and report.finish != "abort":
+                error = EngineError(NO_HANDLE).info()
+                report = Output(request=report.request, finish="error", error=error)
+        if self.readers:
+            self._on_end(self, report)
+        elif self.handle:
+            self.p.release_kv([self.handle])

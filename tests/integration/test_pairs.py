@@ -1,0 +1,371 @@
+"""A gateway over scripted prefill and decode engines: who is asked what, whatever goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import requests
+
+from protocol.errors import ErrorInfo
+from protocol.messages import Generate
+from protocol.stats import EngineStats
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import connect, send_post
+from tests.support.processes import eventually
+from tests.support.scripted_engine import (
+    Says,
+    ScriptedEngine,
+    handle_of,
+    hands_over,
+    ids_of,
+    says,
+    scripted_card,
+)
+
+COMPLETIONS = "/v1/completions"
+PROMPT = "a prompt that is worth it, and more than that, since all of it is long"
+SHORT = "short"
+NEVER = Says([[]] * 20_000)
+
+
+class Pair:
+    """Two engines of each kind, and the gateway over them."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        def engines(role: str) -> list[ScriptedEngine]:
+            return [ScriptedEngine(f"ipc://{folder}/{role}{number}") for number in range(2)]
+
+        self.p, self.d = engines("p"), engines("d")
+        self.gateway = GatewayProcess(
+            prefill=[engine.address for engine in self.p],
+            decode=[engine.address for engine in self.d],
+            split_min_tokens=16,
+            **config,
+        )
+
+    def complete(self, prompt: str = PROMPT, **fields: Any) -> requests.Response:
+        return self.gateway.post(COMPLETIONS, {"prompt": prompt, **fields})
+
+    def asked(self, engines: list[ScriptedEngine]) -> list[Generate]:
+        return [generate for engine in engines for generate in engine.generates]
+
+    def metric(self, line: str) -> float:
+        for told in requests.get(self.gateway.url + "/metrics", timeout=5).text.splitlines():
+            if told.startswith(line + " "):
+                return float(told.split()[-1])
+        return 0.0
+
+    def forget(self) -> None:
+        for engine in (*self.p, *self.d):
+            for heard in (engine.generates, engine.kept, engine.released):
+                heard.clear()
+            engine.aborts.clear()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield started(Pair(tmp_path_factory.mktemp("pairs")), stack)
+
+
+@pytest.fixture
+def pair(shared: Pair) -> Iterator[Pair]:
+    """The shared one, as if it were new; all it was asked is over in the end."""
+    shared.forget()
+    yield shared
+    for engine in (*shared.p, *shared.d):
+        engine.script = lambda generate: says("Hello, world!")
+        engine.computes = lambda generate: hands_over()
+        engine.is_paused = False
+        engine.await_idle()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield started(Pair(tmp_path), stack)
+
+
+class Asked:
+    """A request on its way while the test looks at the engines; `response` after its end."""
+
+    def __init__(self, pair: Pair, **fields: Any) -> None:
+        self.response: requests.Response
+        self._thread = threading.Thread(target=self._ask, args=(pair, fields))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.join()
+
+    def _ask(self, pair: Pair, fields: dict[str, Any]) -> None:
+        self.response = pair.complete(**fields)
+
+
+def started(pair: Pair, stack: ExitStack) -> Pair:
+    for engine in (*pair.p, *pair.d, pair.gateway):
+        stack.enter_context(engine)
+    pair.gateway.await_ready()
+    assert eventually(lambda: all(state["ready"] for state in states(pair)))
+    return pair
+
+
+def states(pair: Pair) -> list[dict[str, Any]]:
+    facts = requests.get(pair.gateway.url + "/readyz", timeout=5).json()
+    return [*facts["prefill"], *facts["decode"]]
+
+
+# ---- the way it should go
+
+
+def test_a_prompt_is_computed_by_p_and_gone_on_from_by_d(pair: Pair) -> None:
+    before = pair.metric("tidegate_handovers_total")
+    response = pair.complete(max_tokens=5, seed=3)
+    assert response.json()["choices"][0]["text"] == "Hello"
+    (produce,), (consume,) = pair.asked(pair.p), pair.asked(pair.d)
+    assert (produce.kv_readers, produce.kv_handle) == (1, "")
+    assert (consume.kv_readers, consume.kv_handle) == (0, handle_of(produce))
+    assert produce.prompt == consume.prompt
+    assert (consume.params.max_tokens, consume.params.seed) == (5, 3)
+    assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
+    assert pair.metric("tidegate_handovers_total") == before + 1
+
+
+def test_the_choices_of_a_prompt_share_what_was_computed(pair: Pair) -> None:
+    response = pair.complete(n=3, max_tokens=2)
+    assert [choice["text"] for choice in response.json()["choices"]] == ["He"] * 3
+    (produce,), consumes = pair.asked(pair.p), pair.asked(pair.d)
+    assert produce.kv_readers == 3
+    assert [consume.kv_handle for consume in consumes] == [handle_of(produce)] * 3
+    assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
+
+
+def test_prompts_that_differ_are_computed_apart_on_both(pair: Pair) -> None:
+    response = pair.gateway.post(COMPLETIONS, {"prompt": [PROMPT, PROMPT + "!"], "max_tokens": 1})
+    assert response.status_code == 200
+    assert [len(engine.generates) for engine in pair.p] == [1, 1]
+    assert [len(engine.generates) for engine in pair.d] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": SHORT}, {"max_tokens": 0, "echo": True}, {"echo": True, "logprobs": 0}]
+)
+def test_d_alone_computes_what_is_not_worth_it(pair: Pair, fields: dict[str, Any]) -> None:
+    before = pair.metric("tidegate_handovers_total")
+    assert pair.complete(**fields).status_code == 200
+    assert pair.asked(pair.p) == []
+    (consume,) = pair.asked(pair.d)
+    assert consume.kv_handle == ""
+    assert pair.metric("tidegate_handovers_total") == before
+
+
+def test_what_p_computed_for_a_request_was_not_cached_for_it(pair: Pair) -> None:
+    usage = pair.complete(max_tokens=2).json()["usage"]
+    assert usage["prompt_tokens"] == len(ids_of(PROMPT))
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2  # which P, too, found
+
+
+def test_the_least_busy_are_asked(pair: Pair) -> None:
+    (busy_p, free_p), (free_d, busy_d) = pair.p, pair.d
+    try:
+        busy_p.stats, busy_d.stats = EngineStats(waiting_tokens=9000), EngineStats(running=5)
+        assert eventually(lambda: states(pair)[0]["waiting_tokens"] == 9000)
+        assert eventually(lambda: states(pair)[3]["running"] == 5)
+        for _ in range(3):
+            assert pair.complete(max_tokens=1).status_code == 200
+        assert (len(busy_p.generates), len(free_p.generates)) == (0, 3)
+        assert (len(busy_d.generates), len(free_d.generates)) == (0, 3)
+    finally:
+        busy_p.stats = busy_d.stats = EngineStats()
+
+
+def test_a_lease_is_kept_until_d_has_told_its_first_token(pair: Pair) -> None:
+    for d in pair.d:
+        d.is_paused = True
+    with Asked(pair, max_tokens=1):
+        assert eventually(lambda: sum(len(p.kept) for p in pair.p) >= 2)  # of a lease of 3 s
+        assert not any(p.released for p in pair.p)
+        for d in pair.d:
+            d.is_paused = False
+    (produce,) = pair.asked(pair.p)
+    assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
+    assert {handle for p in pair.p for handle in p.kept} == {handle_of(produce)}
+
+
+# ---- what can go wrong
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (ErrorInfo(code="overloaded", message="busy"), "refused"),
+        (Says([[]], "error", None, ErrorInfo(code="step_failed", message="NaN")), "failed"),
+        (Says([[1]], "stop", None), "failed"),  # no handle
+    ],
+)
+def test_where_p_does_not_compute_it_d_does(pair: Pair, answer: Any, cause: str) -> None:
+    line = f'tidegate_handover_fallbacks_total{{cause="{cause}"}}'
+    before = pair.metric(line)
+    for p in pair.p:
+        p.computes = lambda generate: answer
+    response = pair.complete(n=2, max_tokens=2)
+    assert [choice["text"] for choice in response.json()["choices"]] == ["He", "He"]
+    assert [consume.kv_handle for consume in pair.asked(pair.d)] == ["", ""]
+    assert pair.metric(line) == before + 2
+
+
+def test_a_handle_that_d_refuses_is_done_without(pair: Pair) -> None:
+    def refuses(generate: Generate) -> Any:
+        error = ErrorInfo(code="invalid_request", message="?", param="kv_transfer_params")
+        return error if generate.kv_handle else says("Hello")
+
+    for d in pair.d:
+        d.script = refuses
+    assert pair.complete().json()["choices"][0]["text"] == "Hello"
+    (produce,) = pair.asked(pair.p)
+    assert {c.kv_handle for c in pair.asked(pair.d)} == {handle_of(produce), ""}
+    assert [h for p in pair.p for h in p.released] == [handle_of(produce)]
+
+
+def test_what_d_refuses_for_its_own_reasons_is_told_and_p_is_left(pair: Pair) -> None:
+    for d in pair.d:
+        d.script = lambda generate: ErrorInfo(code="overloaded", message="full", retry_after_s=3)
+    response = pair.complete()
+    assert (response.status_code, response.headers["Retry-After"]) == (429, "3")
+    (produce,) = pair.asked(pair.p)
+    assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
+
+
+def hang_up_while(pair: Pair, claim: Any) -> None:
+    """A client that streams, and goes as soon as `claim` is true."""
+    sock = connect(pair.gateway.port)
+    send_post(sock, COMPLETIONS, {"prompt": PROMPT, "stream": True, "max_tokens": 400})
+    assert eventually(claim)
+    sock.close()
+
+
+def test_a_client_that_goes_while_p_computes_stops_p(pair: Pair) -> None:
+    for p in pair.p:
+        p.computes = lambda generate: NEVER
+    hang_up_while(pair, lambda: pair.asked(pair.p))
+    assert eventually(lambda: [n for p in pair.p for n in p.aborts])
+    assert pair.asked(pair.d) == []
+
+
+def test_a_handle_that_comes_when_everybody_has_gone_is_released(pair: Pair) -> None:
+    """The scripted engine ends what it has said already; a real one may have, too."""
+    p = pair.p[0]
+    pair.p[1].stats = EngineStats(waiting_tokens=9000)
+    assert eventually(lambda: states(pair)[1]["waiting_tokens"] == 9000)
+    p.ignores_aborts = p.is_paused = True
+    try:
+        hang_up_while(pair, lambda: p.generates)
+        assert eventually(lambda: p.aborts)
+        p.is_paused = False
+        assert eventually(lambda: p.released == [handle_of(p.generates[0])])
+        assert pair.asked(pair.d) == []
+    finally:
+        p.ignores_aborts = False
+        pair.p[1].stats = EngineStats()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_goes_while_d_has_it_stops_d_and_releases(pair: Pair, streams: bool) -> None:
+    for d in pair.d:
+        d.script = lambda generate: says("x" * 300) if streams else NEVER
+        d.step_s = 0.01
+    hang_up_while(pair, lambda: pair.asked(pair.d))
+    assert eventually(lambda: [n for d in pair.d for n in d.aborts])
+    (produce,) = pair.asked(pair.p)
+    assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
+    for d in pair.d:
+        d.step_s = 0.0005
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_an_abort_by_name_ends_it_wherever_it_is(pair: Pair, role: str) -> None:
+    engines = getattr(pair, role)
+    for engine in engines:
+        engine.computes = engine.script = lambda generate: NEVER
+    with Asked(pair) as asked:
+        assert eventually(lambda: pair.asked(engines))
+        (name, *_) = pair.asked(engines)[0].labels
+        told = pair.gateway.post("/inference/v1/abort_requests", {"request_ids": [name, "no"]})
+        assert told.json() == {"aborted": [name], "unknown": ["no"]}
+    assert asked.response.json()["choices"][0]["finish_reason"] == "abort"
+
+
+# ---- engines that come and go
+
+
+def test_p_that_dies_while_it_computes_is_done_without_and_used_again_when_it_is_back(
+    own: Pair,
+) -> None:
+    for p in own.p:
+        p.computes = lambda generate: NEVER
+    with Asked(own, max_tokens=2) as one, Asked(own, max_tokens=2, stream=True) as other:
+        assert eventually(lambda: len(own.asked(own.p)) == 2)
+        for p in own.p:
+            p.kill()
+    assert one.response.json()["choices"][0]["text"] == "He"
+    assert other.response.text.endswith("data: [DONE]\n\n")
+    assert own.metric('tidegate_handover_fallbacks_total{cause="lost"}') == 2
+    assert [state["ready"] for state in states(own)] == [False, False, True, True]
+    assert requests.get(own.gateway.url + "/readyz", timeout=5).status_code == 200
+    for _ in range(2):
+        assert own.complete(max_tokens=2).status_code == 200
+    assert own.metric('tidegate_handover_fallbacks_total{cause="no_prefill"}') == 2
+    assert own.gateway.log.count("no prefill engine") == 1
+    with ScriptedEngine(own.p[0].address) as back:
+        assert eventually(lambda: states(own)[0]["ready"])
+        assert own.complete(max_tokens=2).status_code == 200
+        assert len(back.generates) == 1
+
+
+def test_without_a_d_nothing_is_served_and_what_is_open_ends_with_an_error(own: Pair) -> None:
+    for d in own.d:
+        d.script = lambda generate: NEVER
+    with Asked(own) as asked:
+        assert eventually(lambda: own.asked(own.d))
+        (produce,) = own.asked(own.p)
+        for d in own.d:
+            d.kill()
+    error = asked.response.json()["error"]
+    assert (asked.response.status_code, error["code"]) == (503, "engine_lost")
+    assert eventually(lambda: [h for p in own.p for h in p.released] == [handle_of(produce)])
+    facts = own.gateway.await_status("/readyz", 503).json()
+    assert not facts["ready"]
+    assert own.d[0].address.split("/")[-1] in facts["why"] or "silent" in facts["why"]
+    assert own.complete().status_code == 503
+
+
+def test_the_policy_may_be_an_error(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        pair = started(Pair(tmp_path, kv_on_failure="error"), stack)
+        for p in pair.p:
+            p.computes = lambda generate: ErrorInfo(code="overloaded", message="busy")
+        assert pair.complete().status_code == 429
+        for p in pair.p:
+            p.computes = lambda generate: Says(
+                [[]], "error", None, ErrorInfo(code="step_failed", message="NaN")
+            )
+        assert pair.complete().status_code == 500
+        assert pair.asked(pair.d) == []
+
+
+def test_an_engine_with_another_model_is_not_used(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        pair = Pair(tmp_path)
+        other = scripted_card(digest="f" * 16)
+        pair.p[0].card = pair.p[1].card = pair.d[1].card = other
+        started(pair, stack)
+        assert [pair.complete(max_tokens=2).status_code for _ in range(3)] == [200] * 3
+        assert (len(pair.asked(pair.p)), len(pair.d[0].generates)) == (0, 3)
+    assert "another model" in pair.gateway.log

@@ -1,0 +1,93 @@
+"""One request over a pair of engines: its table, walked in every way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from gateway.handover import NEXT, Deed, Event, Handover, State, as_one, was_computed_again
+from protocol.messages import Usage
+
+LIVE = [state for state in State if state is not State.ENDED]
+ENDS = {Event.STOPPED, Event.FINISHED, Event.ABORT}
+
+
+def walks(most: int) -> list[tuple[State, list[Event], list[Deed]]]:
+    """Every way from both beginnings, of at most so many events: (where it is, how, what was
+    done)."""
+    found = [(begin, [], []) for begin in (State.COMPUTING, State.GOING)]
+    ways: list[tuple[State, list[Event], list[Deed]]] = []
+    for _ in range(most):
+        found = [
+            (after, [*events, event], [*deeds, *more])
+            for state, events, deeds in found
+            for (before, event), (after, more) in NEXT.items()
+            if before is state
+        ]
+        ways += found
+    return ways
+
+
+def test_every_live_state_can_be_aborted_and_ended() -> None:
+    for state in LIVE:
+        assert NEXT[state, Event.ABORT][0] is State.ENDED
+        assert any(NEXT.get((state, event), (None,))[0] is State.ENDED for event in ENDS)
+
+
+def test_after_the_end_nothing_is_done() -> None:
+    for event in Event:
+        handover = Handover(State.ENDED)
+        assert handover.on(event) == ()
+        assert handover.state is State.ENDED
+
+
+def test_what_cannot_happen_is_refused_and_changes_nothing() -> None:
+    for state, event in itertools.product(LIVE, Event):
+        if (state, event) not in NEXT:
+            handover = Handover(state)
+            with pytest.raises(ValueError, match=event.name):
+                handover.on(event)
+            assert handover.state is state
+
+
+def test_p_is_left_exactly_once_however_a_request_goes() -> None:
+    for state, events, deeds in walks(6):
+        asked_p = not {Event.COMPUTED, Event.MISSED, Event.STOPPED}.isdisjoint(events)
+        if asked_p and state in (State.GOING, State.ENDED):
+            assert deeds.count(Deed.LEAVE) == 1, events
+        assert deeds.count(Deed.LEAVE) <= 1, events
+
+
+def test_a_client_hears_all_that_d_tells_and_d_alone_accepts() -> None:
+    told = {Event.ACCEPTED, Event.SPOKE, Event.FINISHED, Event.STOPPED}
+    for (_, event), (_, deeds) in NEXT.items():
+        assert (Deed.TELL in deeds) == (event in told)
+
+
+def test_d_hears_of_an_abort_wherever_it_was_asked() -> None:
+    for state in LIVE:
+        asked = state is not State.COMPUTING
+        assert (Deed.ABORT in NEXT[state, Event.ABORT][1]) == asked
+
+
+def test_cached_is_what_nobody_computed_for_the_request() -> None:
+    def cached(by_d: int, found_by_p: int) -> int:
+        usage = Usage(prompt_tokens=100, generated_tokens=1, cached_tokens=by_d, fetched_tokens=64)
+        one = as_one(usage, found_by_p)
+        return one.cached_tokens - one.fetched_tokens
+
+    assert cached(99, 0) == 0  # fetched, or D's own: P computed it all the same
+    assert cached(99, 48) == 48
+    assert cached(16, 48) == 16  # D computed again what it could not fetch
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_cached", "again"),
+    [(100, 99, False), (100, 96, False), (100, 80, True), (97, 96, False), (16, 0, False)],
+)
+def test_d_has_computed_again_what_is_more_than_a_block(
+    num_prompt: int, num_cached: int, again: bool
+) -> None:
+    usage = Usage(prompt_tokens=num_prompt, generated_tokens=1, cached_tokens=num_cached)
+    assert was_computed_again(usage, 16) is again
