@@ -101,7 +101,7 @@ class Exchange:
     def make_way(self, request: Request) -> bool:
         """Give something up that is kept for others, so that `request` can have its blocks; False:
         there is nothing that it may have."""
-        return self.leases.make_way(request)
+        return self.leases.make_way(request, self._now)
 
     def _tell(self, order: Order) -> None:
         self.orders.append(order)

@@ -7,8 +7,10 @@ whatever plan or fetch reuses them. Times are arguments, in seconds of a steady 
 
 Who may make leases yield, oldest first: a request that is running and cannot grow, always (it
 would have to be preempted, and whoever loses a lease can compute the same again); one that waits,
-while leases hold more than their share; one that waits to be computed for others, never: to give
-up what is about to be fetched for what will be fetched later helps nobody.
+while leases hold more than their share; one that waits to be computed for others, only leases that
+were kept beyond their first term: to give up what is about to be fetched for what will be fetched
+later helps nobody. So nobody waits for longer than a term, also where two engines hold leases for
+requests that wait in each other's queue, and clients keep them.
 """
 
 from __future__ import annotations
@@ -60,10 +62,12 @@ CAUSES = {
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`blocks` in the order of the sequence; it is over after `until`."""
+    """`blocks` in the order of the sequence; it is over after `until`, which may move; its first
+    `term` does not."""
 
     name: bytes
     blocks: list[int]
+    term: float
     until: float
     state: State = State.OPEN
 
@@ -103,9 +107,10 @@ class Leases:
     def open(self, name: bytes, blocks: list[int], readers: int, now: float) -> None:
         """Hold these blocks, too. All that they will hold has been computed."""
         assert name not in self._open, "two leases of one name"
+        until = now + self._lease_s
         self._pool.share(blocks)
         self._holders.update(blocks)
-        self._open[name] = Lease(name, list(blocks), now + self._lease_s)
+        self._open[name] = Lease(name, list(blocks), until, until)
         self._tell(KVExport(lease=name, blocks=Int32.of(blocks), readers=readers))
 
     def keep(self, name: bytes, now: float) -> None:
@@ -123,16 +128,18 @@ class Leases:
         for lease in [lease for lease in self._open.values() if lease.until < now]:
             self._end(lease.name, Event.EXPIRE)
 
-    def make_way(self, request: Request) -> bool:
+    def make_way(self, request: Request, now: float) -> bool:
         """Give the oldest lease up for `request`, if it may have that; False: there is none."""
-        if not self._open:
+        oldest = next(iter(self._open.values()), None)
+        if oldest is None or not self._yields(oldest, request, now):
             return False
-        if request.phase is not Phase.RUNNING:
-            within_share = self.num_blocks <= SHARE * self._pool.total
-            if within_share or request.kv_readers:
-                return False
-        self._end(next(iter(self._open)), Event.YIELD)
+        self._end(oldest.name, Event.YIELD)
         return True
+
+    def _yields(self, lease: Lease, request: Request, now: float) -> bool:
+        if request.phase is Phase.RUNNING or lease.term < now:
+            return True
+        return not request.kv_readers and self.num_blocks > SHARE * self._pool.total
 
     def _end(self, name: bytes, event: Event) -> None:
         """Of a lease that is over already nobody need hear."""

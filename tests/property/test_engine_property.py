@@ -1,155 +1,14 @@
 """Ten thousand random operations: whatever clients do, every law holds and every answer is right.
-
-After each operation the engine's invariants are checked by brute force, the echo worker checks that
-attention would read exactly each request's own K/V, and at the end each answer is compared with the
-oracle: a free one token by token, a constrained one with its pattern, and with the same request
-alone in an empty engine.
-"""
+(tests/support/storm.py)"""
 
 from __future__ import annotations
 
-import random
-import re
-
 import pytest
 
-from protocol.grammar import Body, Choice, Regex
-from protocol.messages import Refused
-from tests.support.engines import VOCAB, Bench, Say, habitual_token, next_token
-from tests.support.grammars import text_of
+from tests.support.storm import SPECULATING, Storm
 
 OPERATIONS = 10_000
 SEEDS = (0, 3, 4, 5, 100, 103, 104, 107)
-SPECULATING = 100
-"""From this seed on, tokens are guessed ahead, of a model that can be guessed."""
-GRAMMARS: list[tuple[Body, str, str]] = [
-    (Choice(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
-    (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),
-    (Regex(pattern="(no)+"), "(no)+", "(no)*n?"),
-]
-"""(grammar, pattern of whole answers, pattern of what may be cut short)"""
-LABELS = [f"label-{i}" for i in range(12)]
-BAD = Regex(pattern="(")
-
-
-class Storm:
-    """Random clients around one small, crowded engine."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        block_tokens = self.random.choice([1, 4, 8])
-        self.say: Say = habitual_token if seed >= SPECULATING else next_token
-        self.bench = Bench(
-            token_budget=self.random.choice([3, 8, 16, 64]),
-            block_tokens=block_tokens,
-            num_blocks=1 + self.random.choice([64, 96]) // block_tokens,
-            max_slots=self.random.choice([2, 4, 7]),
-            max_len=60,
-            prefix_cache=bool(seed % 2),
-            max_waiting=12,
-            steps_in_flight=1 + seed % 3 % 2,
-            say=self.say,
-            speculation="ngram" if seed >= SPECULATING else "none",
-            ngram_min=self.random.choice([1, 2]),
-            max_drafts=self.random.choice([1, 4, 8]),
-        )
-        self.asked: dict[tuple[bytes, int], tuple[list[int], int, int]] = {}
-        self.constrained: dict[tuple[bytes, int], tuple[Body, str, str]] = {}
-        self.dropped: set[tuple[bytes, int]] = set()
-        self.refused = 0
-
-    def operate(self) -> None:
-        choice = self.random.random()
-        if choice < 0.25:
-            self.bench.plan()
-        elif choice < 0.5:
-            if self.bench.out:
-                self.bench.finish()
-        elif choice < 0.8:
-            self.add()
-        elif choice < 0.88:
-            self.compile()
-        elif choice < 0.97:
-            self.abort()
-        elif choice < 0.99:
-            self.abort_named()
-        else:
-            self.drop()
-        self.bench.engine.check()
-
-    def add(self) -> None:
-        client = self.random.choice([b"a", b"b", b"c"])
-        prompt, seed = self.prompt(), self.random.randrange(3)
-        max_tokens = self.random.randrange(20)
-        grammar = self.grammar() if self.random.random() < 0.2 else None
-        number = self.bench.add(
-            prompt,
-            grammar=None if grammar is None else grammar[0],
-            client=client,
-            namespace=self.random.choice(["", "", "x"]),
-            priority=self.random.choice([0, 0, 0, 1]),
-            max_tokens=max_tokens,
-            seed=seed,
-            ignore_eos=self.random.random() < 0.8,
-            labels=self.random.choices(LABELS, k=self.random.randrange(3)),
-        )
-        if isinstance(number, Refused):
-            self.refused += 1
-            return
-        self.asked[client, number] = (prompt, max_tokens, seed)
-        if grammar is not None:
-            self.constrained[client, number] = grammar
-
-    def grammar(self) -> tuple[Body, str, str]:
-        """A good one mostly, or a new one, or one that is refused."""
-        choice = self.random.random()
-        if choice < 0.05:
-            return BAD, "", ""
-        if choice < 0.2:
-            count = self.random.randrange(1, 40)
-            return Regex(pattern=f"a{{{count}}}"), f"a{{{count}}}", "a*"
-        return self.random.choice(GRAMMARS)
-
-    def compile(self) -> None:
-        """One of the grammars that wait; those whose grammar is bad are refused, and only they."""
-        if not self.bench.jobs:
-            return
-        replies = self.bench.compile(self.random.randrange(len(self.bench.jobs)))
-        for key in [key for key in self.asked if key in self.bench.refusals]:
-            assert key[1] not in replies or self.constrained[key][0] is BAD
-            self.refused += 1
-            del self.asked[key], self.constrained[key], self.bench.refusals[key]
-
-    def prompt(self) -> list[int]:
-        """A new one, or the beginning of an earlier conversation and more (a fork)."""
-        fresh = [self.random.randrange(VOCAB) for _ in range(self.random.randrange(1, 30))]
-        if self.asked and self.random.random() < 0.5:
-            key = self.random.choice(list(self.asked))
-            known = self.asked[key][0] + self.bench.tokens(key[1], key[0])
-            return (known[: self.random.randrange(len(known) + 1)] + fresh)[:58]
-        return fresh
-
-    def abort(self) -> None:
-        if self.asked:
-            client, number = self.random.choice(list(self.asked)[-20:])
-            self.bench.abort(number, client=client)
-
-    def abort_named(self) -> None:
-        """Names that several clients' requests may share, and one that none has."""
-        names = [*self.random.sample(LABELS, 2), "nobody"]
-        known = {name: any(name in r.labels for r in self.bench.engine._open) for name in names}
-        assert self.bench.abort_named(*names) == known
-        assert not any(name in r.labels for r in self.bench.engine._open for name in names)
-
-    def drop(self) -> None:
-        client = self.random.choice([b"a", b"b", b"c"])
-        self.bench.engine.drop(client)
-        self.dropped |= {key for key in self.asked if key[0] == client}
-
-    def settle(self) -> None:
-        while self.bench.jobs:
-            self.compile()
-        self.bench.run()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -158,52 +17,9 @@ def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
     for _ in range(OPERATIONS):
         storm.operate()
     storm.settle()
-    bench, stats = storm.bench, storm.bench.engine.stats()
-    assert bench.engine.is_idle
-    assert not bench.engine._open.labels
-    assert stats.free_blocks == stats.total_blocks
-    assert stats.num_accepted == len(storm.asked) == sum(stats.num_finished.values())
-    assert stats.num_refused == storm.refused
+    storm.check()
+    stats = storm.bench.engine.stats()
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
-    alone = 0
-    for (client, number), (prompt, max_tokens, sampling_seed) in storm.asked.items():
-        news = bench.news[client, number]
-        if (client, number) in storm.dropped and (not news or news[-1].finish is None):
-            continue  # dropped while open: nobody was told
-        assert [output.finish is not None for output in news].count(True) == 1
-        tokens = bench.tokens(number, client)
-        assert len(tokens) <= max_tokens
-        if (client, number) in storm.constrained:
-            _check_text(text_of(tokens), news[-1].finish, *storm.constrained[client, number])
-            if news[-1].finish == "stop":
-                alone += 1
-                body, _, _ = storm.constrained[client, number]
-                assert tokens == _alone(storm, prompt, body, max_tokens, sampling_seed)
-        else:
-            _check_tokens(storm.say, prompt, tokens, sampling_seed)
-        if news[-1].finish == "length":
-            assert len(tokens) == min(max_tokens, bench.limits.max_len - len(prompt))
-    assert alone > 20, "too few constrained answers came to their end"
+    assert storm.alone > 20, "too few constrained answers came to their end"
     if seed >= SPECULATING:
         assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens
-
-
-def _check_text(text: str, finish: str | None, body: Body, whole: str, cut: str) -> None:
-    assert finish in ("stop", "length", "abort")
-    pattern = whole if finish == "stop" else f"{whole}|{cut}"
-    assert re.fullmatch(pattern, text), (body, finish, text)
-
-
-def _alone(storm: Storm, prompt: list[int], body: Body, max_tokens: int, seed: int) -> list[int]:
-    fresh = Bench(max_len=storm.bench.limits.max_len, say=storm.say)
-    number = fresh.add(prompt, grammar=body, max_tokens=max_tokens, seed=seed)
-    fresh.compile()
-    fresh.run()
-    return fresh.tokens(number)
-
-
-def _check_tokens(say: Say, prompt: list[int], tokens: list[int], seed: int) -> None:
-    known = list(prompt)
-    for token in tokens:
-        assert token == say(known, seed, None)
-        known.append(token)

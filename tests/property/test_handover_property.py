@@ -1,0 +1,206 @@
+"""Two small, crowded engines that hand K/V over to each other, under random storms.
+
+Each computes prompts for the other and answers its own clients; fetches are carried out, fail or
+are given up in any order, leases are kept, released, taken and run out. The oracle knows nothing of
+all that: every answer must be that of one engine alone, and in the end every block is free.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine_core.request import Phase
+from protocol.messages import Refused
+from tests.support.handover import Air, EchoMover
+from tests.support.storm import Storm
+
+OPERATIONS = 12_000
+SEEDS = (200, 3, 204, 7)
+"""From tests.support.storm.SPECULATING on, tokens are guessed ahead."""
+FAULTS = ("expired", "unreachable", "damaged", "timeout")
+
+
+@dataclass
+class Table:
+    """Where both engines' clients leave handles: (handle, all tokens but the last, namespace)."""
+
+    air: Air = field(default_factory=Air)
+    offers: list[tuple[str, list[int], str]] = field(default_factory=list)
+    now: float = 0.0
+
+
+class Partner(Storm):
+    """One of the two."""
+
+    def __init__(self, seed: int, name: str, table: Table, kv_on_failure: str) -> None:
+        place = table.air.place(name)
+        block_tokens = 4 if seed % 2 else 8
+        super().__init__(
+            seed,
+            place=place,
+            kv_on_failure=kv_on_failure,
+            token_budget=24,
+            max_slots=6,
+            block_tokens=block_tokens,
+            num_blocks=1 + 160 // block_tokens,
+        )
+        self.random = random.Random(f"{seed} {name}")  # the engines are alike, not what happens
+        self.table = table
+        self.producing: dict[tuple[bytes, int], tuple[list[int], str]] = {}
+        self.failing = kv_on_failure == "error"
+        self.num_failed = 0
+
+    @property
+    def mover(self) -> EchoMover:
+        assert self.bench.mover is not None
+        return self.bench.mover
+
+    def operate(self) -> None:
+        choice = self.random.random()
+        is_busy = self.bench.engine.stats().waiting > 5
+        if choice < 0.55 or (is_busy and choice < 0.75):
+            self.compute()
+        elif choice < 0.6:
+            super().operate()
+        elif choice < 0.65:
+            self.produce()
+        elif choice < 0.75:
+            self.consume()
+        elif choice < 0.77:
+            self.abort_fetching()
+        elif choice < 0.93:
+            self.move()
+        elif choice < 0.97:
+            self.bench.hear(self.mover.report_taken())
+        elif choice < 0.98:
+            self.tell_engine()
+        else:
+            self.table.now += self.random.choice([0.1, 1.0, 20.0])
+            self.bench.tick(self.table.now)
+        self.offer()
+        self.bench.engine.check()
+
+    def compute(self) -> None:
+        if self.bench.jobs and self.random.random() < 0.2:
+            self.compile()
+        elif self.bench.plan() is None and self.bench.out:
+            self.bench.finish()
+
+    def produce(self) -> None:
+        prompt, namespace = self.prompt(), self.random.choice(["", "x"])
+        client = self.random.choice([b"a", b"b"])
+        readers = self.random.choice([1, 1, 2])
+        number = self.bench.add(prompt, client, namespace, kv_readers=readers, temperature=0.5)
+        if isinstance(number, Refused):
+            self.refused += 1
+            return
+        self.asked[client, number] = (prompt, 0, 0)
+        self.producing[client, number] = (prompt[:-1], namespace)
+
+    def offer(self) -> None:
+        """Handles that have been told are on the table for both."""
+        for key in list(self.producing):
+            if not (news := self.bench.news[key]):
+                continue
+            tokens, namespace = self.producing.pop(key)
+            if news[-1].finish == "length":
+                assert bool(news[-1].kv_handle) == bool(tokens)
+            if news[-1].kv_handle:
+                self.table.offers.append((news[-1].kv_handle, tokens, namespace))
+
+    def consume(self) -> None:
+        """Of what was offered lately, or before: its lease may be over."""
+        if not self.table.offers:
+            return
+        handle, tokens, namespace = self.random.choice(
+            self.table.offers[-self.random.choice([1, 1, 12]) :]
+        )
+        prompt = (tokens + self.prompt())[: self.random.choice([len(tokens) + 1, 58])]
+        client, seed = self.random.choice([b"a", b"b", b"c"]), self.random.randrange(3)
+        max_tokens = self.random.randrange(20)
+        grammar = self.grammar() if self.random.random() < 0.2 else None
+        number = self.bench.add(
+            prompt,
+            client,
+            namespace,
+            grammar=None if grammar is None else grammar[0],
+            kv_handle=handle,
+            max_tokens=max_tokens,
+            seed=seed,
+            prompt_logprobs=self.random.choice([None] * 9 + [1]),
+        )
+        if isinstance(number, Refused):
+            assert number.error.param != "kv_transfer_params"
+            self.refused += 1
+            return
+        self.asked[client, number] = (prompt, max_tokens, seed)
+        if grammar is not None:
+            self.constrained[client, number] = grammar
+
+    def move(self) -> None:
+        """Any of the fetches that are out, well or badly."""
+        if self.mover.jobs:
+            job = self.random.choice(list(self.mover.jobs))
+            fault = self.random.choice(FAULTS) if self.random.random() < 0.2 else ""
+            self.bench.hear(self.mover.do(job, fault))
+
+    def abort_fetching(self) -> None:
+        """One of those whose K/V is on its way."""
+        unbound = self.bench.engine._scheduler.unbound
+        fetching = [request for request in unbound if request.phase is not Phase.FINISHED]
+        if fetching:
+            request = self.random.choice(fetching)
+            self.bench.abort(request.number, client=request.client)
+            self.bench.send_orders()
+
+    def tell_engine(self) -> None:
+        """Handles of either engine; those of the other one mean nothing here."""
+        handles = [offer[0] for offer in self.table.offers[-6:]]
+        if handles:
+            command = self.random.choice([self.bench.engine.keep_kv, self.bench.engine.release_kv])
+            command([*self.random.sample(handles, k=min(2, len(handles))), "no handle"])
+            self.bench.send_orders()
+
+    def settle(self) -> None:
+        """Nobody comes any more; what is open ends."""
+        while self.bench.jobs:
+            self.compile()
+        while not self.bench.engine.is_idle:
+            while self.bench.step() is not None or self.mover.jobs:
+                self.move()
+            self.table.now += 1000
+            self.bench.tick(self.table.now)
+
+    def _check_answer(self, client: bytes, number: int) -> None:
+        news = self.bench.news[client, number]
+        if news and news[-1].finish == "error":
+            assert self.failing
+            assert news[-1].error is not None
+            assert "could not be fetched" in news[-1].error.message
+            assert self.bench.tokens(number, client) == []
+            self.num_failed += 1
+        else:
+            super()._check_answer(client, number)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_engines_that_hand_over_to_each_other_keep_every_law(seed: int) -> None:
+    table = Table()
+    pair = [Partner(seed, "p", table, "recompute"), Partner(seed, "d", table, "error")]
+    dice = random.Random(seed)
+    for _ in range(OPERATIONS):
+        dice.choice(pair).operate()
+    for partner in pair:
+        partner.settle()
+    for partner in pair:
+        partner.check()
+    told = [partner.bench.engine.stats() for partner in pair]
+    assert min(stats.num_fetched_tokens for stats in told) > 500
+    assert all({*FAULTS, "cancelled"} == set(stats.num_fetches_failed) for stats in told)
+    ends = {"taken", "released", "expired", "yielded"}
+    assert set().union(*(stats.num_leases_ended for stats in told)) == ends
+    assert sum(stats.num_preemptions for stats in told) > 0
+    assert pair[1].num_failed > 20
