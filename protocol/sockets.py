@@ -109,7 +109,7 @@ def connect_dealer(
     Raises ValueError as `check_address` does.
     """
     path = check_address(address, key)
-    if address.startswith(tuple(f"tcp://{host}:" for host in _ANY_HOST)):
+    if not names_a_host(address):
         raise ValueError(f"address {address!r}: it names no host to connect to")
     socket = _socket(context, zmq.DEALER)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -139,6 +139,19 @@ def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         raise ValueError(f"socket path {path} is longer than {MAX_IPC_PATH} bytes")
     return Path(path)
+
+
+def names_a_host(address: str) -> bool:
+    """Whether others could connect there: not so "tcp://0.0.0.0:5600", which is good to bind."""
+    return not address.startswith(tuple(f"tcp://{host}:" for host in _ANY_HOST))
+
+
+def local_address(address: str) -> str:
+    """Where a program on this host reaches what is bound to `address`."""
+    if names_a_host(address):
+        return address
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return f"tcp://{'[::1]' if host == '[::]' else '127.0.0.1'}:{port}"
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tools import chat, key, models, serve, status
+from tools import chat, engine, key, models, serve, status
 from tools.failure import Failure
 from tools.flags import OneLineParser
 
@@ -56,6 +56,15 @@ def parser() -> argparse.ArgumentParser:
         (serve, command("serve", "start a server", serve.DESCRIPTION, serve.EXAMPLES)),
         (chat, command("chat", "talk to a server", chat.DESCRIPTION, chat.EXAMPLES)),
         (status, command("status", "show whether a server is ready and what it does")),
+        (
+            engine,
+            command(
+                "engine",
+                "start one engine of a cluster, without a gateway",
+                engine.DESCRIPTION,
+                engine.EXAMPLES,
+            ),
+        ),
         (key, command("key", "make a key for a cluster", key.DESCRIPTION, key.EXAMPLES)),
     ):
         tool.add_arguments(made)

@@ -21,8 +21,14 @@ LOCK = "pid"
 LISTENING = "0A"  # the state column of /proc/net/tcp
 
 
-def hold(directory: Path) -> int:
-    """Make `directory` private and ours until the returned descriptor is closed. Raises Failure."""
+PORT_TAKEN = ("a server already runs on port {}", "--port")
+
+
+def hold(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> int:
+    """Make `directory` private and ours until the returned descriptor is closed. Raises Failure.
+
+    taken   what to say where it is another's, around the directory's name; what to choose instead
+    """
     try:
         make_private(directory)
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -32,7 +38,7 @@ def hold(directory: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise Failure(_taken(directory)) from None
+        raise Failure(_taken(directory, *taken)) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
@@ -69,12 +75,12 @@ def check_port_is_free(host: str, port: int) -> None:
         ) from None
 
 
-def _taken(directory: Path) -> str:
-    pid, port = holder(directory), directory.name
+def _taken(directory: Path, what: str, option: str) -> str:
+    pid, words = holder(directory), what.format(directory.name)
     if pid is not None and not Path(f"/proc/{pid}").exists():
-        return f"the server on port {port} (pid {pid}) is gone, but its children still stop; wait"
+        return f"{words}: process {pid} is gone, but its children still stop; wait"
     whose = f"process {pid}" if pid is not None else "another process"
-    return f"a server already runs on port {port}: {whose}; choose another port with --port"
+    return f"{words}: {whose}; choose another with {option}"
 
 
 def _listener(port: int) -> str | None:

@@ -2,7 +2,8 @@
 
     options -> configs -> the run directory's lock -> the model's path -> commands -> the watch loop
 
-What is decided while they run is `tools.supervisor`'s; this file puts the pieces together.
+Which engines there are is decided by `tools.layout`, and what to do while they run by
+`tools.supervisor`; this file puts the pieces together.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from protocol.cluster_key import read_cluster_key, write_cluster_key
 from protocol.config import EngineConfig, GatewayConfig, ServeConfig, WorkerConfig
 from protocol.sockets import engine_address, run_directory
 from tools import run_lock
@@ -28,6 +30,7 @@ from tools.children import Child, Command, last_words
 from tools.failure import Failure
 from tools.fetch import home
 from tools.flags import add_flags, build
+from tools.layout import RUN_KEY, Engines, check_reachable, engines_of, wired, with_model
 from tools.models import resolve
 from tools.watch import say, supervise
 from tools.web import Server, local_url
@@ -45,6 +48,9 @@ examples:
   tidegate serve --max-len 4096 --max-slots 16    less memory: shorter and fewer requests
   tidegate serve --served-name small --gateways 2
   tidegate serve --render-only DIRECTORY          no engine: render, derender, tokenize
+  tidegate serve --split                          two engines: one computes prompts, one answers
+  tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
+                                                  the same over hosts: see tidegate engine --help
 """
 
 ROOMS = (
@@ -65,10 +71,14 @@ CARD_TIMEOUT_S = 120
 class Plan:
     """All that is to be started; nothing of it has happened yet."""
 
-    engine: EngineConfig
+    engine: EngineConfig  # as the options describe one
     gateway: GatewayConfig
     serve: ServeConfig
     directory: Path
+
+    @property
+    def engines(self) -> Engines:
+        return engines_of(self.serve, self.engine, self.directory)
 
     @property
     def url(self) -> str:
@@ -79,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        default=DEFAULT,
         metavar="MODEL",
         help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
         f"(default {DEFAULT})",
@@ -98,16 +107,20 @@ def plan(options: Mapping[str, Any]) -> Plan:
         directory = run_directory(gateway.port)
         address = engine_address(gateway.port)
         worker_address = f"ipc://{directory / 'worker.sock'}"
-        worker = build(WorkerConfig, options, model=options["model"], address=worker_address)
+        model = options["model"] or DEFAULT
+        worker = build(WorkerConfig, options, model=model, address=worker_address)
         engine = build(EngineConfig, options, worker=worker, address=address)
         serve = build(ServeConfig, options)
+        engines = engines_of(serve, engine, directory)
+        gateway = wired(gateway, serve, engine, engines)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
-    names = gateway.served_name or ([worker.model] if worker.model in CATALOGUE else [])
+    has_name = worker.model in CATALOGUE and bool(engines or options["model"])
+    names = gateway.served_name or ([worker.model] if has_name or serve.render_only else [])
     store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
-    gateway = msgspec.structs.replace(
-        gateway, engine=address, served_name=names, response_store=store
-    )
+    if serve.kv_address:
+        check_reachable(serve.kv_address, "--kv-address")
+    gateway = msgspec.structs.replace(gateway, served_name=names, response_store=store)
     return Plan(engine, gateway, serve, directory)
 
 
@@ -120,45 +133,62 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
     """
     python = [sys.executable, "-P", "-m"]
     conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
-    engine_json, gateway_json = (
-        msgspec.json.encode(c).decode() for c in (plan.engine, plan.gateway)
+    gateway = Command(
+        "gateway",
+        [*python, "gunicorn", conf, "gateway.app:create_app()"],
+        environment={"TIDEGATE_GATEWAY": msgspec.json.encode(plan.gateway).decode()},
+        directory=plan.directory,
+        keeps_open=[lock],
     )
-    gateway = [
-        Command(
-            "gateway",
-            [*python, "gunicorn", conf, "gateway.app:create_app()"],
-            environment={"TIDEGATE_GATEWAY": gateway_json},
-            directory=plan.directory,
-            keeps_open=[lock],
-        )
-    ]
-    if plan.serve.render_only:
-        return gateway
-    engine = [*python, "engine_core", "--config", engine_json]
-    return [*gateway, Command("engine", engine, keeps_open=[lock])]
+    engines = [engine_command(name, engine, lock) for name, engine in plan.engines.items()]
+    return [gateway, *engines]
+
+
+def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
+    config = msgspec.json.encode(engine).decode()
+    arguments = [sys.executable, "-P", "-m", "engine_core", "--config", config]
+    return Command(name, arguments, keeps_open=[lock])
 
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     wanted = plan(vars(options))
-    _check_installation(computes=not wanted.serve.render_only)
+    check_installation(NEEDED if wanted.engines else NEEDED.keys() - COMPUTES)
     lock = run_lock.hold(wanted.directory)
     try:
         run_lock.check_port_is_free(wanted.gateway.host, wanted.gateway.port)
+        if wanted.serve.split:
+            _make_key(wanted.directory / RUN_KEY)
+        else:
+            check_key(wanted.serve.cluster_key)
         return _serve(_with_model_path(wanted), lock, started)
     finally:
         os.close(lock)
 
 
+def _make_key(file: Path) -> None:
+    """For this run; the directory is ours alone."""
+    file.unlink(missing_ok=True)
+    write_cluster_key(str(file))
+
+
+def check_key(path: str) -> None:
+    """Raises Failure where a key is named that cannot be used."""
+    try:
+        read_cluster_key(path)
+    except ValueError as error:
+        raise Failure(str(error)) from None
+
+
 def _with_model_path(plan: Plan) -> Plan:
     """The plan with the model's name replaced by its path, fetched if need be."""
     render_only = plan.serve.render_only
+    if not plan.engines and not render_only:
+        return plan
     path = resolve(plan.engine.worker.model, home(), text_only=render_only)
-    worker = msgspec.structs.replace(plan.engine.worker, model=str(path))
-    engine = msgspec.structs.replace(plan.engine, worker=worker)
-    gateway = plan.gateway
+    engine, gateway = with_model(plan.engine, path), plan.gateway
     if render_only:
-        card = _write_card(path, plan.directory / CARD_FILE, worker.max_len)
+        card = _write_card(path, plan.directory / CARD_FILE, engine.worker.max_len)
         gateway = msgspec.structs.replace(gateway, card=str(card))
     return Plan(engine, gateway, plan.serve, plan.directory)
 
@@ -188,15 +218,16 @@ def _serve(plan: Plan, lock: int, started: float) -> int:
     def started_all(children: Sequence[Child]) -> None:
         phase(", ".join(f"{child.name} started (pid {child.pid})" for child in children))
 
-    phase(f"model {plan.engine.worker.model}")
+    if plan.engines or plan.serve.render_only:
+        phase(f"model {plan.engine.worker.model}")
     return supervise(
         commands(plan, lock=lock),
-        Server(plan.url),
+        Server(plan.url, waits_for_all=plan.serve.split),
         start_timeout_s=plan.serve.start_timeout_s,
         drain_s=plan.gateway.drain_s,
         on_started=started_all,
         on_listening=lambda: phase(
-            "gateway answers" + ("" if plan.serve.render_only else "; the model is loading")
+            "gateway answers" + ("; the model is loading" if plan.engines else "")
         ),
         on_ready=lambda model: say(_welcome(plan, model, time.monotonic() - started)),
     )
@@ -221,16 +252,29 @@ Tidegate serves {model} at {plan.url}  (ready in {seconds:.1f} s)
     -d '{body}'
 
   tidegate chat --url {plan.url}
-  ZeroMQ: {plan.gateway.engine}
+{_where(plan)}
 
 Ctrl-C stops it.
 """
 
 
-def _check_installation(*, computes: bool) -> None:
-    for library, extra in NEEDED.items():
-        if not computes and library in COMPUTES:
-            continue
+def _where(plan: Plan) -> str:
+    """Which engines there are, and how to speak to them without HTTP."""
+    if not plan.gateway.decode:
+        return f"  ZeroMQ: {plan.gateway.engine}"
+    whose = {}
+    if plan.serve.split:
+        whose = {c.address: f" ({c.worker.threads} threads)" for c in plan.engines.values()}
+    lines = [f"  prompts computed by {a}{whose.get(a, '')}" for a in plan.gateway.prefill]
+    lines += [f"  answers computed by {a}{whose.get(a, '')}" for a in plan.gateway.decode]
+    if plan.serve.split:
+        lines.append(f"  ZeroMQ: {plan.engine.address}")
+    return "\n".join(lines)
+
+
+def check_installation(libraries: Iterable[str]) -> None:
+    for library in libraries:
+        extra = NEEDED[library]
         if importlib.util.find_spec(library) is None:
             raise Failure(f"{library} is not installed; try: pip install 'tidegate[{extra}]'")
 

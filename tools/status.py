@@ -1,12 +1,17 @@
 """`tidegate status`: one look at a running server, through the engine's own socket.
 
-It asks the engine, not the gateway, so it still answers when HTTP is down, and says that it is.
+It asks the engine, not the gateway, so it still answers when HTTP is down, and says that it is. Of
+a server with engines of two kinds, which may be elsewhere, only the gateway knows which they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
 
 from protocol.client import Engine
 from protocol.config import GatewayConfig
@@ -32,21 +37,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 0 if the server is ready, 1 if it is not. Raises Failure where there is none."""
+    """Exit code 0 if the server and all its engines are ready, 1 if not. Raises Failure where there
+    is none."""
     pid = holder(run_directory(options.port))
     if pid is None:
         raise Failure(f"no server runs on port {options.port}; start one: tidegate serve")
     answer = Server(local_url(options.host, options.port)).get("/readyz", timeout_s=WAIT_S)
-    status = None if answer is None else answer[0]
+    status, body = answer or (None, b"")
     print(f"server   pid {pid}")
     print(f"http     {_http(status)}")
+    is_ready = status == HTTPStatus.OK
+    several = _several(body)
+    if several:
+        print("\n".join(_one_of_several(role, state) for role, state in several))
+        return 0 if is_ready and all(state["ready"] for _, state in several) else 1
     try:
         with Engine(engine_address(options.port), name="status", wait_s=WAIT_S) as engine:
             print(_engine(engine, _stats(engine)))
     except EngineNotReady as error:
         print(f"engine   not ready: {error}")
         return 1
-    return 0 if status == 200 else 1
+    return 0 if is_ready else 1
+
+
+def _several(body: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """(role, state) of each engine of a server that has several; see /readyz."""
+    facts = msgspec.json.decode(body) if body else {}
+    return [(role, state) for role in ("prefill", "decode") for state in facts.get(role, [])]
+
+
+def _one_of_several(role: str, state: dict[str, Any]) -> str:
+    if not state["ready"]:
+        return f"{role:<8} {state['address']}: not ready: {state['why']}"
+    if state["total_blocks"] is None:
+        return f"{role:<8} {state['address']}: ready"
+    used = state["total_blocks"] - state["free_blocks"]
+    return (
+        f"{role:<8} {state['address']}: {state['running']} running, "
+        f"{state['waiting']} waiting ({state['waiting_tokens']} tokens), "
+        f"{used} of {state['total_blocks']} blocks hold tokens"
+    )
 
 
 def _stats(engine: Engine) -> EngineStats:
@@ -60,7 +90,7 @@ def _stats(engine: Engine) -> EngineStats:
 def _http(status: int | None) -> str:
     if status is None:
         return "does not answer"
-    return "ready" if status == 200 else f"not ready (status {status})"
+    return "ready" if status == HTTPStatus.OK else f"not ready (status {status})"
 
 
 def _engine(engine: Engine, stats: EngineStats) -> str:

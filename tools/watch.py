@@ -16,24 +16,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from tools.children import Child, Command
 from tools.supervisor import End, Order, Phase, Say, Send, Supervisor
-from tools.web import Server
+from tools.web import Readiness
 
 PROBE_EVERY_S = 0.1
 LISTENING, READY = b"l", b"r"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Readiness:
+class Watched(Protocol):
+    """What is started here, as its clients find it."""
+
+    def readiness(self) -> Readiness | None:
+        """None where nobody answers. Asked several times a second, in a thread of its own."""
+
+
+class Asking:
     """Asks the server until it is ready; `news` is readable when it first answers, and when it is.
 
     `model` is the served model's name, known once READY has been said.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Watched) -> None:
         self.model: str | None = None
         self._server = server
         self.news, self._tell = socket.socketpair()
@@ -58,12 +65,12 @@ class Readiness:
     def _ask(self) -> None:
         heard = False
         while not self._stop.wait(PROBE_EVERY_S):
-            answer = self._server.get("/readyz", timeout_s=1.0)
+            answer = self._server.readiness()
             if answer is not None and not heard:
                 heard = True
                 self._tell.send(LISTENING)
-            if answer is not None and answer[0] == 200:
-                self.model = self._server.first_model()
+            if answer is not None and answer.is_ready:
+                self.model = answer.model
                 self._tell.send(READY)
                 return
 
@@ -106,7 +113,7 @@ class Watch:
         children: Sequence[Child],
         *,
         wakeups: socket.socket,
-        readiness: Readiness,
+        readiness: Asking,
         on_listening: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
@@ -188,7 +195,7 @@ class Watch:
 
 def supervise(
     commands: Sequence[Command],
-    server: Server,
+    server: Watched,
     *,
     start_timeout_s: float,
     drain_s: float,
@@ -208,7 +215,7 @@ def supervise(
         )
         children = [Child(command) for command in commands]
         on_started(children)
-        with Readiness(server) as readiness:  # a thread, so only after the last fork
+        with Asking(server) as readiness:  # a thread, so only after the last fork
             return Watch(
                 supervisor,
                 children,

@@ -6,16 +6,29 @@ import contextlib
 import http.client
 import json
 import socket
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from tools.failure import Failure
 
 
-class Server:
-    """A server at `url` ("http://host:port", perhaps with a path in front of all others)."""
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """model  the name of what is served, once it is"""
 
-    def __init__(self, url: str) -> None:
+    is_ready: bool
+    model: str | None = None
+
+
+class Server:
+    """A server at `url` ("http://host:port", perhaps with a path in front of all others).
+
+    waits_for_all   it is ready only when all engines that it knows of are
+    """
+
+    def __init__(self, url: str, *, waits_for_all: bool = False) -> None:
+        self._waits_for_all = waits_for_all
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Failure(f"--url {url!r} is no http:// or https:// address", exit_code=2)
@@ -53,6 +66,16 @@ class Server:
         )
         return connection.getresponse()
 
+    def readiness(self) -> Readiness | None:
+        """None where nobody answers."""
+        answer = self.get("/readyz", timeout_s=1.0)
+        if answer is None:
+            return None
+        status, body = answer
+        if status != http.client.OK or (self._waits_for_all and not _are_all_ready(body)):
+            return Readiness(is_ready=False)
+        return Readiness(is_ready=True, model=self.first_model())
+
     def first_model(self) -> str | None:
         """The name of the model it serves; None where nobody answers as a model server would."""
         answer = self.get("/v1/models")
@@ -62,6 +85,13 @@ class Server:
             return str(json.loads(answer[1])["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
             return None
+
+
+def _are_all_ready(body: bytes) -> bool:
+    """`body` is what /readyz tells."""
+    facts = json.loads(body)
+    engines = [*facts.get("prefill", []), *facts.get("decode", [])]
+    return all(engine["ready"] for engine in engines)
 
 
 def local_url(host: str, port: int) -> str:

@@ -1,0 +1,139 @@
+"""Which engines a command starts, and who is told where they are. Nothing is started here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.cluster_key import ClusterKey
+from protocol.config import EngineConfig
+from protocol.sockets import check_address, engine_address, run_directory
+from tools import engine as solo
+from tools.__main__ import parser
+from tools.failure import Failure
+from tools.layout import RUN_KEY
+from tools.serve import Plan, commands, plan
+
+FAR = ("--prefill", "tcp://a:1", "--prefill", "tcp://b:1", "--decode", "tcp://c:1")
+KEYED = ("--cluster-key", "some.key")
+
+
+def serve(*words: str) -> Plan:
+    return plan(vars(parser().parse_args(["serve", *words])))
+
+
+def engine(*words: str) -> EngineConfig:
+    options: dict[str, Any] = vars(parser().parse_args(["engine", *words]))
+    return solo.plan(options)[1]
+
+
+def names(made: Plan) -> list[str]:
+    return [command.name for command in commands(made, lock=0)]
+
+
+def test_by_default_there_is_one_engine_and_it_hands_nothing_over() -> None:
+    made = serve()
+    (only,) = made.engines.values()
+    assert names(made) == ["gateway", "engine"]
+    assert (made.gateway.engine, made.gateway.prefill) == (engine_address(), [])
+    assert (only.cluster_key, only.worker.kv_export) == ("", False)
+
+
+def test_split_starts_a_pair_that_a_drain_stops_from_the_client_backwards() -> None:
+    made = serve("--split", "--port", "8001", "--max-slots", "2")
+    assert names(made) == ["gateway", "decode engine", "prefill engine"]
+    decode, prefill = made.engines.values()
+    assert (decode.role, prefill.role) == ("decode", "prefill")
+    assert made.gateway.prefill == [prefill.address]
+    assert made.gateway.decode == [decode.address] == [engine_address(8001)]
+    assert prefill.worker.max_slots == decode.worker.max_slots == 2
+    key = str(run_directory(8001) / RUN_KEY)
+    for config in (decode, prefill, decode.worker, prefill.worker):
+        assert config.cluster_key == key
+    assert (decode.worker.kv_export, prefill.worker.kv_export) == (False, True)
+    assert made.gateway.cluster_key == ""  # all it connects to is in a private directory
+    addresses = [decode.address, decode.worker.address, prefill.address]
+    addresses += [prefill.worker.address, prefill.worker.kv_address]
+    assert len(set(addresses)) == 5
+    for address in addresses:
+        assert check_address(address) is not None  # ipc, and short enough
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, (1, 1)), (2, (1, 1)), (5, (3, 2)), (8, (4, 4))])
+def test_split_divides_the_cores_between_its_workers(
+    cores: int, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    decode, prefill = serve("--split").engines.values()
+    assert (prefill.worker.threads, decode.worker.threads) == threads
+    decode, prefill = serve("--split", "--threads", "7").engines.values()
+    assert (prefill.worker.threads, decode.worker.threads) == (7, 7)
+
+
+def test_a_gateway_before_engines_elsewhere_starts_none() -> None:
+    made = serve(*FAR, *KEYED, "--kv-on-failure", "error", "--split-min-tokens", "9")
+    assert names(made) == ["gateway"]
+    gateway = made.gateway
+    assert (gateway.prefill, gateway.decode) == (["tcp://a:1", "tcp://b:1"], ["tcp://c:1"])
+    assert gateway.cluster_key == str(Path("some.key").absolute())
+    assert (gateway.kv_on_failure, gateway.split_min_tokens) == ("error", 9)
+    assert gateway.served_name == []  # the engines know what they serve
+    assert serve("qwen3-0.6b", *FAR, *KEYED).gateway.served_name in ([], ["qwen3-0.6b"])
+
+
+def test_with_a_key_the_one_engine_takes_part_in_a_cluster() -> None:
+    (only,) = serve(*KEYED).engines.values()
+    assert (only.role, only.worker.kv_export) == ("both", True)
+    assert only.worker.kv_address == f"ipc://{run_directory(8000)}/kv.sock"
+    (only,) = serve(*KEYED, "--kv-address", "tcp://me:5601").engines.values()
+    assert only.worker.kv_address == "tcp://me:5601"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--prefill", "tcp://a:1"), "--prefill and --decode"),
+        (("--split", *FAR), "exclude each other"),
+        (("--split", "--render-only"), "exclude each other"),
+        (("--split", *KEYED), "--split makes a key"),
+        (("--kv-address", "tcp://a:1"), "needs --cluster-key"),
+        ((*KEYED, "--kv-address", "tcp://0.0.0.0:1"), "names no host"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(words: tuple[str, ...], why: str) -> None:
+    with pytest.raises(Failure, match=why) as refused:
+        serve(*words)
+    assert refused.value.exit_code == 2
+
+
+def test_an_engine_alone_is_where_it_was_told_to_be() -> None:
+    made = engine("--address", "tcp://0.0.0.0:5600", "--kv-address", "tcp://me:5601", *KEYED)
+    key = str(Path("some.key").absolute())
+    assert (made.address, made.cluster_key, made.worker.cluster_key) == (
+        "tcp://0.0.0.0:5600",
+        key,
+        key,
+    )
+    assert check_address(made.address, ClusterKey(b"k" * 32)) is None
+    assert (made.worker.kv_export, made.worker.kv_address) == (True, "tcp://me:5601")
+    assert made.worker.address.startswith("ipc://")
+    decode = engine("--role", "decode", *KEYED)
+    assert (decode.worker.kv_export, decode.worker.kv_address) == (False, "")
+    assert made.worker.address != decode.worker.address
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "--cluster-key is missing"),
+        (("--role", "prefill", *KEYED), "needs --kv-address"),
+        (("--kv-address", "tcp://*:1", *KEYED), "names no host"),
+    ],
+)
+def test_an_engine_that_could_not_do_its_part_is_refused(words: tuple[str, ...], why: str) -> None:
+    with pytest.raises(Failure, match=why) as refused:
+        engine(*words)
+    assert refused.value.exit_code == 2
