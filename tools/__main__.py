@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tools import chat, engine, key, models, serve, status
+from tools import chat, doctor, engine, key, models, serve, status
 from tools.failure import Failure
 from tools.flags import OneLineParser
 
@@ -25,6 +25,7 @@ a first minute:
   tidegate serve                  fetch the default model, start, say where it listens
   tidegate chat                   in another terminal: talk to it
   tidegate status                 is it ready, what is running
+  tidegate doctor                 if something is not as it should be
   tidegate models                 which models it knows by name, and where they are kept
 
 each command explains itself: tidegate serve --help
@@ -64,6 +65,10 @@ def parser() -> argparse.ArgumentParser:
                 engine.DESCRIPTION,
                 engine.EXAMPLES,
             ),
+        ),
+        (
+            doctor,
+            command("doctor", "look at this machine first", doctor.DESCRIPTION, doctor.EXAMPLES),
         ),
         (key, command("key", "make a key for a cluster", key.DESCRIPTION, key.EXAMPLES)),
     ):

@@ -29,13 +29,14 @@ class LoadedModel:
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """From a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line."""
-    files = _read(Path(path))
+    files = read_files(Path(path))
     weights = load_llama(files.config, files.weights, dtype=dtype, device=device)
     card = _card(files, weights, dtype)
     return LoadedModel(Llama(files.config, weights), card, files.config)
 
 
-def _read(path: Path) -> ModelFiles:
+def read_files(path: Path) -> ModelFiles:
+    """Headers, and where the weights are. Raises UnusableModel, saying why in a line."""
     if path.is_dir():
         return read_directory(path)
     if path.suffix in PICKLES:

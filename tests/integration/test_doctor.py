@@ -1,0 +1,67 @@
+"""`tidegate doctor` on this machine: what it says of a model is what a worker makes of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_checkpoint import write_tiny_llama
+from tools.__main__ import main
+from worker.device import choose_dtype, cpu_flags
+from worker.facts import model_facts
+from worker.models.load import load_model
+
+CPU = torch.device("cpu")
+
+
+def examined(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["doctor", "--json", *arguments])
+    return code, {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+
+def test_a_models_needs_are_told_from_its_headers_alone(tmp_path: Path) -> None:
+    dtype = choose_dtype("auto", CPU, cpu_flags=cpu_flags())
+    path = write_tiny_llama(tmp_path)
+    facts = model_facts(path, dtype)
+    loaded = load_model(path, dtype=dtype, device=CPU)
+    assert facts.weights_bytes == loaded.card.weights_bytes
+    assert facts.context_tokens == loaded.card.context_tokens
+    assert facts.token_bytes == 2 * 2 * 2 * 8 * dtype.itemsize  # k and v, layers, heads, head dim
+
+
+def test_a_model_that_can_be_served_is_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEGATE_HOME", str(tmp_path / "cache"))
+    code, found = examined(capsys, str(write_tiny_llama(tmp_path)))
+    assert code == 0
+    assert "LlamaForCausalLM, made for 128 tokens" in found["model"]["said"]
+    assert f"torch {torch.__version__}" in found["compute"]["said"]
+    assert str(tmp_path / "cache") in found["cache"]["said"]
+    assert not (tmp_path / "cache").exists()  # it changes nothing
+
+
+def test_a_model_of_a_kind_that_we_cannot_compute_is_bad_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_tiny_llama(tmp_path, architectures=["RwkvForCausalLM"])
+    code, found = examined(capsys, str(path))
+    assert code == 1
+    assert found["model"]["verdict"] == "bad"
+    assert "RwkvForCausalLM" in found["model"]["said"]
+
+
+def test_a_port_that_is_taken_is_bad(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        code, found = examined(capsys, "--port", str(port))
+    assert code == 1
+    assert found[f"port {port}"]["verdict"] == "bad"
+    assert "pid" in found[f"port {port}"]["said"]

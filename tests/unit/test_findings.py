@@ -1,0 +1,131 @@
+"""What is said of a machine: a verdict for each fact, and a remedy wherever not all is well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.facts import MachineFacts, ModelFacts
+from tools import findings
+from tools.findings import GIB, Finding, Verdict
+
+MODEL = ModelFacts(
+    name="small",
+    architecture="LlamaForCausalLM",
+    context_tokens=8192,
+    weights_bytes=2 * GIB,
+    token_bytes=1 << 17,
+)
+FACTS = MachineFacts(
+    torch="2.13.0",
+    device="cpu",
+    dtype="bfloat16",
+    cpu="A CPU",
+    cpu_flags=["avx2", "avx512_bf16"],
+    cores=8,
+    threads=8,
+    free_bytes=16 * GIB,
+    model=MODEL,
+)
+
+
+def machine(**changes: object) -> MachineFacts:
+    return msgspec.structs.replace(FACTS, **changes)
+
+
+def test_a_machine_that_has_all_is_well() -> None:
+    said = [
+        findings.python((3, 11, 7)),
+        *findings.libraries({"engine": {"llguidance": "1.9.0"}}),
+        findings.processor(FACTS),
+        findings.threads(FACTS, {}),
+        findings.compute(FACTS),
+        findings.memory(FACTS),
+        findings.model(FACTS),
+        findings.port(8000, None, None),
+        findings.sockets(Path("/run/x"), None),
+        findings.open_files(1 << 20),
+        findings.cache(Path("/cache"), 50 * GIB, None),
+    ]
+    assert findings.worst(said) is Verdict.OK
+    assert not any(finding.remedy for finding in said)
+    assert all(finding.said for finding in said)
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "said", "remedy"),
+    [
+        (findings.python((3, 10, 1)), Verdict.BAD, "3.10.1", "3.11"),
+        (
+            findings.libraries({"worker": {"torch": None, "numpy": "2.4"}})[0],
+            Verdict.BAD,
+            "not installed: torch",
+            "tidegate[worker]",
+        ),
+        (findings.processor(machine(cpu_flags=["avx2"])), Verdict.DOUBT, "avx2", "bfloat16"),
+        (findings.processor(machine(cpu_flags=[], cpu="")), Verdict.DOUBT, "unknown", "slow"),
+        (
+            findings.threads(FACTS, {"OMP_NUM_THREADS": "1", "HOME": "/"}),
+            Verdict.DOUBT,
+            "OMP_NUM_THREADS=1",
+            "unset OMP_NUM_THREADS",
+        ),
+        (
+            findings.threads(machine(quota=0.5, threads=1), {}),
+            Verdict.DOUBT,
+            "1 of 8 cores (0.5 granted to this container)",
+            "a whole core",
+        ),
+        (findings.memory(machine(free_bytes=GIB)), Verdict.BAD, "takes 2.00 GiB", "smaller"),
+        (
+            findings.memory(machine(free_bytes=int(2.5 * GIB))),
+            Verdict.DOUBT,
+            "1.00 GiB for one request of 8,192 tokens",
+            "--max-len 2048",
+        ),
+        (
+            findings.model(machine(model=None, model_error="it is a pickle")),
+            Verdict.BAD,
+            "it is a pickle",
+            "tidegate models",
+        ),
+        (findings.port(80, "in use by pid 7", None), Verdict.BAD, "pid 7", "--port"),
+        (findings.sockets(Path("/x"), "too long"), Verdict.BAD, "too long", "XDG_RUNTIME_DIR"),
+        (findings.open_files(1024), Verdict.DOUBT, "1,024", "ulimit"),
+        (findings.cache(Path("/c"), None, "read-only"), Verdict.BAD, "read-only", "TIDEGATE_HOME"),
+        (findings.cache(Path("/c"), 1 << 20, None), Verdict.DOUBT, "0.0 GiB", "room"),
+    ],
+    ids=lambda value: value.what if isinstance(value, Finding) else None,
+)
+def test_what_is_not_well_has_a_remedy(
+    finding: Finding, verdict: Verdict, said: str, remedy: str
+) -> None:
+    assert finding.verdict is verdict
+    assert said in finding.said
+    assert remedy in finding.remedy
+
+
+def test_the_length_that_is_proposed_fits() -> None:
+    """Half of what is left, for one request, and a power of two."""
+    facts = machine(free_bytes=int(2.5 * GIB))
+    proposed = int(findings.memory(facts).remedy.split()[-1])
+    assert proposed * MODEL.token_bytes <= (facts.free_bytes - MODEL.weights_bytes) / 2
+
+
+def test_a_gpu_needs_no_fast_cpu() -> None:
+    assert findings.processor(machine(device="cuda:0", cpu_flags=[])).verdict is Verdict.OK
+
+
+def test_a_server_of_ours_on_the_port_is_no_fault() -> None:
+    finding = findings.port(8000, "in use", 12)
+    assert finding.verdict is Verdict.OK
+    assert "pid 12" in finding.said
+
+
+def test_the_worst_verdict_counts() -> None:
+    ok, doubt, bad = (Finding("x", "y", verdict) for verdict in Verdict)
+    assert findings.worst([ok, bad, doubt]) is Verdict.BAD
+    assert findings.worst([doubt, ok]) is Verdict.DOUBT
+    assert findings.worst([]) is Verdict.OK
