@@ -250,13 +250,18 @@ class Scheduler:
         # Every running request must get its one token in a step: no more of them than the budget
         # has.
         most = min(self.limits.max_slots, self.limits.token_budget)
-        while step.budget and len(self.running) + len(self.unbound) < most:
+        while len(self.running) + len(self.unbound) < most:
             request = self.waiting.first()
-            if request is None or not self._take_blocks(request):
+            if request is None:
+                return
+            found = self.prefixes.find(request)
+            match = self._exchange.match(request, len(found))
+            if match is None and not step.budget:
+                return  # what is fetched needs none
+            if not self._take_blocks(request, found):
                 return
             self.waiting.remove(request)
             request.slot = self._free_slots.pop()
-            match = self._exchange.match(request, request.num_published)
             if match is None:
                 self._bind(request, step)
             else:
@@ -285,12 +290,11 @@ class Scheduler:
         step.fresh += request.blocks[-(-request.num_computed // self.limits.block_tokens) :]
         self._compute(request, step)
 
-    def _take_blocks(self, request: Request) -> bool:
-        """Blocks for all known tokens, as many as possible from the cache.
+    def _take_blocks(self, request: Request, found: list[int]) -> bool:
+        """Blocks for all known tokens, of which those that were `found` are here already.
 
         False, and no change, if too few.
         """
-        found = self.prefixes.find(request)
         missing = -(-len(request.tokens) // self.limits.block_tokens) - len(found)
         while missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
             if not self._exchange.make_way(request):

@@ -41,9 +41,13 @@ class Export:
 
 @dataclass
 class Air:
-    """What all workers of a cluster can reach: (address, lease) -> export."""
+    """What all workers of a cluster can reach: (address, lease) -> export.
+
+    fault   the kind of failure that every fetch has; "": none
+    """
 
     exports: dict[tuple[str, bytes], Export] = field(default_factory=dict)
+    fault: str = ""
 
     def place(self, name: str, **changes: object) -> Place:
         """For one more engine. `changes`: fields of its worker's KVEndpoint."""
@@ -104,6 +108,7 @@ class EchoMover:
     def do(self, job: int, fault: str = "") -> KVReport:
         """Carry a job out, as far as it can be; `fault`: the kind of failure it is to have."""
         order = self.jobs.pop(job)
+        fault = fault or self._place.air.fault
         if job in self.cancelled:
             fault = "cancelled"
         source = order.source

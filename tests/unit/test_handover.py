@@ -1,62 +1,35 @@
-"""A prompt computed by one engine, an answer given by another: every step of the hand-over."""
+"""A prompt computed by one engine, an answer given by another: what each does and refuses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Any
 
-from tests.support.engines import Bench, answer
-from tests.support.handover import Air
+import pytest
 
-PROMPT = list(range(1, 31))  # 7 blocks of 4 without its last token, and 1 token in an eighth
+from engine_core.kv import fetches, leases
+from engine_core.kv.peers import Cluster
+from engine_core.request import NEXT_PHASE, Event, Phase
+from protocol.grammar import Regex
+from protocol.kv import KVCancel, KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw
+from protocol.messages import Refused
+from tests.support.engines import CLIENT, Bench, answer, habitual_token
+from tests.support.grammars import text_of
+from tests.support.handover import Air, Place
+from tests.support.pair import PROMPT, Pair
 
 
-@dataclass
-class Pair:
-    """P computes prompts, D answers; the test decides when K/V moves."""
+def usage_of(bench: Bench, number: int) -> tuple[int, int]:
+    """(cached, fetched) tokens, as the end tells them."""
+    usage = bench.end(number).usage
+    assert usage is not None
+    return usage.cached_tokens, usage.fetched_tokens
 
-    air: Air = field(default_factory=Air)
-    options: dict[str, object] = field(default_factory=dict)
-    p: Bench = field(init=False)
-    d: Bench = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.p = self.bench("p", role="prefill")
-        self.d = self.bench("d", role="decode", **self.options)
+def num_computed(bench: Bench) -> int:
+    return bench.engine.stats().num_computed_tokens
 
-    def bench(self, name: str, **options: object) -> Bench:
-        return Bench(place=self.air.place(name), **options)  # type: ignore[arg-type]
 
-    def prefill(self, prompt: list[int] = PROMPT, readers: int = 1, **asked: object) -> str:
-        number = self.p.add(prompt, kv_readers=readers, **asked)  # type: ignore[arg-type]
-        assert isinstance(number, int), number
-        self.p.run()
-        return self.p.end(number).kv_handle
-
-    def decode(self, handle: str, prompt: list[int] = PROMPT, **asked: object) -> int:
-        number = self.d.add(prompt, kv_handle=handle, **asked)  # type: ignore[arg-type]
-        assert isinstance(number, int), number
-        self.d.plan()
-        return number
-
-    def move(self, fault: str = "") -> None:
-        """The oldest fetch of D, and what both engines hear of it."""
-        assert self.d.mover is not None
-        assert self.p.mover is not None
-        job = next(iter(self.d.mover.jobs))
-        self.d.hear(self.d.mover.do(job, fault))
-        self.p.hear(self.p.mover.report_taken())
-
-    @property
-    def jobs(self) -> int:
-        assert self.d.mover is not None
-        return len(self.d.mover.jobs)
-
-    def assert_free(self) -> None:
-        for bench in (self.p, self.d):
-            stats = bench.engine.stats()
-            assert stats.free_blocks == stats.total_blocks
-            assert (stats.running, stats.fetching, stats.leases, stats.leased_blocks) == (0,) * 4
-            assert bench.engine.is_idle
+# ---- the way it goes
 
 
 def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> None:
@@ -67,12 +40,455 @@ def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> Non
     pair.move()
     pair.d.run()
     assert pair.d.tokens(number) == answer(PROMPT, 9)
-    last = pair.d.end(number)
-    assert last.usage is not None
-    assert (last.usage.cached_tokens, last.usage.fetched_tokens) == (29, 29)
-    computed = [bench.engine.stats().num_computed_tokens for bench in (pair.p, pair.d)]
-    assert computed == [29, 9]  # of nine tokens of an answer the last one is not computed
+    assert usage_of(pair.d, number) == (29, 29)
+    assert num_computed(pair.p) == 29
+    assert num_computed(pair.d) == 9  # the prompt's last token, and the answer's but the last
     stats = pair.d.engine.stats()
     assert (stats.num_fetched_tokens, stats.num_fetched_bytes) == (29, 800)
     assert pair.p.engine.stats().num_leases_ended == {"taken": 1}
-    pair.assert_free()
+    assert pair.is_free()
+
+
+@pytest.mark.parametrize("length", range(2, 19))
+def test_a_prompt_of_any_length_is_handed_over_whole(length: int) -> None:
+    """Also one that ends with a block, or begins one."""
+    pair = Pair()
+    prompt = PROMPT[:length]
+    number = pair.decode(pair.prefill(prompt), prompt, max_tokens=5)
+    pair.run()
+    assert pair.d.tokens(number) == answer(prompt, 5)
+    assert (num_computed(pair.p), usage_of(pair.d, number)[1]) == (length - 1, length - 1)
+    assert pair.is_free()
+
+
+def test_of_one_token_there_is_nothing_to_hand_over() -> None:
+    pair = Pair()
+    assert pair.prefill([7]) == ""
+    assert pair.is_free()
+
+
+def test_a_handle_of_a_shorter_prompt_is_as_good_as_far_as_it_goes() -> None:
+    pair = Pair()
+    number = pair.decode(pair.prefill(PROMPT[:12]), PROMPT, max_tokens=4)
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT, 4)
+    assert usage_of(pair.d, number) == (11, 11)
+
+
+def test_a_handle_of_all_tokens_leaves_the_last_one_to_be_computed() -> None:
+    pair = Pair()
+    number = pair.decode(pair.prefill(PROMPT[:18]), PROMPT[:17], max_tokens=4)
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT[:17], 4)
+    assert usage_of(pair.d, number) == (16, 16)
+
+
+def test_what_the_cache_has_is_not_fetched() -> None:
+    pair = Pair()
+    pair.d.add(PROMPT[:10], kv_handle=pair.prefill(PROMPT[:10]), max_tokens=1)
+    pair.run()
+    number = pair.decode(pair.prefill(), max_tokens=4)
+    order = pair.movers[1].heard[-1]
+    assert isinstance(order, KVFetch)
+    assert (len(order.blocks), order.source.first) == (6, 2)  # type: ignore[union-attr]
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT, 4)
+    assert usage_of(pair.d, number) == (29, 21)
+
+
+def test_nothing_is_fetched_where_the_cache_has_all() -> None:
+    pair = Pair()
+    prompt = PROMPT[:17]  # the last token begins a block
+    pair.d.add(prompt, max_tokens=2)
+    pair.d.run()
+    number = pair.decode(pair.prefill(prompt), prompt, max_tokens=4)
+    assert not pair.movers[1].heard
+    pair.d.run()
+    assert pair.d.tokens(number) == answer(prompt, 4)
+    assert usage_of(pair.d, number) == (16, 0)
+
+
+def test_what_was_fetched_is_findable_only_when_it_is_there() -> None:
+    pair = Pair()
+    pair.decode(pair.prefill(), max_tokens=4)
+    assert len(pair.d.engine._scheduler.pool.cache) == 0
+    pair.move()
+    assert len(pair.d.engine._scheduler.pool.cache) == 7
+
+
+def test_several_readers_each_fetch_and_the_last_one_ends_the_lease() -> None:
+    pair = Pair(d={"prefix_cache": False})
+    handle = pair.prefill(readers=3)
+    numbers = [pair.decode(handle, max_tokens=3, seed=seed) for seed in range(3)]
+    for left in (1, 1, 0):
+        assert pair.p.engine.stats().leases == 1
+        pair.move()
+        assert pair.p.engine.stats().leases == left
+    pair.run()
+    for seed, number in enumerate(numbers):
+        assert pair.d.tokens(number) == answer(PROMPT, 3, seed)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_others_stream_while_a_prompt_is_fetched_and_neither_notices(depth: int) -> None:
+    pair = Pair(d={"steps_in_flight": depth, "max_slots": 2})
+    other = pair.d.add([40, 41], max_tokens=30, ignore_eos=True)
+    assert isinstance(other, int)
+    pair.d.step()
+    number = pair.decode(pair.prefill(), max_tokens=9)
+    before = len(pair.d.tokens(other))
+    for _ in range(10):
+        pair.d.step()
+    assert len(pair.d.tokens(other)) == before + 10
+    assert pair.d.engine.stats().running == 2
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT, 9)
+    assert len(pair.d.tokens(other)) == 30
+
+
+def test_a_prompt_that_has_come_streams_before_long_prompts_are_computed() -> None:
+    pair = Pair(d={"token_budget": 8})
+    pair.d.add([50] * 100, max_tokens=1)
+    number = pair.decode(pair.prefill(), max_tokens=3)
+    pair.move()
+    while pair.d.out:
+        pair.d.finish()
+    pair.d.step()
+    assert len(pair.d.tokens(number)) == 1
+
+
+def test_an_answer_in_a_grammar_goes_on_from_a_fetched_prompt() -> None:
+    pair = Pair()
+    handle = pair.prefill()
+    number = pair.d.add(PROMPT, kv_handle=handle, grammar=Regex(pattern="[ab]{4}c"), max_tokens=9)
+    assert isinstance(number, int)
+    pair.d.compile()
+    pair.run()
+    assert text_of(pair.d.tokens(number)).endswith("c")
+    assert usage_of(pair.d, number) == (29, 29)
+
+
+def test_drafts_are_guessed_from_a_fetched_prompt() -> None:
+    options = {"speculation": "ngram", "ngram_min": 1, "say": habitual_token}
+    pair = Pair(d=options, p={"say": habitual_token})
+    number = pair.decode(pair.prefill(), max_tokens=60, ignore_eos=True)
+    pair.run()
+    alone = Bench(say=habitual_token)
+    plain = alone.add(PROMPT, max_tokens=60, ignore_eos=True)
+    assert isinstance(plain, int)
+    alone.run()
+    assert pair.d.tokens(number) == alone.tokens(plain)
+    assert pair.d.engine.stats().num_accepted_tokens > 10
+
+
+def test_who_wants_the_prompts_logprobs_has_it_computed_here() -> None:
+    pair = Pair()
+    number = pair.decode(pair.prefill(), max_tokens=2, prompt_logprobs=0)
+    assert not pair.movers[1].heard
+    pair.d.run()
+    assert usage_of(pair.d, number) == (0, 0)
+
+
+def test_a_preempted_request_is_computed_again_and_fetches_nothing() -> None:
+    pair = Pair(d={"num_blocks": 17, "prefix_cache": False})
+    number = pair.decode(pair.prefill(), max_tokens=24, ignore_eos=True)
+    pair.move()
+    other = pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
+    pair.run()
+    assert isinstance(other, int)
+    assert len([order for order in pair.movers[1].heard if isinstance(order, KVFetch)]) == 1
+    usage = pair.d.end(number).usage
+    assert usage is not None
+    assert usage.preemptions == 1
+    assert pair.d.tokens(number) == answer(PROMPT, 24)
+
+
+def test_who_fetches_is_nobodys_victim() -> None:
+    pair = Pair(d={"num_blocks": 17})
+    number = pair.decode(pair.prefill(), max_tokens=3)
+    other = pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
+    assert isinstance(other, int)
+    for _ in range(60):
+        pair.d.step()
+    assert pair.d.engine.stats().num_preemptions == 1, "the other one has no more blocks"
+    assert pair.d.engine.stats().fetching == 1
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT, 3)
+    assert len(pair.d.tokens(other)) == 50
+
+
+# ---- what fails
+
+
+def test_a_failed_fetch_is_computed_here_in_blocks_that_are_zeroed() -> None:
+    pair = Pair()
+    number = pair.decode(pair.prefill(), max_tokens=9)
+    pair.move("damaged")
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT, 9)
+    assert usage_of(pair.d, number) == (0, 0)
+    assert pair.d.engine.stats().num_fetches_failed == {"damaged": 1}
+
+
+def test_a_failed_fetch_is_an_error_that_says_why_where_that_is_asked_for() -> None:
+    pair = Pair(d={"kv_on_failure": "error"})
+    number = pair.decode(pair.prefill(), max_tokens=9)
+    pair.move("unreachable")
+    error = pair.d.end(number).error
+    assert error is not None
+    assert error.code == "step_failed"
+    assert error.message == (
+        "the prompt's K/V could not be fetched (unreachable: as the test wants it)"
+    )
+    assert pair.d.engine.is_idle
+
+
+def test_an_abort_is_told_at_once_and_blocks_come_back_with_the_report() -> None:
+    pair = Pair()
+    number = pair.decode(pair.prefill(), max_tokens=9)
+    free = pair.d.engine.stats().free_blocks
+    pair.d.abort(number)
+    assert pair.d.end(number).finish == "abort"
+    pair.d.send_orders()
+    assert pair.movers[1].heard[-1] == KVCancel(job=1)
+    assert pair.d.engine.stats().free_blocks == free
+    assert not pair.d.engine.is_idle
+    pair.move()
+    assert pair.d.engine.stats().free_blocks == pair.d.engine.stats().total_blocks
+    assert pair.d.engine.is_idle
+
+
+def test_a_report_on_a_job_that_is_not_out_is_the_workers_failure() -> None:
+    pair = Pair()
+    pair.decode(pair.prefill(), max_tokens=9)
+    pair.move()
+    with pytest.raises(RuntimeError, match="job 1, which is not out"):
+        pair.d.hear(KVReport(fetched=[KVFetched(1, 0, 0.0, "echo")]))
+    with pytest.raises(RuntimeError, match="job 9, which is not out"):
+        pair.d.hear(KVReport(failed=[KVFailure(9, "expired", "")]))
+
+
+def test_it_is_known_for_how_long_the_worker_has_owed_a_report() -> None:
+    pair = Pair()
+    handle = pair.prefill()
+    pair.d.tick(100.0)
+    pair.decode(handle, max_tokens=9)
+    assert pair.d.engine.owed_s(107.0) == 7.0
+    pair.move()
+    assert pair.d.engine.owed_s(108.0) == 0.0
+
+
+# ---- leases
+
+
+def test_a_lease_is_over_by_time_unless_it_is_kept() -> None:
+    pair = Pair(p={"kv_lease_s": 30})
+    handle = pair.prefill()
+    pair.p.tick(29)
+    pair.p.engine.keep_kv([handle])
+    pair.p.tick(58)
+    assert pair.p.engine.stats().leases == 1
+    pair.p.tick(60)
+    assert pair.p.engine.stats().num_leases_ended == {"expired": 1}
+    assert isinstance(pair.movers[0].heard[-1], KVWithdraw)
+    pair.p.engine.keep_kv([handle])  # too late, and no error
+    assert pair.is_free()
+
+
+def test_a_drain_waits_for_leases_which_nobody_can_keep_then() -> None:
+    pair = Pair(p={"kv_lease_s": 30})
+    handle = pair.prefill()
+    pair.p.engine.drain()
+    pair.p.tick(29)
+    pair.p.engine.keep_kv([handle])
+    assert not pair.p.engine.is_idle
+    pair.p.tick(31)
+    assert pair.p.engine.is_idle
+
+
+def test_handles_that_mean_nothing_here_are_no_error() -> None:
+    pair, other = Pair(), Pair()
+    pair.prefill()
+    foreign = other.prefill()
+    for handle in (foreign, "", "nonsense"):
+        pair.p.engine.keep_kv([handle])
+        pair.p.engine.release_kv([handle])
+        pair.d.engine.release_kv([handle])
+    Bench().engine.release_kv([foreign])
+    assert pair.p.engine.stats().leases == 1
+
+
+def test_of_another_life_of_the_engine_a_handle_means_nothing() -> None:
+    pair = Pair()
+    handle = pair.prefill()
+    cluster = Cluster(b"k" * 32, epoch="p, anew", endpoint=None)
+    engine = Bench(place=Place(pair.air, cluster)).engine
+    engine.release_kv([handle])
+    assert not engine.take_orders()
+
+
+def test_a_lease_is_exported_before_its_handle_is_told_and_withdrawn_before_its_blocks_are() -> (
+    None
+):
+    """Blocks of an expired lease may be in the very next plan."""
+    pair = Pair(p={"num_blocks": 9, "prefix_cache": False})
+    pair.prefill()
+    pair.p.add(PROMPT, kv_readers=1)
+    assert pair.p.plan() is None, "there is no block for it"
+    pair.p.engine.tick(31)
+    plan = pair.p.engine.plan()
+    assert plan is not None
+    assert isinstance(pair.p.engine.take_orders()[0], KVWithdraw)
+    exported = pair.movers[0].heard[0]
+    assert isinstance(exported, KVExport)
+    assert set(exported.blocks.tolist()) & set(plan.zero_blocks.tolist())
+
+
+def crowded(**p: Any) -> Pair:
+    """P with 16 blocks, 12 of which are leased."""
+    pair = Pair(p={"role": "both", "num_blocks": 17, **p})
+    for first in (1, 31, 61):
+        pair.prefill(list(range(first, first + 17)))
+    assert pair.p.engine.stats().leased_blocks == 12
+    return pair
+
+
+def test_a_running_request_takes_the_oldest_lease_rather_than_be_preempted() -> None:
+    pair = crowded()
+    number = pair.p.add([90] * 15, max_tokens=30, ignore_eos=True)
+    pair.p.run()
+    assert isinstance(number, int)
+    stats = pair.p.engine.stats()
+    assert (stats.num_preemptions, stats.num_leases_ended) == (0, {"yielded": 2})
+
+
+def test_a_request_that_waits_takes_leases_beyond_their_share() -> None:
+    pair = crowded()
+    pair.p.add([90] * 30, max_tokens=1)
+    pair.p.step()
+    assert pair.p.engine.stats().num_leases_ended == {"yielded": 1}
+    pair.p.add([91] * 60, max_tokens=1)
+    assert pair.p.step() is None, "the rest is the others' share"
+    assert pair.p.engine.stats().leased_blocks == 8
+
+
+def test_a_prompt_for_others_waits_for_leases_to_end_but_not_beyond_their_first_term() -> None:
+    pair = crowded()
+    handles = [pair.prefill([9, 8, 7])]  # kept below
+    number = pair.p.add(list(range(50, 80)), kv_readers=1)
+    assert isinstance(number, int)
+    assert pair.p.step() is None
+    pair.p.tick(20)
+    pair.p.engine.keep_kv(handles)
+    assert pair.p.step() is None
+    pair.p.tick(31)
+    assert pair.p.engine.stats().num_leases_ended == {"expired": 3}
+    pair.p.run()
+    assert pair.p.end(number).kv_handle
+
+
+# ---- refusals
+
+
+def refusal(bench: Bench, prompt: list[int] = PROMPT, **asked: Any) -> str:
+    reply = bench.add(prompt, **asked)
+    assert isinstance(reply, Refused)
+    assert (reply.error.code, reply.error.param) == ("invalid_request", "kv_transfer_params")
+    assert "\n" not in reply.error.message
+    return reply.error.message
+
+
+def test_engines_do_only_their_part() -> None:
+    pair = Pair()
+    assert "role prefill" in refusal(pair.p, max_tokens=5)
+    assert "role prefill" in refusal(pair.p, kv_handle=pair.prefill())
+    assert "role decode" in refusal(pair.d, kv_readers=1)
+    assert "cannot be handed over again" in refusal(
+        Bench(place=pair.air.place("x")), kv_readers=1, kv_handle=pair.prefill()
+    )
+
+
+@pytest.mark.parametrize("asked", [{"kv_readers": 1}, {"kv_handle": "x"}])
+def test_an_engine_alone_says_what_it_lacks(asked: dict[str, Any]) -> None:
+    assert "no cluster key" in refusal(Bench(), **asked)
+    place = Place(Air(), Cluster(b"k" * 32, epoch="e", endpoint=None))
+    assert "worker moves none" in refusal(Bench(place=place), **asked)
+
+
+def test_a_worker_that_exports_nothing_can_still_fetch() -> None:
+    pair = Pair()
+    bench = Bench(place=pair.air.place("x", address=""))
+    assert "exports none" in refusal(bench, kv_readers=1)
+    assert isinstance(bench.add(PROMPT, kv_handle=pair.prefill()), int)
+
+
+@pytest.mark.parametrize("readers", [-1, 1025])
+def test_the_number_of_readers_has_its_bounds(readers: int) -> None:
+    assert "0 to 1,024" in refusal(Pair().p, kv_readers=readers)
+
+
+def test_a_handle_is_for_its_prompt_in_its_namespace_alone() -> None:
+    pair = Pair()
+    handle = pair.prefill(namespace="key")
+    d = pair.d
+    assert "another prompt" in refusal(d, [9, *PROMPT], namespace="key", kv_handle=handle)
+    assert "another prompt" in refusal(d, kv_handle=handle)
+    assert "29 tokens, and the prompt has 28" in refusal(d, PROMPT[:28], kv_handle=handle)
+    assert "not written by an engine" in refusal(d, kv_handle="AQ" * 40)
+    assert isinstance(d.add(PROMPT, namespace="key", kv_handle=handle), int)
+
+
+def test_where_layouts_differ_both_are_told() -> None:
+    pair = Pair()
+    other = Bench(place=pair.air.place("x", layout=b"another", told="blocks of 8"))
+    told = refusal(other, kv_handle=pair.prefill())
+    assert "there echo, blocks alike; here blocks of 8" in told
+
+
+def test_a_handle_of_another_cluster_is_refused() -> None:
+    pair = Pair()
+    endpoint = pair.air.place("x").cluster.endpoint
+    place = Place(pair.air, Cluster(b"another" * 5, epoch="x", endpoint=endpoint))
+    assert "of this cluster" in refusal(Bench(place=place), kv_handle=pair.prefill())
+
+
+def test_what_a_request_for_others_says_of_its_answer_is_checked_and_means_nothing() -> None:
+    pair = Pair()
+    handle = pair.prefill(max_tokens=9, grammar=Regex(pattern="a+"), prompt_logprobs=2)
+    assert handle
+    assert not pair.p.jobs
+    assert pair.p.tokens(1) == []
+    reply = pair.p.add(PROMPT, kv_readers=1, logit_bias={1000: 1.0})
+    assert isinstance(reply, Refused)
+
+
+# ---- the tables
+
+
+def test_what_is_not_in_a_table_is_illegal_and_changes_nothing() -> None:
+    pair = Pair()
+    number = pair.decode(pair.prefill(), max_tokens=1)
+    request = pair.d.engine._open.find(CLIENT, number)
+    assert request is not None
+    assert request.phase is Phase.FETCHING
+    for event in Event:
+        if (Phase.FETCHING, event) not in NEXT_PHASE:
+            with pytest.raises(RuntimeError, match="illegal in FETCHING"):
+                request.move(event)
+    fetch = pair.d.engine._exchange.fetches._jobs[1]
+    fetch.move(fetches.Event.GIVE_UP)
+    with pytest.raises(RuntimeError, match="GIVE_UP is illegal in GIVEN_UP"):
+        fetch.move(fetches.Event.GIVE_UP)
+    lease = leases.Lease(b"l", [1], term=1, until=1)
+    lease.move(leases.Event.TAKE)
+    for last in leases.Event:
+        with pytest.raises(RuntimeError, match="illegal in OVER"):
+            lease.move(last)
+
+
+def test_every_final_state_is_reached_and_left_by_nothing() -> None:
+    final = {fetches.State.ARRIVED, fetches.State.LOST, fetches.State.DROPPED}
+    assert final <= set(fetches.NEXT_STATE.values())
+    assert not final & {state for state, _ in fetches.NEXT_STATE}
+    assert {event for _, event in leases.NEXT_STATE} == set(leases.Event)
+    assert set(leases.CAUSES) == set(leases.Event) - {leases.Event.KEEP}

@@ -1,0 +1,279 @@
+"""Whatever goes wrong, wherever a hand-over stands: how the request ends, who computed its prompt,
+and what ended the lease.
+
+The table is the one in docs/split.md; `python -m tests.unit.test_handover_faults` writes it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine_core.request import Phase
+from protocol.messages import Output
+from tests.support.engines import CLIENT, Bench, answer
+from tests.support.pair import PROMPT, Pair
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "split.md"
+BEGIN, END = "<!-- tests/unit/test_handover_faults.py -->\n", "<!-- end -->\n"
+NUM_TOKENS = 24
+LEASE_S = 30.0
+
+
+@dataclass
+class Case:
+    """One request: its numbers at P and at D, and its handle, as far as it has come."""
+
+    pair: Pair
+    at_p: int = 0
+    at_d: int = 0
+    handle: str = ""
+    is_aborted: bool = False
+    is_gone: bool = False  # the gateway, and with it whoever could be told
+
+    def phase(self, bench: Bench, number: int) -> Phase:
+        request = bench.engine._open.find(CLIENT, number)
+        return Phase.FINISHED if request is None else request.phase
+
+    def go_on(self) -> None:
+        """What the gateway does from here on, until all is over."""
+        self.pair.run()
+        self.hear_p()
+        if self.handle and not self.at_d and not self.is_aborted and not self.is_gone:
+            self.ask_d()
+        self.pair.run()
+        self.pair.p.tick(3 * LEASE_S)
+        self.pair.run()
+
+    def hear_p(self) -> None:
+        if news := self.pair.p.news[CLIENT, self.at_p]:
+            self.handle = news[-1].kv_handle
+
+    def ask_d(self) -> None:
+        number = self.pair.d.add(
+            PROMPT, kv_handle=self.handle, max_tokens=NUM_TOKENS, ignore_eos=True
+        )
+        if isinstance(number, int):
+            self.at_d = number
+
+
+# ---- where a request stands, each from the one before
+
+
+def waits_at_p(case: Case) -> None:
+    number = case.pair.p.add(PROMPT, kv_readers=1)
+    assert isinstance(number, int)
+    case.at_p = number
+    assert case.phase(case.pair.p, number) is Phase.WAITING
+
+
+def computed(case: Case) -> None:
+    waits_at_p(case)
+    case.pair.p.plan()
+    assert case.phase(case.pair.p, case.at_p) is Phase.RUNNING
+
+
+def kept(case: Case) -> None:
+    computed(case)
+    case.pair.p.run()
+    case.hear_p()
+    assert case.pair.p.engine.stats().leases == 1
+
+
+def waits_at_d(case: Case) -> None:
+    kept(case)
+    case.ask_d()
+    assert case.phase(case.pair.d, case.at_d) is Phase.WAITING
+
+
+def fetched(case: Case) -> None:
+    waits_at_d(case)
+    case.pair.d.plan()
+    assert case.phase(case.pair.d, case.at_d) is Phase.FETCHING
+
+
+def is_here(case: Case) -> None:
+    fetched(case)
+    case.pair.move()
+    assert case.phase(case.pair.d, case.at_d) is Phase.READY
+
+
+def goes_on(case: Case) -> None:
+    is_here(case)
+    case.pair.d.plan()
+    assert case.phase(case.pair.d, case.at_d) is Phase.RUNNING
+
+
+STATES: dict[str, Callable[[Case], None]] = {
+    "waits at P": waits_at_p,
+    "is computed": computed,
+    "is kept by P": kept,
+    "waits at D": waits_at_d,
+    "is fetched": fetched,
+    "is there": is_here,
+    "goes on": goes_on,
+}
+
+
+# ---- what happens then
+
+
+def nothing(case: Case) -> None:
+    pass
+
+
+def abort(case: Case) -> None:
+    case.is_aborted = True
+    case.pair.p.abort(case.at_p)
+    case.pair.d.abort(case.at_d)
+    case.pair.p.engine.release_kv([case.handle])
+    case.pair.p.send_orders()
+    case.pair.d.send_orders()
+
+
+def abort_too_late(case: Case) -> None:
+    p, d = case.pair.movers
+    reports = [d.do(job) for job in list(d.jobs)]
+    abort(case)
+    for report in reports:
+        case.pair.d.hear(report)
+    case.pair.p.hear(p.report_taken())
+
+
+def lose_gateway(case: Case) -> None:
+    case.is_gone = True
+    case.pair.p.engine.drop(CLIENT)
+    case.pair.d.engine.drop(CLIENT)
+
+
+def fail(case: Case) -> None:
+    case.pair.air.fault = "unreachable"
+
+
+def expire(case: Case) -> None:
+    case.pair.p.tick(LEASE_S + 1)
+
+
+def release(case: Case) -> None:
+    case.pair.p.engine.release_kv([case.handle])
+    case.pair.p.send_orders()
+
+
+def crowd_p(case: Case) -> None:
+    crowd(case.pair.p)
+
+
+def crowd_d(case: Case) -> None:
+    crowd(case.pair.d)
+
+
+def crowd(bench: Bench) -> None:
+    """An answer that goes first grows until it has every block that it can have."""
+    limits = bench.limits
+    bench.add([90] * 8, priority=-1, max_tokens=limits.max_len - 8, ignore_eos=True, seed=5)
+    for _ in range(limits.max_len):
+        bench.step()
+
+
+def drain_p(case: Case) -> None:
+    case.pair.p.engine.drain()
+
+
+def drain_d(case: Case) -> None:
+    case.pair.d.engine.drain()
+
+
+FAULTS: dict[str, tuple[Callable[[Case], None], str]] = {
+    "nothing": (nothing, "recompute"),
+    "its client aborts": (abort, "recompute"),
+    "its client aborts, and the fetch is done by then": (abort_too_late, "recompute"),
+    "the gateway is gone": (lose_gateway, "recompute"),
+    "fetches fail": (fail, "recompute"),
+    "fetches fail, `--kv-on-failure error`": (fail, "error"),
+    "30 s pass at P": (expire, "recompute"),
+    "the handle is released": (release, "recompute"),
+    "P's blocks are needed by a running answer": (crowd_p, "recompute"),
+    "D's blocks are needed by a running answer": (crowd_d, "recompute"),
+    "P drains": (drain_p, "recompute"),
+    "D drains": (drain_d, "recompute"),
+}
+"""what happens -> (how, kv_on_failure)"""
+
+
+# ---- what becomes of it
+
+
+def outcome(state: str, fault: str) -> str:
+    happen, policy = FAULTS[fault]
+    case = Case(
+        Pair(
+            p={"role": "both", "num_blocks": 17},
+            d={"num_blocks": 17, "kv_on_failure": policy, "steps_in_flight": 2},
+        )
+    )
+    STATES[state](case)
+    happen(case)
+    case.go_on()
+    assert case.pair.is_free(), "something is held for ever"
+    leases = case.pair.p.engine.stats().num_leases_ended
+    assert sum(leases.values()) <= 1
+    return ", ".join([end_of(case), *(f"lease {cause}" for cause in leases)])
+
+
+def end_of(case: Case) -> str:
+    bench, number = (case.pair.d, case.at_d) if case.at_d else (case.pair.p, case.at_p)
+    news = bench.news[CLIENT, number]
+    last = news[-1] if news else Output(request=number)
+    if case.is_gone:
+        assert not case.at_d or last.finish is None, "somebody was told who is not there"
+        return "nobody is told"
+    if case.is_aborted:
+        assert last.finish == ("abort" if case.at_d or not case.handle else "length")
+        return "aborted"
+    if not case.at_d:
+        return "refused by D"
+    if last.finish == "error":
+        assert last.error is not None
+        return f"error `{last.error.code}`"
+    assert bench.tokens(number) == answer_without_end()
+    assert last.usage is not None
+    how = "fetched" if last.usage.fetched_tokens else "computed again"
+    return f"answer: {how}" + ", preempted" * bool(last.usage.preemptions)
+
+
+def answer_without_end() -> list[int]:
+    tokens = answer(PROMPT, NUM_TOKENS)
+    assert len(tokens) == NUM_TOKENS, "the prompt is to have an answer that no EOS ends"
+    return tokens
+
+
+HEAD = "| | " + " | ".join(f"**{state}**" for state in STATES) + " |"
+
+
+def row(fault: str) -> str:
+    cells = [outcome(state, fault) for state in STATES]
+    return f"| **{fault}** | " + " | ".join(cells) + " |"
+
+
+def documented() -> list[str]:
+    return DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_becomes_of_a_request_is_what_the_documentation_says(fault: str) -> None:
+    assert row(fault) in documented()
+
+
+def test_the_documentation_knows_no_other_states_and_faults() -> None:
+    head, line, *rows = documented()
+    assert (head, line) == (HEAD, "|---" * (1 + len(STATES)) + "|")
+    assert [entry.split("**")[1] for entry in rows] == list(FAULTS)
+
+
+if __name__ == "__main__":
+    before, rest = DOCUMENT.read_text().split(BEGIN)
+    table = [HEAD, "|---" * (1 + len(STATES)) + "|", *map(row, FAULTS)]
+    DOCUMENT.write_text(before + BEGIN + "\n".join(table) + "\n" + END + rest.partition(END)[2])
