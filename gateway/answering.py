@@ -75,6 +75,7 @@ class Ask:
     new_meter  makes what counts the tokens of reasoning, where they can be counted
     demand     what the answer has to be, even where nothing forces it to
     grammar    what the engine lets it be
+    kv_readers, kv_handle   see messages.Generate; with readers there is no answer but a handle
     """
 
     prompt_ids: list[int]
@@ -83,6 +84,8 @@ class Ask:
     new_meter: Callable[[], ThinkingMeter] | None = None
     demand: Demand | None = None
     grammar: Grammar | None = None
+    kv_readers: int = 0
+    kv_handle: str = ""
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class Choice:
     num_drafts: int = 0  # as far as the engine has told: with the first tokens, and at the end
     num_accepted: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    kv_handle: str = ""
 
 
 class Engine(Protocol):
@@ -120,6 +124,8 @@ class Engine(Protocol):
         priority: int,
         grammar: Grammar | None,
         labels: Sequence[str],
+        kv_readers: int,
+        kv_handle: str,
     ) -> int: ...
     def abort(self, request: int) -> None: ...
 
@@ -186,6 +192,8 @@ class Answer:
                 priority=self._priority,
                 grammar=choice.ask.grammar,
                 labels=self._labels,
+                kv_readers=choice.ask.kv_readers,
+                kv_handle=choice.ask.kv_handle,
             )
         self._accepted.wait()
         self._raise_troubles()
@@ -328,6 +336,7 @@ class Answer:
             choice.num_cached = output.usage.cached_tokens - output.usage.fetched_tokens
             choice.num_drafts = output.usage.draft_tokens
             choice.num_accepted = output.usage.accepted_tokens
+        choice.kv_handle = output.kv_handle
         if output.prompt_logprobs:
             choice.prompt_logprobs = output.prompt_logprobs
 

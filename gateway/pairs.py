@@ -30,7 +30,7 @@ from gateway.ensemble import Ensemble
 from gateway.handover import Deed, Event, Handover, State, as_one, was_computed_again
 from gateway.produce import Produce
 from protocol.arrays import Int32
-from protocol.errors import EngineError, EngineLost, ErrorInfo, ServingError
+from protocol.errors import EngineError, EngineLost, ErrorInfo, InvalidRequest, ServingError
 from protocol.grammar import Grammar
 from protocol.kv import KV_FIELD
 from protocol.messages import Aborted, Accepted, Limits, Output, Refused
@@ -161,11 +161,16 @@ class PairedEngine:
         priority: int = 0,
         grammar: Grammar | None = None,
         labels: Sequence[str] = (),
+        kv_readers: int = 0,
+        kv_handle: str = "",
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
-        Raises EngineNotReady or EngineLost where there is no D to ask.
+        Raises EngineNotReady or EngineLost where there is no D to ask, and InvalidRequest where
+        somebody else wants to do what is done here.
         """
+        if kv_readers or kv_handle:
+            raise InvalidRequest(f"{KV_FIELD}: this server routes by itself", param=KV_FIELD)
         self.start()
         self._choose_d()  # raises now rather than when P has computed the prompt
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)

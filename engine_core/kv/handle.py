@@ -17,9 +17,8 @@ import hmac
 import msgspec
 
 from protocol.errors import InvalidRequest
+from protocol.kv import KV_FIELD
 
-PARAM = "kv_transfer_params"
-"""The field of a request that carries handles."""
 VERSION = 1
 MAX_CHARS = 4096
 TAG_BYTES = 32
@@ -90,4 +89,4 @@ class Seal:
 
 
 def _refusal(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param=PARAM)
+    return InvalidRequest(message, param=KV_FIELD)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from engine_core.block_hash import ContentHashes
 from engine_core.kv.fetches import Match
-from engine_core.kv.handle import PARAM, Handle, Seal
+from engine_core.kv.handle import Handle, Seal
 from engine_core.request import Request
 from protocol.config import EngineConfig
 from protocol.errors import InvalidRequest
-from protocol.kv import KVEndpoint, PeerSource
+from protocol.kv import KV_FIELD, KVEndpoint, PeerSource
 from protocol.messages import Generate
 
 MAX_READERS = 1024
@@ -138,4 +138,4 @@ class Peers:
 
 
 def _refusal(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param=PARAM)
+    return InvalidRequest(message, param=KV_FIELD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from flask import Response, g
 from gateway import respond as any_api
 from gateway.answering import Answer, Ask
 from gateway.exchange import Exchange
+from gateway.handing import handed, told, wish_of
 from gateway.openai.chunks import ChunkStream
 from gateway.openai.parameters import check_counts
 from gateway.openai.schema import GenerationBody
@@ -20,6 +22,7 @@ from gateway.output.events import Warning
 from gateway.resume import respond as resume
 from gateway.served import ServedModel
 from gateway.service import Service
+from protocol.kv import KV_FIELD
 
 
 def origin(
@@ -50,7 +53,8 @@ def respond(
     service: Service, body: GenerationBody, asks: list[Ask], dialect: Dialect, origin: Origin
 ) -> Response:
     """Raises what the engine says against it, before any header is sent."""
-    config = service.config
+    config, limits = service.config, service.model(body.model).limits
+    asks = handed(asks, wish_of(body.kv_transfer_params), limits, streams=bool(body.stream))
     check_counts(asks, body, config.max_n, max(config.max_n, config.max_prompts))
     terms = any_api.Terms(
         namespace=body.cache_salt or "", priority=body.priority or 0, label=origin.id
@@ -61,7 +65,9 @@ def respond(
         return stream(service, asks, terms, sink_of)
     tokenizer = service.model(body.model).tokenizer if body.prompt_logprobs is not None else None
     answer, fold = any_api.whole(service, asks, terms)
-    told = whole_response(
+    if (params := told(answer)) is not None:
+        origin = replace(origin, asides={**origin.asides, KV_FIELD: params})
+    data = whole_response(
         answer,
         fold,
         dialect,
@@ -69,7 +75,7 @@ def respond(
         tells_ids=bool(body.return_token_ids),
         prompt_logprobs=tokenizer,
     )
-    return flask.Response(told, content_type="application/json")
+    return flask.Response(data, content_type="application/json")
 
 
 def _chunk_stream(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from flask import Blueprint, Response, g, request
 
 from gateway.body import decode, read_json, unknown_fields
+from gateway.handing import is_idle
 from gateway.openai import checks, schema
 from gateway.openai.completion import Completion
 from gateway.openai.prepare import Preparation
@@ -16,6 +17,7 @@ from gateway.openai.shapes import ChatDialect
 from gateway.served import ServedModel
 from gateway.service import Service
 from protocol.errors import RequestError
+from protocol.kv import KV_FIELD
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -29,9 +31,9 @@ def blueprint(service: Service) -> Blueprint:
 def chat(service: Service) -> Response:
     data = read_json(request, service.config.max_body_mib << 20)
     body = decode(data, schema.chat_decoder)
-    _note_ignored(data, body)
     checks.check_chat(body)
     model = service.model(body.model)
+    _note_ignored(data, body, model)
     preparation = _preparation(service, body, model)
     prompt = preparation.prompt(body.messages)
     effective = prompt.effective if body.return_effective_kwargs else None
@@ -52,9 +54,9 @@ def batch(service: Service) -> Response:
     of the first conversation, then those of the second, and so on."""
     data = read_json(request, service.config.max_body_mib << 20)
     body = decode(data, schema.batch_decoder)
-    _note_ignored(data, body)
     checks.check_batch(body, service.config.max_prompts)
     model = service.model(body.model)
+    _note_ignored(data, body, model)
     preparation = _preparation(service, body, model)
     prompts = [
         preparation.prompt(messages, f"messages[{place}]")
@@ -84,17 +86,19 @@ def _preparation(
     return Preparation(body, model, trusts_template=trusts)
 
 
-def _note_ignored(data: bytes, body: schema.GenerationBody) -> None:
+def _note_ignored(data: bytes, body: schema.GenerationBody, model: ServedModel) -> None:
     g.ignored = unknown_fields(data, type(body))
+    if is_idle(body.kv_transfer_params, model.limits):
+        g.ignored.append(KV_FIELD)
     checks.check_ignored(g.ignored, body)
 
 
 def completions(service: Service) -> Response:
     data = read_json(request, service.config.max_body_mib << 20)
     body = decode(data, schema.completion_decoder)
-    _note_ignored(data, body)
     checks.check_completion(body)
     model = service.model(body.model)
+    _note_ignored(data, body, model)
     completion = Completion(body, model, max_prompts=service.config.max_prompts)
     try:
         return respond(

@@ -93,6 +93,8 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     return_token_ids    also give the ids of prompt and answer
     prompt_logprobs     also give logprobs of the prompt's tokens, and of so many likelier ones
     logprob_token_ids   tokens whose logprobs are told beside the most likely ones
+    kv_transfer_params  for routers: do_remote_decode, or do_remote_prefill with a handle; see
+                        docs/api-tokens.md
     strict_params       fields without effect are an error
     """
 
@@ -109,6 +111,7 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     user: str | None = None
+    kv_transfer_params: Object | None = None
     best_of: Any = None
     response_format: Any = None
     structured_outputs: Any = None

@@ -137,9 +137,12 @@ class ChatChoice(Ended, frozen=True, kw_only=True):
 
 
 class ChatCompletion(Answered, frozen=True, kw_only=True):
+    """kv_transfer_params  with which another server goes on"""
+
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, TokenChance] | None] | UnsetType = UNSET
 
 
@@ -208,9 +211,12 @@ class CompletionChoice(Ended, frozen=True, kw_only=True):
 
 
 class Completion(Answered, frozen=True, kw_only=True):
+    """kv_transfer_params  with which another server goes on"""
+
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class CompletionChunkChoice(ChunkChoice, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from functools import partial
 from gateway.anthropic.schema import MessagesBody
 from gateway.anthropic.told import MessagesErrorAnswer
 from gateway.openai.schema import ChatBody, CompletionBody
-from gateway.openai.told import ErrorAnswer
+from gateway.openai.told import ChatCompletion, Completion, ErrorAnswer
 from gateway.openapi.operation import INFERENCE, Operation
 from gateway.rendering import told
 from gateway.rendering.schema import DerenderChat, DerenderCompletion
@@ -46,13 +46,13 @@ OPERATIONS = (
         about="What the token endpoint has said, as a chat tells it.\n"
         "With `stream` one chunk at a time; the state goes with the client.",
         takes=(DerenderChat,),
-        gives=(told.DerenderedChat, told.DerenderedChatChunk),
+        gives=(ChatCompletion, told.DerenderedChatChunk),
     ),
     _post(
         rule="/v1/completions/derender",
         about="What the token endpoint has said, as a completion tells it.\n"
         "With `stream` one chunk at a time; the state goes with the client.",
         takes=(DerenderCompletion,),
-        gives=(told.DerenderedCompletion, told.DerenderedCompletionChunk),
+        gives=(Completion, told.DerenderedCompletionChunk),
     ),
 )

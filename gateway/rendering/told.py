@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.openai.schema import StreamOptions
-from gateway.openai.told import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from gateway.openai.told import ChatChunk, CompletionChunk
 from gateway.tokens.generate_schema import ReasoningParserKwargs
 from protocol.grammar import Grammar
 
@@ -36,14 +36,6 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: int = 0
     grammar: Grammar | None = None
     kv_transfer_params: dict[str, Any] | None = None
-
-
-class DerenderedChat(ChatCompletion, frozen=True, kw_only=True):
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-
-
-class DerenderedCompletion(Completion, frozen=True, kw_only=True):
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class DerenderedChatPart(ChatChunk, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.answering import Ask, Readers
 from gateway.body import unknown_fields
+from gateway.handing import handed, is_idle, wish_of
 from gateway.openai.checks import unsupported
 from gateway.openai.parameters import bad_sequences, first, nth_seed
 from gateway.openai.structured import structured_form
@@ -31,6 +32,8 @@ from gateway.tokens.generate_schema import (
 from protocol.errors import InvalidRequest, RequestError
 from protocol.grammar import Grammar
 from protocol.grammar_check import check_grammar
+from protocol.kv import KV_FIELD
+from protocol.messages import Limits
 from protocol.sampling import SamplingParams
 
 SAMPLING = "sampling_params"
@@ -42,12 +45,14 @@ _NAMED_ALIKE = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words
 
 
 def ask_of(body: GenerateBody, model: ServedModel) -> Ask:
-    return Ask(
+    ask = Ask(
         body.token_ids,
         choices_of(body.sampling_params, model),
         _readers(body, model),
         grammar=grammar_of(body, model),
     )
+    wish = wish_of(body.kv_transfer_params)
+    return handed([ask], wish, model.limits, streams=bool(body.stream))[0]
 
 
 def check(body: GenerateBody, max_n: int) -> None:
@@ -74,14 +79,14 @@ def check(body: GenerateBody, max_n: int) -> None:
             )
 
 
-def ignored_fields(data: bytes, body: GenerateBody) -> list[str]:
+def ignored_fields(data: bytes, body: GenerateBody, limits: Limits) -> list[str]:
     """Fields of `data` without effect: those we do not know, and a transfer of K/V that does not
     take place. Raises InvalidRequest where the request does not want that."""
     ignored = unknown_fields(data, GenerateBody)
     sampling = msgspec.json.decode(data, type=_Parts).sampling_params
     ignored += [f"{SAMPLING}.{name}" for name in unknown_fields(sampling, GenerateSampling)]
-    if body.kv_transfer_params is not None:
-        ignored.append("kv_transfer_params")
+    if is_idle(body.kv_transfer_params, limits):
+        ignored.append(KV_FIELD)
     if ignored and body.strict_params:
         raise InvalidRequest(f"unknown fields: {', '.join(ignored)}", param=ignored[0])
     return ignored

@@ -101,8 +101,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt       cached prompts are shared only between requests with an equal salt
     priority         lower goes first
     grammar          what the answer must look like, complete; instead of structured_outputs
-    kv_transfer_params   taken, and answered with null: no K/V is handed over here, and whoever
-                     routes must let the prompt be computed
+    kv_transfer_params   for routers: do_remote_decode, or do_remote_prefill with a handle; see
+                     docs/api-tokens.md
     strict_params    fields without effect are an error
     """
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway import sse
+from gateway import handing, sse
 from gateway.answering import Answer, Choice, Fold
 from gateway.faults import fault_of
 from gateway.openai.errors import error_body
@@ -157,6 +157,7 @@ def whole_response(answer: Answer, fold: Fold, telling: Telling) -> bytes:
         "usage": usage_of(answer),
         "prompt_logprobs": chances,
         "prompt_token_ids": ask.prompt_ids if telling.body.return_token_ids else None,
+        "kv_transfer_params": handing.told(answer),
         "ignored_params": telling.ignored_params,
         "choices": parts,
     }

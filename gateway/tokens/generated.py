@@ -81,7 +81,10 @@ class GeneratedTextChoice(GeneratedChoice, frozen=True, kw_only=True):
 class GenerateResponse(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="output_mode", tag="tokens"
 ):
-    """A whole answer in mode "tokens". kv_transfer_params: null, no K/V is kept for anybody."""
+    """A whole answer in mode "tokens".
+
+    kv_transfer_params  with which another server goes on; null: no K/V is kept for anybody
+    """
 
     request_id: str
     model: str

@@ -70,8 +70,8 @@ def generate(service: Service) -> Response:
     data = read_json(request, service.config.max_body_mib << 20)
     body = decode(data, generate_decoder)
     asking.check(body, service.config.max_n)
-    g.ignored = asking.ignored_fields(data, body)
     model = service.model(body.model)
+    g.ignored = asking.ignored_fields(data, body, model.limits)
     exchange: Exchange = g.exchange
     if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
         exchange.request_id = body.request_id

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai.told import TokenChance
+from gateway.openai.told import ChatCompletion, Completion, TokenChance
 from gateway.rendering.bodies import ChatDerendering
 from gateway.rendering.recorded import entry_of, prompt_entries
 from gateway.rendering.schema import MAX_STATE_CHARS, Carried, derender_chat_decoder
 from gateway.rendering.state import StreamState, key_of, opened, sealed
-from gateway.rendering.told import DerenderedChat, DerenderedChatPart, DerenderedCompletion
+from gateway.rendering.told import DerenderedChatPart
 from gateway.text.logprobs import prompt_chances
 from gateway.tokens.generate_schema import GenerateBody
 from gateway.tokens.generate_tell import chosen_token
@@ -245,14 +245,14 @@ def test_what_is_derendered_is_what_the_documentation_says(more: dict[str, Any])
     one = trip(f"<think>\nhm\n</think>\n\nI look.{CALL}", tools=LOOK, **more)
     response, chunks = one.generate(one.render_chat())
     told = one.derender_chat(response | {"kv_transfer_params": {"a": 1}})
-    assert msgspec.to_builtins(msgspec.convert(told, DerenderedChat)) == told
+    assert msgspec.to_builtins(msgspec.convert(told, ChatCompletion)) == told
     for part in one.derender_stream(chunks, one.derender_chat_chunk):
         assert msgspec.to_builtins(msgspec.convert(part, DerenderedChatPart)) == part
     asked: dict[str, Any] = {"logprobs": 2} if more else {}
     other = trip(prompt="a", **asked)
     responses = [other.generate(rendered)[0] for rendered in other.render_completion()]
     whole = other.derender_completion(responses)
-    assert msgspec.to_builtins(msgspec.convert(whole, DerenderedCompletion)) == whole
+    assert msgspec.to_builtins(msgspec.convert(whole, Completion)) == whole
 
 
 def test_kv_transfer_params_survive_whole_and_in_chunks() -> None:
