@@ -60,7 +60,7 @@ def take(request: Request, count: int, outcome: Outcome) -> Taken:
     num_void = outcome.num_void + len(outcome.tokens) - num_taken
     taken.num_valid = num_taken if outcome.failed else count - num_void
     taken.num_accepted = min(num_taken, outcome.num_right)
-    _learn(request, outcome, taken.num_accepted)
+    _learn(request, outcome, taken)
     return taken
 
 
@@ -80,11 +80,14 @@ def _end_behind(request: Request, token: int) -> FinishReason | None:
     return "length" if len(request.tokens) >= request.end else None
 
 
-def _learn(request: Request, outcome: Outcome, num_accepted: int) -> None:
+def _learn(request: Request, outcome: Outcome, taken: Taken) -> None:
     request.num_drafts += outcome.num_drafts
-    request.num_accepted += num_accepted
+    request.num_accepted += taken.num_accepted
     if request.guesses is not None and outcome.tokens:
         request.guesses.learn(outcome.num_drafts, outcome.num_right, outcome.tokens[0])
+    if request.guesses is not None and outcome.proposed and taken.finish is None:
+        request.guesses.hear(len(request.tokens), outcome.proposed)
+        request.num_followed = len(request.tokens)
 
 
 # ---- as it is told

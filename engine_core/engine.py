@@ -80,18 +80,20 @@ class Engine:
         model: ModelCard,
         limits: Limits,
         *,
+        draft_cost: float = 0.0,
         draw_seed: Callable[[], int] = draw_seed,
         cluster: Cluster | None = None,
     ) -> None:
+        """draft_cost: of a draft model, see WorkerReady."""
         self.limits = limits
         self._config = config
         self._model = model
-        self._speculation = Speculation(config)
+        self._speculation = Speculation(config, draft_cost)
         hashes = ContentHashes(model.digest, limits.block_tokens)
         pool = BlockPool(limits.num_blocks, PrefixCache())
         peers = Peers(config, cluster, hashes, limits.block_tokens)
         self._exchange = Exchange(config, pool, peers)
-        self._scheduler = Scheduler(limits, hashes, pool, self._exchange, self._speculation.propose)
+        self._scheduler = Scheduler(limits, hashes, pool, self._exchange, self._speculation)
         self._open = OpenRequests()
         self._flights = Flights(config.steps_in_flight)
         self._ended_in_flight: list[Request] = []  # own slot and blocks until no step has them
@@ -198,7 +200,7 @@ class Engine:
         scheduler = self._scheduler
         return (
             not scheduler.can_continue()
-            or self._flights.has_drafts
+            or self._flights.are_decisive
             or self._speculation.awaits(scheduler.running, len(scheduler.running))
         )
 

@@ -20,12 +20,16 @@ Work = list[tuple[Request, int]]
 
 @dataclass(slots=True)
 class Flight:
-    """One plan. `needs_masks`: some of its rows are constrained, and their masks are still to be
-    told."""
+    """One plan.
+
+    needs_masks   some of its rows are constrained, and their masks are still to be told
+    is_decisive   what comes of it decides what is guessed next: it has drafts, or wants guesses
+    """
 
     plan: StepPlan
     work: Work
     needs_masks: bool
+    is_decisive: bool
 
 
 class Flights:
@@ -43,8 +47,8 @@ class Flights:
         return len(self._out) >= self._depth
 
     @property
-    def has_drafts(self) -> bool:
-        return any(flight.plan.row_drafts is not None for flight in self._out)
+    def are_decisive(self) -> bool:
+        return any(flight.is_decisive for flight in self._out)
 
     @property
     def oldest(self) -> Flight | None:
@@ -55,7 +59,9 @@ class Flights:
             request.num_scheduled += count
             request.num_pending += samples
             request.num_in_flight += 1
-        self._out.append(Flight(plan, work, plan.masked is not None))
+        wants = plan.wanted is not None and any(plan.wanted.tolist())
+        is_decisive = wants or plan.row_drafts is not None
+        self._out.append(Flight(plan, work, plan.masked is not None, is_decisive))
 
     def land(self, result: StepResult) -> tuple[Work, list[Outcome]]:
         """The oldest plan's rows and what each got.

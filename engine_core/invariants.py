@@ -58,6 +58,8 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: Leases)
         assert covered >= request.num_computed, f"{request.number}: computed beyond its blocks"
         assert 0 <= request.num_computed <= len(request.tokens), f"{request.number}: counts"
         ahead = request.num_scheduled - request.num_computed
+        ends_at = request.num_scheduled if request.follows else 0
+        assert request.num_followed <= max(ends_at, len(request.tokens)), f"{request.number}: ahead"
         assert ahead >= 0, f"{request.number}: scheduled less than was computed"
         assert covered >= request.num_scheduled, f"{request.number}: scheduled beyond its blocks"
         is_out = bool(ahead or request.num_pending)
@@ -75,4 +77,4 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
         for index, block in enumerate(request.blocks):
             if block in findable:
                 assert findable[block] == fresh[index], f"block {block}: content"
-                assert (index + 1) * size <= request.num_computed, f"block {block}: not yet written"
+                assert (index + 1) * size <= request.num_shareable, f"block {block}: not written"

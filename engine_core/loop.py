@@ -274,7 +274,13 @@ class Loop:
         )
         self._model = ready.model
         cluster = Cluster(self._key.derive("kv"), self._epoch, ready.kv) if self._key else None
-        self._engine = Engine(self._config, ready.model, limits, cluster=cluster)
+        self._engine = Engine(
+            self._config,
+            ready.model,
+            limits,
+            draft_cost=ready.draft_cost or 0.0,
+            cluster=cluster,
+        )
         if self._is_draining:
             self._engine.drain()
         log.info(

@@ -6,6 +6,7 @@ The shapes a worker reports are checked here, once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from engine_core.request import Request
 from protocol.errors import InvalidRequest, ServingError, StepFailed
@@ -21,6 +22,7 @@ class Outcome:
     failed      no token could be sampled, or none after `tokens`
     num_drafts  how many the row had; each of `tokens` but the last of all was one of them
     logprobs    of `tokens`, if asked for
+    proposed    what a draft model guesses behind `tokens`
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -28,6 +30,7 @@ class Outcome:
     num_drafts: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
 
     @property
     def num_right(self) -> int:
@@ -66,7 +69,19 @@ def outcomes_of(plan: StepPlan, result: StepResult) -> list[Outcome]:
     if result.prompt_logprobs is not None:
         for row, entry in _entries(result.prompt_logprobs):
             outcomes[row].prompt_logprobs.append(entry)
+    _share_out(outcomes, plan, result)
     return outcomes
+
+
+def _share_out(outcomes: list[Outcome], plan: StepPlan, result: StepResult) -> None:
+    """What the draft model guessed, to those it was asked for."""
+    counts = [] if plan.wanted is None else plan.wanted.tolist()
+    proposed = [] if result.proposed is None else result.proposed.tolist()
+    if sum(counts) != len(proposed):
+        raise RuntimeError(f"{len(proposed)} guesses, where {sum(counts)} were wanted")
+    guesses = iter(proposed)
+    for outcome, count in zip(outcomes, counts, strict=False):
+        outcome.proposed = list(islice(guesses, count))
 
 
 def _owners(sampled: list[Outcome], result: StepResult) -> list[Outcome]:

@@ -7,15 +7,16 @@ from itertools import chain, compress, islice, repeat
 
 from engine_core.grammar.matcher import Matcher
 from engine_core.request import Phase, Request
-from engine_core.scheduler import Schedule
+from engine_core.schedule import Follow, Schedule
 from protocol.arrays import Int32, UInt8
 from protocol.steps import SlotInit, StepPlan
+
+NOT_FOLLOWED = Follow(start=-1, num_tokens=0, wanted=0)
 
 
 def work_of(schedule: Schedule) -> list[tuple[Request, int]]:
     """The step's rows in order: (request, how many positions). One-token rows come first."""
-    drafted = [(request, 1 + len(drafts)) for request, drafts in schedule.drafted]
-    return [(request, 1) for request in schedule.decodes] + drafted + schedule.chunks
+    return [(request, count) for request, count, _ in schedule.rows()]
 
 
 def build_plan(
@@ -23,8 +24,9 @@ def build_plan(
 ) -> StepPlan:
     """`generations`: slot -> its present generation, already counted up for `schedule.admitted`."""
     work = work_of(schedule)
-    samples = [request.samples and count >= request.num_uncomputed for request, count in work]
-    drafts = _drafts_of(schedule)
+    samples = [request.is_sampled(count) for request, count in work]
+    drafts = [some for _, _, some in schedule.rows()]
+    following = [schedule.followed.get(request, NOT_FOLLOWED) for request, _ in work]
     masked = _masked_places(work, samples, drafts)
     grown = schedule.grown
     return StepPlan(
@@ -43,13 +45,12 @@ def build_plan(
         masked=Int32.of(masked) if masked else None,
         row_drafts=Int32.of(map(len, drafts)) if schedule.drafted else None,
         drafts=Int32.of(chain.from_iterable(drafts)) if schedule.drafted else None,
+        follow_starts=Int32.of(part.start for part in following) if schedule.followed else None,
+        follow_tokens=Int32.of(part.num_tokens for part in following)
+        if schedule.followed
+        else None,
+        wanted=Int32.of(part.wanted for part in following) if schedule.followed else None,
     )
-
-
-def _drafts_of(schedule: Schedule) -> list[list[int]]:
-    """Of the step's rows, in order."""
-    drafted = [drafts for _, drafts in schedule.drafted]
-    return [[] for _ in schedule.decodes] + drafted + [[] for _ in schedule.chunks]
 
 
 def _masked_places(

@@ -31,7 +31,7 @@ class Prefixes:
 
     def publish(self, request: Request) -> None:
         """Offer the blocks that it has filled since the last time."""
-        full = request.num_computed // self._block_tokens
+        full = request.num_shareable // self._block_tokens
         if not self._is_on or full <= request.num_published:
             return
         self._extend(request, full)

@@ -77,6 +77,8 @@ class Request:
                      their drafts are right
     num_pending      tokens that those plans sample: not known here, but where they will stand is
     num_in_flight    how many plans that are out have a row of it
+    follows          a draft model computes it, too
+    num_followed     how many of its tokens, when the plans that are out will have been committed
     num_published    how many of its blocks have been offered to the prefix cache
     num_cached       prompt tokens whose K/V was found, or fetched, at the first admission
     num_fetched      how many of these were fetched
@@ -109,6 +111,8 @@ class Request:
     num_scheduled: int = 0
     num_pending: int = 0
     num_in_flight: int = 0
+    follows: bool = False
+    num_followed: int = 0
     num_published: int = 0
     num_cached: int = 0
     num_fetched: int = 0
@@ -139,6 +143,15 @@ class Request:
         if self.num_pending and self.num_ahead >= self.end:
             return 0
         return self.num_ahead - self.num_scheduled
+
+    @property
+    def num_shareable(self) -> int:
+        """Positions that whoever finds their blocks has nothing left to compute for."""
+        return min(self.num_computed, self.num_followed) if self.follows else self.num_computed
+
+    def is_sampled(self, count: int) -> bool:
+        """Whether a step that computes so many more positions samples a token."""
+        return self.samples and count >= self.num_uncomputed
 
     @property
     def num_generated(self) -> int:

@@ -17,6 +17,10 @@ Last of all, what is left of the budget goes to drafts, guesses at the tokens th
 blocks only where every running request could still have one more. A block that was taken for drafts
 stays with its request, whose answer will grow into it: nothing is undone where drafts were wrong.
 
+A draft model computes prompts as they are computed, and answers a little later: in the steps that
+want guesses of it, and where it has fallen behind by `FALL_BEHIND` tokens. A block is published
+when both have computed it.
+
 Nobody is preempted while a plan is out: its tokens would be lost. `can_continue` says whether a
 step can be planned without that.
 """
@@ -24,8 +28,7 @@ step can be planned without that.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine_core.block_hash import ContentHashes
 from engine_core.block_pool import BlockPool
@@ -34,35 +37,23 @@ from engine_core.kv.fetches import Match
 from engine_core.prefixes import Prefixes
 from engine_core.queue import WaitingQueue
 from engine_core.request import Event, Phase, Request
+from engine_core.schedule import Follow, Schedule
 from protocol.messages import Limits
 
-Propose = Callable[[Request, int, int], list[int]]
-"""(request, most >= 1, rows of the step) -> drafts, up to so many."""
+FALL_BEHIND = 32
+"""As cheap to compute at once as one by one would be dear."""
 
 
-def propose_nothing(request: Request, most: int, rows: int) -> list[int]:
-    return []
+class Guessing(Protocol):
+    """Who gets drafts, and how many (speculation.py)."""
 
+    def propose(self, request: Request, most: int, rows: int) -> list[int]:
+        """Up to `most` >= 1 drafts, in a step of so many rows."""
+        ...
 
-@dataclass(slots=True)
-class Schedule:
-    """What one step will do.
-
-    decodes    requests of one token each;  chunks: (request, how many tokens, at least 2)
-    drafted    (request, its drafts, at least one): one token each, and as many as drafts
-    admitted   newly RUNNING, in order;  preempted: newly PREEMPTED
-    grown      (slot, index in the block table, block) for requests that held a slot before
-    fresh      blocks taken for new content: to be zeroed
-    """
-
-    decodes: list[Request] = field(default_factory=list)
-    chunks: list[tuple[Request, int]] = field(default_factory=list)
-    drafted: list[tuple[Request, list[int]]] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    grown: list[tuple[int, int, int]] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    budget: int = 0
+    def want(self, request: Request, most: int, rows: int) -> int:
+        """How many guesses, up to `most` >= 1, a draft model is asked for."""
+        ...
 
 
 class Scheduler:
@@ -74,7 +65,7 @@ class Scheduler:
         hashes: ContentHashes,
         pool: BlockPool,
         exchange: Exchange,
-        propose: Propose = propose_nothing,
+        guessing: Guessing,
     ) -> None:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # by rank: oldest first
@@ -85,7 +76,7 @@ class Scheduler:
         self.limits = limits
         self.prefixes = Prefixes(limits, hashes, pool.cache)
         self._exchange = exchange
-        self._propose = propose
+        self._guessing = guessing
 
     @property
     def has_work(self) -> bool:
@@ -106,6 +97,7 @@ class Scheduler:
         if not step.preempted:
             self._admit(step)
         self._draft(step)
+        self._follow(step)
         return step
 
     def advance(self, request: Request, num_tokens: int) -> None:
@@ -188,9 +180,9 @@ class Scheduler:
         for request in step.decodes:
             is_known = request.num_uncomputed == 1 and not request.num_pending
             most = self._room(request, step) if is_known else 0
-            drafts = self._propose(request, most, rows) if most > 0 else []
+            drafts = self._guessing.propose(request, most, rows) if most > 0 else []
             if drafts:
-                self._cover(request, len(drafts), step)
+                self._cover(request, len(request.tokens) + len(drafts), step)
                 step.drafted.append((request, drafts))
                 step.budget -= len(drafts)
             else:
@@ -199,24 +191,51 @@ class Scheduler:
 
     def _room(self, request: Request, step: Schedule) -> int:
         """How many drafts there is budget, answer and memory for. The step samples one more token
-        than drafts; a request that was admitted just now has no blocks to grow by."""
-        spare = max(self.pool.num_free - len(self.running), 0) * (request not in step.admitted)
-        covered = (len(request.blocks) + spare) * self.limits.block_tokens
+        than drafts."""
         left = request.end - len(request.tokens) - 1
-        return min(step.budget, left, covered - len(request.tokens))
+        return min(step.budget, left, self._coverable(request) - len(request.tokens))
 
-    def _cover(self, request: Request, num_drafts: int, step: Schedule) -> None:
-        """Take the blocks for drafts, which `_room` has found to be there."""
-        needed = -(-(len(request.tokens) + num_drafts) // self.limits.block_tokens)
+    def _coverable(self, request: Request) -> int:
+        """How many positions could have blocks, if nobody is to be preempted for it."""
+        spare = max(self.pool.num_free - len(self.running), 0)
+        return (len(request.blocks) + spare) * self.limits.block_tokens
+
+    def _follow(self, step: Schedule) -> None:
+        """Let the draft model compute what it lacks, and guess on, where guesses have room."""
+        rows = list(step.rows())
+        for request, count, drafts in rows:
+            if not request.follows:
+                continue
+            known, start = request.num_scheduled + count - len(drafts), request.num_followed
+            stride = min(known - start, self.limits.token_budget)
+            wanted = 0
+            if request.is_sampled(count) and start + stride == known:
+                ahead = known + len(drafts)  # all may be right
+                room = min(request.end - ahead - 2, self._coverable(request) - ahead)
+                wanted = self._guessing.want(request, room, len(rows)) if room > 0 else 0
+            if wanted:
+                self._cover(request, ahead + wanted, step)
+                step.followed[request] = Follow(start, 0, wanted)
+            elif count - len(drafts) > 1 or stride >= FALL_BEHIND:
+                step.followed[request] = Follow(start, stride, 0)
+            else:
+                continue
+            request.num_followed = start + stride
+
+    def _cover(self, request: Request, num_positions: int, step: Schedule) -> None:
+        """Take the blocks that are missing, of those that `_coverable` has counted."""
+        needed = -(-num_positions // self.limits.block_tokens)
         blocks = self.pool.take(max(needed - len(request.blocks), 0))
         assert blocks is not None
         self._append(request, blocks, step)
 
     def _append(self, request: Request, blocks: list[int], step: Schedule) -> None:
-        """Blocks for a request that holds a slot."""
+        """Blocks for a request that holds a slot. One that has it since this step is bound with all
+        its blocks."""
         assert request.slot is not None
         first = len(request.blocks)
-        step.grown += [(request.slot, first + i, block) for i, block in enumerate(blocks)]
+        if request not in step.admitted:
+            step.grown += [(request.slot, first + i, block) for i, block in enumerate(blocks)]
         step.fresh += blocks
         request.blocks += blocks
 
@@ -239,7 +258,7 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.slot = None
         request.blocks = []
-        request.num_computed = request.num_scheduled = 0
+        request.num_computed = request.num_scheduled = request.num_followed = 0
         request.num_published = 0
         if request.num_generated == 0:
             request.prompt_logprobs = []  # they will be computed again
@@ -304,6 +323,7 @@ class Scheduler:
         assert fresh is not None
         request.blocks = found + fresh
         request.num_computed = request.num_scheduled = len(found) * self.limits.block_tokens
+        request.num_followed = request.num_computed
         request.num_published = len(found)
         if not request.num_preemptions:
             request.num_cached = request.num_computed

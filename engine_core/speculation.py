@@ -4,7 +4,8 @@ Drafts never change an answer (protocol/steps.py: what is sampled is what plain 
 only its speed. A step takes the time of its weights and of its tokens: one of `width` tokens about
 twice that of one token. So, with B rows in a step, a draft costs 1 / width of the time that is
 fixed, and saves, if it is right, its row's share of a whole step, (1 + B / width) / B: it pays
-where its chance exceeds B / (B + width). Chances are counted per request: of the drafts that were
+where its chance exceeds B / (B + width). A draft model's draft costs all rows together c steps,
+too, its chance must be greater by so much. Chances are counted per request: of the drafts that were
 looked at, the share that was right, p; that the i-th of a run is right, p ** i.
 
 What a request's drafts depend on must be known when its step is planned. So while drafts are out,
@@ -29,6 +30,10 @@ FORGET = 0.9
 """What was seen weighs so much less after each step that brings drafts, and ..."""
 FORGET_IDLE = 0.98
 """... after each that brings none: a request that did badly is tried again, in the end."""
+MODEL_PRIOR = 0.7
+"""The same of a draft model's, which somebody has chosen for the purpose."""
+MODEL_IDLE = 0.995
+"""And it is tried again later: a guess of it costs more than one at the past."""
 FORCED_PRIOR = 0.95
 """The same of a token that spells a grammar's only text in the usual way."""
 LEAST_CHANCE = 0.2
@@ -36,20 +41,38 @@ LEAST_CHANCE = 0.2
 
 
 class Drafter(Protocol):
-    """Guesses how one request goes on. A model that drafts stands behind the same call, fed by what
-    the worker told with the last step."""
+    """Guesses how one request goes on."""
 
     def propose(self, tokens: array[int], most: int) -> list[int]:
         """Up to `most` >= 1 tokens that may follow all known `tokens`, the likeliest run."""
         ...
 
 
+class ModelDrafter:
+    """What the worker's draft model told with the last step; void when more is known."""
+
+    def __init__(self) -> None:
+        self._known = -1
+        self._proposed: list[int] = []
+
+    def hear(self, known: int, proposed: list[int]) -> None:
+        """It guesses this behind so many tokens."""
+        self._known, self._proposed = known, proposed
+
+    def propose(self, tokens: array[int], most: int) -> list[int]:
+        return self._proposed[:most] if len(tokens) == self._known else []
+
+
 @dataclass(slots=True)
 class Tally:
-    """Of one kind of drafts: `right` of `seen`, as far as they are remembered; `prior` is their
-    chance while nothing is known."""
+    """Of one kind of drafts: `right` of `seen`, as far as they are remembered.
+
+    prior   their chance while nothing is known
+    idle    what was seen weighs so much less after a step that brings none
+    """
 
     prior: float
+    idle: float = FORGET_IDLE
     right: float = 0.0
     seen: float = 0.0
 
@@ -60,7 +83,7 @@ class Tally:
     def learn(self, proposed: int, accepted: int) -> None:
         """Of `proposed` drafts the first `accepted` were right. The one behind them was wrong; of
         those behind that one nobody knows."""
-        forget = FORGET if proposed else FORGET_IDLE
+        forget = FORGET if proposed else self.idle
         self.right = self.right * forget + accepted
         self.seen = self.seen * forget + min(accepted + 1, proposed)
 
@@ -79,6 +102,11 @@ class Guesses:
     awaited: int | None = None
     is_forced: bool = False
 
+    def hear(self, known: int, proposed: list[int]) -> None:
+        """What the draft model guesses behind `known` tokens."""
+        assert isinstance(self.drafter, ModelDrafter), "there is no draft model"
+        self.drafter.hear(known, proposed)
+
     def learn(self, proposed: int, accepted: int, token: int) -> None:
         """What became of the drafts that were out; `token` came first: to have waited for it in
         vain is as bad as a wrong draft."""
@@ -91,16 +119,32 @@ class Guesses:
 
 
 class Speculation:
-    """The policy of one engine, from its configuration."""
+    """The policy of one engine, from its configuration.
 
-    def __init__(self, config: EngineConfig) -> None:
+    draft_cost   of a draft model's token, in steps
+    """
+
+    def __init__(self, config: EngineConfig, draft_cost: float = 0.0) -> None:
         self._config = config
+        self._draft_cost = draft_cost
 
     def start(self, request: Request) -> None:
         """A request is accepted."""
-        if self._config.speculation == "ngram" and request.samples:
+        kind = self._config.speculation
+        request.follows = kind == "model"
+        if kind == "none" or not request.samples:
+            return
+        if kind == "model":
+            request.guesses = Guesses(ModelDrafter(), Tally(MODEL_PRIOR, MODEL_IDLE))
+        else:
             drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
-            request.guesses = Guesses(drafter)
+            request.guesses = Guesses(drafter, Tally(PRIOR))
+
+    def want(self, request: Request, most: int, rows: int) -> int:
+        """How many guesses the draft model is asked for, behind what the step samples."""
+        if request.guesses is None:
+            return 0
+        return min(most, self._worth(request.guesses.guessed.chance, rows, self._draft_cost))
 
     def propose(self, request: Request, most: int, rows: int) -> list[int]:
         """Drafts for a request all of whose tokens are known, in a step of so many rows."""
@@ -111,7 +155,9 @@ class Speculation:
         drafts = guesses.drafter.propose(request.tokens, count) if count > 0 else []
         if request.matcher is None:
             return drafts
-        drafts = request.matcher.admitted(drafts)
+        refused, drafts = drafts, request.matcher.admitted(drafts)
+        if refused and not drafts:
+            guesses.guessed.learn(1, 0)  # wrong, as is known without a step
         forced = self._forced(request, guesses, most, rows)
         guesses.is_forced = len(forced) > len(drafts)
         return forced if guesses.is_forced else drafts
@@ -139,10 +185,10 @@ class Speculation:
         guesses.awaited = guess[0] if guess else None
         return bool(guess)
 
-    def _worth(self, chance: float, rows: int) -> int:
+    def _worth(self, chance: float, rows: int, cost: float = 0.0) -> int:
         """How many drafts in a row are likely enough to pay."""
-        least = max(LEAST_CHANCE, rows / (rows + self._config.draft_width))
-        if chance < least:
+        least = max(LEAST_CHANCE, rows / (rows + self._config.draft_width) + cost)
+        if chance < least or least >= 1:
             return 0
         if chance >= 1:
             return self._config.max_drafts

@@ -40,6 +40,13 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         ),
     ]
     address: Annotated[str, about("where the engine awaits this worker (ZeroMQ)", wiring=True)] = ""
+    draft_model: Annotated[
+        str,
+        about(
+            "a smaller model with the same tokenizer, named as MODEL is, which guesses ahead for "
+            "--speculation model"
+        ),
+    ] = ""
     device: Annotated[Literal["auto", "cpu", "cuda"], about("where to compute")] = "auto"
     dtype: Annotated[
         Dtype,
@@ -113,8 +120,11 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     ] = 2
     prefix_cache: Annotated[bool, about("reuse computed blocks of equal prompts")] = True
     speculation: Annotated[
-        Literal["none", "ngram"],
-        about("guess tokens ahead and verify them; ngram: from what the request has said before"),
+        Literal["none", "ngram", "model"],
+        about(
+            "guess tokens ahead and verify them; ngram: from what the request has said before; "
+            "model: by the draft model"
+        ),
     ] = "none"
     max_drafts: Annotated[
         int, about("most tokens guessed ahead in one step, per request", ge=1, le=64)
@@ -175,6 +185,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     ] = 300.0
 
     def __post_init__(self) -> None:
+        if (self.speculation == "model") != bool(self.worker.draft_model):
+            raise ValueError("speculation 'model' and draft_model need one another")
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) is more than ngram_max")
 

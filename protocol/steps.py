@@ -77,6 +77,13 @@ class StepPlan(Message, frozen=True, kw_only=True):
     masked         [N]  indexes into the sampled places, ascending, where a grammar constrains the
                         token: `Masks` follow; None where there are none, and nothing follows
 
+    follow_starts  [R]  where the draft model begins to compute the row, too; -1: not in this step.
+                        None where it has nothing to do
+    follow_tokens  [R]  how many positions it computes from there on; 0 where guesses are wanted:
+                        all that are known when the step has sampled. None as `follow_starts`
+    wanted         [R]  how many tokens it then guesses behind these, in rows that sample; their
+                        blocks are there. None as `follow_starts`
+
     A row with drafts samples after its last known token and after each draft, at every place what
     it would have sampled there without drafts. The tokens up to and with the first that is not the
     draft are the answer's; what was computed behind that one is void.
@@ -97,6 +104,9 @@ class StepPlan(Message, frozen=True, kw_only=True):
     masked: Int32 | None = None
     row_drafts: Int32 | None = None
     drafts: Int32 | None = None
+    follow_starts: Int32 | None = None
+    follow_tokens: Int32 | None = None
+    wanted: Int32 | None = None
 
 
 class Masks(Message, frozen=True, kw_only=True):
@@ -149,6 +159,8 @@ class StepResult(Message, frozen=True, kw_only=True):
                      row then position order; `rows` then indexes the step's rows
     failed           [N]  indexes into the sampled rows whose logits were not finite, or where no
                           token was possible; their last token is 0, and is none
+    proposed         as many tokens of each row as were `wanted` of it, in row order; void where the
+                     row failed. None where nothing was
     compute_s        seconds of computation, for the statistics
     """
 
@@ -158,6 +170,7 @@ class StepResult(Message, frozen=True, kw_only=True):
     counts: Int32 | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    proposed: Int32 | None = None
     compute_s: float = 0.0
 
 
@@ -166,6 +179,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
 
     num_blocks   including the null block
     phases       seconds per start-up phase, in order, to be shown
+    draft_cost   time that the draft model takes for a token, as a part of what the model takes;
+                 None: there is no draft model
     kv           how it hands over K/V (kv.py); None: it does not
     kv_tiers     which tiers it has, the nearest first; a KVReport with what they hold follows
     """
@@ -177,6 +192,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     num_blocks: int
     rank: int = 0
     phases: list[tuple[str, float]] = []
+    draft_cost: float | None = None
     kv: KVEndpoint | None = None
     kv_tiers: list[str] = []
 

@@ -113,7 +113,9 @@ def run(options: argparse.Namespace) -> int:
     check_key(engine.cluster_key)
     lock = run_lock.hold(directory, TAKEN)
     try:
-        engine = with_model(engine, resolve(engine.worker.model, home()))
+        draft = engine.worker.draft_model
+        path = resolve(engine.worker.model, home())
+        engine = with_model(engine, path, resolve(draft, home()) if draft else None)
         return _serve(solo, engine, lock, started)
     finally:
         os.close(lock)

@@ -81,8 +81,8 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
     )
 
 
-def with_model(engine: EngineConfig, path: Path) -> EngineConfig:
-    return _with_worker(engine, model=str(path))
+def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> EngineConfig:
+    return _with_worker(engine, model=str(path), draft_model=str(draft or ""))
 
 
 def check_reachable(address: str, option: str) -> None:

@@ -186,7 +186,9 @@ def _with_model_path(plan: Plan) -> Plan:
     if not plan.engines and not render_only:
         return plan
     path = resolve(plan.engine.worker.model, home(), text_only=render_only)
-    engine, gateway = with_model(plan.engine, path), plan.gateway
+    draft = "" if render_only else plan.engine.worker.draft_model
+    engine = with_model(plan.engine, path, resolve(draft, home()) if draft else None)
+    gateway = plan.gateway
     if render_only:
         card = _write_card(path, plan.directory / CARD_FILE, engine.worker.max_len)
         gateway = msgspec.structs.replace(gateway, card=str(card))

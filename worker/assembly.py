@@ -13,14 +13,17 @@ import torch
 
 from protocol.arrays import Int32, UInt8
 from protocol.config import WorkerConfig
+from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, StepPlan, WorkerReady
 from worker import device as machine
 from worker.attention.select import select_attention
+from worker.drafting import DraftModel
 from worker.kv_cache import KVCache, block_bytes
+from worker.loading.vocabulary import check_draft
 from worker.memory import free_bytes, kv_budget
 from worker.models.config import LlamaConfig
-from worker.models.load import load_model
+from worker.models.load import LoadedModel, load_model
 from worker.phases import Phases
 from worker.registry import rows_for
 from worker.runner import Runner
@@ -38,23 +41,27 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
     machine.set_threads(_threads(config))
     device = machine.choose_device(config.device)
     dtype = machine.choose_dtype(config.dtype, device, cpu_flags=machine.cpu_flags())
-    with phases("load weights"):
-        loaded = load_model(config.model, dtype=dtype, device=device)
+    loaded, draft = _load(config, phases, dtype, device)
     with phases("reserve memory"):
-        shape = _cache_shape(loaded.config, config)
+        models = [loaded.config] if draft is None else [loaded.config, draft.config]
+        shapes = [_cache_shape(model, config) for model in models]
         budget = kv_budget(
             config,
             context_tokens=loaded.card.context_tokens,
-            block_bytes=block_bytes(*shape, dtype),
+            block_bytes=sum(block_bytes(*shape, dtype) for shape in shapes),
             free_bytes=free_bytes(device),
         )
-        cache = KVCache(shape[0], budget.num_blocks, *shape[1:], dtype, device)
+        caches = [KVCache(s[0], budget.num_blocks, *s[1:], dtype, device) for s in shapes]
         fields = slot_fields(budget.max_len, -(-budget.max_len // config.block_tokens))
         attention = select_attention(config.block_tokens, dtype=dtype)
-        slots = _slot_table(fields, config, device, loaded.model, cache, attention)
+        drafting = None
+        if draft is not None:
+            drafting = DraftModel(draft.model, caches[1], attention, loaded.card.vocab_size)
+        slots = _slot_table(fields, config, device, loaded.model, caches, attention, drafting)
     with phases("warm up"):
         spare = SlotTable(fields, 1, device)
-        _warm_up(Runner(loaded.model, spare, cache, attention), cache, budget.max_len)
+        runner = Runner(loaded.model, spare, caches[0], attention, drafting=drafting)
+        _warm_up(runner, caches, budget.max_len)
     log.info(
         "model %s dtype=%s device=%s threads=%d blocks=%d max_len=%d",
         loaded.card.name,
@@ -71,8 +78,28 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
         block_tokens=config.block_tokens,
         num_blocks=budget.num_blocks,
         phases=phases.told,
+        draft_cost=None if draft is None else _cost(draft.card, loaded.card),
     )
-    return Runner(loaded.model, slots, cache, attention), ready
+    return Runner(loaded.model, slots, caches[0], attention, drafting=drafting), ready
+
+
+def _load(
+    config: WorkerConfig, phases: Phases, dtype: torch.dtype, device: torch.device
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """The model, and the one that guesses for it."""
+    with phases("load weights"):
+        loaded = load_model(config.model, dtype=dtype, device=device)
+    if not config.draft_model:
+        return loaded, None
+    with phases("load the draft model"):
+        draft = load_model(config.draft_model, dtype=dtype, device=device)
+        check_draft(draft.card, loaded.card)
+    return loaded, draft
+
+
+def _cost(draft: ModelCard, model: ModelCard) -> float:
+    """A few tokens take the time in which the weights are read."""
+    return draft.weights_bytes / model.weights_bytes
 
 
 def _slot_table(
@@ -96,11 +123,13 @@ def _cache_shape(model: LlamaConfig, config: WorkerConfig) -> tuple[int, int, in
     return model.num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
 
 
-def _warm_up(runner: Runner, cache: KVCache, max_len: int) -> None:
-    """A prompt and, where there is room, one token after it, where nobody's is yet."""
+def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
+    """A prompt and, where there is room, one token after it, where nobody's is yet. A second cache
+    is the draft model's, which follows."""
     prompt = min(WARM_UP_TOKENS, max_len)
     params = SamplingParams(temperature=1.0, top_p=0.9)
-    blocks = -(-min(prompt + 1, max_len) // cache.block_tokens)
+    blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens)
+    follows = len(caches) > 1
     init = SlotInit(
         slot=0,
         generation=0,
@@ -112,13 +141,18 @@ def _warm_up(runner: Runner, cache: KVCache, max_len: int) -> None:
         stop_ids=[],
         params=params,
     )
-    runner.step(_one_row(start=0, count=prompt, bind=[init], samples=prompt < max_len))
+    samples = prompt < max_len
+    plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, follows=follows)
+    runner.step(plan)
     if prompt + 1 < max_len:
-        runner.step(_one_row(start=prompt, count=1, bind=[], samples=True))
-    cache.zero(torch.arange(1, blocks + 1, device=cache.k.device))
+        runner.step(_one_row(start=prompt, count=1, bind=[], samples=True, follows=follows))
+    for cache in caches:
+        cache.zero(torch.arange(1, blocks + 1, device=cache.k.device))
 
 
-def _one_row(*, start: int, count: int, bind: list[SlotInit], samples: bool) -> StepPlan:
+def _one_row(
+    *, start: int, count: int, bind: list[SlotInit], samples: bool, follows: bool
+) -> StepPlan:
     none = Int32.of([])
     return StepPlan(
         step=0,
@@ -133,4 +167,7 @@ def _one_row(*, start: int, count: int, bind: list[SlotInit], samples: bool) -> 
         row_tokens=Int32.of([count]),
         row_samples=UInt8.of([samples]),
         num_decodes=int(count == 1),
+        follow_starts=Int32.of([start]) if follows else None,
+        follow_tokens=Int32.of([count]) if follows else None,
+        wanted=Int32.of([0]) if follows else None,
     )

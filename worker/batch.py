@@ -145,40 +145,61 @@ def build_batch(plan: StepPlan, slots: SlotTable, *, block_tokens: int) -> StepB
         len(rows.sampled) and rows.known[rows.sampled].max() >= max_len
     ):
         raise ValueError(f"step {plan.step}: a row goes beyond {max_len} tokens")
-    row_of_token = np.repeat(np.arange(len(rows.slots)), rows.counts)
-    positions = np.arange(len(row_of_token)) + (rows.known - rows.ends)[row_of_token]
     known = rows.known[rows.sampled] - rows.behind
-    slot_of_token, row_slots, position_of_token, sampled_slots, sampled_known, last = upload(
-        [
-            rows.slots[row_of_token],
-            rows.slots,
-            positions,
-            rows.slots[rows.sampled],
-            known,
-            rows.ends[rows.sampled] - 1 - rows.behind,
-        ],
-        slots.device,
+    places = (rows.slots[rows.sampled], known, rows.ends[rows.sampled] - 1 - rows.behind)
+    spans = Spans(rows.slots, rows.starts, rows.counts, plan.num_decodes)
+    placed, (sampled_slots, sampled_known, last) = place(spans, slots, block_tokens, *places)
+    sampled = Sampled(
+        torch.from_numpy(places[0]), torch.from_numpy(known), sampled_slots, sampled_known, last
     )
-    most_blocks = -(-int(rows.known.max()) // block_tokens)
+    return StepBatch(rows, placed.token_ids(slots), placed.attention, sampled)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Positions [start, start + count) of each row's slot. [R] int64, on the host; rows of one
+    position come first, `num_decodes` of them."""
+
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Spans on the device: slots, positions [T] int64 of all tokens, and what attention asks
+    for."""
+
+    slots: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+
+    def token_ids(self, slots: SlotTable) -> Tensor:
+        """[T] int64, where all of them are known."""
+        return _items(slots["token_ids"], self.slots, self.positions)
+
+
+def place(
+    spans: Spans, slots: SlotTable, block_tokens: int, *others: Ints
+) -> tuple[Placed, list[Tensor]]:
+    """And `others`, which travel along."""
+    known, ends = spans.starts + spans.counts, spans.counts.cumsum()
+    row_of_token = np.repeat(np.arange(len(spans.slots)), spans.counts)
+    positions = np.arange(len(row_of_token)) + (known - ends)[row_of_token]
+    columns = [spans.slots[row_of_token], spans.slots, positions, *others]
+    slot_of_token, row_slots, position_of_token, *moved = upload(columns, slots.device)
+    table = slots["block_table"]
+    most_blocks = -(-int(known.max()) // block_tokens)
     attention = AttentionBatch(
         positions=position_of_token,
-        slot_mapping=_slot_mapping(
-            slots["block_table"], slot_of_token, position_of_token, block_tokens
-        ),
-        row_starts=torch.from_numpy(np.concatenate(([0], rows.ends))),
-        context_lens=torch.from_numpy(rows.known),
-        block_table=slots["block_table"][:, :most_blocks].index_select(0, row_slots).long(),
-        num_decodes=plan.num_decodes,
+        slot_mapping=_slot_mapping(table, slot_of_token, position_of_token, block_tokens),
+        row_starts=torch.from_numpy(np.concatenate(([0], ends))),
+        context_lens=torch.from_numpy(known),
+        block_table=table[:, :most_blocks].index_select(0, row_slots).long(),
+        num_decodes=spans.num_decodes,
     )
-    token_ids = _items(slots["token_ids"], slot_of_token, position_of_token)
-    sampled = Sampled(
-        torch.from_numpy(rows.slots[rows.sampled]),
-        torch.from_numpy(known),
-        sampled_slots,
-        sampled_known,
-        last,
-    )
-    return StepBatch(rows, token_ids, attention, sampled)
+    return Placed(slot_of_token, position_of_token, attention), moved
 
 
 def _slot_mapping(table: Tensor, slots: Tensor, positions: Tensor, block_tokens: int) -> Tensor:

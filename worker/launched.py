@@ -41,6 +41,7 @@ class Launched:
 
     started    when its launch began (perf_counter)
     said       None where nothing was sampled
+    proposed   what the draft model guessed, int64; None where it was not asked
     """
 
     step: int
@@ -48,6 +49,7 @@ class Launched:
     readback: Readback
     said: Said | None
     prompt_logprobs: Columns | None
+    proposed: Tensor | None
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class Launched:
         readback: Readback,
         said: Said | None,
         prompt_logprobs: Columns | None,
+        proposed: Tensor | None = None,
     ) -> Self:
         """Queue the copies of all that a step tells, and seal it."""
         copy = readback.copy
@@ -66,6 +69,7 @@ class Launched:
             readback,
             None if said is None else said.moved(copy),
             None if prompt_logprobs is None else prompt_logprobs.moved(copy),
+            None if proposed is None else copy(proposed),
         )
         readback.seal()
         return launched
@@ -93,6 +97,7 @@ class Launched:
             counts=None if counts is None else int32(counts.numpy()),
             logprobs=None if of_sampled is None else of_sampled.told(),
             prompt_logprobs=None if of_prompt is None else of_prompt.told(),
+            proposed=None if self.proposed is None else int32(self.proposed.numpy()),
             compute_s=computed_s,
         )
 

@@ -12,38 +12,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from protocol.steps import StepPlan, StepResult
-from worker.attention.base import Attention, AttentionBatch
+from worker.attention.base import Attention
 from worker.bans import row_masks
-from worker.batch import StepBatch, build_batch, stage_drafts
+from worker.batch import Ints, StepBatch, build_batch, stage_drafts
+from worker.drafting import DraftModel
 from worker.kv_cache import KVCache
 from worker.launched import Launched, Said
 from worker.logits import process_logits
 from worker.logprobs import prompt_logprobs, sampled_logprobs
+from worker.models.base import Model
 from worker.readback import Mark, Readback, mark
 from worker.sampler import Choice, sample
 from worker.slots import SlotTable
 from worker.staging import integers, upload
 from worker.verify import verify
-
-
-class Model(Protocol):
-    """What the runner asks of a model."""
-
-    def __call__(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
-    ) -> Tensor:
-        """token_ids [T] int64 -> hidden [T, hidden]; writes the tokens' K/V into the cache."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden] -> [S, V] float32."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +59,16 @@ class Runner:
         cache: KVCache,
         attention: Attention,
         *,
+        drafting: DraftModel | None = None,
         mark: Mark = mark,
     ) -> None:
-        """mark: what says when a step is done, see readback.py."""
+        """drafting: for plans that ask it for guesses. mark: what says when a step is done, see
+        readback.py."""
         self._model = model
         self._slots = slots
         self._cache = cache
         self._attention = attention
+        self.drafting = drafting
         self._mark = mark
 
     @property
@@ -98,13 +89,14 @@ class Runner:
         started = perf_counter()
         readback = Readback(self._slots.device, self._mark)
         self._prepare(plan)
-        said, of_prompt = None, None
+        said, of_prompt, proposed = None, None, None
         if len(plan.row_slots):
             batch = build_batch(plan, self._slots, block_tokens=self._cache.block_tokens)
             hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
             of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
             said = self._sample(hidden, batch, plan, await_masks)
-        return Launched.of(plan.step, started, readback, said, of_prompt)
+            proposed = self._follow(plan, batch, said)
+        return Launched.of(plan.step, started, readback, said, of_prompt, proposed)
 
     def _prepare(self, plan: StepPlan) -> None:
         """Slots and blocks, in the order that StepPlan promises."""
@@ -120,6 +112,8 @@ class Runner:
         if len(plan.zero_blocks):
             (blocks,) = upload([integers(plan.zero_blocks.data)], slots.device)
             self._cache.zero(blocks)
+            if self.drafting is not None:
+                self.drafting.cache.zero(blocks)
 
     def _sample(
         self, hidden: Tensor, batch: StepBatch, plan: StepPlan, await_masks: Callable[[], object]
@@ -160,3 +154,21 @@ class Runner:
             torch.from_numpy(kept.counts),
             sampled_logprobs(logits, processed, kept_tokens, self._slots, batch),
         )
+
+    def _follow(self, plan: StepPlan, batch: StepBatch, said: Said | None) -> Tensor | None:
+        """What the draft model guesses, if it is asked."""
+        if plan.follow_starts is None:
+            return None
+        if self.drafting is None:
+            raise ValueError(f"step {plan.step}: there is no draft model")
+        return self.drafting.follow(plan, self._slots, _lens(batch, said))
+
+
+def _lens(batch: StepBatch, said: Said | None) -> Ints:
+    """[R] int64: how many tokens of each row are known once the step has sampled."""
+    rows, lens = batch.rows, batch.rows.known.copy()
+    if said is not None:
+        first = np.flatnonzero(np.diff(rows.sampled, prepend=-1))
+        counts = np.ones_like(first) if said.counts is None else said.counts.numpy()
+        lens[rows.sampled[first]] += counts - rows.behind[first]
+    return lens

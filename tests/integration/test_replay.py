@@ -81,7 +81,7 @@ def expected(recorded: Recording) -> list[StepResult]:
     """What is said where every life of a request has a slot that nobody had before."""
     lives = num_lives(recorded.steps)
     assert lives > 20 * MAX_SLOTS
-    return list(replay(recorded.loaded, own_slots(recorded.steps), max_slots=lives))
+    return list(replay(recorded, own_slots(recorded.steps), max_slots=lives))
 
 
 # ---- what the stream holds
@@ -129,17 +129,17 @@ def test_what_was_executed_live_is_what_is_said_where_no_slot_is_reused(recorded
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_reused_slot_answers_like_a_new_one_whatever_its_row_held(recorded, expected, mode):
-    assert list(replay(recorded.loaded, recorded.steps, poison=MODES[mode])) == expected
+    assert list(replay(recorded, recorded.steps, poison=MODES[mode])) == expected
 
 
 @pytest.mark.parametrize("value", [1e4, float("nan")])
 def test_a_reused_block_answers_like_a_new_one_whatever_it_held(recorded, expected, value):
-    results = replay(recorded.loaded, recorded.steps, poison=Poison.WILD, block_poison=value)
+    results = replay(recorded, recorded.steps, poison=Poison.WILD, block_poison=value)
     assert list(results) == expected
 
 
 def test_without_zeroed_blocks_the_replay_notices(recorded, expected):
-    results = replay(recorded.loaded, recorded.steps, block_poison=float("nan"), zeroes=False)
+    results = replay(recorded, recorded.steps, block_poison=float("nan"), zeroes=False)
     assert first_difference(results, expected) is not None
 
 
@@ -223,7 +223,7 @@ def first_difference(results: Iterable[StepResult], expected: list[StepResult]) 
 def caught_by(recorded: Recording, expected: list[StepResult], kind: type[SlotTable]) -> str:
     """The first mode, from the wildest on, that notices, and what it sees; "" if none does."""
     for mode, poison in reversed(MODES.items()):
-        results = replay(recorded.loaded, recorded.steps, poison=poison, kind=kind)
+        results = replay(recorded, recorded.steps, poison=poison, kind=kind)
         if difference := first_difference(results, expected):
             return f"{mode}: {difference}"
     return ""
@@ -242,6 +242,29 @@ def test_there_is_a_way_to_be_careless_with_every_field():
     assert {name for name, _ in ways()} == FIELDS.keys()
     lazy = {name for name, way in ways() if way == "lazily"}
     assert lazy > {"temperature", "min_len", "num_asked", "logprobs_of", "num_stop_ids"}
+
+
+# ---- with a draft model
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """A model that is its own draft model, so that what it guesses is often verified."""
+    loaded = tiny_model(tmp_path_factory.mktemp("model"))
+    return record(loaded, load_of(12, 80), draft=loaded)
+
+
+def test_what_a_draft_model_guesses_depends_on_no_earlier_occupant(followed):
+    """It has no field in the slot table; its blocks are zeroed with the model's."""
+    plans = [step.plan for step in followed.steps]
+    assert sum(plan.wanted is not None and any(plan.wanted.tolist()) for plan in plans) > 20
+    assert sum(plan.row_drafts is not None for plan in plans) > 20
+    assert any(has_masked_drafts(plan) for plan in plans)
+    lives = num_lives(followed.steps)
+    expected = list(replay(followed, own_slots(followed.steps), max_slots=lives))
+    for poison, value in ((None, None), (Poison.PLAUSIBLE, 1e4), (Poison.WILD, float("nan"))):
+        results = replay(followed, followed.steps, poison=poison, block_poison=value)
+        assert list(results) == expected
 
 
 # ---- two steps in flight say what one says

@@ -160,6 +160,32 @@ def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start,
     assert engine.exit_code() == 0
 
 
+def test_a_draft_model_follows_and_guesses_and_is_told(start, tiny_llama):
+    """The model as its own: what it guesses is what is said next."""
+    engine = start(tiny_llama, draft_model=str(tiny_llama), max_slots=5)
+    ready = engine.hear(START_S)
+    assert isinstance(ready, WorkerReady), ready
+    assert ready.draft_cost == 1.0
+    assert "load the draft model" in [name for name, _ in ready.phases]
+    first = engine.step(first_step(follow={0: (0, 3)}))
+    assert isinstance(first, StepResult), first
+    guesses = first.proposed.tolist()
+    plan = step_plan(2, rows=[(0, len(PROMPT), 4, True)], drafts={0: guesses})
+    assert engine.step(plan).tokens.tolist()[:3] == guesses
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line(start, tiny_llama, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    write_tiny_llama(other)
+    spelt = (other / "tokenizer.json").read_text().replace('"w7"', '"seven"')
+    (other / "tokenizer.json").write_text(spelt)
+    failed = start(tiny_llama, draft_model=str(other)).hear(START_S)
+    assert isinstance(failed, WorkerFailed), failed
+    assert "the draft model other has another vocabulary" in failed.message
+    assert "\n" not in failed.message
+
+
 def test_a_small_cache_lowers_the_longest_request(start, tiny_llama):
     ready = start(tiny_llama, kv_blocks=4, block_tokens=16, max_slots=2).hear(START_S)
     assert (ready.num_blocks, ready.max_len) == (4, 48)

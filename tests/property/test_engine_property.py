@@ -8,7 +8,7 @@ import pytest
 from tests.support.storm import SPECULATING, Storm
 
 OPERATIONS = 10_000
-SEEDS = (0, 3, 4, 5, 100, 103, 104, 107)
+SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

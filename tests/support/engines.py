@@ -66,16 +66,30 @@ def answer(prompt: list[int], max_tokens: int, seed: int = 0, say: Say = next_to
     return tokens[len(prompt) :]
 
 
+def sometimes(chance: float, say: Say = next_token) -> Say:
+    """A draft model that guesses what `say` says, so often; grammars it does not know."""
+
+    def guess(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+        right = say(tokens, seed, None)
+        is_right = sha256(repr((tokens, seed)).encode()).digest()[2] < chance * 256
+        return right if is_right else (right + 1) % VOCAB
+
+    return guess
+
+
 @dataclass
 class EchoWorker:
-    """Executes plans. `kv[block][offset]`: the token whose K/V is there, None where zeroed."""
+    """Executes plans. `kv[block][offset]`: the token whose K/V is there, None where zeroed;
+    `draft_kv`: the same of the draft model, which says `guess`."""
 
     limits: Limits
     say: Say = next_token
+    guess: Say = next_token
     tokens: dict[int, list[int]] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
     kv: dict[int, list[int | None]] = field(default_factory=dict)
+    draft_kv: dict[int, list[int | None]] = field(default_factory=dict)
     _possible: list[list[int] | None] = field(default_factory=list)
 
     def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
@@ -98,6 +112,7 @@ class EchoWorker:
             self.tables[slot].append(block)
         for block in plan.zero_blocks.tolist():
             self.kv[block] = [None] * self.limits.block_tokens
+            self.draft_kv[block] = [None] * self.limits.block_tokens
         sampled = [
             self._row(*row)
             for row in zip(
@@ -117,7 +132,48 @@ class EchoWorker:
             tokens=Int32.of(token for tokens in said for token in tokens),
             counts=None if plan.row_drafts is None else Int32.of(map(len, said)),
             failed=Int32.of([]),
+            proposed=self._follow(plan),
         )
+
+    def _follow(self, plan: StepPlan) -> Int32 | None:
+        if plan.follow_starts is None or plan.follow_tokens is None or plan.wanted is None:
+            return None
+        columns = (
+            plan.row_slots,
+            plan.row_samples,
+            plan.follow_starts,
+            plan.follow_tokens,
+            plan.wanted,
+        )
+        proposed: list[int] = []
+        for slot, samples, begin, count, wanted in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            assert not wanted or (samples and begin >= 0)
+            assert not (wanted and count)
+            assert count <= self.limits.token_budget
+            end = len(self.tokens[slot]) if wanted else begin + count
+            if begin >= 0:
+                proposed += self._guesses(slot, begin, end, wanted)
+        return Int32.of(proposed) if proposed else None
+
+    def _guesses(self, slot: int, begin: int, end: int, wanted: int) -> list[int]:
+        """What the draft model guesses behind the slot's first `end` tokens, when it has computed
+        those from `begin` on."""
+        tokens, table, size = self.tokens[slot][:end], self.tables[slot], self.limits.block_tokens
+        assert begin < end
+        for position in range(begin, end):
+            held = self.draft_kv.setdefault(table[position // size], [None] * size)
+            held[position % size] = tokens[position]
+        seen = [self.draft_kv[table[p // size]][p % size] for p in range(end)]
+        assert seen == tokens, "the draft model would read another's K/V"
+        for _ in range(wanted):
+            position = len(tokens)
+            tokens.append(self.guess(tokens, self.seeds[slot], None))
+            if position < end + wanted - 1:
+                held = self.draft_kv.setdefault(table[position // size], [None] * size)
+                held[position % size] = tokens[position]
+        return tokens[end:]
 
     def _row(self, slot: int, start: int, count: int, samples: int, drafts: list[int]) -> list[int]:
         known, table, size = self.tokens[slot], self.tables[slot], self.limits.block_tokens
@@ -186,6 +242,11 @@ def echo_compiler() -> Compiler:
     return Compiler(a_card())
 
 
+def draft_model_for(config: dict[str, Any]) -> str:
+    """A name for it, where the engine's `config` speculates with one."""
+    return "a draft model" if config.get("speculation") == "model" else ""
+
+
 class Bench:
     """An engine and an echo worker at one table. Every `step` checks every invariant."""
 
@@ -202,10 +263,13 @@ class Bench:
         max_waiting_tokens: int = 1_000_000,
         steps_in_flight: int = 1,
         say: Say = next_token,
+        guess: Say | None = None,
+        draft_cost: float = 0.0,
         place: Place | None = None,
         **config: Any,
     ) -> None:
-        """config: further fields of EngineConfig; place: in a cluster, where there is one."""
+        """guess: what the draft model says; None: as `say`. place: in a cluster, where there is
+        one. config: further fields of EngineConfig."""
         self.limits = Limits(
             max_len=min(max_len, (num_blocks - 1) * block_tokens),
             max_slots=max_slots,
@@ -215,7 +279,7 @@ class Bench:
             prefix_cache=prefix_cache,
         )
         settings = EngineConfig(
-            worker=WorkerConfig(model=""),
+            worker=WorkerConfig(model="", draft_model=draft_model_for(config)),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
             steps_in_flight=steps_in_flight,
@@ -225,10 +289,11 @@ class Bench:
             settings,
             a_card(),
             self.limits,
+            draft_cost=draft_cost,
             draw_seed=lambda: 0,
             cluster=None if place is None else place.cluster,
         )
-        self.worker = EchoWorker(self.limits, say)
+        self.worker = EchoWorker(self.limits, say, guess or say)
         self.mover = None if place is None else EchoMover(place, self.worker.kv, block_tokens)
         self.compiler = echo_compiler()
         self.news: dict[tuple[bytes, int], list[Output]] = {}

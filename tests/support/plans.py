@@ -47,14 +47,17 @@ def step_plan(
     rows: Sequence[tuple[int, int, int, bool]] = (),
     masked: Sequence[int] = (),
     drafts: Mapping[int, Sequence[int]] | None = None,
+    follow: Mapping[int, tuple[int, int]] | None = None,
 ) -> StepPlan:
     """rows: (slot, first position, how many, sampled); those of one token are put first.
 
     masked: indexes into the sampled places, as they then are. drafts: of slots, which a row's `how
-    many` counts along.
+    many` counts along. follow: of slots, where the draft model begins and how many guesses are
+    wanted; where none are, it computes what the row does.
     """
     rows = sorted(rows, key=lambda row: row[2] != 1)
     guesses = [list((drafts or {}).get(row[0], [])) for row in rows]
+    following = [(follow or {}).get(row[0], (-1, 0)) for row in rows]
     slots, indexes, ids = zip(*extend, strict=True) if extend else ((), (), ())
     return StepPlan(
         step=step,
@@ -72,4 +75,12 @@ def step_plan(
         masked=Int32.of(masked) if masked else None,
         row_drafts=Int32.of(map(len, guesses)) if drafts else None,
         drafts=Int32.of(chain.from_iterable(guesses)) if drafts else None,
+        follow_starts=Int32.of(start for start, _ in following) if follow else None,
+        follow_tokens=Int32.of(
+            0 if wanted or start < 0 else row[1] + row[2] - start
+            for row, (start, wanted) in zip(rows, following, strict=True)
+        )
+        if follow
+        else None,
+        wanted=Int32.of(wanted for _, wanted in following) if follow else None,
     )

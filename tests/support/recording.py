@@ -89,17 +89,21 @@ class Asked:
 
 @dataclass
 class Recording:
-    """What was executed, and what became of the requests: their news, by number."""
+    """What was executed, and what became of the requests: their news, by number.
+
+    draft   the draft model; None: drafts are n-grams
+    """
 
     loaded: LoadedModel
+    draft: LoadedModel | None
     steps: list[Executed]
     outputs: dict[int, list[Output]]
     num_aborted_in_flight: int
 
 
-def tiny_model(folder: Path) -> LoadedModel:
+def tiny_model(folder: Path, seed: int = 3) -> LoadedModel:
     """A Llama of random weights that speaks sign by sign."""
-    write_tiny_llama(folder, eos_token_id=EOS)
+    write_tiny_llama(folder, seed, eos_token_id=EOS)
     (folder / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))
     return load(folder)
 
@@ -128,7 +132,13 @@ def load_of(seed: int, count: int = NUM_REQUESTS) -> list[Asked]:
     return asked
 
 
-def record(loaded: LoadedModel, asked: Iterable[Asked], *, steps_in_flight: int = 2) -> Recording:
+def record(
+    loaded: LoadedModel,
+    asked: Iterable[Asked],
+    *,
+    steps_in_flight: int = 2,
+    draft: LoadedModel | None = None,
+) -> Recording:
     """Serve them; who is dropped is dropped while as many steps are out as may be."""
     replica = Replica(
         loaded,
@@ -138,7 +148,12 @@ def record(loaded: LoadedModel, asked: Iterable[Asked], *, steps_in_flight: int 
         block_tokens=BLOCK_TOKENS,
         max_len=MAX_LEN,
         steps_in_flight=steps_in_flight,
-        options={"speculation": "ngram", "ngram_min": 1, "max_drafts": 4},
+        options={
+            "speculation": "ngram" if draft is None else "model",
+            "ngram_min": 1,
+            "max_drafts": 4,
+        },
+        draft=draft,
     )
     coming, leaving, num_aborted = list(asked), {}, 0
     for step in range(100_000):
@@ -156,7 +171,7 @@ def record(loaded: LoadedModel, asked: Iterable[Asked], *, steps_in_flight: int 
         if not replica.step() and not coming:
             break
     replica.engine.check()
-    return Recording(loaded, replica.steps, replica.outputs, num_aborted)
+    return Recording(loaded, draft, replica.steps, replica.outputs, num_aborted)
 
 
 def num_lives(steps: Iterable[Executed]) -> int:
@@ -192,7 +207,7 @@ def said(result: StepResult) -> StepResult:
 
 
 def replay(
-    loaded: LoadedModel,
+    recorded: Recording,
     steps: Iterable[Executed],
     *,
     max_slots: int = MAX_SLOTS,
@@ -207,11 +222,13 @@ def replay(
     zeroes         whether it is then zeroed
     """
     slots = slot_table(MAX_LEN, BLOCK_TOKENS, max_slots, poison=poison, kind=kind)
-    cache = new_cache(loaded, NUM_BLOCKS, BLOCK_TOKENS)
-    runner = new_runner(loaded, slots, cache)
+    cache = new_cache(recorded.loaded, NUM_BLOCKS, BLOCK_TOKENS)
+    runner = new_runner(recorded.loaded, slots, cache, recorded.draft)
+    caches = [cache] if runner.drafting is None else [cache, runner.drafting.cache]
     for step in steps:
         if block_poison is not None:
             blocks = step.plan.zero_blocks.tolist()
-            cache.k[:, blocks] = cache.v[:, blocks] = block_poison
+            for each in caches:
+                each.k[:, blocks] = each.v[:, blocks] = block_poison
         plan = step.plan if zeroes else changed(step.plan, zero_blocks=Int32.of([]))
         yield said(runner.step(plan, lambda step=step: step.masks))

@@ -24,6 +24,7 @@ from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
 from worker.attention.select import select_attention
+from worker.drafting import DraftModel
 from worker.kv_cache import KVCache
 from worker.models.load import LoadedModel, load_model
 from worker.runner import Runner
@@ -52,6 +53,7 @@ class Replica:
 
     max_len           of prompt and answer; None: the model's own limit
     options           other fields of EngineConfig
+    draft             a draft model beside it;  draft_cost  what the engine is told of it
     steps_in_flight   plans that are made before the first of them is executed
     steps             what was executed, in order;  out: plans that are yet to be
     """
@@ -65,6 +67,8 @@ class Replica:
     steps_in_flight: int = 1
     max_len: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    draft: LoadedModel | None = None
+    draft_cost: float = 0.0
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     steps: list[Executed] = field(default_factory=list)
     out: deque[StepPlan] = field(default_factory=deque)
@@ -82,15 +86,18 @@ class Replica:
             prefix_cache=self.prefix_cache,
         )
         slots = slot_table(max_len, self.block_tokens, self.max_slots)
-        self.runner = new_runner(
-            self.loaded, slots, new_cache(self.loaded, self.num_blocks, self.block_tokens)
-        )
+        cache = new_cache(self.loaded, self.num_blocks, self.block_tokens)
+        self.runner = new_runner(self.loaded, slots, cache, self.draft)
         self._seeds = iter(range(1, 1 << 30))
         self._masks: Masks | None = None  # of the oldest plan that is out
-        worker = WorkerConfig(model="")
+        worker = WorkerConfig(model="", draft_model="a draft model" if self.draft else "")
         config = EngineConfig(worker=worker, steps_in_flight=self.steps_in_flight, **self.options)
         self.engine = Engine(
-            config, self.loaded.card, limits, draw_seed=lambda: 7919 * next(self._seeds)
+            config,
+            self.loaded.card,
+            limits,
+            draft_cost=self.draft_cost,
+            draw_seed=lambda: 7919 * next(self._seeds),
         )
 
     def add(
@@ -177,7 +184,13 @@ def new_cache(loaded: LoadedModel, num_blocks: int, block_tokens: int) -> KVCach
     return KVCache(*shape, dtype, torch.device("cpu"))
 
 
-def new_runner(loaded: LoadedModel, slots: SlotTable, cache: KVCache) -> Runner:
+def new_runner(
+    loaded: LoadedModel, slots: SlotTable, cache: KVCache, draft: LoadedModel | None = None
+) -> Runner:
     """A worker that has computed nothing yet."""
     attention = select_attention(cache.block_tokens, dtype=getattr(torch, loaded.card.dtype))
-    return Runner(loaded.model, slots, cache, attention)
+    drafting = None
+    if draft is not None:
+        beside = new_cache(draft, cache.num_blocks, cache.block_tokens)
+        drafting = DraftModel(draft.model, beside, attention, loaded.card.vocab_size)
+    return Runner(loaded.model, slots, cache, attention, drafting=drafting)

@@ -255,6 +255,9 @@ MESSAGES: list[Message] = [
         masked=Int32.of([0]),
         row_drafts=Int32.of([0, 1]),
         drafts=Int32.of([4]),
+        follow_starts=Int32.of([4, 0]),
+        follow_tokens=Int32.of([12, 0]),
+        wanted=Int32.of([0, 3]),
     ),
     Masks(step=3, bits=Int32.of([7, -1, 0, 1], (1, 4))),
     KVExport(lease=b"l" * 16, blocks=Int32.of([7, 8]), readers=2),
@@ -275,6 +278,7 @@ MESSAGES: list[Message] = [
         counts=Int32.of([1, 2]),
         logprobs=LOGPROBS,
         prompt_logprobs=LOGPROBS,
+        proposed=Int32.of([3, 1]),
         compute_s=0.25,
     ),
     WorkerReady(
@@ -285,6 +289,7 @@ MESSAGES: list[Message] = [
         num_blocks=33,
         rank=1,
         phases=[("load weights", 0.5)],
+        draft_cost=0.125,
         kv=KVEndpoint(
             address="tcp://here:7000", layout=b"d" * 32, told="tiny, bfloat16", mover="shm"
         ),

@@ -14,12 +14,13 @@ from typing import Any
 
 from protocol.grammar import Body, Choice, Regex
 from protocol.messages import Refused
-from tests.support.engines import VOCAB, Bench, Say, habitual_token, next_token
+from tests.support.engines import VOCAB, Bench, Say, habitual_token, next_token, sometimes
 from tests.support.grammars import text_of
 from tests.support.handover import Place
 
-SPECULATING = 100
-"""From this seed on, tokens are guessed ahead, of a model that can be guessed."""
+SPECULATING, WITH_A_MODEL = 100, 200
+"""From this seed on, tokens are guessed ahead, of a model that can be guessed: by n-grams, and from
+the second on by a draft model."""
 GRAMMARS: list[tuple[Body, str, str]] = [
     (Choice(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
     (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),
@@ -28,6 +29,12 @@ GRAMMARS: list[tuple[Body, str, str]] = [
 """(grammar, pattern of whole answers, pattern of what may be cut short)"""
 LABELS = [f"label-{i}" for i in range(12)]
 BAD = Regex(pattern="(")
+
+
+def speculation_of(seed: int) -> str:
+    if seed < SPECULATING:
+        return "none"
+    return "model" if seed >= WITH_A_MODEL else "ngram"
 
 
 class Storm:
@@ -48,7 +55,8 @@ class Storm:
             "max_waiting": 12,
             "steps_in_flight": 1 + seed % 3 % 2,
             "say": self.say,
-            "speculation": "ngram" if seed >= SPECULATING else "none",
+            "speculation": speculation_of(seed),
+            "guess": sometimes(0.7, self.say),
             "ngram_min": self.random.choice([1, 2]),
             "max_drafts": self.random.choice([1, 4, 8]),
         }

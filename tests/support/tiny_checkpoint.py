@@ -28,11 +28,11 @@ CONFIG = {
 }
 
 
-def write_tiny_llama(folder: Path, **changes: object) -> Path:
+def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
     """config.json, tokenizer.json and model.safetensors in `folder`."""
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
-    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -47,8 +47,8 @@ def _tokenizer() -> dict[str, object]:
     }
 
 
-def _weights() -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(3)
+def _weights(seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
 
     def weight(out: int, width: int) -> torch.Tensor:
         return torch.randn(out, width, generator=random) * 0.2

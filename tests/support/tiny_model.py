@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.drafting import DraftModel
 from worker.kv_cache import KVCache
 from worker.readback import Mark, mark
 from worker.runner import Runner
@@ -27,9 +28,9 @@ CPU = torch.device("cpu")
 
 class TinyModel:
     def __init__(
-        self, vocab: int = VOCAB, max_len: int = MAX_LEN, device: torch.device = CPU
+        self, vocab: int = VOCAB, max_len: int = MAX_LEN, device: torch.device = CPU, seed: int = 7
     ) -> None:
-        random = torch.Generator().manual_seed(7)
+        random = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int, scale: float) -> Tensor:
             return (torch.randn(shape, generator=random) * scale).to(device)
@@ -71,8 +72,17 @@ def tiny_slots(
 
 
 def tiny_runner(
-    slots: SlotTable, cache: KVCache, model: TinyModel | None = None, mark: Mark = mark
+    slots: SlotTable,
+    cache: KVCache,
+    model: TinyModel | None = None,
+    mark: Mark = mark,
+    draft: TinyModel | None = None,
 ) -> Runner:
     device = slots.device
     attention = TorchPagedAttention(BLOCK_TOKENS, torch.float32)
-    return Runner(model or TinyModel(device=device), slots, cache, attention, mark=mark)
+    drafting = None
+    if draft is not None:
+        beside = tiny_cache(cache.num_blocks, device)
+        drafting = DraftModel(draft, beside, attention, VOCAB)
+    target = model or TinyModel(device=device)
+    return Runner(target, slots, cache, attention, drafting=drafting, mark=mark)

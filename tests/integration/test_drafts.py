@@ -1,0 +1,77 @@
+"""A hundred prompts, with and without drafts, by a tiny model: the same is said every time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from protocol.messages import Output
+from protocol.sampling import SamplingParams
+from tests.support.drafted import replica_of
+from tests.support.replica import LoadedModel, Replica, load
+from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
+
+NUM_PROMPTS = 100
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=24, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(write_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(write_tiny_llama(tmp_path_factory.mktemp("draft"), seed=4))
+
+
+def prompts() -> list[list[int]]:
+    """Half of them repeat themselves."""
+    chance = random.Random(5)
+    bases = [[chance.randrange(VOCAB) for _ in range(chance.randrange(2, 12))] for _ in range(50)]
+    return [tokens for base in bases for tokens in (base, (base * 5)[:40])]
+
+
+def logprobs(news: list[Output]) -> list[float]:
+    return [entry.logprob for output in news for entry in output.logprobs]
+
+
+def answers(replica: Replica, params: SamplingParams) -> list[list[int]]:
+    said = replica.answers(prompts(), params)
+    assert len(said) == NUM_PROMPTS
+    return said
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_hundred_answers_are_the_same(
+    loaded: LoadedModel, other: LoadedModel, params: SamplingParams, depth: int
+) -> None:
+    plain = replica_of(loaded, "none", steps_in_flight=depth)
+    said = answers(plain, params)
+    for speculation, draft in (("ngram", None), ("model", loaded), ("model", other)):
+        fast = replica_of(loaded, speculation, draft=draft, steps_in_flight=depth)
+        assert answers(fast, params) == said
+        for number in range(NUM_PROMPTS):
+            assert logprobs(fast.outputs[number]) == pytest.approx(
+                logprobs(plain.outputs[number]), abs=1e-4
+            )
+        stats = fast.engine.stats()
+        assert stats.num_draft_tokens > 0
+        if draft is loaded and params is GREEDY:
+            assert stats.num_accepted_tokens > 0.98 * stats.num_draft_tokens
+            assert stats.num_steps < plain.engine.stats().num_steps / 2
+
+
+def test_what_was_found_in_the_prefix_cache_is_guessed_on_as_well(loaded: LoadedModel) -> None:
+    replica = replica_of(loaded, "model", steps_in_flight=2, block_tokens=4)
+    (first,) = replica.answers([prompts()[1]], GREEDY)
+    before = replica.engine.stats()
+    replica.answers([[*prompts()[1], *first]], GREEDY)
+    after = replica.engine.stats()
+    assert after.num_cached_tokens > 40
+    drafts = after.num_draft_tokens - before.num_draft_tokens
+    assert drafts > 12
+    assert after.num_accepted_tokens - before.num_accepted_tokens == drafts

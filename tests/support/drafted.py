@@ -1,0 +1,89 @@
+"""The same prompts with and without drafts, and whether the answers are the same.
+
+`python -m tests.support.drafted` asks the default model a hundred prompts, greedily, without
+drafts, with n-grams and with itself as draft model (some minutes).
+
+In float32 logits differ in their last bits with the number of positions computed at once; so where
+two answers part, they must part at a place where the model itself was undecided.
+"""
+
+from __future__ import annotations
+
+import json
+
+from protocol.sampling import SamplingParams
+from tests.support.reference import GOLDEN
+from tests.support.replica import Replica, load
+from worker.models.load import LoadedModel
+
+TIE = 1e-3
+NEAR = 1e-3
+"""Logprobs of the same token, with and without drafts."""
+NUM_PROMPTS = 100
+
+
+def replica_of(
+    loaded: LoadedModel,
+    speculation: str,
+    num_blocks: int = 1024,
+    *,
+    draft: LoadedModel | None = None,
+    **more: object,
+) -> Replica:
+    """Where no draft model is given, the model is its own; it is said to cost nothing."""
+    return Replica(
+        loaded,
+        num_blocks=num_blocks,
+        options={"speculation": speculation},
+        draft=(draft or loaded) if speculation == "model" else None,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def prompts() -> list[list[int]]:
+    """Short ones, their second halves, and ends of their answers: texts repeat themselves."""
+    rows = [row["prompt"] + row["tokens"] for row in json.loads(GOLDEN.read_text())]
+    cuts = [tokens[:40] for tokens in rows] + [tokens[-24:] for tokens in rows]
+    cuts += [tokens[-48:-7] for tokens in rows] + [tokens[-31:-2] for tokens in rows]
+    return cuts[:NUM_PROMPTS]
+
+
+def is_same(one: Replica, two: Replica, number: int) -> bool:
+    """Whether two answers are equal, with logprobs; raises AssertionError where they part without
+    a reason."""
+    first, second = (
+        [entry for output in replica.outputs[number] for entry in output.logprobs]
+        for replica in (one, two)
+    )
+    assert len(first) == len(second) == len(one.tokens(number)) == len(two.tokens(number))
+    for a, b in zip(first, second, strict=True):
+        if a.token_id != b.token_id:
+            assert a.top_logprobs[0] - a.top_logprobs[1] < TIE
+            return False
+        assert abs(a.logprob - b.logprob) < NEAR
+    return True
+
+
+def main() -> None:
+    from tests.support.model import smollm2_gguf
+
+    loaded = load(smollm2_gguf())
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
+    plain = replica_of(loaded, "none")
+    plain.answers(prompts(), params)
+    steps = plain.engine.stats().num_steps
+    for speculation in ("ngram", "model"):
+        fast = replica_of(loaded, speculation)
+        fast.answers(prompts(), params)
+        equal = sum(is_same(plain, fast, number) for number in range(NUM_PROMPTS))
+        stats = fast.engine.stats()
+        print(
+            f"{speculation}: {equal} of {NUM_PROMPTS} answers equal; the others part at ties. "
+            f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts right, "
+            f"{stats.num_steps} steps instead of {steps}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

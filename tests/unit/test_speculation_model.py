@@ -1,0 +1,227 @@
+"""A draft model, as the engine plans it: when it follows, whom it guesses for, and that no answer
+changes. The echo worker checks at every step that it finds K/V of all tokens before those it is
+given."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from engine_core.scheduler import FALL_BEHIND
+from protocol.arrays import Int32
+from protocol.config import EngineConfig, WorkerConfig
+from protocol.grammar import Regex
+from protocol.steps import StepPlan
+from tests.support.engines import Bench, drafts_of, next_token, sometimes
+
+PROMPT = [5, 6, 7, 8]
+
+
+def bench(chance: float = 1.0, **options: object) -> Bench:
+    options = {"speculation": "model", "guess": sometimes(chance), **options}
+    return Bench(**options)  # type: ignore[arg-type]
+
+
+def wanted(plan: StepPlan) -> int:
+    return 0 if plan.wanted is None else sum(plan.wanted.tolist())
+
+
+def follows(plan: StepPlan) -> bool:
+    return plan.follow_starts is not None
+
+
+def free_answer(prompt: list[int], length: int, seed: int = 0) -> list[int]:
+    """Without an end."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + length:
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_answer_is_the_same_whatever_is_guessed(chance: float, depth: int) -> None:
+    each = bench(chance, steps_in_flight=depth)
+    number = each.add(PROMPT, max_tokens=60, ignore_eos=True)
+    each.run()
+    assert each.tokens(number) == free_answer(PROMPT, 60)
+    usage = each.end(number).usage
+    assert usage is not None
+    assert usage.accepted_tokens == 60 - len(each.plans)
+    assert (usage.accepted_tokens == 0) == (chance == 0)
+
+
+def test_a_model_that_is_always_right_takes_a_step_for_nine_tokens() -> None:
+    each = bench(max_drafts=8)
+    number = each.add(PROMPT, max_tokens=91, ignore_eos=True)
+    each.run()
+    assert len(each.plans) < 15
+    usage, stats = each.end(number).usage, each.engine.stats()
+    assert usage is not None
+    assert usage.draft_tokens == stats.num_draft_tokens == stats.num_accepted_tokens > 75
+
+
+def test_no_place_behind_the_end_is_computed_by_either_model() -> None:
+    for max_tokens in range(1, 14):
+        each = bench(block_tokens=1, num_blocks=201)
+        number = each.add(PROMPT, max_tokens=max_tokens, ignore_eos=True)
+        each.run()
+        assert len(each.tokens(number)) == max_tokens
+        last = [
+            start + count
+            for plan in each.plans
+            for start, count in zip(plan.row_starts.tolist(), plan.row_tokens.tolist(), strict=True)
+        ]
+        assert max(last) == len(PROMPT) + max_tokens - 1
+
+
+# ---- how much
+
+
+def test_one_that_is_never_right_is_asked_now_and_then_and_follows_in_long_strides() -> None:
+    each = bench(0.0, steps_in_flight=2, max_len=512, num_blocks=129)
+    number = each.add(PROMPT, max_tokens=400, ignore_eos=True)
+    each.run()
+    assert each.tokens(number) == free_answer(PROMPT, 400)
+    assert len(each.plans) == 400
+    asked, followed = sum(map(wanted, each.plans)), sum(map(follows, each.plans))
+    assert 5 < asked < 25
+    assert followed < asked + 400 / FALL_BEHIND
+
+
+def test_one_that_costs_as_much_as_it_saves_is_not_asked() -> None:
+    for cost, is_asked in ((0.1, True), (0.95, False), (3.0, False)):
+        each = bench(draft_cost=cost)
+        each.add(PROMPT, max_tokens=40, ignore_eos=True)
+        each.run()
+        assert any(map(wanted, each.plans)) == is_asked
+
+
+def test_the_more_rows_a_step_has_the_less_is_asked() -> None:
+    each = bench(0.5, max_slots=60, num_blocks=1025, draft_width=16)
+    for n in range(60):
+        each.add([n, 3], max_tokens=4, ignore_eos=True)
+    each.run()
+    crowded = [wanted(plan) for plan in each.plans if len(plan.row_slots) > 50]
+    assert sum(crowded) == 0
+
+
+# ---- blocks
+
+
+def test_a_block_is_published_when_both_models_have_computed_it() -> None:
+    """The echo worker fails where a request is followed from a place that was never computed."""
+    each = bench(0.0, max_len=512, num_blocks=129)
+    number = each.add(PROMPT, max_tokens=100, ignore_eos=True)
+    each.run()
+    again = [*PROMPT, *each.tokens(number), 1]
+    other = each.add(again, max_tokens=30, ignore_eos=True)
+    each.run()
+    usage = each.end(other).usage
+    assert usage is not None
+    assert len(again) - FALL_BEHIND - 8 < usage.cached_tokens < len(again)
+    assert each.tokens(other) == free_answer(again, 30)
+
+
+def test_a_prompt_that_is_only_computed_is_followed_too() -> None:
+    each = bench()
+    prompt = list(range(1, 14))
+    each.add(prompt, max_tokens=0)
+    each.run()
+    number = each.add(prompt, max_tokens=20, ignore_eos=True)
+    each.run()
+    usage = each.end(number).usage
+    assert usage is not None
+    assert usage.cached_tokens == 12
+
+
+def test_nobody_is_preempted_for_a_guess() -> None:
+    for speculation in ("none", "model"):
+        each = bench(num_blocks=23, block_tokens=4, max_slots=2, speculation=speculation)
+        numbers = [each.add(PROMPT, max_tokens=40, seed=n, ignore_eos=True) for n in range(2)]
+        each.run()
+        assert each.engine.stats().num_preemptions == 0
+        for seed, number in enumerate(numbers):
+            assert each.tokens(number) == free_answer(PROMPT, 40, seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_together_the_same_is_said_as_without(seed: int) -> None:
+    """Chunks, found prefixes, preemption, aborts: at other times, with other drafts."""
+    said = []
+    for speculation, depth in (("none", 1), ("model", 1), ("model", 2)):
+        load, times = random.Random(seed), random.Random(hash((seed, speculation, depth)))
+        each = bench(
+            0.7,
+            speculation=speculation,
+            steps_in_flight=depth,
+            token_budget=16,
+            num_blocks=25,
+            max_slots=4,
+            max_len=60,
+            prefix_cache=bool(seed % 3),
+        )
+        numbers = []
+        for n in range(60):
+            prompt = [load.randrange(3) for _ in range(load.randrange(1, 30))]
+            grammar = Regex(pattern="([ab]c)*d") if n % 5 == 0 else None
+            number = each.add(
+                prompt, max_tokens=load.randrange(25), seed=load.randrange(3), grammar=grammar
+            )
+            while each.jobs:
+                each.compile()
+            numbers.append(number)
+            for _ in range(times.randrange(6)):
+                each.step()
+        each.run()
+        stats = each.engine.stats()
+        assert each.engine.is_idle
+        assert bool(stats.num_accepted_tokens) == (speculation == "model")
+        said.append([(each.end(n).finish, each.tokens(n)) for n in numbers])
+    assert said[0] == said[1] == said[2]
+
+
+# ---- what does not fit
+
+
+@pytest.mark.parametrize("proposed", [None, [1], [1, 2, 3, 4, 5]])
+def test_guesses_that_were_not_wanted_or_are_missing_are_refused(proposed) -> None:
+    each = bench()
+    each.add(PROMPT, max_tokens=40)
+    plan = each.plan()
+    assert plan is not None
+    assert wanted(plan) not in (0, 1, 5)
+    result = each.worker.execute(plan)
+    told = None if proposed is None else Int32.of(proposed)
+    with pytest.raises(RuntimeError, match="wanted"):
+        each.engine.commit(replace(result, proposed=told), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "draft_model"), [("model", ""), ("none", "x"), ("ngram", "x")]
+)
+def test_a_draft_model_and_its_speculation_need_one_another(speculation, draft_model) -> None:
+    with pytest.raises(ValueError, match="need one another"):
+        EngineConfig(
+            worker=WorkerConfig(model="", draft_model=draft_model), speculation=speculation
+        )
+
+
+def test_drafts_of_the_next_step_are_what_was_guessed_in_this_one() -> None:
+    each = bench(0.8, max_drafts=3)
+    each.add(PROMPT, max_tokens=40, ignore_eos=True)
+    guessed: list[int] = []
+    for _ in range(12):
+        plan = each.plan()
+        assert plan is not None
+        (drafts,) = drafts_of(plan)
+        assert drafts == guessed[: len(drafts)]
+        result = each.worker.execute(plan, each.masks)
+        guessed = [] if result.proposed is None else result.proposed.tolist()
+        each.commit(result)
+    assert len(each.tokens(1)) > 12
