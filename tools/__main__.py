@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from tools import chat, doctor, engine, key, models, serve, status
+from tools.bench import command as bench
+from tools.bench import step as bench_step
 from tools.failure import Failure
 from tools.flags import OneLineParser
 
@@ -20,12 +22,15 @@ DESCRIPTION = (
     "Tidegate serves language models: on a plain CPU with one command, over the OpenAI API."
 )
 
+BENCH_STEP = "bench step"
+
 EXAMPLES = """\
 a first minute:
   tidegate serve                  fetch the default model, start, say where it listens
   tidegate chat                   in another terminal: talk to it
   tidegate status                 is it ready, what is running
   tidegate doctor                 if something is not as it should be
+  tidegate bench                  how fast it answers, and how many
   tidegate models                 which models it knows by name, and where they are kept
 
 each command explains itself: tidegate serve --help
@@ -70,6 +75,16 @@ def parser() -> argparse.ArgumentParser:
             doctor,
             command("doctor", "look at this machine first", doctor.DESCRIPTION, doctor.EXAMPLES),
         ),
+        (bench, command("bench", "put a load on a server", bench.DESCRIPTION, bench.EXAMPLES)),
+        (
+            bench_step,
+            command(
+                BENCH_STEP,
+                "time one step of the worker",
+                bench_step.DESCRIPTION,
+                bench_step.EXAMPLES,
+            ),
+        ),
         (key, command("key", "make a key for a cluster", key.DESCRIPTION, key.EXAMPLES)),
     ):
         tool.add_arguments(made)
@@ -78,8 +93,15 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _commands(arguments: Sequence[str]) -> list[str]:
+    """`bench step` is a command of its own, though it is two words."""
+    said = list(arguments)
+    two = BENCH_STEP.split()
+    return [BENCH_STEP, *said[len(two) :]] if said[: len(two)] == two else said
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = parser().parse_args(_commands(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = options.run(options)
     except Failure as failure:

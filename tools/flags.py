@@ -5,7 +5,7 @@ text back into a checked value. Its laws:
 
 - every field is an option, `wiring` fields excepted: those connect processes and are given by code;
 - `max_slots: int` becomes `--max-slots N`; a bool that is True by default becomes `--no-x`; a list
-  becomes an option that may be repeated;
+  becomes an option that may be repeated, a tuple of numbers one that takes them with commas;
 - the bounds are msgspec's to check, here only put into words; a bad value is one line that names
   the option and what it takes.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, get_args
 
@@ -33,7 +33,8 @@ KINDS: dict[type[inspect.Type], tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option. `type` is the field's declared type, bounds included; of one item, for a list."""
+    """One option. `type` is the field's declared type, bounds included; of one item, for a list or
+    a tuple."""
 
     field: str
     type: Any
@@ -41,6 +42,7 @@ class Flag:
     description: str
     default: Any
     is_list: bool
+    is_tuple: bool = False
 
     @property
     def is_switch(self) -> bool:
@@ -55,7 +57,8 @@ class Flag:
     def metavar(self) -> str:
         if isinstance(self.shape, inspect.LiteralType):
             return "{" + ",".join(map(str, self.shape.values)) + "}"
-        return KINDS[type(self.shape)][0]
+        metavar = KINDS[type(self.shape)][0]
+        return f"{metavar},..." if self.is_tuple else metavar
 
     @property
     def takes(self) -> str:
@@ -69,14 +72,21 @@ class Flag:
         if self.is_switch:
             return f"switch off: {self.description}" if self.default else self.description
         facts = [] if isinstance(self.shape, inspect.LiteralType) else [_range_in_words(self.shape)]
-        if not self.is_list and self.default not in ("", NODEFAULT):
-            facts.append(f"default {self.default}")
+        if not self.is_list and self.default not in ("", (), NODEFAULT):
+            facts.append(f"default {self._default}")
         facts = [fact.strip() for fact in facts if fact]
         return self.description + (f" ({'; '.join(facts)})" if facts else "")
+
+    @property
+    def _default(self) -> str:
+        return ",".join(map(str, self.default)) if self.is_tuple else str(self.default)
 
     def read(self, text: str) -> Any:
         """The value of `text`. Raises argparse.ArgumentTypeError in words a person understands."""
         try:
+            if self.is_tuple:
+                items = text.split(",")
+                return tuple(msgspec.convert(item, self.type, strict=False) for item in items)
             return msgspec.convert(text, self.type, strict=False)
         except msgspec.ValidationError:
             raise argparse.ArgumentTypeError(f"takes {self.takes}, not {text!r}") from None
@@ -108,24 +118,34 @@ def flags_of(config: type[msgspec.Struct]) -> list[Flag]:
         if (shape.extra or {}).get("wiring"):
             continue
         is_list = isinstance(shape.type, inspect.ListType)
+        is_tuple = isinstance(shape.type, inspect.VarTupleType)
         flags.append(
             Flag(
                 field=field.name,
-                type=_item(field.type) if is_list else field.type,
+                type=_item(field.type) if is_list or is_tuple else field.type,
                 shape=_one(shape.type),
                 description=(shape.extra_json_schema or {})["description"],
                 default=[] if is_list else field.default,
                 is_list=is_list,
+                is_tuple=is_tuple,
             )
         )
     return flags
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[msgspec.Struct], *, title: str) -> None:
-    """Give `parser` the options of `config`, as a group under `title`."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type[msgspec.Struct],
+    *,
+    title: str,
+    without: Collection[str] = (),
+) -> None:
+    """Give `parser` the options of `config`, as a group under `title`; some fields' perhaps not."""
     summary = (config.__doc__ or "").partition("\n")[0]
     group = parser.add_argument_group(title, summary)
     for flag in flags_of(config):
+        if flag.field in without:
+            continue
         words = flag.help.replace("%", "%%")
         if flag.is_switch:
             group.add_argument(
@@ -161,17 +181,22 @@ def _struct(config: type[msgspec.Struct]) -> inspect.StructType:
     return described
 
 
-def _item(annotated_list: Any) -> Any:
-    """The X of Annotated[list[X], ...]."""
-    return get_args(get_args(annotated_list)[0])[0]
+def _item(annotated: Any) -> Any:
+    """The X of Annotated[list[X], ...] or Annotated[tuple[X, ...], ...]."""
+    return get_args(get_args(annotated)[0])[0]
 
 
 def _one(shape: inspect.Type) -> inspect.Type:
-    return shape.item_type if isinstance(shape, inspect.ListType) else shape
+    if isinstance(shape, inspect.ListType | inspect.VarTupleType):
+        shape = shape.item_type
+    return shape.type if isinstance(shape, inspect.Metadata) else shape
 
 
 def _range_in_words(shape: inspect.Type) -> str:
     low, high = getattr(shape, "ge", None), getattr(shape, "le", None)
+    above = getattr(shape, "gt", None)
+    if above is not None:
+        return f" above {above:g}" + (f", at most {_number(high)}" if high is not None else "")
     if low is not None and high is not None:
         return f" from {low:g} to {_number(high)}"
     if low is not None:

@@ -146,3 +146,37 @@ def test_a_key_is_written_once_and_says_where(
     assert read_cluster_key(path) is not None
     assert main(["key", path]) == 1
     assert capsys.readouterr().err == f"tidegate: cannot write {path}: File exists\n"
+
+
+class Numbers(msgspec.Struct):
+    """A tuple of numbers."""
+
+    sizes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=9)], ...], about("how many")] = (
+        1,
+        2,
+    )
+    rates: Annotated[tuple[Annotated[float, msgspec.Meta(gt=0)], ...], about("how often")] = ()
+
+
+def numbers(*words: str) -> Numbers:
+    made = OneLineParser(prog="numbers")
+    add_flags(made, Numbers, title="numbers")
+    return build(Numbers, vars(made.parse_args(words)))
+
+
+def test_a_tuple_is_an_option_that_takes_its_numbers_with_commas() -> None:
+    assert numbers() == Numbers()
+    assert numbers("--sizes", "3,1", "--rates", "0.5") == Numbers(sizes=(3, 1), rates=(0.5,))
+    sizes, rates = flags_of(Numbers)
+    assert (sizes.metavar, rates.metavar) == ("N,...", "X,...")
+    assert sizes.help == "how many (from 1 to 9; default 1,2)"
+    assert rates.help == "how often (above 0)"
+
+
+@pytest.mark.parametrize("text", ["0", "1,10", "1,,2", "1 2", ""])
+def test_each_number_of_a_tuple_is_within_its_bounds(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        numbers("--sizes", text)
+    assert "--sizes takes a whole number from 1 to 9" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""`tidegate bench step`: the worker's room measures itself in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.bench import PARTS, StepBenchLine, StepTiming
+from tests.support.tiny_checkpoint import write_tiny_llama
+from tools.__main__ import main
+from tools.bench.step import table
+
+QUICK = ("--steps", "2", "--warm-up", "1", "--threads", "1", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+def test_every_step_that_was_asked_for_is_a_row(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "steps.json"
+    asked = ("--batch", "1,2", "--context", "5,40", "--json", str(file))
+    assert main(["bench", "step", model, *asked, *QUICK]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "float32, cpu, 1 threads; 1 new token per request, greedy" in first
+    cells = [line.split() for line in lines[2:]]
+    assert [row[:2] for row in cells] == [["5", "1"], ["5", "2"], ["40", "1"], ["40", "2"]]
+    assert len(msgspec.json.decode(file.read_bytes(), type=list[StepBenchLine])) == 5
+
+
+def test_what_the_worker_cannot_do_is_one_line(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "step", model, "--context", "4000", *QUICK]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the model was made for 128 tokens" in line
+
+
+def test_shares_are_of_the_parts_and_tokens_of_whole_steps() -> None:
+    parts = dict.fromkeys(PARTS, 0.0) | {"linears": 0.003, "attention": 0.001}
+    timing = StepTiming(
+        batch=4,
+        context=10,
+        new_tokens=2,
+        steps=1,
+        step_s=0.002,
+        best_s=0.001,
+        p90_s=0.003,
+        watched_s=0.004,
+        parts_s=parts,
+    )
+    head, row = table([timing]).splitlines()
+    assert row.split()[:6] == ["10", "4", "2.0", "1.0", "3.0", "4,000"]
+    assert row.split()[6:] == ["75%", "25%", "0%", "0%", "0%", "0%"]
+    assert head.split()[-3:] == ["other", "layers", "overhead"]

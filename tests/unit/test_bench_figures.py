@@ -1,0 +1,373 @@
+"""What is asked, when, and what is told of the answers: the pure parts of the benchmark."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import xml.etree.ElementTree as ET
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tools.bench import datasets
+from tools.bench.answers import Answer, UsageTold
+from tools.bench.config import BenchConfig, Load, turns
+from tools.bench.load import arrivals, body_of
+from tools.bench.page import page
+from tools.bench.plot import Line, Point, axis, svg
+from tools.bench.report import METRICS, ratios, table, warnings
+from tools.bench.stats import Run, Summary, percentile, spread, summarize
+from tools.failure import Failure
+
+
+def config(**fields: Any) -> BenchConfig:
+    return msgspec.convert(fields, BenchConfig)
+
+
+def answer(*times: float, started: float = 0.0, error: str = "", tokens: int = 0) -> Answer:
+    usage = UsageTold(prompt_tokens=10, completion_tokens=tokens) if tokens else None
+    return Answer(
+        started=started,
+        asked_tokens=tokens or len(times),
+        ended=times[-1] if times else started,
+        times=array("d", times),
+        error=error,
+        usage=usage,
+    )
+
+
+def summary(*answers: Answer, load: int = 1, seconds: float = 2.0, **fields: Any) -> Summary:
+    run = Run(list(answers), began=5.0, ended=5.0 + seconds, cpu_s=0.1)
+    return summarize("http://here", Load(concurrency=load), [run], config(**fields))
+
+
+# ---- figures
+
+
+def test_a_percentile_is_a_value_that_was_seen() -> None:
+    values = [float(n) for n in range(1, 11)]
+    assert [percentile(values, share) for share in (1, 10, 50, 90, 91, 99, 100)] == [
+        1.0,
+        1.0,
+        5.0,
+        9.0,
+        10.0,
+        10.0,
+        10.0,
+    ]
+    assert percentile([3.0], 50) == 3.0
+
+
+def test_a_spread_of_nothing_is_none_and_not_zero() -> None:
+    assert spread([]) is None
+    some = spread([0.002, 0.001])
+    assert some is not None
+    assert (some.mean, some.p50, some.p99, some.max) == (1.5, 1.0, 2.0, 2.0)
+
+
+def test_figures_are_those_of_the_answers() -> None:
+    told = summary(
+        answer(1.0, 1.5, 2.0, tokens=5), answer(0.5, 0.6, started=0.2, tokens=3), seconds=4.0
+    )
+    assert (told.requests, told.completed, told.errors) == (2, 2, {})
+    assert (told.input_tokens, told.output_tokens) == (20, 8)
+    assert (told.requests_per_s, told.output_tokens_per_s) == (0.5, 2.0)
+    assert told.ttft_ms is not None
+    assert told.tpot_ms is not None
+    assert told.gap_ms is not None
+    assert told.e2e_ms is not None
+    assert told.ttft_ms.max == pytest.approx(1000)
+    assert told.tpot_ms.max == pytest.approx(250)  # a second for four tokens
+    assert told.tpot_ms.p50 == pytest.approx(50)
+    assert told.gap_ms.mean == pytest.approx((500 + 500 + 100) / 3)
+    assert told.e2e_ms.p50 == pytest.approx(400)
+    assert told.counted_by == {"usage": 2}
+    assert told.client_cpu == pytest.approx(0.025)
+
+
+def test_failed_requests_are_counted_by_kind_and_are_in_no_other_figure() -> None:
+    broken = answer(1.0, 2.0, error="broken stream", tokens=50)
+    broken.complaint = "first"
+    later = answer(error="broken stream")
+    later.complaint = "second"
+    told = summary(answer(1.0, tokens=4), broken, later, answer(error="status 429"))
+    assert told.errors == {"broken stream": 2, "status 429": 1}
+    assert told.complaints["broken stream"] == "first"
+    assert (told.requests, told.completed, told.output_tokens) == (4, 1, 4)
+    lines = warnings(told)
+    assert any("2 x broken stream: first" in line for line in lines)
+    assert any(line.endswith("1 x status 429") for line in lines)
+
+
+def test_runs_of_the_same_load_are_told_as_one() -> None:
+    runs = [
+        Run([answer(1.0, tokens=2)], 0.0, 1.0, 0.5),
+        Run([answer(3.0, tokens=4)], 7.0, 10.0, 0.5),
+    ]
+    told = summarize("x", Load(concurrency=1), runs, config())
+    assert (told.duration_s, told.output_tokens_per_s, told.client_cpu) == (4.0, 1.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "tpot_ms", "good"),
+    [(0, 0, None), (600, 0, 2), (0, 150, 2), (1100, 150, 2), (1, 1, 0)],
+)
+def test_goodput_counts_answers_within_all_objectives(
+    ttft_ms: float, tpot_ms: float, good: int | None
+) -> None:
+    answers = [answer(0.5, 0.6, tokens=2), answer(1.0, 1.1, tokens=2), answer(0.1, 0.9, tokens=2)]
+    answers.append(answer(0.1, error="status 500"))
+    told = summary(*answers, slo_ttft_ms=ttft_ms, slo_tpot_ms=tpot_ms)
+    assert told.good == good
+    assert told.goodput_per_s == (None if good is None else good / 2.0)
+
+
+def test_a_reader_is_told_what_not_to_trust() -> None:
+    uncounted = answer(1.0, 2.0)
+    short = answer(1.0, tokens=3)
+    short.asked_tokens = 4
+    run = Run([uncounted, short], 0.0, 1.0, cpu_s=0.9)
+    told = warnings(summarize("http://here", Load(concurrency=2), [run], config()))
+    assert [
+        ("did not say" in line, "before the length" in line, "busy" in line) for line in told
+    ] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
+    assert all(line.startswith("http://here, 2 streams: ") for line in told)
+
+
+def test_the_table_has_a_column_for_each_load_and_no_row_of_nothing() -> None:
+    told = table([summary(answer(1.0, 2.0, tokens=9)), summary(answer(error="x"), load=8)])
+    head, *rows = told.splitlines()
+    assert head.split() == ["1", "stream", "8", "streams"]
+    (ttft,) = [row for row in rows if row.startswith("time to first token, ms, p50")]
+    assert ttft.split()[-2:] == ["1,000.0", "-"]
+    assert "objectives" not in told
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_ratios_are_of_the_first_server_to_the_other() -> None:
+    fast, slow = summary(answer(1.0, 2.0, tokens=9)), summary(answer(2.0, 6.0, tokens=3))
+    rows = {line.split(" (")[0]: line.split()[-1] for line in ratios([fast], [slow]).splitlines()}
+    assert rows["time to first token, ms, p50"] == "0.50"
+    assert rows["tokens/s out"] == "3.00"
+    assert "errors" not in rows
+
+
+def test_metrics_have_names_of_their_own() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+
+
+# ---- what is asked
+
+
+@pytest.mark.parametrize("dataset", ["random", "shared-prefix"])
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_the_same_seed_asks_the_same_and_another_run_asks_other_things(
+    dataset: str, api: str
+) -> None:
+    wanted = config(dataset=dataset, api=api, input_tokens=20, prefix_tokens=30, spread=0.5)
+
+    def first(seed: int, number: int) -> list[datasets.Ask]:
+        return list(itertools.islice(datasets.asks(wanted, seed, number), 5))
+
+    assert first(1, 0) == first(1, 0)
+    assert first(1, 0) != first(1, 1)
+    assert first(1, 0) != first(2, 0)
+
+
+def test_random_prompts_are_as_long_as_asked_and_lengths_vary_within_the_spread() -> None:
+    exact = config(input_tokens=20, output_tokens=9, vocabulary=100)
+    for ask in itertools.islice(datasets.asks(exact, 1, 0), 20):
+        assert isinstance(ask.prompt, list)
+        assert (len(ask.prompt), ask.output_tokens) == (20, 9)
+        assert all(5 <= token < 100 for token in ask.prompt)
+    varied = itertools.islice(datasets.asks(config(input_tokens=20, spread=0.5), 1, 0), 200)
+    lengths = {len(ask.prompt or "") for ask in varied}
+    assert (min(lengths), max(lengths)) == (10, 30)
+
+
+def test_requests_share_as_many_beginnings_as_were_asked_for_in_every_run() -> None:
+    wanted = config(dataset="shared-prefix", prefix_tokens=30, prefixes=3, input_tokens=5)
+    beginnings = set()
+    for number in (0, 1):
+        for ask in itertools.islice(datasets.asks(wanted, 1, number), 40):
+            assert isinstance(ask.prompt, list)
+            assert len(ask.prompt) == 35
+            beginnings.add(tuple(ask.prompt[:30]))
+    assert len(beginnings) == 3
+    probe = datasets.probe(wanted, 1).prompt
+    assert isinstance(probe, list)
+    assert not any(tuple(probe[:4]) == beginning[:4] for beginning in beginnings)
+
+
+def test_words_are_sent_where_ids_cannot_be() -> None:
+    (chat,) = itertools.islice(datasets.asks(config(api="chat", input_tokens=6), 1, 0), 1)
+    assert chat.messages is not None
+    assert len(chat.messages[0]["content"].split()) == 6
+    (text,) = itertools.islice(datasets.asks(config(prompt_as="words", input_tokens=6), 1, 0), 1)
+    assert isinstance(text.prompt, str)
+
+
+def write(folder: Path, *lines: Any) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
+    return str(path)
+
+
+def test_a_file_may_hold_prompts_messages_and_sharegpt_conversations(tmp_path: Path) -> None:
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    file = write(
+        tmp_path,
+        {"prompt": "One", "max_tokens": 3},
+        "",
+        {"messages": [{"role": "user", "content": "Two"}]},
+        {"conversations": talk, "id": "x"},
+    )
+    wanted = config(dataset="file", file=file, api="chat", output_tokens=7)
+    found = list(itertools.islice(datasets.asks(wanted, 1, 0), 4))
+    assert [ask.messages[0]["content"] for ask in found if ask.messages] == [
+        "One",
+        "Two",
+        "Hi",
+        "One",
+    ]
+    assert [ask.output_tokens for ask in found] == [3, 7, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: "),
+        ({"prompt": "a", "messages": []}, "line 2: it takes either"),
+        ({"prompt": 3}, "line 2: .*prompt"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            "line 2: a conversation needs --api chat",
+        ),
+        ({"conversations": [{"from": "gpt", "value": "a"}]}, "line 2: .*does not begin"),
+    ],
+)
+def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: Any, words: str) -> None:
+    file = write(tmp_path, {"prompt": "a"}, line)
+    with pytest.raises(Failure, match=words):
+        datasets.asks(config(dataset="file", file=file), 1, 0)
+
+
+def test_a_body_asks_for_an_exact_length_and_for_usage_where_they_are_known() -> None:
+    ask = datasets.Ask(prompt=[1, 2], output_tokens=5)
+    body = body_of(ask, config(), "m", frozenset(("ignore_eos", "stream_options")))
+    assert body == {
+        "model": "m",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "stream": True,
+        "prompt": [1, 2],
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    assert "ignore_eos" not in body_of(ask, config(), "m", frozenset(("stream_options",)))
+    assert "ignore_eos" not in body_of(
+        ask, config(ignore_eos="no"), "m", frozenset(("ignore_eos",))
+    )
+
+
+# ---- when
+
+
+def test_arrivals_come_at_the_rate_that_was_asked_for_and_are_the_same_for_a_seed() -> None:
+    def first(seed: int) -> list[float]:
+        return list(itertools.islice(arrivals(20.0, random.Random(seed)), 4000))
+
+    due = first(1)
+    assert due == first(1) != first(2)
+    assert due == sorted(due)
+    assert due[-1] == pytest.approx(200, rel=0.05)
+    gaps = sorted(b - a for a, b in itertools.pairwise(due))
+    assert gaps[len(gaps) // 2] == pytest.approx(0.6931 / 20, rel=0.1)  # exponential: ln 2 / rate
+
+
+def test_servers_take_turns_and_who_is_first_alternates() -> None:
+    wanted = config(concurrency=[1, 8], vs=["http://b"], rounds=2)
+    assert list(turns(wanted)) == [(0, 0, [0, 1]), (0, 1, [1, 0]), (1, 0, [0, 1]), (1, 1, [1, 0])]
+
+
+@pytest.mark.parametrize(
+    ("fields", "loads", "requests"),
+    [
+        ({}, ["8 streams"], [32]),
+        ({"concurrency": [1, 32]}, ["1 stream", "32 streams"], [16, 128]),
+        ({"rate": [0.5, 4], "concurrency": [3]}, ["0.5/s, at most 3", "4/s, at most 3"], [16, 120]),
+        ({"requests": 5}, ["8 streams"], [5]),
+        ({"duration_s": 5}, ["8 streams"], [None]),
+    ],
+)
+def test_loads_and_how_many_requests_each_has(
+    fields: dict[str, Any], loads: list[str], requests: list[int | None]
+) -> None:
+    wanted = config(**fields)
+    assert [str(load) for load in wanted.loads] == loads
+    assert [wanted.num_requests(load) for load in wanted.loads] == requests
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dataset": "file"},
+        {"file": "x"},
+        {"requests": 1, "duration_s": 1},
+        {"rate": [1], "concurrency": [1, 2]},
+        {"rate": [0]},
+        {"concurrency": [0]},
+        {"api": "chat", "prompt_as": "ids"},
+        {"header": ["Authorization"]},
+        {"header": ["A: b\r\nC: d"]},
+    ],
+)
+def test_what_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        config(**fields)
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize(
+    ("largest", "top", "ticks"),
+    [(0, 1.0, 3), (1, 1.0, 6), (7, 8.0, 5), (61, 80.0, 5), (120, 120.0, 7), (0.003, 0.003, 7)],
+)
+def test_an_axis_ends_at_a_round_number_that_is_not_below(
+    largest: float, top: float, ticks: int
+) -> None:
+    made = axis(largest)
+    assert made.top == pytest.approx(top)
+    assert len(made.ticks) == ticks
+
+
+def test_a_plot_is_xml_whose_points_lie_where_their_values_are() -> None:
+    points = [Point(0, 0, "a"), Point(100, 50, "b & c"), Point(50, 25, "d")]
+    drawn = ET.fromstring(svg("T<1>", "x", "y", [Line("one", points, 0)]))
+    circles = drawn.findall("{*}circle")
+    places = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in circles]
+    assert places[2][0] == pytest.approx((places[0][0] + places[1][0]) / 2)
+    assert places[2][1] == pytest.approx((places[0][1] + places[1][1]) / 2)
+    assert places[1][1] < places[0][1]
+    assert "b & c" in [text.text for text in drawn.findall("{*}text")]
+
+
+def test_the_page_is_one_file_that_loads_nothing_and_hides_no_error() -> None:
+    good, bad = summary(answer(1.0, 2.0, tokens=9)), summary(answer(error="status <500>"), load=8)
+    told = page("Title", "facts", [[good, bad], [bad, good]])
+    assert told.count("<svg") == 2
+    assert "1 x status &lt;500&gt;" in told
+    assert "<script" not in told
+    assert "src=" not in told
+    assert "http://www.w3.org" in told
+    assert not {"<link", "@import", "url("} & set(told.split())

@@ -1,0 +1,145 @@
+"""The prompts of a benchmark: an endless, seeded sequence of `Ask`s. The same seed, the same
+sequence, whoever is asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.bench.config import BenchConfig
+from tools.failure import Failure
+
+PROBE_TOKENS = 8
+PROBE_RUN = -1
+FIRST_ID = 1 / 20
+"""Of the vocabulary: most tokenizers keep special tokens and bytes below."""
+WORDS = (
+    "the of and to in is that it for was on are as with they be at one have this from or had by "
+    "but some what there we can out other were all your when up use how said an each she which do "
+    "their time if will way about many then them would write like so these her long make thing see "
+    "him two has look more day could go come did my sound no most number who over know water than "
+    "call first people may down side been now find any new work part take get place made live where"
+)
+"""Each is one token in the tokenizers of all common models, with the space before it."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. Either `prompt` (text or token ids) or `messages`."""
+
+    output_tokens: int
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+def asks(config: BenchConfig, seed: int, number: int) -> Iterator[Ask]:
+    """The requests of one run: `number` tells runs with the same seed apart, so that no run finds
+    the prompts of another in a cache. Shared beginnings are the same in all of them.
+
+    Raises Failure where the file cannot be read or says what cannot be asked.
+    """
+    if config.dataset == "file":
+        return itertools.cycle(read_file(Path(config.file), config))
+    return _random_asks(config, seed, number)
+
+
+def probe(config: BenchConfig, seed: int) -> Ask:
+    """A short request of the same kind, that warms up no shared beginning."""
+    if config.dataset == "file":
+        return next(asks(config, seed, 0))
+    short = msgspec.structs.replace(config, dataset="random", input_tokens=PROBE_TOKENS, spread=0.0)
+    return next(_random_asks(short, seed, PROBE_RUN))
+
+
+def _random_asks(config: BenchConfig, seed: int, number: int) -> Iterator[Ask]:
+    own = random.Random(f"{seed}/{number}")
+    beginnings: list[list[Any]] = [[]]
+    if config.dataset == "shared-prefix":
+        shared = random.Random(f"{seed}/prefixes")
+        beginnings = [_tokens(config, shared, config.prefix_tokens) for _ in range(config.prefixes)]
+    while True:
+        beginning = own.choice(beginnings)
+        tokens = beginning + _tokens(config, own, _length(config.input_tokens, config.spread, own))
+        output_tokens = _length(config.output_tokens, config.spread, own)
+        if config.sends_ids:
+            yield Ask(prompt=tokens, output_tokens=output_tokens)
+        else:
+            yield _text(" ".join(tokens), output_tokens, config.api)
+
+
+def _tokens(config: BenchConfig, source: random.Random, count: int) -> list[Any]:
+    """Ids, or words that are about one token each."""
+    if config.sends_ids:
+        lowest = int(config.vocabulary * FIRST_ID)
+        return [source.randrange(lowest, config.vocabulary) for _ in range(count)]
+    return source.choices(WORDS.split(), k=count)
+
+
+def _length(middle: int, spread: float, source: random.Random) -> int:
+    return max(1, source.randint(round(middle * (1 - spread)), round(middle * (1 + spread))))
+
+
+def _text(text: str, output_tokens: int, api: str) -> Ask:
+    if api == "chat":
+        return Ask(messages=[{"role": "user", "content": text}], output_tokens=output_tokens)
+    return Ask(prompt=text, output_tokens=output_tokens)
+
+
+# ---- a file of prompts
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """What a line may hold: one of the first three."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    conversations: list[dict[str, str]] | None = None
+    max_tokens: msgspec.UnsetType | int = msgspec.UNSET
+
+
+def read_file(path: Path, config: BenchConfig) -> Sequence[Ask]:
+    """All lines of it. Raises Failure, naming the line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise Failure(f"cannot read --file: {error}") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_ask(msgspec.json.decode(line, type=Line), config))
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise Failure(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise Failure(f"{path} holds no prompt")
+    return found
+
+
+def _ask(line: Line, config: BenchConfig) -> Ask:
+    output_tokens = line.max_tokens or config.output_tokens
+    messages = line.messages
+    if line.conversations is not None:
+        messages = _up_to_the_first_answer(line.conversations)
+    if (line.prompt is None) == (messages is None):
+        raise ValueError("it takes either `prompt`, `messages` or `conversations`")
+    if line.prompt is not None:
+        return _text(line.prompt, output_tokens, config.api)
+    if config.api != "chat":
+        raise ValueError("a conversation needs --api chat")
+    return Ask(messages=messages, output_tokens=output_tokens)
+
+
+def _up_to_the_first_answer(conversation: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """As ShareGPT writes it: {"from": "human", "value": ...}, and what was answered."""
+    roles = {"system": "system", "human": "user", "user": "user"}
+    said = itertools.takewhile(lambda turn: turn.get("from") in roles, conversation)
+    messages = [{"role": roles[turn["from"]], "content": turn.get("value", "")} for turn in said]
+    if not messages:
+        raise ValueError("the conversation does not begin with what a person says")
+    return messages

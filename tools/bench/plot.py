@@ -1,0 +1,145 @@
+"""A plot as SVG text: several lines of points, both axes from zero, nothing but what it is given.
+
+The geometry is a function of the values; there is no library and no script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 640, 400
+LEFT, RIGHT, TOP, BOTTOM = 70, 24, 40, 56
+COLOURS = ("#0b6bcb", "#d1495b", "#2e8b57", "#8a5cd1", "#c77d0a", "#4d5763")
+MOST_TICKS = 6
+LABEL_WIDTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    x: float
+    y: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """dashed   for what is drawn beside another line of the same `colour`, an index"""
+
+    name: str
+    points: Sequence[Point]
+    colour: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """From 0 to `top`, a tick every `step`; both are round numbers."""
+
+    top: float
+    step: float
+
+    @property
+    def ticks(self) -> list[float]:
+        return [self.step * number for number in range(round(self.top / self.step) + 1)]
+
+
+def axis(largest: float) -> Axis:
+    """The smallest that shows `largest` with at most MOST_TICKS steps of 1, 2 or 5 times a power of
+    ten."""
+    if not largest > 0 or not math.isfinite(largest):
+        return Axis(1.0, 0.5)
+    magnitude = 10.0 ** math.floor(math.log10(largest / MOST_TICKS))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude * MOST_TICKS >= largest)
+    return Axis(step * math.ceil(largest / step), step)
+
+
+def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
+    """The whole picture."""
+    points = [point for line in lines for point in line.points]
+    across = axis(max((point.x for point in points), default=0))
+    up = axis(max((point.y for point in points), default=0))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'role="img" aria-label="{escape(title)}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        _text(LEFT, 20, title, "start", 'font-weight="bold" font-size="14"'),
+        *_grid(across, up),
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, x_name, "middle"),
+        f'<g transform="rotate(-90 16 {(TOP + HEIGHT - BOTTOM) / 2:.1f})">'
+        + _text(16, (TOP + HEIGHT - BOTTOM) / 2, y_name, "middle")
+        + "</g>",
+    ]
+    for line in lines:
+        parts += _line(line, across, up)
+    parts += _legend(lines)
+    return "\n".join([*parts, "</svg>"])
+
+
+def _grid(across: Axis, up: Axis) -> list[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    drawn = []
+    for tick in across.ticks:
+        x = _x(tick, across)
+        drawn.append(_stroke(x, TOP, x, bottom))
+        drawn.append(_text(x, bottom + 18, number(tick), "middle", 'fill="#555"'))
+    for tick in up.ticks:
+        y = _y(tick, up)
+        drawn.append(_stroke(LEFT, y, right, y))
+        drawn.append(_text(LEFT - 8, y + 4, number(tick), "end", 'fill="#555"'))
+    return drawn
+
+
+def _line(line: Line, across: Axis, up: Axis) -> list[str]:
+    colour = COLOURS[line.colour % len(COLOURS)]
+    places = [(_x(point.x, across), _y(point.y, up)) for point in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    dash = ' stroke-dasharray="5 4"' if line.dashed else ""
+    drawn = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
+    for (x, y), point in zip(places, line.points, strict=True):
+        told = escape(f"{line.name}, {point.label}: {number(point.x)}, {number(point.y)}")
+        drawn.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">'
+            f"<title>{told}</title></circle>"
+        )
+        if not line.dashed:
+            anchor = "end" if x > WIDTH - RIGHT - LABEL_WIDTH else "middle"
+            drawn.append(_text(x, y - 8, point.label, anchor, f'fill="{colour}" font-size="11"'))
+    return drawn
+
+
+def _legend(lines: Sequence[Line]) -> list[str]:
+    """Below each other in the upper left corner, where curves of latency seldom are."""
+    drawn = []
+    for row, line in enumerate(lines):
+        y, colour = TOP + 14 + 16 * row, COLOURS[line.colour % len(COLOURS)]
+        dash = ' stroke-dasharray="5 4"' if line.dashed else ""
+        drawn.append(
+            f'<line x1="{LEFT + 10}" y1="{y - 4}" x2="{LEFT + 34}" y2="{y - 4}" stroke="{colour}" '
+            f'stroke-width="2"{dash}/>'
+        )
+        drawn.append(_text(LEFT + 40, y, line.name, "start"))
+    return drawn
+
+
+def _x(value: float, across: Axis) -> float:
+    return LEFT + value / across.top * (WIDTH - LEFT - RIGHT)
+
+
+def _y(value: float, up: Axis) -> float:
+    return HEIGHT - BOTTOM - value / up.top * (HEIGHT - TOP - BOTTOM)
+
+
+def _stroke(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#e3e3e3"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {style}>{escape(text)}</text>'
+
+
+def number(value: float) -> str:
+    """As short as it is exact enough for a reader."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

@@ -1,0 +1,158 @@
+"""From answers to figures. All that a report says about a load is in its `Summary`.
+
+Percentiles are nearest-rank: a value that was seen, never one between two. Failed requests are in
+no latency and in no throughput; they are counted by kind, with the words of the first of each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from tools.bench.answers import Answer
+from tools.bench.config import BenchConfig, Load
+
+BUSY_CLIENT = 0.7
+"""Of a core: above this, what is measured is the client as well."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One server under one load, once; times on the clock of the answers.
+
+    cpu_s   what this process computed meanwhile
+    """
+
+    answers: list[Answer]
+    began: float
+    ended: float
+    cpu_s: float
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """In milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One server under one load.
+
+    errors           kind -> how many;   complaints  kind -> the words of the first
+    ttft_ms          from when a request was to be sent to the first piece of its answer
+    tpot_ms          per answer: the time per token behind the first
+    gap_ms           between two events of one stream: what a reader sees
+    e2e_ms           until the end of the stream
+    counted_by       answers whose tokens were counted by "usage" or by "chunks"
+    resent           requests that were sent again on a new connection, see `Answer.num_resent`
+    short_answers    that ended before the length that was asked for
+    good             complete answers within the objectives; None where there are none
+    client_cpu       cores that the client itself kept busy
+    """
+
+    server: str
+    load: Load
+    requests: int
+    completed: int
+    errors: dict[str, int]
+    complaints: dict[str, str]
+    duration_s: float
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    events: int
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: Spread | None
+    tpot_ms: Spread | None
+    gap_ms: Spread | None
+    e2e_ms: Spread | None
+    counted_by: dict[str, int]
+    resent: int
+    short_answers: int
+    good: int | None
+    goodput_per_s: float | None
+    client_cpu: float
+
+    @property
+    def is_client_busy(self) -> bool:
+        return self.client_cpu > BUSY_CLIENT
+
+
+def summarize(server: str, load: Load, runs: Sequence[Run], config: BenchConfig) -> Summary:
+    """All runs of one load as if they were one: their times add up, their answers are pooled."""
+    answers = [answer for run in runs for answer in run.answers]
+    done = [answer for answer in answers if not answer.error]
+    failed = [answer for answer in answers if answer.error]
+    duration_s = sum(run.ended - run.began for run in runs)
+    good = sum(_is_good(answer, config) for answer in done) if _has_objectives(config) else None
+    input_tokens = sum(a.usage.prompt_tokens for a in done if a.usage is not None)
+    output_tokens = sum(answer.output_tokens for answer in done)
+
+    def per_s(count: int) -> float:
+        return count / duration_s if duration_s > 0 else 0.0
+
+    return Summary(
+        server=server,
+        load=load,
+        requests=len(answers),
+        completed=len(done),
+        errors=dict(Counter(answer.error for answer in failed)),
+        complaints={answer.error: answer.complaint for answer in reversed(failed)},
+        duration_s=duration_s,
+        input_tokens=input_tokens,
+        cached_tokens=sum(map(_cached, done)),
+        output_tokens=output_tokens,
+        events=sum(len(answer.times) for answer in answers),
+        requests_per_s=per_s(len(done)),
+        input_tokens_per_s=per_s(input_tokens),
+        output_tokens_per_s=per_s(output_tokens),
+        ttft_ms=spread(answer.ttft_s for answer in done),
+        tpot_ms=spread(tpot for answer in done if (tpot := answer.tpot_s) is not None),
+        gap_ms=spread(b - a for answer in done for a, b in pairwise(answer.times)),
+        e2e_ms=spread(answer.ended - answer.started for answer in done),
+        counted_by=dict(Counter(answer.counted for answer in done)),
+        resent=sum(answer.num_resent for answer in answers),
+        short_answers=sum(answer.output_tokens < answer.asked_tokens for answer in done),
+        good=good,
+        goodput_per_s=None if good is None else per_s(good),
+        client_cpu=sum(run.cpu_s for run in runs) / duration_s if duration_s > 0 else 0.0,
+    )
+
+
+def spread(seconds: Iterable[float]) -> Spread | None:
+    """None of nothing."""
+    values = sorted(value * 1e3 for value in seconds)
+    if not values:
+        return None
+    p50, p90, p99 = (percentile(values, share) for share in (50, 90, 99))
+    return Spread(sum(values) / len(values), p50, p90, p99, values[-1])
+
+
+def percentile(ascending: Sequence[float], share: int) -> float:
+    """The least value that `share` percent of all are not above."""
+    return ascending[max(0, -(-share * len(ascending) // 100) - 1)]
+
+
+def _has_objectives(config: BenchConfig) -> bool:
+    return bool(config.slo_ttft_ms or config.slo_tpot_ms)
+
+
+def _is_good(answer: Answer, config: BenchConfig) -> bool:
+    in_time = not config.slo_ttft_ms or answer.ttft_s * 1e3 <= config.slo_ttft_ms
+    tpot = answer.tpot_s or 0.0
+    return in_time and (not config.slo_tpot_ms or tpot * 1e3 <= config.slo_tpot_ms)
+
+
+def _cached(answer: Answer) -> int:
+    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
+    return (details.cached_tokens or 0) if details is not None else 0
