@@ -47,6 +47,8 @@ setup(
         "gateway": GATEWAY,
         "engine": ENGINE,
         "worker": WORKER,
+        # The package `nixl` has builds for several CUDA versions as its requirements; this is one.
+        "nixl": ["nixl-cu12>=1.5,<2"],
         "all": GATEWAY + ENGINE + WORKER,
         "test": GATEWAY + ENGINE + WORKER + TEST,
     }

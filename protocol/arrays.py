@@ -90,7 +90,7 @@ class Float32(Array):
 
 
 class UInt8(Array):
-    """Flags and masks: 0 or 1 an item."""
+    """Flags and masks, 0 or 1 an item; or bytes of anything."""
 
     __slots__ = ()
     typecode = "B"

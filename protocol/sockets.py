@@ -22,6 +22,7 @@ from pathlib import Path
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from protocol.cluster_key import ClusterKey
 from protocol.wire import MAX_MESSAGE_BYTES
@@ -36,6 +37,14 @@ LINGER_MS = 500
 """A closing socket delivers last words for so long."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
 """A host that vanishes closes no TCP connection; without these, nothing would ever notice."""
+_UP = zmq.EVENT_CONNECTED
+_DOWN = (
+    zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
@@ -78,14 +87,21 @@ def prepare(address: str) -> None:
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    key: ClusterKey | None = None,
+    *,
+    send_queue: int = SEND_QUEUE,
 ) -> zmq.Socket[bytes]:
-    """The engine's end. Sending to a peer that is gone raises zmq.ZMQError (EHOSTUNREACH).
+    """The end that waits for others. Sending to a peer that is gone raises zmq.ZMQError
+    (EHOSTUNREACH).
 
     On TCP only those who hold `key` are heard. Raises ValueError as `check_address` does.
+    send_queue   messages kept for a peer that does not read
     """
     path = check_address(address, key)
     socket = _socket(context, zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, send_queue)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if path is None:
         _secure_server(context, socket, address, key)
@@ -108,6 +124,43 @@ def connect_dealer(
 
     Raises ValueError as `check_address` does.
     """
+    socket = _dealer(context, address, key)
+    socket.connect(address)
+    return socket
+
+
+def connect_watched(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """As `connect_dealer`, and a second socket to hear of the connection by: see `connection_news`.
+    To be closed by `close_watched`."""
+    socket = _dealer(context, address, key)
+    watcher = socket.get_monitor_socket(_UP | _DOWN)
+    socket.connect(address)
+    return socket, watcher
+
+
+def connection_news(watcher: zmq.Socket[bytes]) -> list[bool]:
+    """What has become of the connection since the last time, without waiting: True, there is one;
+    False, there is none, or none any more. What came in before it broke can still be read."""
+    news = []
+    while watcher.poll(0):
+        news.append(bool(recv_monitor_message(watcher)["event"] & _UP))
+    return news
+
+
+def close_watched(
+    socket: zmq.Socket[bytes], watcher: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS
+) -> None:
+    socket.disable_monitor()
+    watcher.close(linger=0)
+    socket.close(linger=linger_ms)
+
+
+def _dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None
+) -> zmq.Socket[bytes]:
+    """Not connected."""
     path = check_address(address, key)
     if not names_a_host(address):
         raise ValueError(f"address {address!r}: it names no host to connect to")
@@ -116,7 +169,6 @@ def connect_dealer(
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     if path is None:
         _secure_client(socket, address, key)
-    socket.connect(address)
     return socket
 
 

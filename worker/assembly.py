@@ -19,7 +19,9 @@ from protocol.steps import SlotInit, StepPlan, WorkerReady
 from worker import device as machine
 from worker.attention.select import select_attention
 from worker.drafting import DraftModel
+from worker.kv.shared_memory import SharedMemory
 from worker.kv_cache import KVCache, block_bytes
+from worker.loading.errors import UnusableModel
 from worker.loading.vocabulary import check_draft
 from worker.memory import free_bytes, kv_budget
 from worker.models.config import LlamaConfig
@@ -51,7 +53,11 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
             block_bytes=sum(block_bytes(*shape, dtype) for shape in shapes),
             free_bytes=free_bytes(device),
         )
-        caches = [KVCache(s[0], budget.num_blocks, *s[1:], dtype, device) for s in shapes]
+        shared = _shared_memory(config, device, budget.num_blocks * block_bytes(*shapes[0], dtype))
+        caches = [
+            KVCache(shape[0], budget.num_blocks, *shape[1:], dtype, device, shared=memory)
+            for shape, memory in zip(shapes, (shared, None), strict=False)
+        ]
         fields = slot_fields(budget.max_len, -(-budget.max_len // config.block_tokens))
         attention = select_attention(config.block_tokens, dtype=dtype)
         drafting = None
@@ -100,6 +106,21 @@ def _load(
 def _cost(draft: ModelCard, model: ModelCard) -> float:
     """A few tokens take the time in which the weights are read."""
     return draft.weights_bytes / model.weights_bytes
+
+
+def _shared_memory(
+    config: WorkerConfig, device: torch.device, num_bytes: int
+) -> SharedMemory | None:
+    """For the model's cache, where other workers may map it; None where it is as any other."""
+    if not config.kv_export or config.kv_mover not in ("auto", "shm"):
+        return None
+    if device.type == "cpu":
+        return SharedMemory(num_bytes)
+    if config.kv_mover == "shm":
+        raise UnusableModel(
+            f"kv_mover is shm, but the KV cache is on device {device}; serve with --kv-mover auto"
+        )
+    return None
 
 
 def _slot_table(

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.kv.shared_memory import SharedMemory
+
 
 class KVCache:
     """k, v [L, B, block_tokens, H_kv, D], zero at first. Block 0 is never written and stays so."""
@@ -23,11 +25,18 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        shared: SharedMemory | None = None,
     ) -> None:
+        """shared: fresh, of all blocks' `block_bytes`; None: memory of its own, on the device."""
         shape = (num_layers, num_blocks, block_tokens, num_kv_heads, head_dim)
         self.block_tokens = block_tokens
-        self.k = _zeros(shape, dtype, device)
-        self.v = _zeros(shape, dtype, device)
+        self.shared = shared
+        if shared is None:
+            num_bytes = num_blocks * block_bytes(*shape[:1], *shape[2:], dtype)
+            self._memory = _zeros(num_bytes, device)
+        else:
+            self._memory = torch.from_numpy(shared.content)
+        self.k, self.v = self._memory.view(dtype).view(2, *shape).unbind()
         flat = (num_layers, num_blocks * block_tokens, num_kv_heads, head_dim)
         self._flat_k = list(self.k.view(flat).unbind())
         self._flat_v = list(self.v.view(flat).unbind())
@@ -35,6 +44,12 @@ class KVCache:
     @property
     def num_blocks(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def rows(self) -> Tensor:
+        """All of it as bytes, uint8 [2L, B, bytes of a piece]: each layer's keys, then each layer's
+        values. What of a block is in one row is a piece."""
+        return self._memory.view(2 * self.k.shape[0], self.num_blocks, -1)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [B, block_tokens, H_kv, D] each."""
@@ -61,12 +76,10 @@ def block_bytes(
     return 2 * num_layers * block_tokens * num_kv_heads * head_dim * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the CPU, pages that the system zeroes on first touch: what is not used costs nothing.
-
-    torch.zeros writes every page at once (seconds, and the whole size resident).
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8. On the CPU, pages that the system zeroes on first touch: what is not used costs
+    nothing. torch.zeros writes every page at once (seconds, and the whole size resident).
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8))

@@ -8,6 +8,7 @@ heard of all steps before, so those are told before masks are waited for.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import deque
@@ -15,7 +16,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, Self
 
+from protocol.kv import KVReport
 from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker
+from worker.kv.exchange import ToExchange
 from worker.launched import Launched
 from worker.pace import Pace
 from worker.registry import check_registry
@@ -29,20 +32,35 @@ class Engine(Protocol):
 
     def receive(self) -> ToWorker: ...
 
-    def wait(self, wakeup: int | None = None) -> bool: ...
+    def wait(self, *wakeups: int) -> bool: ...
 
     def send(self, message: FromWorker) -> None: ...
+
+
+class Exchange(Protocol):
+    """K/V that comes and goes beside the steps; worker.kv.exchange has it."""
+
+    @property
+    def fd(self) -> int: ...
+
+    def take(self, message: ToExchange) -> None: ...
+
+    def report(self) -> KVReport | None: ...
 
 
 class Loop:
     """One worker at work, from its first plan until Stop. To be closed by its `with`.
 
+    exchange   is told what concerns it in the order of the messages
     searches   look for per-slot tensors outside the slot table, after steps 1, 2, 4, 8, ...
     """
 
-    def __init__(self, runner: Runner, engine: Engine, *, searches: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, engine: Engine, exchange: Exchange, *, searches: bool = False
+    ) -> None:
         self._runner = runner
         self._engine = engine
+        self._exchange = exchange
         self._searches = searches
         self._out: deque[Launched] = deque()  # launched and not told, oldest first
         self._lookout = Lookout()
@@ -59,7 +77,9 @@ class Loop:
         on what a search finds."""
         while True:
             self._tell_done()
-            if self._out and not self._engine.wait(self._lookout.fd):
+            if (report := self._exchange.report()) is not None:
+                self._engine.send(report)
+            if not self._engine.wait(self._lookout.fd, self._exchange.fd):
                 self._lookout.hear()
                 continue
             match self._engine.receive():
@@ -70,6 +90,8 @@ class Loop:
                     raise ValueError(f"masks for step {step}, which nobody asked for")
                 case StepPlan() as plan:
                     self._launch(plan)
+                case message:
+                    self._exchange.take(message)
 
     def _launch(self, plan: StepPlan) -> None:
         launched = self._runner.launch(plan, self._masks)
@@ -78,10 +100,12 @@ class Loop:
             self._lookout.watch(launched)
 
     def _masks(self) -> ToWorker:
-        """Those of the step that is being launched."""
+        """Those of the step that is being launched. K/V changes hands meanwhile."""
         while self._out:
             self._tell()
-        return self._engine.receive()
+        while isinstance(message := self._engine.receive(), ToExchange):
+            self._exchange.take(message)
+        return message
 
     def _tell_done(self) -> None:
         while self._out and self._out[0].is_done:
@@ -102,7 +126,7 @@ class Lookout:
     nobody has heard of is done. Where all steps are done at once it is never started."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0)
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._watched: SimpleQueue[Launched | None] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -113,7 +137,9 @@ class Lookout:
         self._watched.put(launched)
 
     def hear(self) -> None:
-        os.eventfd_read(self.fd)
+        """From now on there is news of what is done from now on."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
 
     def close(self) -> None:
         """Waits for the steps that are out, unless the device has failed."""

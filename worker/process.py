@@ -19,6 +19,7 @@ import sys
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from protocol import sockets, wire
 from protocol.config import WorkerConfig
@@ -56,24 +57,31 @@ def main(arguments: list[str] | None = None) -> int:
     die_with_parent()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        return run(config, Connection(context, config.address, parent))
+        return run(config, context, Connection(context, config.address, parent))
     finally:
         context.term()
 
 
-def run(config: WorkerConfig, engine: Connection) -> int:
+def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: Connection) -> int:
     """Load, then execute plans until told to stop."""
     try:
         phases = Phases()
         with phases("import torch"):
             from worker.assembly import assemble
+            from worker.kv.exchange import Exchange
+            from worker.kv.layout import KVLayout
             from worker.loop import Loop
         runner, ready = assemble(config, phases)
         gc.collect()
         gc.freeze()  # what was loaded stays: later collections need not look at it
-        engine.send(ready)
-        log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
-        with Loop(runner, engine, searches=config.poison_slots != "off") as loop:
+        searches = config.poison_slots != "off"
+        layout = KVLayout.of(ready.model, runner.parts.cache)
+        with (
+            Exchange(config, context, runner.parts.cache, layout) as exchange,
+            Loop(runner, engine, exchange, searches=searches) as loop,
+        ):
+            engine.send(replace(ready, kv=exchange.endpoint))
+            log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
             loop.run()
         return 0
     except ParentGone:
@@ -104,12 +112,12 @@ class Connection:
         self.wait()
         return self._decoder.decode(self._socket.recv_multipart())
 
-    def wait(self, wakeup: int | None = None) -> bool:
-        """Until there is a message, or until the file descriptor `wakeup` can be read; True if
-        there is a message. Raises ParentGone as `receive` does."""
+    def wait(self, *wakeups: int) -> bool:
+        """Until there is a message, or until one of the file descriptors can be read; True if there
+        is a message. Raises ParentGone as `receive` does."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        if wakeup is not None:
+        for wakeup in wakeups:
             poller.register(wakeup, zmq.POLLIN)
         while not (ready := dict(poller.poll(PARENT_CHECK_MS))):
             if os.getppid() != self._parent:

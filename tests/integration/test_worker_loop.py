@@ -19,6 +19,7 @@ import zmq
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.steps import FromWorker, Masks, StepPlan, StepResult, Stop, ToWorker
+from tests.support.kv_worker import tiny_exchange
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.loop import Loop
@@ -109,7 +110,10 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[B
         engine = Connection(context, address, os.getppid())
         try:
             engine.send(StepResult(step=0, tokens=Int32(b""), failed=Int32(b"")))
-            with Loop(runner, engine, searches=True) as loop:
+            with (
+                tiny_exchange(context) as exchange,
+                Loop(runner, engine, exchange, searches=True) as loop,
+            ):
                 loop.run()
         except Exception as error:  # told by whoever waits for the worker in vain
             failure.append(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -15,10 +16,12 @@ import msgspec
 import psutil
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.config import WorkerConfig
+from protocol.kv import KVExport, KVFetch, KVReport, KVWithdraw, PeerSource
 from protocol.sampling import SamplingParams
 from protocol.steps import (
     FromWorker,
@@ -26,6 +29,7 @@ from protocol.steps import (
     StepPlan,
     StepResult,
     Stop,
+    ToWorker,
     WorkerFailed,
     WorkerReady,
 )
@@ -45,7 +49,7 @@ class Engine:
     process: subprocess.Popen[str]
     identity: bytes = b""
 
-    def hear(self, timeout_s: float = STEP_S) -> WorkerReady | StepResult | WorkerFailed:
+    def hear(self, timeout_s: float = STEP_S) -> FromWorker:
         assert self.socket.poll(timeout_s * 1000), f"nothing heard: {self.process.poll()}"
         self.identity, *frames = self.socket.recv_multipart()
         return wire.Decoder(FromWorker).decode(frames)
@@ -53,7 +57,8 @@ class Engine:
     def say(self, *frames: bytes) -> None:
         self.socket.send_multipart([self.identity, *frames])
 
-    def step(self, plan: StepPlan) -> StepResult | WorkerFailed:
+    def step(self, plan: ToWorker) -> FromWorker:
+        """What it answers."""
         self.say(*wire.encode(plan))
         return self.hear()
 
@@ -184,6 +189,51 @@ def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line(start, tiny_
     assert isinstance(failed, WorkerFailed), failed
     assert "the draft model other has another vocabulary" in failed.message
     assert "\n" not in failed.message
+
+
+@pytest.mark.parametrize("mover", ["auto", "zmq"])
+def test_one_worker_computes_a_prompt_and_another_goes_on_from_it(start, tiny_llama, mover):
+    """All but the last token comes from the other; steps go on while it does."""
+    settings = {"max_slots": 5, "block_tokens": 4, "kv_mover": mover}
+    address = f"ipc://{start.folder / 'run' / 'kv'}"
+    prefill = start(tiny_llama, kv_export=True, kv_address=address, **settings)
+    decode = start(tiny_llama, **settings)
+    ready = prefill.hear(START_S)
+    assert (ready.kv.address, ready.kv.mover) == (address, mover)
+    assert decode.hear(START_S).kv is None
+
+    def plan(done: int, blocks: list[int], slot: int) -> StepPlan:
+        tokens = len(PROMPT) - done
+        init = slot_init(slot, PROMPT, num_computed=done, blocks=blocks, params=GREEDY)
+        fresh = blocks[done // 4 :]
+        return step_plan(1, bind=[init], rows=[(slot, done, tokens, True)], zero=fresh)
+
+    expected = prefill.step(plan(0, [3, 9, 4], 0)).tokens
+    lease = b"prompt"
+    prefill.say(*wire.encode(KVExport(lease=lease, blocks=Int32.of([3, 9]), readers=1)))
+    source = PeerSource(address=address, lease=lease)
+    fetch = KVFetch(job=7, source=source, blocks=Int32.of([8, 2]), timeout_s=5)
+    while (report := decode.step(fetch)).failed:  # the other has not heard of the lease yet
+        assert report.failed[0].kind == "expired"
+        fetch = replace(fetch, job=fetch.job + 1)
+    assert [(done.job, done.num_bytes > 0) for done in report.fetched] == [(fetch.job, True)]
+    assert decode.step(plan(8, [8, 2, 5], 3)).tokens == expected
+    assert prefill.hear() == KVReport(taken=[lease])
+    prefill.say(*wire.encode(KVWithdraw(lease=lease)))
+    prefill.step(step_plan(2))  # and that is heard before what follows
+    late = decode.step(replace(fetch, job=99))
+    assert [(failed.job, failed.kind) for failed in late.failed] == [(99, "expired")]
+    for engine in (prefill, decode):
+        engine.say(*wire.encode(Stop()))
+        assert engine.exit_code() == 0
+
+
+def test_a_worker_that_should_use_nixl_and_cannot_says_what_to_install(start, tiny_llama):
+    if importlib.util.find_spec("nixl_cu12") is not None:
+        pytest.skip("nixl-cu12 is installed")
+    failed = start(tiny_llama, kv_mover="nixl").hear(START_S)
+    assert isinstance(failed, WorkerFailed)
+    assert "pip install 'tidegate[nixl]'" in failed.message
 
 
 def test_a_small_cache_lowers_the_longest_request(start, tiny_llama):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class Program:
-    """A running program; its two outputs are kept as lines. Killed at the end of its `with`."""
+    """A running program; its two outputs are kept as lines. Killed at the end of its `with`.
+
+    listens   it reads what `say` says; else its stdin is empty
+    """
 
     def __init__(
         self,
@@ -26,11 +30,12 @@ class Program:
         *,
         environment: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
+        listens: bool = False,
     ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,6 +63,9 @@ class Program:
     ) -> None:
         self.process.kill()
         self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
         for reader in self._readers:
             reader.join(10)
 
@@ -77,6 +85,11 @@ class Program:
             time.sleep(0.2)  # it has ended: let the readers catch up
         assert found(), f"no line with {words!r}:\n{self.said}"
         return found()[0]
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None, "it does not listen"
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -32,6 +32,19 @@ from protocol.kv import (
     KVWithdraw,
     PeerSource,
 )
+from protocol.kv_peers import (
+    KVChunk,
+    KVDone,
+    KVExpired,
+    KVLive,
+    KVOpen,
+    KVOpened,
+    KVRead,
+    KVUnlike,
+    NixlOffer,
+    ShmOffer,
+    ZmqOffer,
+)
 from protocol.messages import (
     Abort,
     Aborted,
@@ -313,4 +326,33 @@ MESSAGES: list[Message] = [
     ),
     WorkerFailed(message="out of memory", rank=1),
     Stop(),
+    KVOpen(
+        lease=b"l" * 16,
+        reader=b"r" * 16,
+        layout=b"d" * 16,
+        told="tiny, bfloat16",
+        first=3,
+        count=5,
+    ),
+    KVRead(lease=b"l" * 16, reader=b"r" * 16, chunk=7),
+    KVDone(lease=b"l" * 16, reader=b"r" * 16, is_read=True),
+    KVOpened(
+        blocks=Int32.of([9, 4, 31]),
+        offers=[
+            ShmOffer(
+                boot="b007",
+                path="/proc/71/fd/9",
+                device=1,
+                inode=2072,
+                num_bytes=1 << 33,
+                num_blocks=33,
+            ),
+            ZmqOffer(chunk_bytes=1 << 20),
+            NixlOffer(agent=b"n", address=1 << 46, device=1, memory="DRAM", num_blocks=33),
+        ],
+    ),
+    KVChunk(chunk=7, crc32=0xFFFFFFFF, data=UInt8(bytes(range(256)) * 20)),
+    KVLive(),
+    KVExpired(),
+    KVUnlike(reason="the peer's cache is of another model"),
 ]

@@ -13,14 +13,21 @@ from typing import Any, get_args
 import msgpack
 import pytest
 
-from protocol import messages, steps, wire
+from protocol import kv_peers, messages, steps, wire
 from protocol.arrays import Int32
 from protocol.errors import WireError
 from protocol.messages import Generate, Message
 from tests.support.samples import MESSAGES
 
 GOLDEN = Path(__file__).parents[1] / "data" / "wire"
-DIRECTIONS = (messages.ToEngine, messages.ToClient, steps.ToWorker, steps.FromWorker)
+DIRECTIONS = (
+    messages.ToEngine,
+    messages.ToClient,
+    steps.ToWorker,
+    steps.FromWorker,
+    kv_peers.FromReader,
+    kv_peers.FromExporter,
+)
 
 
 def name_of(message: Message) -> str:

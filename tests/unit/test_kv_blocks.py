@@ -1,0 +1,200 @@
+"""Blocks as bytes: cut alike at both ends, gathered and put where they belong; two layouts differ
+if, and only if, their caches do."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from protocol.kv_peers import ShmOffer
+from worker.kv.blocks import HostBlocks
+from worker.kv.cuts import Cuts
+from worker.kv.layout import KVLayout
+from worker.kv.movers.base import Damaged, Lost
+from worker.kv.movers.shm import ShmMover
+from worker.kv.shared_memory import SharedMemory, map_offered
+from worker.kv_cache import KVCache
+
+ROWS, BLOCKS, PIECE = 6, 11, 20
+RANDOM = np.random.default_rng(4)
+
+
+def rows_of(num_blocks: int = BLOCKS) -> np.ndarray:
+    return RANDOM.integers(0, 256, (ROWS, num_blocks, PIECE), np.uint8)
+
+
+# ---- cuts
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 7, 30])
+@pytest.mark.parametrize("most_bytes", [1, 19, 20, 59, 119, 120, 121, 480, 10**6])
+def test_every_piece_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, most_bytes):
+    cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=num_blocks, most_bytes=most_bytes)
+    times = np.zeros((ROWS, num_blocks), int)
+    for chunk in range(len(cuts)):
+        cut = cuts[chunk]
+        times[cut.first_row : cut.end_row, cut.first : cut.end] += 1
+        rows, blocks = cut.shape
+        assert rows * blocks * PIECE <= max(most_bytes, PIECE)
+        assert rows * blocks
+    assert (times == 1).all()
+
+
+@pytest.mark.parametrize("chunk", [-1, 4, 10**12])
+def test_there_is_no_chunk_beyond_the_last(chunk):
+    cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=4, most_bytes=ROWS * PIECE)
+    assert len(cuts) == 4
+    with pytest.raises(IndexError, match=f"chunk {chunk} of 4"):
+        cuts[chunk]
+
+
+# ---- blocks
+
+
+def test_what_is_gathered_and_put_elsewhere_is_the_same_in_the_rows_named_and_nowhere_else():
+    theirs, ours = rows_of(), rows_of()
+    before = ours.copy()
+    pieces = HostBlocks(theirs).gather(2, 5, np.array([9, 1, 4]))
+    HostBlocks(ours).put(2, 5, np.array([3, 8, 2]), pieces)
+    before[2:5, [3, 8, 2]] = theirs[2:5, [9, 1, 4]]
+    assert np.array_equal(ours, before)
+
+
+@pytest.mark.parametrize(
+    ("ids", "theirs"),
+    [
+        ([4], [7]),
+        ([1, 2, 3], [5, 6, 7]),
+        ([3, 2, 1], [5, 6, 7]),
+        ([1, 2, 3, 9, 10], [7, 8, 2, 3, 4]),
+        ([10, 1, 2, 8], [1, 2, 3, 4]),
+    ],
+)
+def test_whole_blocks_are_copied_in_runs_and_one_by_one_alike(ids, theirs):
+    source, ours = rows_of(13), rows_of()
+    expected = ours.copy()
+    expected[:, ids] = source[:, theirs]
+    HostBlocks(ours).copy(np.array(ids), source, np.array(theirs))
+    assert np.array_equal(ours, expected)
+
+
+def test_the_rows_of_a_cache_are_its_keys_and_values_block_by_block():
+    cache = KVCache(3, 5, 4, 2, 8, torch.bfloat16, torch.device("cpu"))
+    cache.k.normal_()
+    cache.v.normal_()
+    whole = torch.cat([cache.k, cache.v]).flatten(2).contiguous()
+    assert torch.equal(cache.rows, whole.view(torch.uint8))
+
+
+# ---- layouts
+
+LAYOUT = KVLayout(
+    model="ab" * 32, dtype="float32", num_layers=2, num_kv_heads=3, head_dim=8, block_tokens=16
+)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "ac" * 32},
+        {"dtype": "bfloat16"},
+        {"num_layers": 3},
+        {"num_kv_heads": 8, "head_dim": 3},
+        {"head_dim": 16},
+        {"block_tokens": 4},
+    ],
+)
+def test_another_layout_has_another_digest_and_another_name(other):
+    changed = msgspec.structs.replace(LAYOUT, **other)
+    assert changed.digest != LAYOUT.digest
+    assert changed.told != LAYOUT.told
+
+
+def test_the_digest_of_a_layout_never_changes():
+    assert LAYOUT.digest.hex() == "2167b93bc4acdeba68f2ae8107dceec7"
+    assert LAYOUT.told == (
+        "model abababababab, float32, 2 layers of 3 heads of 8, 16 tokens a block"
+    )
+
+
+# ---- shared memory
+
+
+def test_what_one_writes_another_maps_and_cannot_write():
+    memory = SharedMemory(8192)
+    assert not memory.content.any(), "zero at first"
+    found = map_offered(memory.offer(1))
+    memory.content[4100] = 7
+    assert found[4100] == 7
+    with pytest.raises(TypeError):
+        found[0] = 1
+    path = memory.offer(1).path
+    fd = os.open(path, os.O_RDWR)
+    with pytest.raises(PermissionError), mmap.mmap(fd, 8192):
+        pass  # sealed: nobody but its owner writes
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+def test_a_map_outlives_its_memory_and_with_both_all_is_gone():
+    memory = SharedMemory(4096)
+    memory.content[0] = 9
+    offer = memory.offer(1)
+    found = map_offered(offer)
+    del memory
+    gc.collect()
+    assert found[0] == 9
+    with pytest.raises(Lost):
+        map_offered(offer)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"boot": "another"},
+        {"inode": 1},
+        {"device": 99},
+        {"num_bytes": 100},
+        {"path": "/proc/1/fd/99999"},
+        {"path": f"/proc/{os.getpid()}/exe"},
+        {"path": "/dev/zero"},
+    ],
+)
+def test_what_is_not_the_memory_that_was_offered_is_not_mapped(wrong):
+    memory = SharedMemory(4096)
+    with pytest.raises(Lost):
+        map_offered(msgspec.structs.replace(memory.offer(1), **wrong))
+
+
+def test_memory_that_could_shrink_is_not_mapped():
+    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    info = os.fstat(fd)
+    offer = msgspec.structs.replace(
+        SharedMemory(4096).offer(1),
+        path=f"/proc/self/fd/{fd}",
+        device=info.st_dev,
+        inode=info.st_ino,
+    )
+    with pytest.raises(Lost, match="may shrink"):
+        map_offered(offer)
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "changed"), [([1, BLOCKS], {}), ([-1], {}), ([1], {"num_blocks": 4})]
+)
+def test_an_offer_that_contradicts_itself_is_damage(theirs, changed):
+    memory = SharedMemory(ROWS * BLOCKS * PIECE)
+    offer: ShmOffer = msgspec.structs.replace(memory.offer(BLOCKS), **changed)
+    blocks = HostBlocks(rows_of())
+    with pytest.raises(Damaged):
+        ShmMover(blocks, np.arange(1, len(theirs) + 1), np.array(theirs), offer)

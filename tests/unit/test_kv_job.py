@@ -1,0 +1,68 @@
+"""A transfer's states: the whole table, and what is said at the end."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from worker.kv.job import FAILURES, NEXT_STATE, SAID_BY_PEER, Event, Job, State
+
+OVER = (State.FETCHED, State.FAILED)
+WAYS = {
+    State.OPENING: [],
+    State.MOVING: [Event.OPENED],
+    State.CONFIRMING: [Event.OPENED, Event.CHUNK, Event.PLACED],
+    State.STOPPING: [Event.OPENED, Event.LATE],
+    State.FETCHED: [Event.OPENED, Event.PLACED, Event.LIVE],
+    State.FAILED: [Event.CANCEL, Event.QUIET],
+}
+
+
+def job_in(state: State) -> Job:
+    job = Job()
+    for event in WAYS[state]:
+        job.on(event, "at first")
+    assert job.state is state
+    return job
+
+
+@pytest.mark.parametrize(("state", "event"), list(product(State, Event)))
+def test_every_event_in_every_state_leads_on_is_damage_or_cannot_be(state, event):
+    job = job_in(state)
+    if (state, event) in NEXT_STATE:
+        assert job.on(event, "now") is NEXT_STATE[state, event] is job.state
+    elif event in SAID_BY_PEER and state not in OVER:
+        assert job.on(event) is State.STOPPING
+        assert job.failure == "damaged"
+        assert job.reason == f"the peer said {event.name} while we were {state.name}"
+    else:
+        with pytest.raises(ValueError, match=f"{event.name} while {state.name}"):
+            job.on(event)
+        assert job.state is state
+
+
+@pytest.mark.parametrize("event", FAILURES)
+@pytest.mark.parametrize("state", [State.OPENING, State.MOVING, State.CONFIRMING])
+def test_whatever_fails_is_told_when_nothing_writes_any_more(state, event):
+    job = job_in(state)
+    job.on(event, "why")
+    assert not job.is_over
+    job.on(Event.QUIET)
+    assert (job.is_over, job.failure, job.reason) == (True, FAILURES[event], "why")
+
+
+@pytest.mark.parametrize("later", [event for event in Event if event is not Event.QUIET])
+def test_the_first_reason_counts(later):
+    job = job_in(State.STOPPING)
+    assert job.on(later, "later") is State.STOPPING
+    assert (job.failure, job.reason) == ("timeout", "at first")
+
+
+def test_only_a_live_lease_makes_a_transfer_good():
+    into = {pair for pair, state in NEXT_STATE.items() if state is State.FETCHED}
+    assert into == {(State.CONFIRMING, Event.LIVE)}
+
+
+def test_from_what_is_over_nothing_leads_on():
+    assert not [pair for pair in NEXT_STATE if pair[0] in OVER]

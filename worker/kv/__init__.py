@@ -1,0 +1,1 @@
+"""K/V that other workers read, or that is read from them: bytes and leases, no decisions."""

@@ -1,0 +1,50 @@
+"""What two caches must have alike for a block of one to mean the same in the other."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Self
+
+import msgspec
+
+from protocol.model_card import ModelCard
+from worker.kv_cache import KVCache
+
+DIGEST_BYTES = 16
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """model: its digest; dtype: of keys and values. How many blocks there are is anybody's own
+    business."""
+
+    model: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+
+    @classmethod
+    def of(cls, card: ModelCard, cache: KVCache) -> Self:
+        num_layers, _, block_tokens, num_kv_heads, head_dim = cache.k.shape
+        return cls(
+            model=card.digest,
+            dtype=str(cache.k.dtype).removeprefix("torch."),
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_tokens=block_tokens,
+        )
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal layouts, and for no others."""
+        return blake2b(msgspec.msgpack.encode(self), digest_size=DIGEST_BYTES).digest()
+
+    @property
+    def told(self) -> str:
+        """For people, to be compared by eye."""
+        return (
+            f"model {self.model[:12]}, {self.dtype}, {self.num_layers} layers of "
+            f"{self.num_kv_heads} heads of {self.head_dim}, {self.block_tokens} tokens a block"
+        )

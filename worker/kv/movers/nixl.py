@@ -1,0 +1,164 @@
+"""NIXL: the peer's memory is read by RDMA, or what NIXL's UCX has instead of it.
+
+An optional library (`tidegate[nixl]`). It runs without its own thread, which never sleeps: who
+reads drives a transfer by asking for its state, and where the hardware cannot read by itself the
+peer must lend a hand (`Agent.help`) as long as it is being read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from protocol.kv_peers import KVChunk, NixlOffer
+from worker.kv.exports import Ids
+from worker.kv.movers.base import Damaged, Lost, Pace
+
+LIBRARY = "nixl_cu12"
+SLICE_BYTES = 4 << 20
+"""Read by one request; between two of them other transfers have their turn."""
+
+
+class NoNixl(Exception):
+    """The library is not to be had here."""
+
+
+class Agent:
+    """NIXL in one thread of this worker, with one cache: rows uint8 [R, B, P].
+
+    Raises NoNixl, saying in one line what to do.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        nixl = _library()
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        # Its errors have no base of their own, here and below: they are Exceptions.
+        try:
+            self._agent: Any = nixl.nixl_agent(f"tidegate-{os.urandom(8).hex()}", config)
+        except Exception as error:
+            raise NoNixl(f"kv_mover is nixl, but it does not start: {error}") from error
+        self._memory = "DRAM" if rows.device.type == "cpu" else "VRAM"
+        self._device = rows.device.index or 0
+        self._address = rows.data_ptr()
+        self.num_rows, self._num_blocks, self.piece_bytes = rows.shape
+        whole = np.array([[self._address, rows.nbytes, self._device]], np.uint64)
+        self._agent.register_memory(whole, self._memory)
+        self._peers: dict[bytes, str] = {}  # what they say of themselves -> their name
+
+    def offer(self) -> NixlOffer:
+        return NixlOffer(
+            agent=self._agent.get_agent_metadata(),
+            address=self._address,
+            device=self._device,
+            memory=self._memory,
+            num_blocks=self._num_blocks,
+        )
+
+    def help(self) -> None:
+        """Do what others' reading asks of us."""
+        self._agent.get_new_notifs()
+
+    def read(self, offer: NixlOffer, ids: Ids, theirs: Ids) -> Any:
+        """Begin to read blocks `theirs` of the peer into `ids`; a handle. Raises Lost."""
+        try:
+            if offer.agent not in self._peers:
+                name = self._agent.add_remote_agent(offer.agent)
+                self._peers[offer.agent] = name.decode() if isinstance(name, bytes) else name
+            handle = self._agent.initialize_xfer(
+                "READ",
+                self._pieces(self._address, self._num_blocks, self._device, ids, self._memory),
+                self._pieces(offer.address, offer.num_blocks, offer.device, theirs, offer.memory),
+                self._peers[offer.agent],
+            )
+        except Exception as error:
+            self._forget(offer)
+            raise Lost(f"nixl: {error}") from error
+        try:
+            self._agent.transfer(handle)
+        except Exception as error:
+            self._forget(offer)
+            self.release(handle)
+            raise Lost(f"nixl: {error}") from error
+        return handle
+
+    def is_done(self, offer: NixlOffer, handle: Any) -> bool:
+        """Raises Lost."""
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except Exception as error:
+            self._forget(offer)
+            raise Lost(f"nixl: {error}") from error
+        if state == "ERR":
+            self._forget(offer)
+            raise Lost("nixl: the transfer failed")
+        return bool(state == "DONE")
+
+    def release(self, handle: Any) -> bool:
+        """Whether it writes no more: what cannot be cancelled is to be tried again."""
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception:  # told as an error, whatever the reason: it is still at work
+            return False
+        return True
+
+    def _forget(self, offer: NixlOffer) -> None:
+        name = self._peers.pop(offer.agent, None)
+        if name is not None:
+            self._agent.remove_remote_agent(name)
+
+    def _pieces(self, address: int, num_blocks: int, device: int, ids: Ids, memory: str) -> Any:
+        """Where the pieces of these blocks are: row after row."""
+        rows = np.arange(self.num_rows)[:, None] * num_blocks
+        starts = (address + (rows + ids) * self.piece_bytes).ravel()
+        sizes, devices = np.full_like(starts, self.piece_bytes), np.full_like(starts, device)
+        table = np.stack([starts, sizes, devices], axis=1).astype(np.uint64)
+        return self._agent.get_xfer_descs(table, memory)
+
+
+class NixlMover:
+    """Raises Damaged on an offer that cannot be."""
+
+    name = "nixl"
+
+    def __init__(self, agent: Agent, ids: Ids, theirs: Ids, offer: NixlOffer) -> None:
+        if theirs.min() < 0 or theirs.max() >= offer.num_blocks:
+            raise Damaged(f"a block beyond the {offer.num_blocks} of the peer's cache")
+        self._agent = agent
+        self._ids, self._theirs, self._offer = ids, theirs, offer
+        self._at_once = max(1, SLICE_BYTES // (agent.num_rows * agent.piece_bytes))
+        self._num_read = 0
+        self._handle: Any = None
+
+    def advance(self) -> Pace:
+        if self._handle is None:
+            part = slice(self._num_read, self._num_read + self._at_once)
+            self._handle = self._agent.read(self._offer, self._ids[part], self._theirs[part])
+        if not self._agent.is_done(self._offer, self._handle):
+            return Pace.SOON
+        self._agent.release(self._handle)
+        self._handle = None
+        self._num_read += self._at_once
+        return Pace.NOW if self._num_read < len(self._ids) else Pace.DONE
+
+    def receive(self, chunk: KVChunk) -> None:
+        raise Damaged(f"chunk {chunk.chunk} was not asked for")
+
+    def stop(self) -> bool:
+        if self._handle is not None and self._agent.release(self._handle):
+            self._handle = None
+        return self._handle is None
+
+
+def _library() -> ModuleType:
+    try:
+        return importlib.import_module(LIBRARY)
+    except ImportError as error:
+        raise NoNixl(
+            f"kv_mover is nixl, which needs the library nixl-cu12 ({error}): "
+            "pip install 'tidegate[nixl]', or serve with --kv-mover auto"
+        ) from None
