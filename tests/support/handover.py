@@ -1,4 +1,5 @@
-"""Echo workers that hand over K/V: what `KVExport` ... `KVCancel` ask for, one job at a time.
+"""Workers that hand over K/V within one process: what `KVExport` ... `KVCancel` ask for, one job at
+a time, between blocks of any kind: those of echo workers, or of real ones (replica.py).
 
 A fetch copies what the other worker's blocks hold at the moment when the test lets it (`do`), so
 blocks that are reused too early arrive wrong. From the order until the report its own blocks hold
@@ -8,8 +9,9 @@ found out by the echo worker's attention.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from engine_core.kv.exchange import Order
 from engine_core.kv.peers import Cluster
@@ -28,7 +30,13 @@ from protocol.kv import (
 LAYOUT = b"echo layout"
 BEING_WRITTEN = -1
 
-Blocks = MutableMapping[int, list[int | None]]
+
+class Blocks(Protocol):
+    """block -> what it holds; or a list of BEING_WRITTEN, while nobody may read it."""
+
+    def __getitem__(self, block: int, /) -> Any: ...
+
+    def __setitem__(self, block: int, content: Any, /) -> None: ...
 
 
 @dataclass
@@ -122,7 +130,7 @@ class EchoMover:
         assert export is not None
         wanted = export.blocks[source.first :][: len(order.blocks)]
         for theirs, ours in zip(wanted, order.blocks.tolist(), strict=True):
-            self._kv[ours] = list(export.kv[theirs])
+            self._kv[ours] = copy(export.kv[theirs])
         export.readers -= 1
         if not export.readers:
             del self._place.air.exports[source.address, source.lease]

@@ -1,6 +1,7 @@
 """A stream of plans that mixes every kind of request there is, and its replay by other workers.
 
-`record` lets a real engine and a real worker serve two hundred requests with two steps in flight;
+`record` lets a real engine and a real worker serve two hundred requests with two steps in flight,
+some of which go on from prompts that another engine and worker have computed;
 `own_slots` rewrites the stream so that each binding has a slot that nobody had before; `replay`
 executes a stream by a new worker.
 """
@@ -20,6 +21,7 @@ from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from protocol.steps import StepResult
 from tests.support.grammars import EOS, signs_tokenizer
+from tests.support.handover import Air
 from tests.support.replica import (
     Executed,
     LoadedModel,
@@ -38,6 +40,10 @@ MAX_SLOTS = 7
 MAX_LEN = 64
 TOKEN_BUDGET = 24
 NUM_REQUESTS = 200
+FETCH_STEPS = 2
+"""In every second step one fetch is over ..."""
+FAILURE_STEPS = 16
+"""... which has failed, now and then."""
 
 GREEDY = SamplingParams(temperature=0.0)
 KINDS: list[tuple[SamplingParams, Body | None]] = [
@@ -78,13 +84,17 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, after how many steps it comes, and after how many more it is dropped."""
+    """A request, after how many steps it comes, and after how many more it is dropped.
+
+    prefilled  its prompt is computed elsewhere
+    """
 
     prompt: list[int]
     params: SamplingParams
     grammar: Grammar | None
     arrives: int
     abort_after: int | None
+    prefilled: bool
 
 
 @dataclass
@@ -127,6 +137,7 @@ def load_of(seed: int, count: int = NUM_REQUESTS) -> list[Asked]:
                 grammar=None if body is None else Grammar(body=body),
                 arrives=number // 2,
                 abort_after=chance.randrange(1, 7) if chance.random() < 0.25 else None,
+                prefilled=number % 2 == 1 and len(prompt) > 1,
             )
         )
     return asked
@@ -140,6 +151,8 @@ def record(
     draft: LoadedModel | None = None,
 ) -> Recording:
     """Serve them; who is dropped is dropped while as many steps are out as may be."""
+    air = Air()
+    elsewhere = Replica(loaded, block_tokens=BLOCK_TOKENS, place=air.place("p"))
     replica = Replica(
         loaded,
         token_budget=TOKEN_BUDGET,
@@ -154,12 +167,14 @@ def record(
             "max_drafts": 4,
         },
         draft=draft,
+        place=air.place("d"),
     )
     coming, leaving, num_aborted = list(asked), {}, 0
     for step in range(100_000):
         while coming and coming[0].arrives <= step:
             one = coming.pop(0)
-            number = replica.add(one.prompt, one.params, one.grammar)
+            handle = _prefill(elsewhere, one.prompt) if one.prefilled else ""
+            number = replica.add(one.prompt, one.params, one.grammar, kv_handle=handle)
             if one.abort_after is not None:
                 leaving[number] = step + one.abort_after
         replica.plan()
@@ -168,10 +183,19 @@ def record(
             if not replica.is_ended(number):
                 replica.abort(number)
                 num_aborted += len(replica.out) == steps_in_flight
-        if not replica.step() and not coming:
+        if step % FETCH_STEPS == 0:
+            replica.move("damaged" if step % FAILURE_STEPS == 0 else "")
+        if not replica.step() and not coming and replica.engine.is_idle:
             break
     replica.engine.check()
     return Recording(loaded, draft, replica.steps, replica.outputs, num_aborted)
+
+
+def _prefill(elsewhere: Replica, prompt: list[int]) -> str:
+    """The handle of what another replica has computed."""
+    number = elsewhere.add(prompt, GREEDY, kv_readers=1)
+    elsewhere.run()
+    return elsewhere.outputs[number][-1].kv_handle
 
 
 def num_lives(steps: Iterable[Executed]) -> int:
@@ -218,7 +242,7 @@ def replay(
 ) -> Iterator[StepResult]:
     """What a new worker says to the same plans and masks, step by step.
 
-    block_poison   what a block holds when it is taken for new content
+    block_poison   what a block holds when it is taken for content that is computed
     zeroes         whether it is then zeroed
     """
     slots = slot_table(MAX_LEN, BLOCK_TOKENS, max_slots, poison=poison, kind=kind)
@@ -226,6 +250,8 @@ def replay(
     runner = new_runner(recorded.loaded, slots, cache, recorded.draft)
     caches = [cache] if runner.drafting is None else [cache, runner.drafting.cache]
     for step in steps:
+        for arrived in step.arrived:
+            arrived.write(cache)
         if block_poison is not None:
             blocks = step.plan.zero_blocks.tolist()
             for each in caches:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine_core.engine import Engine
 from engine_core.grammar.book import Compiled
@@ -23,6 +24,7 @@ from protocol.grammar import Grammar
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
+from tests.support.handover import EchoMover, Place
 from worker.attention.select import select_attention
 from worker.drafting import DraftModel
 from worker.kv_cache import KVCache
@@ -39,12 +41,41 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 @dataclass(frozen=True)
+class Arrived:
+    """K/V that came from elsewhere into `blocks`: k, v [L, B, block_tokens, H_kv, D]."""
+
+    blocks: list[int]
+    k: Tensor
+    v: Tensor
+
+    def write(self, cache: KVCache) -> None:
+        cache.k[:, self.blocks], cache.v[:, self.blocks] = self.k, self.v
+
+
+@dataclass(frozen=True)
 class Executed:
-    """A step as the worker saw it."""
+    """A step as the worker saw it, and what had arrived since the step before."""
 
     plan: StepPlan
     masks: Masks | None
     result: StepResult
+    arrived: list[Arrived] = field(default_factory=list)
+
+
+class CacheBlocks:
+    """The blocks of a real cache, for a mover."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def __getitem__(self, block: int) -> Arrived:
+        return Arrived([block], *(t[:, [block]].clone() for t in (self._cache.k, self._cache.v)))
+
+    def __setitem__(self, block: int, content: Arrived | list[int]) -> None:
+        if isinstance(content, Arrived):
+            replace(content, blocks=[block]).write(self._cache)
+        else:
+            self._cache.k[:, block] = self._cache.v[:, block] = float("nan")
 
 
 @dataclass
@@ -54,6 +85,7 @@ class Replica:
     max_len           of prompt and answer; None: the model's own limit
     options           other fields of EngineConfig
     draft             a draft model beside it;  draft_cost  what the engine is told of it
+    place             in a cluster, where there is one: `move` carries out the oldest fetch
     steps_in_flight   plans that are made before the first of them is executed
     steps             what was executed, in order;  out: plans that are yet to be
     """
@@ -69,6 +101,7 @@ class Replica:
     options: dict[str, Any] = field(default_factory=dict)
     draft: LoadedModel | None = None
     draft_cost: float = 0.0
+    place: Place | None = None
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     steps: list[Executed] = field(default_factory=list)
     out: deque[StepPlan] = field(default_factory=deque)
@@ -86,8 +119,12 @@ class Replica:
             prefix_cache=self.prefix_cache,
         )
         slots = slot_table(max_len, self.block_tokens, self.max_slots)
-        cache = new_cache(self.loaded, self.num_blocks, self.block_tokens)
-        self.runner = new_runner(self.loaded, slots, cache, self.draft)
+        self.cache = new_cache(self.loaded, self.num_blocks, self.block_tokens)
+        self.runner = new_runner(self.loaded, slots, self.cache, self.draft)
+        self.mover = None
+        if self.place is not None:
+            self.mover = EchoMover(self.place, CacheBlocks(self.cache), self.block_tokens)
+        self._arrived: list[Arrived] = []  # since the last step
         self._seeds = iter(range(1, 1 << 30))
         self._masks: Masks | None = None  # of the oldest plan that is out
         worker = WorkerConfig(model="", draft_model="a draft model" if self.draft else "")
@@ -98,13 +135,21 @@ class Replica:
             limits,
             draft_cost=self.draft_cost,
             draw_seed=lambda: 7919 * next(self._seeds),
+            cluster=None if self.place is None else self.place.cluster,
         )
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, grammar: Grammar | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        grammar: Grammar | None = None,
+        **asked: Any,
     ) -> int:
+        """asked: other fields of Generate."""
         number = len(self.outputs)
-        message = Generate(request=number, prompt=Int32.of(prompt), params=params, grammar=grammar)
+        message = Generate(
+            request=number, prompt=Int32.of(prompt), params=params, grammar=grammar, **asked
+        )
         reply = self.engine.add(CLIENT, message)
         for job in self.engine.take_jobs():
             compiled = Compiled(job.digest, self.compiler.compile(job.grammar))
@@ -136,12 +181,33 @@ class Replica:
             self.out.append(plan)
             if len(self.out) == 1:
                 self._masks = self.engine.masks()
+        self._send_orders()
+
+    def _send_orders(self) -> None:
+        for order in self.engine.take_orders():
+            assert self.mover is not None
+            self.mover.obey(order)
+
+    def move(self, fault: str = "") -> None:
+        """Carry the oldest fetch out, if there is one; `fault`: how it fails."""
+        self._send_orders()
+        if self.mover is None or not self.mover.jobs:
+            return
+        job, order = next(iter(self.mover.jobs.items()))
+        report = self.mover.do(job, fault)
+        if report.fetched:
+            blocks = order.blocks.tolist()
+            k, v = (t[:, blocks].clone() for t in (self.cache.k, self.cache.v))
+            self._arrived.append(Arrived(blocks, k, v))
+        for news in self.engine.hear(report).values():
+            self._take(news.outputs)
 
     def finish(self) -> None:
         """The worker executes the oldest plan that is out, the engine commits."""
         plan, masks = self.out.popleft(), self._masks
         result = self.runner.step(plan, lambda: masks)
-        self.steps.append(Executed(plan, masks, result))
+        self.steps.append(Executed(plan, masks, result, self._arrived))
+        self._arrived = []
         for news in self.engine.commit(result, result.compute_s).values():
             self._take(news.outputs)
         self._masks = self.engine.masks()
