@@ -28,20 +28,28 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
             param="prompt",
         )
     check_vocabulary(message.params, model.vocab_size)
+    longest, whose = longest_of(message, limits)
     wanted = message.params.max_tokens
     room = 0 if wanted == 0 else 1  # an answer has at least one token
-    if len(prompt) + room > limits.max_len:
+    if len(prompt) + room > longest:
         raise ContextTooLong(
-            f"the prompt is {len(prompt):,} tokens; this model takes {limits.max_len:,} tokens of "
+            f"the prompt is {len(prompt):,} tokens; {whose} takes {longest:,} tokens of "
             "prompt and answer together",
             param="prompt",
         )
-    if wanted is not None and wanted > limits.max_len:
+    if wanted is not None and wanted > longest:
         raise ContextTooLong(
-            f"max_tokens is {wanted:,}; this model takes {limits.max_len:,} tokens of prompt and "
+            f"max_tokens is {wanted:,}; {whose} takes {longest:,} tokens of prompt and "
             "answer together",
             param="max_tokens",
         )
+
+
+def longest_of(message: Generate, limits: Limits) -> tuple[int, str]:
+    """Most tokens of prompt and answer together, and whose limit that is."""
+    if message.account is not None and 0 < message.account.max_len < limits.max_len:
+        return message.account.max_len, "this key"
+    return limits.max_len, "this model"
 
 
 def new_request(
@@ -63,7 +71,7 @@ def new_request(
         params = SamplingParams(max_tokens=0)
         readers = message.kv_readers if len(prompt) > 1 else 0
         prompt = prompt[:-1] or prompt
-    room = limits.max_len - len(prompt)
+    room = longest_of(message, limits)[0] - len(prompt)
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids |= frozenset(model.eos_token_ids)
@@ -81,6 +89,7 @@ def new_request(
         stop_ids=stop_ids,
         kv_readers=readers,
         labels=tuple(dict.fromkeys(message.labels)),
+        account=message.account,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine_core.accounts import Accounts
 from engine_core.admission import check_load, check_request, new_request
 from engine_core.grammar.book import Compiled, GrammarBook, Job
 from engine_core.kv.exchange import Exchange
@@ -38,6 +39,7 @@ class Door:
         waiting: WaitingQueue,
         speculation: Speculation,
         speed: Speed,
+        accounts: Accounts,
         draw_seed: Callable[[], int],
     ) -> None:
         self.is_draining = False
@@ -51,6 +53,7 @@ class Door:
         self._waiting = waiting
         self._speculation = speculation
         self._speed = speed
+        self._accounts = accounts
         self._draw_seed = draw_seed
         self._grammars = GrammarBook()
         self._order = 0
@@ -125,6 +128,9 @@ class Door:
         self._exchange.check(message)
         prompt = message.prompt.tolist()
         check_request(prompt, message, self._model, self._limits)
+        if message.account is not None:
+            num_open = self._open.num_of(message.account.name)
+            self._accounts.check(message.account, num_open, is_first=message.is_first)
         self._check_load(len(prompt))
         self._order += 1
         request = new_request(
@@ -132,6 +138,8 @@ class Door:
         )
         if message.kv_handle:
             request.handle = self._exchange.read(message.kv_handle, request)
+        if message.account is not None:
+            self._accounts.take_in(message.account, len(prompt), is_first=message.is_first)
         return request
 
     def _check_load(self, num_tokens: int) -> None:

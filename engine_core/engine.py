@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain
 
+from engine_core.accounts import Accounts
 from engine_core.answer import NOTHING, Taken, end_of, news_of, take
 from engine_core.block_hash import ContentHashes
 from engine_core.block_pool import BlockPool
@@ -102,6 +103,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._speed = Speed()
+        self._accounts = Accounts()
         self._door = Door(
             config,
             model,
@@ -111,6 +113,7 @@ class Engine:
             waiting=self._scheduler.waiting,
             speculation=self._speculation,
             speed=self._speed,
+            accounts=self._accounts,
             draw_seed=draw_seed,
         )
 
@@ -250,6 +253,8 @@ class Engine:
         """
         taken = take(request, count, outcome)
         self._counts["generated_tokens"] += len(taken.tokens)
+        if request.account is not None:
+            self._accounts.spend(request.account, len(taken.tokens))
         self._counts["draft_tokens"] += outcome.num_drafts
         self._counts["accepted_tokens"] += taken.num_accepted
         self._scheduler.advance(request, taken.num_valid)
@@ -284,6 +289,7 @@ class Engine:
     def tick(self, now: float) -> None:
         """It is `now`, in seconds of a steady clock."""
         self._exchange.tick(now)
+        self._accounts.now = now
 
     def take_orders(self) -> list[Order]:
         """What to tell the worker, in this order, before any later plan, and before clients hear

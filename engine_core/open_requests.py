@@ -1,4 +1,5 @@
-"""The requests that have not ended: found by their client's number, or by a label.
+"""The requests that have not ended: found by their client's number, or by a label; counted by
+account.
 
 A label need not be unique: whatever has it, is meant. Each lookup is one step, however many are
 open.
@@ -6,6 +7,7 @@ open.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from engine_core.request import Request
@@ -15,6 +17,7 @@ class OpenRequests:
     def __init__(self) -> None:
         self._by_number: dict[tuple[bytes, int], Request] = {}
         self._by_label: dict[str, dict[Request, None]] = {}  # in order of arrival
+        self._by_account: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -24,6 +27,8 @@ class OpenRequests:
 
     def add(self, request: Request) -> None:
         """A request that is here already stays as it is."""
+        if request.account is not None and (request.client, request.number) not in self._by_number:
+            self._by_account[request.account.name] += 1
         self._by_number[request.client, request.number] = request
         for label in request.labels:
             self._by_label.setdefault(label, {})[request] = None
@@ -31,6 +36,10 @@ class OpenRequests:
     def remove(self, request: Request) -> None:
         """Raises KeyError where it is not here."""
         del self._by_number[request.client, request.number]
+        if request.account is not None:
+            self._by_account[request.account.name] -= 1
+            if not self._by_account[request.account.name]:
+                del self._by_account[request.account.name]
         for label in request.labels:
             having = self._by_label[label]
             del having[request]
@@ -45,6 +54,9 @@ class OpenRequests:
 
     def labelled(self, label: str) -> list[Request]:
         return list(self._by_label.get(label, ()))
+
+    def num_of(self, account: str) -> int:
+        return self._by_account[account]
 
     @property
     def labels(self) -> set[str]:

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.matcher import Matcher
-from protocol.messages import TokenLogprobs
+from protocol.messages import Account, TokenLogprobs
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Request:
     kv_readers       who will go on from its K/V, which is all that is wanted; 0 for an answer
     handle           what other engine has K/V of its prompt
     labels           names by which any client may abort it
+    account          who pays for it; None: nobody counts
     guesses          its drafts and how right they were; None where it gets none
     num_drafts       tokens drafted for it, in all;  num_accepted  of these, in the answer
     """
@@ -123,6 +124,7 @@ class Request:
     kv_readers: int = 0
     handle: Handle | None = None
     labels: tuple[str, ...] = ()
+    account: Account | None = None
     guesses: Guesses | None = None
     num_drafts: int = 0
     num_accepted: int = 0

@@ -5,7 +5,8 @@ ServingError
 │   ├── InvalidRequest      "invalid_request"           names the field in `param`
 │   ├── ContextTooLong      "context_length_exceeded"   the message gives both counts
 │   ├── UnknownModel        "model_not_found"
-│   └── Overloaded          "overloaded"                try again after `retry_after_s`
+│   ├── Overloaded          "overloaded"                try again after `retry_after_s`
+│   └── LimitReached        "rate_limit_exceeded"       the caller's own limit; the same
 ├── EngineError           ours: the message is for the log and for operators
 │   ├── EngineLost          "engine_lost"               the engine died, restarted or fell silent
 │   ├── EngineNotReady      "engine_not_ready"          it is still loading, or not started
@@ -76,6 +77,10 @@ class Overloaded(RequestError):
     code = "overloaded"
 
 
+class LimitReached(RequestError):
+    code = "rate_limit_exceeded"
+
+
 class EngineError(ServingError):
     code = "engine_error"
 
@@ -111,6 +116,7 @@ _BY_CODE: dict[str, type[ServingError]] = {
         ContextTooLong,
         UnknownModel,
         Overloaded,
+        LimitReached,
         EngineError,
         EngineLost,
         EngineNotReady,

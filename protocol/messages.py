@@ -43,6 +43,22 @@ class Hello(Message, frozen=True, kw_only=True):
     pid: int = 0
 
 
+class Account(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Who pays for a request, and what this one may use; 0: no limit. All that one engine computes
+    counts, whichever client asks.
+
+    tokens_per_minute  of prompts and answers
+    concurrency        requests that have been accepted and have not ended
+    max_len            tokens of prompt and answer together
+    """
+
+    name: str
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrency: int = 0
+    max_len: int = 0
+
+
 class Generate(Message, frozen=True, kw_only=True):
     """Client -> engine. Produce tokens after `prompt` until a stop, a limit or an abort.
 
@@ -56,6 +72,8 @@ class Generate(Message, frozen=True, kw_only=True):
     kv_readers 0, or: produce nothing; compute the prompt without its last token, end with "length"
                and a handle (`Output.kv_handle`) for so many who will go on from it (kv.py)
     kv_handle  go on from what this handle stands for; the prompt is the one that it was made of
+    account    whose it is; None: nobody counts
+    is_first   of the requests that make up one answer: it counts as a request of its account
     """
 
     request: int
@@ -67,6 +85,8 @@ class Generate(Message, frozen=True, kw_only=True):
     labels: list[str] = []
     kv_readers: int = 0
     kv_handle: str = ""
+    account: Account | None = None
+    is_first: bool = True
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:

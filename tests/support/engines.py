@@ -25,7 +25,7 @@ from protocol.config import EngineConfig, WorkerConfig
 from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
 from protocol.kv import KVReport
-from protocol.messages import Accepted, Generate, Limits, Output, Refused
+from protocol.messages import Accepted, Account, Generate, Limits, Output, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
@@ -314,6 +314,8 @@ class Bench:
         labels: Sequence[str] = (),
         kv_readers: int = 0,
         kv_handle: str = "",
+        account: Account | None = None,
+        is_first: bool = True,
         **params: object,
     ) -> int | Refused:
         """The new request's number, or the refusal. A new grammar is for `compile` to compile."""
@@ -328,6 +330,8 @@ class Bench:
             labels=list(labels),
             kv_readers=kv_readers,
             kv_handle=kv_handle,
+            account=account,
+            is_first=is_first,
         )
         reply = self.engine.add(client, message)
         self.jobs += self.engine.take_jobs()
