@@ -29,7 +29,7 @@ from gateway.output.events import Delta, Failed, Finished, ToolCall, ToolCallEnd
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.grammar import Grammar
-from protocol.messages import Accepted, Output, Refused, TokenLogprobs
+from protocol.messages import Accepted, Account, Output, Refused, TokenLogprobs
 from protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,8 @@ class Engine(Protocol):
         labels: Sequence[str],
         kv_readers: int,
         kv_handle: str,
+        account: Account | None,
+        is_first: bool,
     ) -> int: ...
     def abort(self, request: int) -> None: ...
 
@@ -141,7 +143,8 @@ class Sink(Protocol):
 class Answer:
     """All choices of one HTTP request. `close` it, whatever happens.
 
-    labels  names by which anyone may have the engine abort all of it
+    labels   names by which anyone may have the engine abort all of it
+    account  who pays for it
     """
 
     def __init__(
@@ -152,6 +155,7 @@ class Answer:
         namespace: str = "",
         priority: int = 0,
         labels: Sequence[str] = (),
+        account: Account | None = None,
     ) -> None:
         self.asks = asks
         self.choices: list[Choice] = []
@@ -167,6 +171,7 @@ class Answer:
         self._namespace = namespace
         self._priority = priority
         self._labels = labels
+        self._account = account
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
@@ -194,6 +199,8 @@ class Answer:
                 labels=self._labels,
                 kv_readers=choice.ask.kv_readers,
                 kv_handle=choice.ask.kv_handle,
+                account=self._account,
+                is_first=choice.index == 0,
             )
         self._accepted.wait()
         self._raise_troubles()

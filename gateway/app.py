@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
 import flask
 import msgspec
@@ -10,6 +12,9 @@ from flask import Flask, Response, g, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException
 
+from gateway.access.gate import Gate, Visit
+from gateway.access.scopes import Scopes
+from gateway.access.target import path_in, printable
 from gateway.admin import routes as admin
 from gateway.answering import ClientGone
 from gateway.anthropic import errors as anthropic_errors
@@ -33,6 +38,10 @@ EXTENSION = "tidegate"
 IGNORED_HEADER = "x-ignored-fields"
 ANTHROPIC = "/v1/messages"
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
+LEAVE_BODY = (408, 413)
+NOT_READ = (400, 401, 403, 404, 405)
+"""What may be answered before the body has been read. One of more than so many bytes is left."""
+UNREAD_BODY_BYTES = 1 << 16
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that did not wait. Nobody reads it but the log."""
 QUIET = frozenset({"admin.livez", "admin.readyz", "admin.health", "admin.metrics"})
@@ -52,6 +61,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     Raises AppImportError, which gunicorn tells in one line, where an option is wrong.
     """
     app = Flask(__name__, static_folder=None)
+    app.url_map.merge_slashes = False  # one spelling of a path is served: see access/target.py
     try:
         service = Service(config if config is not None else config_from_environment())
     except ValueError as error:
@@ -60,27 +70,44 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     for part in (openai, responses, kept_responses, streams, anthropic, tokens, rendering, admin):
         app.register_blueprint(part.blueprint(service))
     app.register_blueprint(openapi.blueprint())
-    _frame_requests(app, service)
+    try:
+        gate = Gate(
+            service.config,
+            Scopes(app.url_map.iter_rules(), openapi.operations()),
+            lambda: service.keys.keyring,
+        )
+    except ValueError as error:
+        raise AppImportError(f"the gateway cannot start: {error}") from None
+    _frame_requests(app, service, gate)
     _tell_errors(app)
     return app
 
 
-def _frame_requests(app: Flask, service: Service) -> None:
+def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
     @app.before_request
-    def begin() -> None:
+    def begin() -> Response | None:
         service.start()
+        visit: Visit = _visit()
+        g.visit = visit
         g.exchange = Exchange(
             service.metrics,
             method=request.method,
-            path=request.path,
-            route=request.url_rule.rule if request.url_rule else "other",
+            path=printable(path_in(visit.target)),
+            route=visit.rule or "other",
             request_id=request_id_from(request.headers.get(REQUEST_ID_HEADER)),
             logs=service.config.log_requests and request.endpoint not in QUIET,
         )
+        if gate.answers_preflight(visit):
+            gate.check_manners(visit)
+            return flask.Response(status=204)
+        g.caller = gate.admit(visit)
+        g.exchange.caller = g.caller.name
+        return None
 
     @app.after_request
     def end(response: Response) -> Response:
         exchange: Exchange = g.exchange
+        response.headers.update(gate.cors_headers(g.visit))
         response.headers[REQUEST_ID_HEADER] = exchange.request_id
         if _is_anthropic():
             response.headers[ANTHROPIC_REQUEST_ID_HEADER] = exchange.request_id
@@ -89,6 +116,17 @@ def _frame_requests(app: Flask, service: Service) -> None:
         if not exchange.is_streaming:  # a stream closes its exchange itself, when it is over
             exchange.close(response.status_code)
         return response
+
+
+def _visit() -> Visit:
+    return Visit(
+        method=request.method,
+        target=request.environ.get("RAW_URI", request.path),
+        protocol=request.environ.get("SERVER_PROTOCOL", ""),
+        rule=request.url_rule.rule if request.url_rule else None,
+        peer=request.remote_addr or "",
+        headers=request.headers,
+    )
 
 
 def _tell_errors(app: Flask) -> None:
@@ -125,8 +163,24 @@ def _response(fault: Fault) -> Response:
         body = anthropic_errors.error_body(fault, exchange.request_id)
     else:
         body = error_body(fault)
-    response = flask.Response(body, status=fault.status, content_type="application/json")
+    is_last = fault.status in LEAVE_BODY or (fault.status in NOT_READ and _has_long_body())
+    kind = LastResponse if is_last else flask.Response
+    response = kind(body, status=fault.status, content_type="application/json")
     response.headers.update(fault.headers)
-    if fault.status == 413:  # the rest of the body is still on its way, and nobody will read it
-        response.headers["Connection"] = "close"
     return response
+
+
+def _has_long_body() -> bool:
+    length = request.content_length
+    return "Transfer-Encoding" in request.headers or (length or 0) > UNREAD_BODY_BYTES
+
+
+class LastResponse(flask.Response):
+    """The last one on its connection: what is still on its way is read by nobody."""
+
+    def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
+        server = getattr(start_response, "__self__", None)  # gunicorn ignores what a header says
+        if server is not None and hasattr(server, "force_close"):
+            server.force_close()
+        answer: Iterable[bytes] = super().__call__(environ, start_response)
+        return answer

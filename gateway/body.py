@@ -10,9 +10,15 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import gevent
 import msgspec
 from flask import Request
-from werkzeug.exceptions import ClientDisconnected, RequestEntityTooLarge, UnsupportedMediaType
+from werkzeug.exceptions import (
+    ClientDisconnected,
+    RequestEntityTooLarge,
+    RequestTimeout,
+    UnsupportedMediaType,
+)
 
 from protocol.errors import InvalidRequest
 
@@ -21,6 +27,7 @@ MAX_DEPTH = 64
 MAX_VALUES = 200_000
 """Values inside it, on all levels."""
 MAX_LISTED_FIELDS = 16
+BODY_S = 60
 
 T = TypeVar("T")
 _WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
@@ -32,7 +39,8 @@ _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def read_json(request: Request, max_bytes: int) -> bytes:
     """The body of a JSON request. A request without a content type is taken to be JSON.
 
-    Raises 413 when it is longer than `max_bytes`, 415 when it says that it is something else.
+    Raises 413 when it is longer than `max_bytes`, 415 when it says that it is something else, 408
+    when it takes longer than BODY_S: who trickles it must not keep a connection.
     """
     if request.mimetype and not request.is_json:
         raise UnsupportedMediaType(f"the body must be application/json, not {request.mimetype}")
@@ -40,7 +48,8 @@ def read_json(request: Request, max_bytes: int) -> bytes:
     if request.content_length is not None and request.content_length > max_bytes:
         raise too_large
     try:
-        data = request.stream.read(max_bytes + 1)
+        with gevent.Timeout(BODY_S, RequestTimeout(f"the body took longer than {BODY_S} s")):
+            data = request.stream.read(max_bytes + 1)
     except ClientDisconnected:
         raise InvalidRequest("the body ended before its announced length") from None
     if len(data) > max_bytes:

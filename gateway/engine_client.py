@@ -29,6 +29,7 @@ from protocol.messages import (
     Aborted,
     AbortNamed,
     Accepted,
+    Account,
     Generate,
     KeepKV,
     Limits,
@@ -123,6 +124,8 @@ class EngineClient:
         labels: Sequence[str] = (),
         kv_readers: int = 0,
         kv_handle: str = "",
+        account: Account | None = None,
+        is_first: bool = True,
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
@@ -138,6 +141,8 @@ class EngineClient:
             labels=labels,
             kv_readers=kv_readers,
             kv_handle=kv_handle,
+            account=account,
+            is_first=is_first,
         )
         self._open(message, subscriber)
         return message.request

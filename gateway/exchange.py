@@ -44,6 +44,7 @@ class Exchange:
         self.request_id = request_id
         self.answer: Answer | None = None
         self.is_streaming = False
+        self.caller = ""  # the name of its key
         self._metrics = metrics
         self._method, self._path, self._route = method, path, route
         self._started_at = time.monotonic()
@@ -77,9 +78,9 @@ class Exchange:
             metrics.first_token_s.observe(answer.first_token_at - self._started_at)
 
     def _log(self, status: int, took_s: float) -> None:
-        tokens = ""
+        tokens = f" key={self.caller}" if self.caller else ""
         if self.answer is not None:
-            tokens = (
+            tokens += (
                 f" prompt_tokens={self.answer.num_prompt_tokens}"
                 f" generated_tokens={self.answer.num_generated_tokens}"
                 f" finish={self.answer.finish or 'refused'}"

@@ -11,12 +11,14 @@ import math
 import uuid
 from dataclasses import dataclass
 
+from gateway.access.refusals import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
 from protocol.errors import (
     ContextTooLong,
     Draining,
     EngineLost,
     EngineNotReady,
     InvalidRequest,
+    LimitReached,
     NoEngine,
     Overloaded,
     RequestError,
@@ -27,10 +29,15 @@ from protocol.errors import (
 log = logging.getLogger(__name__)
 
 _STATUS: dict[type[ServingError], int] = {
+    MalformedTarget: 400,
+    NoSuchRoute: 404,
+    Unauthenticated: 401,
+    Forbidden: 403,
     InvalidRequest: 400,
     ContextTooLong: 400,
     UnknownModel: 404,
     Overloaded: 429,
+    LimitReached: 429,
     EngineNotReady: 503,
     NoEngine: 501,
     EngineLost: 503,
@@ -40,10 +47,12 @@ _STATUS: dict[type[ServingError], int] = {
 _PLAIN_CODES = {
     404: "not_found",
     405: "method_not_allowed",
+    408: "body_too_slow",
     413: "body_too_large",
     415: "unsupported_media_type",
 }
 DEFAULT_RETRY_S = 1
+CHALLENGE = 'Bearer realm="tidegate"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,8 @@ class Fault:
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": CHALLENGE}
         return {"Retry-After": str(self.retry_after_s)} if self.retry_after_s is not None else {}
 
 
@@ -78,8 +89,10 @@ def fault_of(error: ServingError) -> Fault:
 def internal_fault(error: BaseException) -> Fault:
     """A failure of ours: the log has it under an id, the client gets the id."""
     error_id = uuid.uuid4().hex[:12]
-    trace = None if isinstance(error, ServingError) else error
-    log.error("error %s: %s", error_id, error, exc_info=trace)
+    if isinstance(error, ServingError):
+        log.error("error %s: %s", error_id, error)
+    else:
+        log.error("error %s", error_id, exc_info=error)
     message = f"the server failed to answer this request (error id {error_id})"
     code = error.code if isinstance(error, ServingError) else "internal_error"
     return Fault(500, message, code=code)

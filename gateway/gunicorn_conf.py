@@ -31,6 +31,9 @@ backlog = 2048
 preload_app = False
 # Longer than common clients keep an idle connection (5 s), so that it is theirs to close first.
 keepalive = 15
+# Nobody in front of us may change a request's path or scheme after it has been checked.
+forwarded_allow_ips = ""
+forwarder_headers = ""
 # Our own end of a drain comes first: clients get a last event rather than a reset.
 graceful_timeout = math.ceil(_config.drain_s) + 2
 timeout = 60
@@ -49,8 +52,8 @@ if workers > 1:  # before prometheus_client is imported: see gateway/metrics.py
 
 def post_worker_init(worker: Any) -> None:
     """In the worker, after the application was made."""
-    _set_up_logging()
     service = _service(worker)
+    _set_up_logging(shows_content=_config.log_content)
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
     service.start()
@@ -97,11 +100,14 @@ def on_exit(_server: Any) -> None:
         shutil.rmtree(_metrics_directory, ignore_errors=True)
 
 
-def _set_up_logging() -> None:
+def _set_up_logging(*, shows_content: bool) -> None:
     """Our own lines, beside gunicorn's, on stderr."""
+    from gateway.discretion import Discreet
+
     handler = logging.StreamHandler()
+    kind = logging.Formatter if shows_content else Discreet
     handler.setFormatter(
-        logging.Formatter("%(asctime)s gateway[%(process)d] %(levelname)s %(message)s", "%H:%M:%S")
+        kind("%(asctime)s gateway[%(process)d] %(levelname)s %(message)s", "%H:%M:%S")
     )
     root = logging.getLogger("gateway")
     root.handlers = [handler]

@@ -30,10 +30,17 @@ from gateway.ensemble import Ensemble
 from gateway.handover import Deed, Event, Handover, State, as_one, was_computed_again
 from gateway.produce import Produce
 from protocol.arrays import Int32
-from protocol.errors import EngineError, EngineLost, ErrorInfo, InvalidRequest, ServingError
+from protocol.errors import (
+    EngineError,
+    EngineLost,
+    ErrorInfo,
+    InvalidRequest,
+    LimitReached,
+    ServingError,
+)
 from protocol.grammar import Grammar
 from protocol.kv import KV_FIELD
-from protocol.messages import Aborted, Accepted, Limits, Output, Refused
+from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
@@ -163,6 +170,8 @@ class PairedEngine:
         labels: Sequence[str] = (),
         kv_readers: int = 0,
         kv_handle: str = "",
+        account: Account | None = None,
+        is_first: bool = True,
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
@@ -174,10 +183,12 @@ class PairedEngine:
         self.start()
         self._choose_d()  # raises now rather than when P has computed the prompt
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
-        shared = {"namespace": namespace, "priority": priority, "labels": labels}
-        produce = self._produce(ids, shared) if self._is_worth_it(ids, params) else None
+        shared: dict[str, Any] = {"namespace": namespace, "priority": priority}
+        shared |= {"labels": labels, "account": account}
+        is_worth_it = self._is_worth_it(ids, params)
+        produce = self._produce(ids, shared, is_first) if is_worth_it else None
         handover = Handover(State.GOING if produce is None else State.COMPUTING)
-        options = {**shared, "grammar": grammar}
+        options = {**shared, "grammar": grammar, "is_first": is_first}
         request = _Request(self._next_number, ids, params, subscriber, options, handover, produce)
         self._next_number += 1
         if produce is None:
@@ -224,7 +235,7 @@ class PairedEngine:
             and params.max_tokens != 0
         )
 
-    def _produce(self, prompt: Int32, options: dict[str, Any]) -> Produce | None:
+    def _produce(self, prompt: Int32, options: dict[str, Any], is_first: bool) -> Produce | None:
         """The one that this turn's requests for `prompt` share. None: there is no P."""
         for forming in self._forming:
             if forming.is_for(prompt, options):
@@ -240,7 +251,7 @@ class PairedEngine:
         self._misses_p = False
         if not self._forming:
             get_hub().loop.run_callback(self._launch)
-        produce = Produce(engine, prompt, options, self._computed)
+        produce = Produce(engine, prompt, options, is_first, self._computed)
         self._forming.append(produce)
         self._produces.add(produce)
         return produce
@@ -286,6 +297,8 @@ class PairedEngine:
         """Of an end without a handle; with the cause, where D shall compute it."""
         error = _error_of(report)
         if error is None or not self._recomputes:  # aborted by name, or as the policy has it
+            return Event.STOPPED, ""
+        if error.code == LimitReached.code:  # it would be no limit if D helped out
             return Event.STOPPED, ""
         causes = {True: "refused", False: "failed"}
         is_lost = error.code == EngineLost.code

@@ -23,7 +23,8 @@ NO_HANDLE = "the engine handed nothing over: is its role prefill, and has it a c
 
 class Produce:
     """p          who computes it
-    options    what its Generate has besides: namespace, priority, labels
+    options    what its Generate has besides: namespace, priority, labels, account
+    is_first   see Generate
     on_end     called once with P's last word, if anybody is left to hear it; with a `handle`, it
                went well
     handle     what the readers give to D; "" before the end
@@ -35,11 +36,13 @@ class Produce:
         p: EngineClient,
         prompt: Int32,
         options: dict[str, Any],
+        is_first: bool,
         on_end: Callable[[Produce, Report], None],
     ) -> None:
         self.p = p
         self.prompt = prompt
         self.options = options
+        self.is_first = is_first
         self.readers: set[int] = set()
         self.handle = ""
         self.num_cached = 0
@@ -63,6 +66,7 @@ class Produce:
                 SamplingParams(),
                 self._take,
                 kv_readers=len(self.readers),
+                is_first=self.is_first,
                 **self.options,
             )
         except EngineError as error:

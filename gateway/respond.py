@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import gevent
 from flask import Response, g, request
 
+from gateway.access.caller import Caller
 from gateway.answering import Answer, Ask, ClientGone, Fold, Sink
 from gateway.connection import HangUp, Outlet
 from gateway.exchange import Exchange
@@ -29,12 +30,12 @@ S = TypeVar("S", bound=Sink)
 class Terms:
     """How a request wants to be served.
 
-    namespace  cached prompts are shared only within it
+    salt       cached prompts are shared only between requests of one caller with an equal one
     priority   lower goes first
     label      the answer's id, as the client is told; the request's own id need not be said
     """
 
-    namespace: str = ""
+    salt: str = ""
     priority: int = 0
     label: str = ""
 
@@ -48,11 +49,19 @@ class OpenAnswer:
         """Raises what the engine says against it, before any header is sent."""
         self.service = service
         exchange: Exchange = g.exchange
+        caller: Caller = g.caller
+        caller.check_wishes(max(len(ask.choices) for ask in asks), terms.priority)
         self.answer: Answer = service.answer(
             asks,
-            namespace=terms.namespace,
+            namespace=caller.namespace(terms.salt),
             priority=terms.priority,
-            labels=[label for label in (terms.label, exchange.request_id) if label],
+            labels=[
+                label
+                for name in (terms.label, exchange.request_id)
+                if name
+                for label in caller.labels(name)
+            ],
+            account=caller.account,
         )
         exchange.begin(self.answer)
         self.hang_up = HangUp(request.environ if needs_client else {}, self.answer.abandon)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import gevent
 from gevent import get_hub
 
+from gateway.access.keyring import KeyWatch
 from gateway.admin.told import EngineState
 from gateway.answering import Answer, Ask
 from gateway.connection import IdleConnections
@@ -27,7 +28,7 @@ from gateway.served import ModelOptions, ServedModel
 from protocol.cluster_key import read_cluster_key
 from protocol.config import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
-from protocol.messages import Limits
+from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard
 from protocol.session import PING_EVERY_S
 from protocol.sockets import engine_address
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 AnyEngine = EngineClient | PairedEngine | Engineless
+KEYS_LOOK_S = 1.0
 FRESH_S = 3 * PING_EVERY_S
 """A heartbeat is older than this: not ready, though the lease may still hold."""
 
@@ -73,6 +75,7 @@ class Service:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.options = ModelOptions.of(config)
+        self.keys = KeyWatch(config)
         self.metrics = Metrics(lambda: self.engine.lines)
         self.engine: AnyEngine = _engine_of(config, self.metrics)
         self.is_draining: Callable[[], bool] = lambda: False
@@ -107,11 +110,15 @@ class Service:
 
     def _keep_watch(self) -> None:
         """Prepare a model as soon as the engine tells of it, not when the first request comes; see
-        a drain to its end."""
+        a drain to its end; notice new keys."""
         draining_since: float | None = None
+        looked_at = time.monotonic()
         while True:
             gevent.sleep(WATCH_S)
             self.trouble()
+            if time.monotonic() - looked_at >= KEYS_LOOK_S:
+                looked_at = time.monotonic()
+                self.keys.look()
             if not self.is_draining():
                 continue
             draining_since = draining_since or time.monotonic()
@@ -180,10 +187,23 @@ class Service:
         return served
 
     def answer(
-        self, asks: Sequence[Ask], *, namespace: str, priority: int, labels: Sequence[str]
+        self,
+        asks: Sequence[Ask],
+        *,
+        namespace: str,
+        priority: int,
+        labels: Sequence[str],
+        account: Account | None,
     ) -> Answer:
         """A new answer, not yet opened; `forget` it when it is over."""
-        answer = Answer(self.engine, asks, namespace=namespace, priority=priority, labels=labels)
+        answer = Answer(
+            self.engine,
+            asks,
+            namespace=namespace,
+            priority=priority,
+            labels=labels,
+            account=account,
+        )
         self._answers.add(answer)
         return answer
 

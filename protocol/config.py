@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.hosts import is_loopback
+
 Dtype = Literal["auto", "bfloat16", "float32"]
 Poisoning = Literal["off", "zeros", "plausible", "wild"]
 NO_STORE = "none"
@@ -222,6 +224,34 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     host: Annotated[str, about("address to listen on")] = "127.0.0.1"
     port: Annotated[int, about("HTTP port", ge=1, le=65535)] = 8000
     gateways: Annotated[int, about("gateway processes that share the port", ge=1, le=64)] = 1
+    api_keys: Annotated[
+        str,
+        about("file with the keys that clients need (`tidegate keys`); read again when it changes"),
+    ] = ""
+    api_key: Annotated[
+        list[str],
+        about(
+            "a key that opens everything; $TIDEGATE_API_KEY, which `ps` does not show, is better"
+        ),
+    ] = []
+    api_key_digests: Annotated[list[str], about("of api_key, in its place", wiring=True)] = []
+    supervisor_digest: Annotated[
+        str, about("of a key that only the supervisor knows, to ask what is served", wiring=True)
+    ] = ""
+    insecure_no_auth: Annotated[bool, about("listen to other machines though no key is needed")] = (
+        False
+    )
+    allowed_host: Annotated[
+        list[str],
+        about(
+            "name that clients may use for this server, beside addresses and those of loopback; "
+            "repeat for several. Default: on loopback none, elsewhere any"
+        ),
+    ] = []
+    cors_origin: Annotated[
+        list[str],
+        about("origin whose web pages may use this server (https://app.example), or *; repeat"),
+    ] = []
     served_name: Annotated[
         list[str],
         about("name of the model in the API; repeat for aliases. Default: the model's own name"),
@@ -238,6 +268,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         float, about("how long open streams may go on after SIGTERM", ge=0, le=86400)
     ] = 30.0
     log_requests: Annotated[bool, about("one log line per request")] = True
+    log_content: Annotated[
+        bool,
+        about("log what failures say in full, which may be parts of what people wrote"),
+    ] = False
     chat_template: Annotated[
         str, about("a file with the chat template to use; default: the model's own")
     ] = ""
@@ -272,18 +306,27 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         about("how long a resumable stream goes on, and is kept, without a client", ge=0, le=86400),
     ] = 60.0
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need one."""
+        return bool(self.api_keys or self.api_key or self.api_key_digests)
+
     def __post_init__(self) -> None:
         if bool(self.prefill) != bool(self.decode):
             raise ValueError(
                 "prefill and decode need each other: engines that compute prompts, and"
                 " engines that go on from them"
             )
-        if self.chat_template:  # the gateway does not work where the user typed this
-            path = os.path.abspath(self.chat_template)
-            msgspec.structs.force_setattr(self, "chat_template", path)
-        if self.response_store not in ("", NO_STORE):
-            path = os.path.abspath(self.response_store)
-            msgspec.structs.force_setattr(self, "response_store", path)
+        for field in ("chat_template", "api_keys", "response_store"):
+            path = getattr(self, field)
+            if path and (field, path) != ("response_store", NO_STORE):
+                # the gateway does not work where the user typed this
+                msgspec.structs.force_setattr(self, field, os.path.abspath(path))
+        if not (is_loopback(self.host) or self.has_keys or self.insecure_no_auth):
+            raise ValueError(
+                f"on host {self.host} other machines could use this server without a key: give it "
+                "api_keys or $TIDEGATE_API_KEY, or say insecure_no_auth"
+            )
 
 
 class ServeConfig(Config, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from protocol.messages import (
     Aborted,
     AbortNamed,
     Accepted,
+    Account,
     Generate,
     Gone,
     Goodbye,
@@ -82,6 +83,8 @@ class Session:
         labels: Sequence[str] = (),
         kv_readers: int = 0,
         kv_handle: str = "",
+        account: Account | None = None,
+        is_first: bool = True,
     ) -> Generate:
         """The message that opens a request.
 
@@ -98,6 +101,8 @@ class Session:
             labels=list(labels),
             kv_readers=kv_readers,
             kv_handle=kv_handle,
+            account=account,
+            is_first=is_first,
         )
         self._next_request += 1
         self.open.add(message.request)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tools import chat, doctor, engine, key, models, serve, status
+from tools import chat, doctor, engine, key, keys, models, serve, status
 from tools.bench import command as bench
 from tools.bench import step as bench_step
 from tools.failure import Failure
@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
                 bench_step.EXAMPLES,
             ),
         ),
+        (keys, command("keys", "keys of the HTTP API", keys.DESCRIPTION, keys.EXAMPLES)),
         (key, command("key", "make a key for a cluster", key.DESCRIPTION, key.EXAMPLES)),
     ):
         tool.add_arguments(made)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from tools.conversation import Answer, Conversation, no_server
 from tools.failure import Failure
-from tools.web import Server
+from tools.web import KEY_VARIABLE, Server
 
 DESCRIPTION = "Talk to a running server. Answers stream; Ctrl-C stops an answer, Ctrl-D ends."
 
@@ -37,6 +38,7 @@ FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--api-key", help=f"where the server wants one (default: ${KEY_VARIABLE})")
     parser.add_argument("--model", help="which of its models (default: the first)")
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--temperature", type=float, help="default: the model's own")
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    server = Server(options.url)
+    server = Server(options.url, options.api_key or os.environ.get(KEY_VARIABLE, ""))
     model = options.model or server.first_model()
     if model is None:
         raise no_server(server)

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from protocol import api_keys
 from protocol.cluster_key import read_cluster_key, write_cluster_key
 from protocol.config import EngineConfig, GatewayConfig, ServeConfig, WorkerConfig
 from protocol.sockets import engine_address, run_directory
@@ -33,7 +34,7 @@ from tools.flags import add_flags, build
 from tools.layout import RUN_KEY, Engines, check_reachable, engines_of, wired, with_model
 from tools.models import resolve
 from tools.watch import say, supervise
-from tools.web import Server, local_url
+from tools.web import KEY_VARIABLE, Server, local_url
 
 DESCRIPTION = """\
 Serve a model over the OpenAI API (HTTP) and over ZeroMQ. Ctrl-C stops the server after open
@@ -69,12 +70,16 @@ CARD_TIMEOUT_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is to be started; nothing of it has happened yet."""
+    """All that is to be started; nothing of it has happened yet.
+
+    key   our own, where the server has keys: with it we ask what it serves
+    """
 
     engine: EngineConfig  # as the options describe one
     gateway: GatewayConfig
     serve: ServeConfig
     directory: Path
+    key: str = ""
 
     @property
     def engines(self) -> Engines:
@@ -104,6 +109,8 @@ def plan(options: Mapping[str, Any]) -> Plan:
     """
     try:
         gateway = build(GatewayConfig, options)
+        key = api_keys.new_key() if gateway.has_keys else ""
+        gateway = _with_digests(gateway, key)
         directory = run_directory(gateway.port)
         address = engine_address(gateway.port)
         worker_address = f"ipc://{directory / 'worker.sock'}"
@@ -121,7 +128,19 @@ def plan(options: Mapping[str, Any]) -> Plan:
     if serve.kv_address:
         check_reachable(serve.kv_address, "--kv-address")
     gateway = msgspec.structs.replace(gateway, served_name=names, response_store=store)
-    return Plan(engine, gateway, serve, directory)
+    return Plan(engine, gateway, serve, directory, key)
+
+
+def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
+    """With the digests of its keys in their place, and that of our own: the gateway needs no more.
+    Raises ValueError for what can be no key."""
+    for given in config.api_key:
+        api_keys.check_key(given)
+    digests = [api_keys.digest_of(given) for given in config.api_key]
+    own = api_keys.digest_of(key) if key else ""
+    return msgspec.structs.replace(
+        config, api_key=[], api_key_digests=digests, supervisor_digest=own
+    )
 
 
 def commands(plan: Plan, *, lock: int) -> list[Command]:
@@ -152,7 +171,9 @@ def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    wanted = plan(vars(options))
+    own = os.environ.pop(KEY_VARIABLE, "")  # our children need its digest alone
+    given = [*(options.api_key or []), *([own] if own else [])]
+    wanted = plan({**vars(options), "api_key": given})
     check_installation(NEEDED if wanted.engines else NEEDED.keys() - COMPUTES)
     lock = run_lock.hold(wanted.directory)
     try:
@@ -192,7 +213,7 @@ def _with_model_path(plan: Plan) -> Plan:
     if render_only:
         card = _write_card(path, plan.directory / CARD_FILE, engine.worker.max_len)
         gateway = msgspec.structs.replace(gateway, card=str(card))
-    return Plan(engine, gateway, plan.serve, plan.directory)
+    return Plan(engine, gateway, plan.serve, plan.directory, plan.key)
 
 
 def _write_card(model: Path, file: Path, max_len: int) -> Path:
@@ -224,7 +245,7 @@ def _serve(plan: Plan, lock: int, started: float) -> int:
         phase(f"model {plan.engine.worker.model}")
     return supervise(
         commands(plan, lock=lock),
-        Server(plan.url, waits_for_all=plan.serve.split),
+        Server(plan.url, plan.key, waits_for_all=plan.serve.split),
         start_timeout_s=plan.serve.start_timeout_s,
         drain_s=plan.gateway.drain_s,
         on_started=started_all,
@@ -244,13 +265,14 @@ Tidegate renders for {model} at {plan.url}, without an engine  (ready in {second
 
 Ctrl-C stops it.
 """
+    header = f""" -H "Authorization: Bearer ${KEY_VARIABLE}" \\\n   """ if plan.key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return f"""\
 {seconds:6.1f} s  ready
 
 Tidegate serves {model} at {plan.url}  (ready in {seconds:.1f} s)
 
-  curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {plan.url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\
     -d '{body}'
 
   tidegate chat --url {plan.url}

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 from tools.failure import Failure
 
+KEY_VARIABLE = "TIDEGATE_API_KEY"
+
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
@@ -24,10 +26,11 @@ class Readiness:
 class Server:
     """A server at `url` ("http://host:port", perhaps with a path in front of all others).
 
+    key             sent with every request; "": none
     waits_for_all   it is ready only when all engines that it knows of are
     """
 
-    def __init__(self, url: str, *, waits_for_all: bool = False) -> None:
+    def __init__(self, url: str, key: str = "", *, waits_for_all: bool = False) -> None:
         self._waits_for_all = waits_for_all
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -36,6 +39,7 @@ class Server:
         self._secure = parts.scheme == "https"
         self._address = (parts.hostname, _port(parts, url))
         self._path = parts.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
@@ -46,7 +50,7 @@ class Server:
         """(status, body), or None where nobody answers."""
         connection = self.connect(timeout_s)
         try:
-            connection.request("GET", self._path + path)
+            connection.request("GET", self._path + path, headers=self._headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException):
@@ -62,7 +66,11 @@ class Server:
             "POST",
             self._path + path,
             json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Accept": "text/event-stream"},
+            {
+                "Content-Type": "application/json",
+                "Accept": "text/event-stream",
+                **self._headers,
+            },
         )
         return connection.getresponse()
 
@@ -77,8 +85,11 @@ class Server:
         return Readiness(is_ready=True, model=self.first_model())
 
     def first_model(self) -> str | None:
-        """The name of the model it serves; None where nobody answers as a model server would."""
+        """The name of the model it serves; None where nobody answers as a model server would.
+        Raises Failure where it wants a key, or another one."""
         answer = self.get("/v1/models")
+        if answer is not None and answer[0] == http.client.UNAUTHORIZED:
+            raise Failure(f"{self.url} wants an API key: --api-key or ${KEY_VARIABLE}")
         if answer is None or answer[0] != http.client.OK:
             return None
         try:

@@ -10,29 +10,31 @@ from gateway.openai.told import ErrorAnswer
 from gateway.openapi.operation import READING, Operation, Parameter
 
 _get = partial(Operation, method="get", tag="Operators", error=ErrorAnswer, statuses=READING)
+_public = partial(_get, scope="public")
+_known = partial(_get, scope="inference")
 _NAME = Parameter("name", "One of the served names.", place="path")
 
 OPERATIONS = (
-    _get(rule="/livez", about="Whether this process answers at all.", gives=told.Live),
-    _get(
+    _public(rule="/livez", about="Whether this process answers at all.", gives=told.Live),
+    _public(
         rule="/readyz",
         about="Whether requests can be served now, and if not, why.",
         gives=told.Readiness,
         statuses=(405, 500),
         otherwise={503: told.Readiness},
     ),
-    _get(
+    _public(
         rule="/health",
         about="The same as /readyz.",
         gives=told.Readiness,
         statuses=(405, 500),
         otherwise={503: told.Readiness},
     ),
-    _get(rule="/version", about="The server's version.", gives=told.Version),
-    _get(rule="/metrics", about="Prometheus metrics.", statuses=(405, 500)),
-    _get(rule="/openapi.json", about="This document.", gives=dict[str, Any]),
-    _get(rule="/v1/models", about="The served model, by each of its names.", gives=told.Models),
-    _get(
+    _known(rule="/version", about="The server's version.", gives=told.Version),
+    _get(rule="/metrics", scope="metrics", about="Prometheus metrics.", statuses=(405, 500)),
+    _known(rule="/openapi.json", about="This document.", gives=dict[str, Any]),
+    _known(rule="/v1/models", about="The served model, by each of its names.", gives=told.Models),
+    _known(
         rule="/v1/models/<path:name>",
         about="One of them.",
         gives=told.Model,

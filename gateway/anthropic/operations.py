@@ -12,6 +12,7 @@ _post = partial(
     Operation,
     method="post",
     tag="Anthropic",
+    scope="inference",
     error=told.MessagesErrorAnswer,
     statuses=INFERENCE,
 )

@@ -44,7 +44,7 @@ def messages(service: Service) -> Response:
         ask = preparation.ask(prompt)
         origin = _origin(preparation, prompt, translation, warnings)
         terms = any_api.Terms(
-            namespace=body.cache_salt or "", priority=body.priority or 0, label=origin.id
+            salt=body.cache_salt or "", priority=body.priority or 0, label=origin.id
         )
         try:
             if body.stream:
@@ -88,7 +88,7 @@ def _prepare(
     service: Service, translation: Translation
 ) -> tuple[Preparation, Prompt, list[Warning]]:
     model = service.model(translation.chat.model)
-    chat, warnings = fitted(translation.chat, model.limits.max_len, model.reading)
+    chat, warnings = fitted(translation.chat, g.caller.longest(model.limits.max_len), model.reading)
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(chat, model, trusts_template=trusts)
     return preparation, preparation.prompt(chat.messages), warnings

@@ -8,7 +8,14 @@ from gateway.openai import told
 from gateway.openai.schema import BatchBody, ChatBody, CompletionBody
 from gateway.openapi.operation import INFERENCE, Operation, Stream
 
-_post = partial(Operation, method="post", tag="OpenAI", error=told.ErrorAnswer, statuses=INFERENCE)
+_post = partial(
+    Operation,
+    method="post",
+    scope="inference",
+    tag="OpenAI",
+    error=told.ErrorAnswer,
+    statuses=INFERENCE,
+)
 
 OPERATIONS = (
     _post(

@@ -15,8 +15,15 @@ TITLE = "Tidegate"
 REFERENCES = "#/components/schemas/{name}"
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 _VARIABLE = re.compile(r"<(?:\w+:)?(\w+)>")
+_SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Either of them. The server may have no keys; then none is needed."""
 _MEANINGS = {
     400: "The request is wrong; `param` names the field.",
+    401: "No key, or none that is good here.",
+    403: "This key may not, or nobody from where this came.",
     404: "There is no such model, or no such thing.",
     405: "Not with this method.",
     409: "Not in this state.",
@@ -42,7 +49,7 @@ def document(operations: Iterable[Operation], version: str) -> Json:
         "openapi": OPENAPI,
         "info": {"title": TITLE, "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": components, "securitySchemes": _SECURITY},
         "tags": [{"name": tag} for tag in sorted({operation.tag for operation in operations})],
     }
 
@@ -71,7 +78,11 @@ def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
         "tags": [operation.tag],
         "summary": summary,
         "responses": _responses(operation, schemas),
+        "security": [{name: []} for name in _SECURITY],
+        "x-scope": operation.scope,
     }
+    if operation.scope == "public":
+        told["security"] = []
     if description.strip():
         told["description"] = description.strip()
     if operation.parameters:
@@ -110,7 +121,8 @@ def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
         about += " With `stream`: server-sent events, the data of each a chunk"
         about += f"; the last says `{end}`." if end else "."
         well[EVENTS] = {"itemSchema": _event(operation, schemas)}
-    told = dict.fromkeys(operation.statuses, operation.error) | operation.otherwise
+    refusals = (403,) if operation.scope == "public" else (401, 403)
+    told = dict.fromkeys((*operation.statuses, *refusals), operation.error) | operation.otherwise
     return {
         "200": {"description": about, "content": well},
         **{

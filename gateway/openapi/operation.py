@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.access.scopes import Demand
+
 
 class Stream(msgspec.Struct, frozen=True):
     """Server-sent events. `chunk` is what the data of one is; `ends_with` what the last one says,
@@ -25,6 +27,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """rule       as Flask has it
+    scope      that a key needs for it; "public": anybody may have it
     about      one line for lists, then what else there is to know
     takes      the struct of the body; several where the body's fields decide; none: no body
     gives      the struct of a 200; several where the body's fields decide; None: text
@@ -36,6 +39,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
     method: Literal["get", "post", "delete"]
     rule: str
+    scope: Demand
     tag: str
     about: str
     takes: tuple[type, ...] = ()

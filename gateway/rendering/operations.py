@@ -13,7 +13,14 @@ from gateway.rendering import told
 from gateway.rendering.schema import DerenderChat, DerenderCompletion
 from gateway.responses.schema import ResponsesBody
 
-_post = partial(Operation, method="post", tag="Rendering", error=ErrorAnswer, statuses=INFERENCE)
+_post = partial(
+    Operation,
+    method="post",
+    scope="inference",
+    tag="Rendering",
+    error=ErrorAnswer,
+    statuses=INFERENCE,
+)
 
 OPERATIONS = (
     _post(

@@ -9,7 +9,7 @@ from gateway.openapi.operation import INFERENCE, Operation, Parameter, Stream
 from gateway.responses import told
 from gateway.responses.schema import ResponsesBody
 
-_operation = partial(Operation, tag="Responses", error=ErrorAnswer)
+_operation = partial(Operation, scope="inference", tag="Responses", error=ErrorAnswer)
 ID = Parameter("response_id", "As it was told when the response was made.", place="path")
 STORED = (400, 404, 405, 500)
 _INT = {"type": "integer", "minimum": 0}

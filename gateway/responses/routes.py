@@ -18,7 +18,6 @@ from flask import Blueprint, Response, g, request
 from gateway import respond as any_api
 from gateway.answering import Answer, Ask
 from gateway.body import decode, read_json, unknown_fields
-from gateway.caller import owner_of
 from gateway.keeping import RESPONSE
 from gateway.openai.checks import check_ignored
 from gateway.responses.checks import check, ignored
@@ -83,7 +82,7 @@ def _keeps(service: Service, body: ResponsesBody) -> bool:
 def history_of(service: Service) -> History:
     """What the request at hand may go on with."""
     store = service.keeping.store if service.keeping else None
-    return History(store, owner_of(request.headers))
+    return History(store, g.caller.owner)
 
 
 def _record(head: Head, items: Sequence[Placed]) -> Record:
@@ -91,7 +90,7 @@ def _record(head: Head, items: Sequence[Placed]) -> Record:
     own = identified([placed.item for placed in items], head.id)
     return Record(
         head.id,
-        owner_of(request.headers),
+        g.caller.owner,
         head.created_at,
         head.fields["previous_response_id"],
         input=msgspec.json.encode(own),
@@ -113,7 +112,7 @@ class _Created:
     def terms(self) -> any_api.Terms:
         body = self.body
         return any_api.Terms(
-            namespace=body.cache_salt or "", priority=body.priority or 0, label=self.head.id
+            salt=body.cache_salt or "", priority=body.priority or 0, label=self.head.id
         )
 
     def sink(self, answer: Answer, taker: Taker, *, queued: bool = False) -> ResponseSink:

@@ -11,6 +11,7 @@ OPERATIONS = (
     Operation(
         method="get",
         rule="/v1/streams/<stream_id>",
+        scope="inference",
         tag="OpenAI",
         about="The rest of a stream.\n"
         "Of a chat or a completion that was asked for with the header `X-Resume: 1`, by who asked "

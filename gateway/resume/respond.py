@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from flask import Response, request
+from flask import Response, g, request
 
 from gateway import respond as any_api
 from gateway.answering import Answer, Ask, Sink
-from gateway.caller import owner_of
 from gateway.keeping import STREAM, Keeping
 from gateway.resume.numbering import Numbered, new_stream_id, read_event_id
 from gateway.resume.routes import LAST_EVENT_HEADER, RESUME_HEADER, picked_up
@@ -66,7 +65,7 @@ def resumable(
 
 def _begun(keeping: Keeping, answer: Answer) -> Run:
     wanted_until = time.time() + keeping.window_s
-    new = NewRun(new_stream_id(), owner_of(request.headers), STREAM, wanted_until)
+    new = NewRun(new_stream_id(), g.caller.owner, STREAM, wanted_until)
     run = keeping.runs.begin(new)
     run.abort = lambda: answer.fail(InvalidRequest("this stream was not picked up in time"))
     return run

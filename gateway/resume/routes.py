@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response, g, request
 from werkzeug.exceptions import NotFound
 
-from gateway.caller import owner_of
 from gateway.respond import listening
 from gateway.resume.numbering import PREFIX, read_event_id
 from gateway.service import Service
@@ -42,7 +41,7 @@ def read(service: Service, stream_id: str) -> Response:
 def picked_up(service: Service, stream_id: str, after: int) -> Response:
     """What the stream said after event `after`, and what it will say. Somebody else's does not
     exist."""
-    keeping, owner = service.keeping, owner_of(request.headers)
+    keeping, owner = service.keeping, g.caller.owner
     exists = keeping is not None and stream_id.startswith(PREFIX)
     if (
         keeping is None

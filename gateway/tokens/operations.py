@@ -18,7 +18,9 @@ from gateway.tokens.generated import (
 )
 from gateway.tokens.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
 
-_post = partial(Operation, method="post", tag="Tokens", error=ErrorAnswer, statuses=INFERENCE)
+_post = partial(
+    Operation, method="post", scope="inference", tag="Tokens", error=ErrorAnswer, statuses=INFERENCE
+)
 
 OPERATIONS = (
     _post(
@@ -37,7 +39,8 @@ OPERATIONS = (
     _post(
         rule="/inference/v1/abort_requests",
         about="End requests of any API by the ids that their clients were told.\n"
-        "Each of their answers ends with finish_reason `abort`.",
+        "Each of their answers ends with finish_reason `abort`. A key ends its own requests; one "
+        "with the scope `admin` those of all.",
         takes=(AbortBody,),
         gives=Aborted,
     ),

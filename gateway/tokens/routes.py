@@ -12,6 +12,7 @@ import msgspec
 from flask import Blueprint, Response, g, request
 
 from gateway import respond
+from gateway.access.caller import Caller
 from gateway.answering import Answer
 from gateway.body import decode, has_field, read_json
 from gateway.connection import Outlet
@@ -92,11 +93,17 @@ def _generate_stream(answer: Answer, outlet: Outlet, *, telling: Telling) -> Gen
 
 
 def abort_requests(service: Service) -> Response:
-    """End requests of any API. The engine knows which there are, this process only its own."""
+    """End requests of any API: the caller's own or, for an admin, anybody's. The engine knows which
+    there are, this process only its own."""
     body = decode(read_json(request, service.config.max_body_mib << 20), abort_decoder)
     service.model()
-    told = service.engine.abort_named(list(dict.fromkeys(body.request_ids)))
-    return _json(Aborted(aborted=told.aborted, unknown=told.unknown))
+    caller: Caller = g.caller
+    named = {caller.sought(name): name for name in body.request_ids}
+    told = service.engine.abort_named(list(named))
+    aborted, unknown = (
+        [named[label] for label in labels] for labels in (told.aborted, told.unknown)
+    )
+    return _json(Aborted(aborted=aborted, unknown=unknown))
 
 
 def input_tokens(service: Service) -> Response:

@@ -30,7 +30,11 @@ def send_post(
     headers: dict[str, str] | None = None,
 ) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields = {"Host": "test", "Content-Type": "application/json", "Content-Length": str(len(data))}
+    fields = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(data)),
+    }
     lines = "".join(f"{name}: {value}\r\n" for name, value in (fields | (headers or {})).items())
     client.sendall(f"POST {path} HTTP/{version}\r\n{lines}\r\n".encode() + data)
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.access.caller import secret_in
 from gateway.answering import Answer, Ask
 from gateway.anthropic.arguments import INVALID_JSON
 from gateway.anthropic.errors import error_body
@@ -15,7 +16,6 @@ from gateway.anthropic.shapes import CONTEXT_FULL, Origin
 from gateway.anthropic.stream import PING, EventWriter
 from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer
 from gateway.anthropic.whole import whole_message
-from gateway.caller import caller_key
 from gateway.engine_client import EngineClient
 from gateway.faults import fault_of, plain_fault
 from gateway.output.events import (
@@ -393,4 +393,4 @@ def test_an_error_of_http_has_a_type_too(status: int, kind: str) -> None:
     ],
 )
 def test_a_caller_has_a_key_in_either_header(headers: dict[str, str], key: str | None) -> None:
-    assert caller_key(headers) == key
+    assert secret_in(headers) == key

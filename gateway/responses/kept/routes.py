@@ -8,10 +8,9 @@ from typing import Any
 import flask
 import gevent
 import msgspec
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response, g, request
 from werkzeug.exceptions import NotFound
 
-from gateway.caller import owner_of
 from gateway.keeping import Keeping
 from gateway.respond import listening
 from gateway.responses.history import UNFINISHED, body_of, input_of
@@ -96,7 +95,7 @@ def _kept(service: Service, response_id: str) -> tuple[Keeping, Record]:
     keeping = service.keeping
     if keeping is None:
         raise NotFound("this server keeps no responses (--response-store)")
-    return keeping, _found(keeping, response_id, owner_of(request.headers))
+    return keeping, _found(keeping, response_id, g.caller.owner)
 
 
 def _found(keeping: Keeping, response_id: str, owner: str) -> Record:
