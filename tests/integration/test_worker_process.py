@@ -145,6 +145,9 @@ def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start,
     assert ready.model.context_tokens == ready.max_len == CONFIG["max_position_embeddings"]
     assert ready.model.eos_token_ids == [2]
     assert (ready.max_slots, ready.block_tokens) == (5, 16)
+    assert ready.kv is not None  # it exports nothing, and can fetch what is laid out like this
+    assert ready.kv.address == ""
+    assert ready.kv.layout
     assert [name for name, _ in ready.phases] == [
         "import torch",
         "load weights",

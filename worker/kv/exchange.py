@@ -41,7 +41,8 @@ ToExchange = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 class Exchange:
     """To be closed by its `with`.
 
-    endpoint   what WorkerReady says; None where this worker exports nothing
+    endpoint   what WorkerReady says: without an address where this worker exports nothing, and
+               only fetches
 
     Raises NoNixl where that is wanted and absent, zmq.ZMQError where the address cannot be had.
     """
@@ -56,14 +57,14 @@ class Exchange:
         key = read_cluster_key(config.cluster_key)
         wants_nixl = config.kv_mover == "nixl"
         here = KVEndpoint(
-            address=config.kv_address,
+            address=config.kv_address if config.kv_export else "",
             layout=layout.digest,
             told=layout.told,
             mover=config.kv_mover,
         )
         blocks = blocks_of(cache)
         ways = Ways(config.kv_mover, blocks, Agent(cache.rows) if wants_nixl else None)
-        self.endpoint = here if config.kv_export else None
+        self.endpoint = here
         self._num_blocks = cache.num_blocks
         self._exports = Exports()
         self._server: Server | None = None
