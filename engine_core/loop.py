@@ -283,6 +283,8 @@ class Loop:
         )
         if self._is_draining:
             self._engine.drain()
+        if (ready.draft_cost or 0.0) >= 1:
+            log.warning("the draft model is as large as the model: it is not asked for anything")
         log.info(
             "engine ready: %s, %s, %d blocks of %d tokens, %d slots, max_len %d (%s)",
             ready.model.name,

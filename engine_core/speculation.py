@@ -131,8 +131,10 @@ class Speculation:
     def start(self, request: Request) -> None:
         """A request is accepted."""
         kind = self._config.speculation
+        if kind == "none" or (kind == "model" and self._draft_cost >= 1):
+            return  # one that costs a step a token can save none
         request.follows = kind == "model"
-        if kind == "none" or not request.samples:
+        if not request.samples:
             return
         if kind == "model":
             request.guesses = Guesses(ModelDrafter(), Tally(MODEL_PRIOR, MODEL_IDLE))

@@ -74,6 +74,9 @@ class Exchange:
         metrics.generated_tokens.inc(answer.num_generated_tokens)
         metrics.finishes.labels(answer.finish or "refused").inc()
         metrics.request_s.labels(self._route).observe(took_s)
+        accepted, rejected = answer.num_predictions
+        if accepted or rejected:
+            metrics.draft_acceptance.observe(accepted / (accepted + rejected))
         if answer.first_token_at is not None:
             metrics.first_token_s.observe(answer.first_token_at - self._started_at)
 

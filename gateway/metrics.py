@@ -30,6 +30,7 @@ from protocol.stats import EngineStats
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+ACCEPTANCE_BUCKETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 MULTIPROCESS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -64,6 +65,12 @@ class Metrics:
             "From reading an inference request to its end",
             ["route"],
             buckets=REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.draft_acceptance = Histogram(
+            "tidegate_draft_acceptance",
+            "Of the tokens that were guessed ahead for a request, the share that is in its answers",
+            buckets=ACCEPTANCE_BUCKETS,
             registry=registry,
         )
         self.open_answers = Gauge(

@@ -100,6 +100,7 @@ def test_one_that_costs_as_much_as_it_saves_is_not_asked() -> None:
         each.add(PROMPT, max_tokens=40, ignore_eos=True)
         each.run()
         assert any(map(wanted, each.plans)) == is_asked
+        assert any(map(follows, each.plans)) == (cost < 1), "one that is never asked needs nothing"
 
 
 def test_the_more_rows_a_step_has_the_less_is_asked() -> None:

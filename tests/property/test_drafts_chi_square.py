@@ -1,0 +1,111 @@
+"""A hundred thousand draws with drafts come as often as the model says, by n-gram and draft model.
+
+Each draw's exactness is tested seed by seed elsewhere (tests/unit/test_runner_drafts.py); this
+looks at whole answers of the real engine and worker from outside. The model's next token depends
+on its last one alone, so every step from a token to the next is a draw from a known distribution,
+and whole answers are rows of independent draws. Seeds are fixed: so is the result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.sampling import SamplingParams
+from tests.support.recording import tiny_model
+from tests.support.replica import LoadedModel, Replica
+from tests.support.tiny_checkpoint import VOCAB
+from worker.attention.base import Attention, AttentionBatch
+from worker.kv_cache import KVCache
+
+TOKENS = [11, 12, 13, 14, 15, 16, 17]
+PARAMS = SamplingParams(
+    temperature=0.8, allowed_token_ids=TOKENS, max_tokens=100, ignore_eos=True, min_p=0.02
+)
+NUM_ANSWERS = 1000
+ONE_IN_A_THOUSAND = 66.6
+"""Of chi-square with 36 degrees of freedom; filters leave less, so it is on the safe side."""
+
+Pair = tuple[int, int]
+
+
+class Bigrams:
+    """logits of the next token: a row of a table for the last one."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    def __call__(
+        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+    ) -> Tensor:
+        return token_ids[:, None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[:, 0]]
+
+
+def table(seed: int) -> Tensor:
+    return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
+
+
+TRUTH = table(1)
+NEARLY = TRUTH + 0.5 * table(2)
+"""A draft model's: often of the same opinion."""
+
+
+def chances(last: int) -> dict[int, float]:
+    """By the definition of the parameters: of each token to follow."""
+    scaled = TRUTH[last, TOKENS].double() / PARAMS.temperature
+    shares = torch.softmax(scaled, 0)
+    shares[shares < PARAMS.min_p * shares.max()] = 0
+    return dict(zip(TOKENS, (shares / shares.sum()).tolist(), strict=True))
+
+
+def model_of(loaded: LoadedModel, logits: Tensor) -> LoadedModel:
+    return replace(loaded, model=Bigrams(logits))  # type: ignore[arg-type]
+
+
+def count_pairs(loaded: LoadedModel, speculation: str) -> tuple[Counter[Pair], Replica]:
+    """How often each token followed each."""
+    replica = Replica(
+        model_of(loaded, TRUTH),
+        max_slots=100,
+        token_budget=1000,
+        num_blocks=4096,
+        draft=model_of(loaded, NEARLY) if speculation == "model" else None,
+        options={"speculation": speculation, "ngram_min": 1, "draft_width": 1000},
+    )
+    prompts = [[TOKENS[n % len(TOKENS)]] for n in range(NUM_ANSWERS)]
+    answers = replica.answers(prompts, PARAMS)
+    pairs: Counter[Pair] = Counter()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        pairs.update(pairwise(prompt + answer))
+    return pairs, replica
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "model"])
+def test_a_hundred_thousand_draws_come_as_often_as_the_model_says(
+    tmp_path, speculation: str
+) -> None:
+    pairs, replica = count_pairs(tiny_model(tmp_path), speculation)
+    stats = replica.engine.stats()
+    assert pairs.total() == NUM_ANSWERS * 100
+    statistic, cells = 0.0, 0
+    for last in TOKENS:
+        num = sum(pairs[last, token] for token in TOKENS)
+        for token, chance in chances(last).items():
+            assert chance or not pairs[last, token], "a token that the filter leaves out"
+            if chance:
+                statistic += (pairs[last, token] - num * chance) ** 2 / (num * chance)
+                cells += 1
+    print(
+        f"{speculation}: chi-square {statistic:.1f}, {cells - len(TOKENS)} degrees of freedom; "
+        f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts right"
+    )
+    assert statistic < ONE_IN_A_THOUSAND
+    assert 5_000 < stats.num_accepted_tokens < 0.9 * stats.num_draft_tokens

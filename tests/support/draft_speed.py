@@ -1,0 +1,196 @@
+"""What drafts gain where texts repeat themselves, and what they cost where they do not.
+
+A measurement, not a test: `python -m tests.support.draft_speed` starts two servers with the default
+model, one without drafts and one with n-grams, and asks both the same, in turns that are short
+beside the moods of a shared machine: each pair of turns gives a ratio, of which the median is told,
+with the middle half. Then, in one process, what a draft model costs that is hardly ever right: the
+model itself without most of its layers. Last, what the bookkeeping of drafts costs by itself.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+
+import msgspec
+from tokenizers import Tokenizer
+
+from protocol.client import Engine
+from protocol.sampling import SamplingParams
+from protocol.stats import EngineStats
+from tests.support.drafted import replica_of
+from tests.support.engine_view import EngineView
+from tests.support.engines import Bench, sometimes
+from tests.support.model import smollm2_gguf
+from tests.support.replica import LoadedModel, Replica, load
+from tests.support.server import Server
+from worker.models.llama import Llama
+from worker.models.load import _tensors
+
+TURNS = 24
+TOKENS = 48
+STREAMS = (1, 4)
+DRAFT_LAYERS = 2
+COMMON = ("--max-len", "1024", "--max-slots", "8", "--poison-slots", "off", "--threads", "1")
+COPY = "<|im_start|>user\nRepeat this word for word: {}<|im_end|>\n<|im_start|>assistant\n{}"
+TEXT = "The ship left the harbour at dawn, and the gulls went with it as far as the lighthouse. "
+
+Ask = Callable[[list[list[int]], SamplingParams], None]
+"""Have these prompts answered, at once."""
+
+
+@dataclass(frozen=True)
+class Load:
+    name: str
+    prompts: Callable[[random.Random, int], list[list[int]]]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two that are compared."""
+
+    ask: Ask
+    stats: Callable[[], EngineStats]
+
+
+def loads(tokenizer: Tokenizer) -> list[Load]:
+    """A text that is to be copied; and noise, of which nothing comes again but by chance."""
+    copied = tokenizer.encode(COPY.format(TEXT * 2, TEXT[:30]), add_special_tokens=False).ids
+    return [
+        Load(
+            "repetitive",
+            lambda chance, count: [[chance.randrange(100, 40_000), *copied] for _ in range(count)],
+            SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+        ),
+        Load(
+            "not repetitive",
+            lambda chance, count: [
+                [chance.randrange(100, 40_000) for _ in range(100)] for _ in range(count)
+            ],
+            SamplingParams(temperature=1.3, max_tokens=TOKENS, ignore_eos=True),
+        ),
+    ]
+
+
+def compare(name: str, load_: Load, streams: int, plain: Side, fast: Side) -> None:
+    """In turns, and print the ratios."""
+    chance, ratios = random.Random(1), []
+    before = plain.stats(), fast.stats()
+    for turn in range(TURNS):
+        prompts = load_.prompts(chance, streams)
+        params = msgspec.structs.replace(load_.params, seed=turn)
+        took = {}
+        for side in (plain, fast) if turn % 2 else (fast, plain):
+            started = time.perf_counter()
+            side.ask(prompts, params)
+            took[side] = time.perf_counter() - started
+        if turn:  # the first warms up
+            ratios.append(took[plain] / took[fast])
+    after = plain.stats(), fast.stats()
+    steps = [late.num_steps - early.num_steps for early, late in zip(before, after, strict=True)]
+    low, _, high = quantiles(ratios, n=4)
+    drafts = after[1].num_draft_tokens - before[1].num_draft_tokens
+    right = after[1].num_accepted_tokens - before[1].num_accepted_tokens
+    print(
+        f"{name}, {load_.name}, {streams} streams: tokens/s x {median(ratios):.3f} "
+        f"({low:.3f} to {high:.3f}); steps {steps[0]} -> {steps[1]}; "
+        f"{right} of {drafts} drafts right",
+        flush=True,
+    )
+
+
+def over_sockets(server: Server, engine: Engine) -> Side:
+    view = EngineView(server.address)
+
+    def ask(prompts: list[list[int]], params: SamplingParams) -> None:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            list(pool.map(lambda prompt: engine.generate(prompt, params).tokens(), prompts))
+
+    return Side(ask, view.stats)
+
+
+def in_process(replica: Replica) -> Side:
+    def ask(prompts: list[list[int]], params: SamplingParams) -> None:
+        replica.answers(prompts, params)
+
+    return Side(ask, replica.engine.stats)
+
+
+def without_most_layers(loaded: LoadedModel) -> LoadedModel:
+    """A draft model with the same vocabulary; what it says is noise."""
+    weights = replace(loaded.model.weights, layers=loaded.model.weights.layers[:DRAFT_LAYERS])
+    config = replace(loaded.config, num_layers=DRAFT_LAYERS)
+    return LoadedModel(Llama(config, weights), loaded.card, config)
+
+
+def measure_servers(kinds: Sequence[Load]) -> None:
+    with (
+        Server(*COMMON) as one,
+        Server(*COMMON, "--speculation", "ngram") as two,
+        Engine(one.address) as plain,
+        Engine(two.address) as fast,
+    ):
+        sides = over_sockets(one, plain), over_sockets(two, fast)
+        for load_ in kinds:
+            for streams in STREAMS:
+                compare("n-gram", load_, streams, *sides)
+
+
+def measure_draft_model(loaded: LoadedModel, kinds: Sequence[Load]) -> None:
+    draft = without_most_layers(loaded)
+    cost = num_weights(draft) / num_weights(loaded)
+    plain = replica_of(loaded, "none", steps_in_flight=2)
+    fast = replica_of(loaded, "model", draft=draft, draft_cost=cost, steps_in_flight=2)
+    for load_ in kinds:
+        for streams in STREAMS:
+            name = f"draft model of cost {cost:.2f}"
+            compare(name, load_, streams, in_process(plain), in_process(fast))
+
+
+def num_weights(loaded: LoadedModel) -> int:
+    return sum(tensor.numel() for tensor in _tensors(loaded.model.weights))
+
+
+def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
+    """Of the engine alone, in an answer that never repeats itself: microseconds a row and step."""
+    for speculation in ("none", "ngram", "model"):
+        bench = Bench(
+            speculation=speculation,
+            guess=sometimes(0.0),
+            max_len=1000,
+            num_blocks=8000,
+            steps_in_flight=1,
+            max_slots=rows,
+        )
+        for n in range(rows):
+            bench.add([*range(n, 90)], max_tokens=tokens, ignore_eos=True, seed=n)
+        spent, num_steps = 0.0, 0
+        while True:
+            started = time.process_time()
+            plan = bench.engine.plan()
+            spent += time.process_time() - started
+            if plan is None:
+                break
+            result = bench.worker.execute(plan)
+            started = time.process_time()
+            bench.engine.commit(result, 0.01)
+            spent += time.process_time() - started
+            num_steps += 1
+        print(f"bookkeeping, {speculation}: {spent / num_steps / rows * 1e6:.1f} us a row and step")
+
+
+def main() -> None:
+    measure_bookkeeping()
+    loaded = load(smollm2_gguf())
+    kinds = loads(Tokenizer.from_buffer(loaded.card.tokenizer))
+    measure_servers(kinds)
+    measure_draft_model(loaded, kinds)
+
+
+if __name__ == "__main__":
+    main()
