@@ -86,6 +86,25 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         ),
     ] = "off"
 
+    kv_host_gib: Annotated[
+        float,
+        about(
+            "host memory for blocks that the KV cache has no room for any more, to be loaded again "
+            "instead of computed; 0: none",
+            ge=0,
+            le=1 << 20,
+        ),
+    ] = 0.0
+    kv_disk: Annotated[
+        str,
+        about(
+            "directory where computed blocks are kept over restarts, readable by its owner only; "
+            "several servers may share it. Default: nothing is kept"
+        ),
+    ] = ""
+    kv_disk_gib: Annotated[
+        float, about("most that kv-disk may hold, of all models together", ge=0.001, le=1 << 24)
+    ] = 16.0
     kv_export: Annotated[
         bool, about("other workers may fetch K/V from this one (kv.py)", wiring=True)
     ] = False
@@ -106,6 +125,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.block_tokens & (self.block_tokens - 1):
             raise ValueError(f"block_tokens ({self.block_tokens}) must be a power of two")
+        if self.kv_disk:  # the worker does not work where the user typed this
+            msgspec.structs.force_setattr(self, "kv_disk", os.path.abspath(self.kv_disk))
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
@@ -166,6 +187,15 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         Literal["recompute", "error"],
         about("what becomes of a request whose K/V cannot be fetched"),
     ] = "recompute"
+    kv_load_tokens: Annotated[
+        int,
+        about(
+            "of a prompt that kv-host-gib or kv-disk still has, fewer tokens are computed, and not "
+            "loaded",
+            ge=1,
+            le=1 << 24,
+        ),
+    ] = 64
     max_waiting: Annotated[
         int, about("requests that may wait; more are refused with 429", ge=1, le=1 << 20)
     ] = 1024
@@ -189,6 +219,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.speculation == "model") != bool(self.worker.draft_model):
             raise ValueError("speculation 'model' and draft_model need one another")
+        if not self.prefix_cache and (self.worker.kv_host_gib or self.worker.kv_disk):
+            raise ValueError(
+                "kv_host_gib and kv_disk keep what the prefix_cache has found: turn it on"
+            )
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) is more than ngram_max")
 

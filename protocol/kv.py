@@ -157,17 +157,18 @@ class KVTierNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier        "host" or "disk"
     stored, lost   hashes that can, and cannot (any more), be fetched
     num_bytes   that it holds now, of a disk: for all models and servers that share the directory
-    num_loaded, num_failed, num_dropped   blocks that were fetched; that were gone or damaged then;
-                that were to be stored, and had no room or time
+    num_stored, num_dropped   blocks that were to be stored, and were; and had no room or time
+    num_loaded, num_failed    blocks that were to be fetched, and were; and were gone or damaged
     """
 
     tier: str
     stored: list[bytes] = []
     lost: list[bytes] = []
     num_bytes: int = 0
+    num_stored: int = 0
+    num_dropped: int = 0
     num_loaded: int = 0
     num_failed: int = 0
-    num_dropped: int = 0
 
 
 class KVReport(Message, frozen=True, kw_only=True):

@@ -17,6 +17,8 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     fetching: int = 0  # fetches on which the worker has not reported
     leases: int = 0  # what is kept for other engines
     leased_blocks: int = 0
+    tier_blocks: dict[str, int] = {}  # by tier (kv.KVTierNews)
+    tier_bytes: dict[str, int] = {}
     # ---- counters
     num_steps: int = 0
     num_accepted: int = 0
@@ -29,6 +31,10 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_fetched_bytes: int = 0
     num_fetches_failed: dict[str, int] = {}  # by kind (kv.KVFailure)
     num_leases_ended: dict[str, int] = {}  # taken, released, expired, yielded
+    num_tier_stored: dict[str, int] = {}  # blocks, by tier
+    num_tier_dropped: dict[str, int] = {}
+    num_tier_loaded: dict[str, int] = {}
+    num_tier_failed: dict[str, int] = {}
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0

@@ -80,7 +80,7 @@ def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: C
             Exchange(config, context, runner.parts.cache, layout) as exchange,
             Loop(runner, engine, exchange, searches=searches) as loop,
         ):
-            engine.send(replace(ready, kv=exchange.endpoint))
+            engine.send(replace(ready, kv=exchange.endpoint, kv_tiers=exchange.tiers))
             log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
             loop.run()
         return 0

@@ -19,6 +19,7 @@ from protocol.kv import (
     KVStore,
     KVUsed,
     KVWithdraw,
+    TierSource,
 )
 from protocol.kv_peers import Offer, ZmqOffer
 from protocol.steps import NULL_BLOCK
@@ -31,6 +32,7 @@ from worker.kv.movers.nixl import Agent
 from worker.kv.movers.zmq import CHUNK_BYTES
 from worker.kv.news import News
 from worker.kv.server import SEND_QUEUE, Server
+from worker.kv.tiers.tiers import Tiers
 from worker.kv.transfer import Here
 from worker.kv_cache import KVCache
 from worker.staging import integers
@@ -76,6 +78,7 @@ class Exchange:
             self._server = Server(
                 socket, here, blocks, offers, self._exports, self._news, helper=helper
             )
+        self._tiers = Tiers.of(config, layout.digest, cache.rows, blocks, self._news)
         self._fetcher = Fetcher(Here(context, key, here, blocks, ways), self._news)
 
     def __enter__(self) -> Self:
@@ -85,7 +88,14 @@ class Exchange:
         self._fetcher.close()
         if self._server is not None:
             self._server.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self._news.close()
+
+    @property
+    def tiers(self) -> list[str]:
+        """What WorkerReady says of them."""
+        return [] if self._tiers is None else list(self._tiers.names)
 
     @property
     def fd(self) -> int:
@@ -102,12 +112,23 @@ class Exchange:
                 self._exports.add(lease, ids, readers)
             case KVWithdraw(lease=lease):
                 self._exports.withdraw(lease)
+            case KVFetch(source=TierSource() as source) if self._tiers is not None:
+                self._tiers.fetch(message, source)
             case KVFetch():
                 self._fetcher.fetch(message)
             case KVCancel():
                 self._fetcher.cancel(message)
-            case KVStore() | KVUsed():
-                raise ValueError("this worker has no tiers to keep blocks in")
+                if self._tiers is not None:
+                    self._tiers.cancel(message.job)
+            case KVStore():
+                self._expect_tiers().keep(message)
+            case KVUsed():
+                self._expect_tiers().use(message)
+
+    def _expect_tiers(self) -> Tiers:
+        if self._tiers is None:
+            raise ValueError("this worker has no tiers, and has said so")
+        return self._tiers
 
     def report(self) -> KVReport | None:
         """What is new. Raises what a thread has died of."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from threading import Lock
 
-from protocol.kv import KVFailure, KVFetched, KVReport
+from protocol.kv import KVFailure, KVFetched, KVReport, KVTierNews
 
 
 class News:
@@ -17,18 +17,24 @@ class News:
         self._lock = Lock()
         self._ends: list[KVFetched | KVFailure] = []
         self._taken: list[bytes] = []
+        self._tiers: Callable[[], list[KVTierNews]] = list
         self._crash: Exception | None = None
 
     def add_end(self, end: KVFetched | KVFailure) -> None:
         """A job is over."""
         with self._lock:
             self._ends.append(end)
-        self._wake()
+        self.wake()
 
     def add_taken(self, lease: bytes) -> None:
         with self._lock:
             self._taken.append(lease)
-        self._wake()
+        self.wake()
+
+    def ask_of_tiers(self, tiers: Callable[[], list[KVTierNews]]) -> None:
+        """From now on what `tiers` returns is part of the news; `wake` says that there is some."""
+        self._tiers = tiers
+        self.wake()
 
     def guard(self, work: Callable[[], None]) -> Callable[[], None]:
         """The same as a thread runs it: what it dies of is raised by `take`, in the loop."""
@@ -38,7 +44,7 @@ class News:
                 work()
             except Exception as error:  # told where the worker's own failures are
                 self._crash = error
-                self._wake()
+                self.wake()
 
         return guarded
 
@@ -53,16 +59,19 @@ class News:
         with self._lock:
             ends, taken = self._ends, self._taken
             self._ends, self._taken = [], []
-        if not ends and not taken:  # taken the last time, between their coming and the wake
-            return None
+        tiers = self._tiers()
+        if not ends and not taken and not tiers:
+            return None  # taken the last time, between their coming and the wake
         return KVReport(
             fetched=[end for end in ends if isinstance(end, KVFetched)],
             failed=[end for end in ends if isinstance(end, KVFailure)],
             taken=taken,
+            tiers=tiers,
         )
 
     def close(self) -> None:
         os.close(self.fd)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """There may be some."""
         os.eventfd_write(self.fd, 1)

@@ -1,0 +1,303 @@
+"""Blocks on disk: whole and what they say they are, or not at all; never more than the bound."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import random
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.kv.tiers.block_file import HEADER_BYTES, Damaged, check, header_of
+from worker.kv.tiers.disk import LOOK_S, PAUSE_S, DiskTier, Lost
+
+LAYOUT, OTHER = b"l" * 16, b"o" * 16
+SIZE = 64
+FILE = HEADER_BYTES + SIZE
+
+
+def content(number: int) -> bytes:
+    return sha256(bytes([number])).digest()
+
+
+def payload(number: int) -> memoryview:
+    return memoryview(bytes([number]) * SIZE)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def disk(root: Path, *, blocks: int = 4, layout: bytes = LAYOUT, **more: Any) -> DiskTier:
+    return DiskTier(root, layout, payload_bytes=SIZE, max_bytes=blocks * FILE, **more)
+
+
+def loaded(tier: DiskTier, number: int) -> bytes:
+    into = bytearray(SIZE)
+    tier.load(content(number), memoryview(into))
+    return bytes(into)
+
+
+def path_of(root: Path, number: int, layout: bytes = LAYOUT) -> Path:
+    return root / layout.hex() / content(number).hex()
+
+
+def age(root: Path, *numbers: int, layout: bytes = LAYOUT) -> None:
+    """These were used one after another, long ago."""
+    for when, number in enumerate(numbers):
+        os.utime(path_of(root, number, layout), (1000 + when, 1000 + when))
+
+
+# ---- the file
+
+
+def test_the_bytes_of_a_file_do_not_change() -> None:
+    header = header_of(LAYOUT, b"c" * 32, b"payload")
+    fields = b"tidegate" + b"\1\0\0\0" + b"\7\0\0\0\0\0\0\0" + LAYOUT + b"c" * 32
+    assert header == fields + sha256(fields + b"payload").digest()
+    assert len(header) == HEADER_BYTES
+    check(header, b"payload", LAYOUT, b"c" * 32)
+
+
+def test_a_bit_that_flips_anywhere_is_damage_and_the_file_goes(tmp_path: Path) -> None:
+    tier, path = disk(tmp_path / "kv"), path_of(tmp_path / "kv", 1)
+    for byte in range(FILE):
+        assert tier.store(content(1), payload(1))
+        whole = path.read_bytes()
+        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1 << byte % 8]) + whole[byte + 1 :])
+        with pytest.raises(Damaged):
+            loaded(tier, 1)
+        assert not path.exists()
+        assert content(1) not in tier
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, FILE - 1, FILE + 1])
+def test_a_file_of_another_size_is_damage(tmp_path: Path, size: int) -> None:
+    tier, path = disk(tmp_path / "kv"), path_of(tmp_path / "kv", 1)
+    tier.store(content(1), payload(1))
+    path.write_bytes((path.read_bytes() + b"x")[:size])
+    with pytest.raises(Damaged, match=f"{size} bytes instead of {FILE}"):
+        loaded(tier, 1)
+    assert not path.exists()
+
+
+def test_a_whole_file_under_another_name_is_damage(tmp_path: Path) -> None:
+    tier = disk(tmp_path / "kv")
+    tier.store(content(1), payload(1))
+    path_of(tmp_path / "kv", 1).rename(path_of(tmp_path / "kv", 2))
+    with pytest.raises(Damaged, match="another block"):
+        loaded(tier, 2)
+
+
+# ---- storing and loading
+
+
+def test_what_is_stored_is_loaded_also_by_the_next_server(tmp_path: Path) -> None:
+    first = disk(tmp_path / "kv")
+    assert first.store(content(1), payload(1))
+    assert loaded(first, 1) == payload(1)
+    second = disk(tmp_path / "kv")
+    assert second.take_changes() == ([content(1)], [])
+    assert loaded(second, 1) == payload(1)
+
+
+def test_only_its_owner_may_read_what_prompts_are_made_of(tmp_path: Path) -> None:
+    tier = disk(tmp_path / "kv")
+    tier.store(content(1), payload(1))
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in sorted((tmp_path / "kv").rglob("*"))]
+    assert modes == [0o700, 0o600]
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="only its owner"):
+        disk(tmp_path / "kv")
+
+
+def test_a_block_that_is_gone_is_lost_and_that_is_told(tmp_path: Path) -> None:
+    tier = disk(tmp_path / "kv")
+    tier.store(content(1), payload(1))
+    tier.take_changes()
+    path_of(tmp_path / "kv", 1).unlink()
+    with pytest.raises(Lost, match="gone"):
+        loaded(tier, 1)
+    assert tier.take_changes() == ([], [content(1)])
+
+
+# ---- the bound
+
+
+def test_the_least_recently_used_go_when_there_is_no_room(tmp_path: Path) -> None:
+    tier = disk(tmp_path / "kv", blocks=3)
+    for number in (1, 2, 3):
+        tier.store(content(number), payload(number))
+    loaded(tier, 1)
+    tier.store(content(4), payload(4))
+    assert [content(number) in tier for number in (1, 2, 3, 4)] == [True, False, True, True]
+    assert not path_of(tmp_path / "kv", 2).exists()
+    assert tier.num_bytes == 3 * FILE
+
+
+def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
+    tier = disk(tmp_path / "kv")
+    for number in (1, 2, 3):
+        tier.store(content(number), payload(number))
+    age(tmp_path / "kv", 3, 1, 2)
+    tier.touch(content(3))
+    again = disk(tmp_path / "kv", blocks=2)
+    assert [content(number) in again for number in (1, 2, 3)] == [False, True, True]
+    assert not path_of(tmp_path / "kv", 1).exists()
+
+
+def test_blocks_of_another_model_count_and_go_too_but_are_none_of_ours(tmp_path: Path) -> None:
+    other = disk(tmp_path / "kv", layout=OTHER)
+    for number in (1, 2, 3):
+        other.store(content(number), payload(number))
+    age(tmp_path / "kv", 1, 2, 3, layout=OTHER)
+    tier = disk(tmp_path / "kv", blocks=3)
+    assert tier.take_changes() == ([], [])
+    assert tier.num_bytes == 3 * FILE
+    tier.store(content(4), payload(4))
+    assert not path_of(tmp_path / "kv", 1, OTHER).exists()
+    assert path_of(tmp_path / "kv", 2, OTHER).exists()
+    with pytest.raises(Lost):
+        loaded(tier, 2)
+
+
+def test_a_bound_below_one_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"hold no block of {FILE}"):
+        disk(tmp_path / "kv", blocks=0)
+
+
+# ---- several servers
+
+
+def test_two_servers_learn_from_each_other_and_keep_the_bound(tmp_path: Path) -> None:
+    clock = Clock()
+    one, two = (disk(tmp_path / "kv", blocks=3, clock=clock) for _ in range(2))
+    for number in (1, 2, 3):
+        one.store(content(number), payload(number))
+    age(tmp_path / "kv", 1, 2, 3)
+    two.store(content(4), payload(4))
+    two.look_if_due()  # it has written a third of the bound
+    assert set(two.take_changes()[0]) == {content(number) for number in (2, 3, 4)}
+    one.take_changes()
+    clock.now += LOOK_S
+    one.look_if_due()
+    assert one.take_changes() == ([content(4)], [content(1)])
+    assert one.num_bytes == two.num_bytes == 3 * FILE
+
+
+def test_the_same_block_written_by_two_servers_is_one_whole_file(tmp_path: Path) -> None:
+    one, two = disk(tmp_path / "kv"), disk(tmp_path / "kv")
+    assert one.store(content(1), payload(1))
+    assert two.store(content(1), payload(1))
+    assert loaded(one, 1) == loaded(two, 1) == payload(1)
+    assert len(list((tmp_path / "kv" / LAYOUT.hex()).iterdir())) == 1
+
+
+def test_four_servers_at_once_load_what_was_stored_or_nothing(tmp_path: Path) -> None:
+    """In threads, which share no more than processes would: each has a tier of its own."""
+
+    def serve(seed: int) -> int:
+        rng, tier, num_loaded = random.Random(seed), disk(tmp_path / "kv", blocks=8), 0
+        for _ in range(300):
+            number = rng.randrange(12)
+            match rng.randrange(4):
+                case 0 | 1:
+                    assert tier.store(content(number), payload(number))
+                case 2:
+                    with contextlib.suppress(Lost):
+                        assert loaded(tier, number) == payload(number)
+                        num_loaded += 1
+                case 3:
+                    tier.look()
+        return num_loaded
+
+    with ThreadPoolExecutor(4) as pool:
+        assert min(pool.map(serve, range(4))) > 10
+    tier = disk(tmp_path / "kv", blocks=8)
+    left, _ = tier.take_changes()
+    assert 0 < tier.num_bytes <= 8 * FILE
+    for number in range(12):
+        if content(number) in left:
+            assert loaded(tier, number) == payload(number)
+    names = [path.name for path in (tmp_path / "kv" / LAYOUT.hex()).iterdir()]
+    assert {bytes.fromhex(name) for name in names} == set(left)
+
+
+def test_what_a_killed_server_left_half_written_is_swept_but_not_what_is_being_written(
+    tmp_path: Path,
+) -> None:
+    tier = disk(tmp_path / "kv")
+    old, new = (tmp_path / "kv" / LAYOUT.hex() / name for name in (".old.part", ".new.part"))
+    for part in (old, new):
+        part.write_bytes(b"half")
+    os.utime(old, (1000, 1000))
+    tier.look()
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_strange_files_are_left_alone(tmp_path: Path) -> None:
+    tier = disk(tmp_path / "kv")
+    strange = [tmp_path / "kv" / "README", tmp_path / "kv" / LAYOUT.hex() / "notes"]
+    for path in strange:
+        path.write_text("mine")
+    (tmp_path / "kv" / "lost+found").mkdir()
+    tier.look()
+    assert tier.num_bytes == 0
+    assert all(path.exists() for path in strange)
+
+
+# ---- a disk that fails
+
+
+def test_a_full_disk_is_told_once_and_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    tier = disk(tmp_path / "kv", clock=clock)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    caplog.set_level(logging.INFO)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        assert not tier.store(content(1), payload(1))
+        clock.now += PAUSE_S + 1
+        assert not tier.store(content(1), payload(1))
+    assert not tier.store(content(1), payload(1))  # the pause
+    clock.now += PAUSE_S + 1
+    assert tier.store(content(1), payload(1))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "No space left" in told[0]
+    assert "again" in told[1]
+    assert [path.name for path in (tmp_path / "kv" / LAYOUT.hex()).iterdir()] == [content(1).hex()]
+
+
+def test_a_directory_that_somebody_moved_away_comes_back(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = disk(tmp_path / "kv", clock=clock)
+    tier.store(content(1), payload(1))
+    tier.take_changes()
+    (tmp_path / "kv").rename(tmp_path / "away")
+    assert not tier.store(content(2), payload(2))
+    clock.now += PAUSE_S + LOOK_S
+    tier.look_if_due()
+    assert tier.take_changes() == ([], [content(1)])
+    assert tier.store(content(2), payload(2))
+    assert loaded(tier, 2) == payload(2)

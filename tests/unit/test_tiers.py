@@ -1,0 +1,284 @@
+"""A worker's tiers: what is kept comes back bit by bit, or a fetch says why not."""
+
+from __future__ import annotations
+
+import select
+from collections import Counter
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.arrays import Int32
+from protocol.config import WorkerConfig
+from protocol.kv import KVFailure, KVFetch, KVFetched, KVStore, KVTierNews, KVUsed, TierSource
+from worker.kv.blocks import blocks_of
+from worker.kv.news import News
+from worker.kv.tiers.disk import DiskTier
+from worker.kv.tiers.tiers import Tiers
+from worker.kv_cache import KVCache
+
+SHAPE = (2, 9, 4, 2, 8)  # layers, blocks, tokens, heads, head dim
+BLOCK_BYTES = 2 * 2 * 4 * 2 * 8 * 4
+LAYOUT = b"l" * 16
+
+
+def content(number: int) -> bytes:
+    return sha256(bytes([number])).digest()
+
+
+def contents(*numbers: int) -> list[bytes]:
+    return [content(number) for number in numbers]
+
+
+class Bench:
+    """Tiers of a cache that is filled at random, and what they have told."""
+
+    def __init__(self, disk: Path | None, host_blocks: int, disk_blocks: int = 100) -> None:
+        self.cache = KVCache(*SHAPE, torch.float32, torch.device("cpu"))
+        self.cache.rows.random_(0, 256, generator=torch.Generator().manual_seed(0))
+        tier = None
+        if disk is not None:
+            most = disk_blocks * (BLOCK_BYTES + 200)
+            tier = DiskTier(disk, LAYOUT, payload_bytes=BLOCK_BYTES, max_bytes=most)
+        self.news = News()
+        rows, blocks = self.cache.rows, blocks_of(self.cache)
+        self.tiers = Tiers(rows, blocks, tier, host_blocks * BLOCK_BYTES, self.news)
+        self.ends: dict[int, KVFetched | KVFailure] = {}
+        self.known: dict[str, set[bytes]] = {"host": set(), "disk": set()}
+        self.counts: Counter[str] = Counter()
+        self._job = 0
+
+    def keep(self, blocks: list[int], hashes: list[bytes]) -> None:
+        self.tiers.keep(KVStore(blocks=Int32.of(blocks), hashes=hashes))
+
+    def begin(self, hashes: list[bytes], blocks: list[int], timeout_s: float = 10) -> int:
+        self._job += 1
+        source = TierSource(hashes=hashes)
+        ids = Int32.of(blocks)
+        message = KVFetch(job=self._job, source=source, blocks=ids, timeout_s=timeout_s)
+        self.tiers.fetch(message, source)
+        return self._job
+
+    def fetch(self, hashes: list[bytes], blocks: list[int]) -> KVFetched | KVFailure:
+        return self.end_of(self.begin(hashes, blocks))
+
+    def end_of(self, job: int) -> KVFetched | KVFailure:
+        self.hear_until(lambda: job in self.ends)
+        return self.ends[job]
+
+    def hear_until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            assert select.select([self.news.fd], [], [], 5)[0], "no news"
+            self.hear()
+
+    def hear(self) -> None:
+        """What is news now."""
+        self.news.wake()
+        if (report := self.news.take()) is None:
+            return
+        self.ends |= {end.job: end for end in [*report.fetched, *report.failed]}
+        for news in report.tiers:
+            self._hear_of(news)
+
+    def await_known(self, tier: str, *numbers: int) -> None:
+        self.hear_until(lambda: self.known[tier] == set(contents(*numbers)))
+
+    def _hear_of(self, news: KVTierNews) -> None:
+        self.known[news.tier] |= set(news.stored)
+        self.known[news.tier] -= set(news.lost)
+        for kind in ("stored", "dropped", "loaded", "failed"):
+            if num := getattr(news, f"num_{kind}"):
+                self.counts[f"{news.tier} {kind}"] += num
+
+    def bytes_of(self, block: int) -> bytes:
+        return self.cache.rows[:, block].numpy().tobytes()
+
+    def wipe(self) -> None:
+        self.cache.rows.zero_()
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Benches that are closed at the end, if they were not before."""
+    made: list[Bench] = []
+
+    def bench(disk: Path | None = None, host_blocks: int = 0, **more: int) -> Bench:
+        made.append(Bench(disk, host_blocks, **more))
+        return made[-1]
+
+    yield bench
+    for one in made:
+        one.tiers.close()
+        one.news.close()
+
+
+def test_blocks_come_back_from_host_memory_bit_by_bit(make: Make) -> None:
+    bench = make(host_blocks=4)
+    was = [bench.bytes_of(block) for block in (1, 2, 3)]
+    bench.keep([1, 2, 3], contents(1, 2, 3))
+    bench.wipe()  # a later plan: what is kept is a copy
+    bench.await_known("host", 1, 2, 3)
+    end = bench.fetch(contents(3, 1), [5, 8])
+    assert isinstance(end, KVFetched)
+    assert (end.num_bytes, end.mover) == (2 * BLOCK_BYTES, "tier")
+    assert [bench.bytes_of(5), bench.bytes_of(8)] == [was[2], was[0]]
+    assert not any(any(bench.bytes_of(block)) for block in (0, 1, 2, 3, 4, 6, 7))
+    assert bench.counts == {"host stored": 3, "host loaded": 2}
+
+
+def test_blocks_come_back_from_disk_after_a_restart(make: Make, tmp_path: Path) -> None:
+    first = make(tmp_path / "kv")
+    was = first.bytes_of(4)
+    first.keep([4, 5], contents(4, 5))
+    first.await_known("disk", 4, 5)
+    first.tiers.close()
+    second = make(tmp_path / "kv")
+    second.wipe()
+    second.await_known("disk", 4, 5)  # before anything was asked of it
+    assert isinstance(second.fetch(contents(4), [1]), KVFetched)
+    assert second.bytes_of(1) == was
+    assert second.counts == {"disk loaded": 1}
+
+
+def test_what_waits_to_be_written_is_written_before_the_end(make: Make, tmp_path: Path) -> None:
+    bench = make(tmp_path / "kv")
+    for number in range(1, 9):
+        bench.keep([number], contents(number))
+    bench.tiers.close()
+    assert len(list((tmp_path / "kv" / LAYOUT.hex()).iterdir())) == 8
+
+
+def test_what_the_disk_brings_stays_in_host_memory(make: Make, tmp_path: Path) -> None:
+    first = make(tmp_path / "kv")
+    first.keep([1, 2], contents(1, 2))
+    first.tiers.close()
+    bench = make(tmp_path / "kv", host_blocks=2)
+    for _ in range(2):
+        assert isinstance(bench.fetch(contents(1, 2), [3, 4]), KVFetched)
+    bench.await_known("host", 1, 2)
+    assert bench.counts == {"disk loaded": 2, "host loaded": 2}
+    assert bench.bytes_of(3) == first.bytes_of(1)
+
+
+def test_host_memory_forgets_and_the_disk_still_knows(make: Make, tmp_path: Path) -> None:
+    bench = make(tmp_path / "kv", host_blocks=2)
+    was = bench.bytes_of(1)
+    for number in range(1, 5):
+        bench.keep([number], contents(number))
+        bench.hear_until(lambda number=number: content(number) in bench.known["disk"])
+    bench.await_known("host", 3, 4)
+    assert isinstance(bench.fetch(contents(1), [8]), KVFetched)
+    assert bench.bytes_of(8) == was
+
+
+def test_what_was_used_last_stays(make: Make) -> None:
+    bench = make(host_blocks=2)
+    bench.keep([1, 2], contents(1, 2))
+    bench.tiers.use(KVUsed(hashes=contents(2, 1)))
+    bench.await_known("host", 1, 2)
+    bench.keep([3], contents(3))
+    bench.await_known("host", 1, 3)
+
+
+def test_a_fetch_of_what_is_gone_fails_as_lost(make: Make) -> None:
+    bench = make(host_blocks=1)
+    bench.keep([1], contents(1))
+    bench.await_known("host", 1)
+    bench.keep([2], contents(2))
+    bench.await_known("host", 2)
+    end = bench.fetch(contents(2, 1), [3, 4])
+    assert isinstance(end, KVFailure)
+    assert end.kind == "lost"
+    assert bench.counts["host failed"] == 1
+
+
+def test_a_fetch_of_a_damaged_file_fails_and_nobody_tries_again(make: Make, tmp_path: Path) -> None:
+    bench = make(tmp_path / "kv")
+    bench.keep([1], contents(1))
+    bench.await_known("disk", 1)
+    (path,) = (tmp_path / "kv" / LAYOUT.hex()).iterdir()
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    end = bench.fetch(contents(1), [3])
+    assert isinstance(end, KVFailure)
+    assert end.kind == "damaged"
+    bench.await_known("disk")
+    assert not path.exists()
+    assert bench.counts["disk failed"] == 1
+
+
+def test_a_cancelled_fetch_ends_and_writes_nothing_more(make: Make) -> None:
+    bench = make(host_blocks=8)
+    bench.keep([1, 2], contents(1, 2))
+    bench.await_known("host", 1, 2)
+    bench.wipe()
+    jobs = [bench.begin(contents(1, 2), [3, 4]) for _ in range(50)]
+    for job in jobs:
+        bench.tiers.cancel(job)
+    ends = [bench.end_of(job) for job in jobs]
+    last = ends[-1]
+    assert isinstance(last, KVFailure)
+    assert last.kind == "cancelled"
+    bench.wipe()
+    assert not any(bench.bytes_of(3))
+
+
+def test_a_fetch_that_comes_too_late_fails(make: Make) -> None:
+    bench = make(host_blocks=8)
+    bench.keep([1], contents(1))
+    end = bench.end_of(bench.begin(contents(1), [3], timeout_s=0))
+    assert isinstance(end, KVFailure)
+    assert end.kind == "timeout"
+
+
+def test_more_than_there_is_room_for_is_dropped_and_counted(make: Make, tmp_path: Path) -> None:
+    bench = make(host_blocks=2)
+    bench.keep([1, 2, 3, 4], contents(1, 2, 3, 4))
+    bench.await_known("host", 1, 2)
+    assert bench.counts == {"host stored": 2, "host dropped": 2}
+
+
+def test_the_same_block_twice_is_kept_once(make: Make, tmp_path: Path) -> None:
+    bench = make(tmp_path / "kv", host_blocks=3)
+    bench.keep([1, 2], contents(1, 1))
+    bench.keep([1], contents(1))
+    bench.tiers.close()
+    bench.hear()
+    assert bench.counts["disk stored"] == 1
+    assert bench.known == {"host": {content(1)}, "disk": {content(1)}}
+
+
+def test_the_config_says_which_tiers_there_are(tmp_path: Path) -> None:
+    cache = KVCache(*SHAPE, torch.float32, torch.device("cpu"))
+
+    def tiers(**config: object) -> list[str] | None:
+        news = News()
+        worker = WorkerConfig(model="", **config)  # type: ignore[arg-type]
+        made = Tiers.of(worker, LAYOUT, cache.rows, blocks_of(cache), news)
+        if made is not None:
+            made.close()
+        news.close()
+        return None if made is None else list(made.names)
+
+    assert tiers() is None
+    assert tiers(kv_host_gib=0.001) == ["host"]
+    assert tiers(kv_disk=str(tmp_path / "kv")) == ["disk"]
+    assert tiers(kv_disk=str(tmp_path / "kv"), kv_host_gib=0.001) == ["host", "disk"]
+    with pytest.raises(ValueError, match=r"kv_host_gib is 1e[+]06; .* GiB of memory are free"):
+        tiers(kv_host_gib=1e6)
+    with pytest.raises(ValueError, match="holds nothing"):
+        tiers(kv_host_gib=1e-9)
+
+
+def test_a_thread_that_fails_is_told_in_the_loop(make: Make) -> None:
+    bench = make(host_blocks=2)
+    bench.tiers.keep(KVStore(blocks=Int32.of([1]), hashes=contents(1)))
+    bench.await_known("host", 1)
+    bench.begin(contents(1), [99])  # there is no such block
+    with pytest.raises(IndexError):
+        bench.hear_until(lambda: False)

@@ -1,0 +1,57 @@
+"""One block on disk: a header that says what it is, then its bytes. What does not fit is damaged.
+
+```
+offset  bytes
+0       8      "tidegate"
+8       4      format version, uint32 LE
+12      8      length of the payload, uint64 LE
+20      16     layout: digest of model, dtype and shape (worker/kv/layout.py)
+36      32     content: the block's chained hash (engine_core/block_hash.py)
+68      32     SHA-256 of the 68 bytes before and of the payload
+100            the payload
+```
+
+A reader knows beforehand what every byte of the header must be, but for the digest; so a file that
+was cut, mixed up, written by half or flipped in any bit is never taken for K/V.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import sha256
+
+from worker.kv.layout import DIGEST_BYTES as LAYOUT_BYTES
+
+MAGIC = b"tidegate"
+VERSION = 1
+HASH_BYTES = 32
+_FIELDS = struct.Struct(f"<8sIQ{LAYOUT_BYTES}s{HASH_BYTES}s")
+HEADER_BYTES = _FIELDS.size + HASH_BYTES
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Damaged(Exception):
+    """A stored block is not what was stored; the message says in what."""
+
+
+def header_of(layout: bytes, content: bytes, payload: Buffer) -> bytes:
+    """[HEADER_BYTES]. Reads all of the payload."""
+    fields = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
+    return fields + _digest(fields, payload)
+
+
+def check(header: Buffer, payload: Buffer, layout: bytes, content: bytes) -> None:
+    """Raises Damaged unless these are the bytes that `header_of` was told."""
+    expected = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
+    fields, digest = bytes(header[: _FIELDS.size]), bytes(header[_FIELDS.size :])
+    if fields != expected:
+        raise Damaged("its header is another block's, or none")
+    if digest != _digest(expected, payload):
+        raise Damaged("its checksum does not fit its content")
+
+
+def _digest(fields: bytes, payload: Buffer) -> bytes:
+    state = sha256(fields)
+    state.update(payload)
+    return state.digest()
