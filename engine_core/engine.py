@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from engine_core.accounts import Accounts
@@ -41,6 +41,7 @@ from engine_core.kv.exchange import Exchange, Order
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.fetches import State as FetchState
 from engine_core.kv.peers import Cluster, Peers
+from engine_core.kv.tiers import Tiers
 from engine_core.open_requests import OpenRequests
 from engine_core.outcome import Outcome
 from engine_core.planning import build_plan, matchers_of, work_of
@@ -51,7 +52,7 @@ from engine_core.speculation import Speculation
 from engine_core.speed import Speed
 from protocol.config import EngineConfig
 from protocol.errors import StepFailed
-from protocol.kv import KVReport
+from protocol.kv import KVReport, PeerSource
 from protocol.messages import (
     Accepted,
     FinishReason,
@@ -84,6 +85,7 @@ class Engine:
         draft_cost: float = 0.0,
         draw_seed: Callable[[], int] = draw_seed,
         cluster: Cluster | None = None,
+        tiers: Sequence[str] = (),
     ) -> None:
         """draft_cost: of a draft model, see WorkerReady."""
         self.limits = limits
@@ -93,7 +95,9 @@ class Engine:
         hashes = ContentHashes(model.digest, limits.block_tokens)
         pool = BlockPool(limits.num_blocks, PrefixCache())
         peers = Peers(config, cluster, hashes, limits.block_tokens)
-        self._exchange = Exchange(config, pool, peers)
+        self._speed = Speed()
+        kept = Tiers(tiers, hashes, limits.block_tokens, self._speed, config.kv_load_tokens)
+        self._exchange = Exchange(config, pool, peers, kept)
         self._scheduler = Scheduler(limits, hashes, pool, self._exchange, self._speculation)
         self._open = OpenRequests()
         self._flights = Flights(config.steps_in_flight)
@@ -102,7 +106,6 @@ class Engine:
         self._step = 0
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
-        self._speed = Speed()
         self._accounts = Accounts()
         self._door = Door(
             config,
@@ -328,7 +331,8 @@ class Engine:
             self._scheduler.arrive(request, fetch.match.num_tokens)
             return None
         self._scheduler.arrive(request, request.num_computed)
-        if self._config.kv_on_failure == "recompute":
+        was_promised = isinstance(fetch.match.source, PeerSource)  # as a handle does
+        if not was_promised or self._config.kv_on_failure == "recompute":
             return None
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")
         return self._end(request, "error", Taken(error=error))
@@ -337,7 +341,7 @@ class Engine:
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
         scheduler, leases = self._scheduler, self._exchange.leases
-        fetches = self._exchange.fetches
+        fetches, tiers = self._exchange.fetches, self._exchange.tiers
         return EngineStats(
             running=sum(request.slot is not None for request in self._open),
             waiting=self._door.num_waiting,
@@ -359,6 +363,12 @@ class Engine:
             num_fetched_bytes=fetches.num_bytes,
             num_fetches_failed=dict(fetches.num_failed),
             num_leases_ended=dict(leases.num_ended),
+            tier_blocks=tiers.told(lambda tier: tier.num_blocks),
+            tier_bytes=tiers.told(lambda tier: tier.num_bytes),
+            num_tier_stored=tiers.told(lambda tier: tier.num_stored),
+            num_tier_dropped=tiers.told(lambda tier: tier.num_dropped),
+            num_tier_loaded=tiers.told(lambda tier: tier.num_loaded),
+            num_tier_failed=tiers.told(lambda tier: tier.num_failed),
             num_generated_tokens=self._counts["generated_tokens"],
             num_preemptions=self._counts["preemptions"],
             num_draft_tokens=self._counts["draft_tokens"],

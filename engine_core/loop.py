@@ -280,6 +280,7 @@ class Loop:
             limits,
             draft_cost=ready.draft_cost or 0.0,
             cluster=cluster,
+            tiers=ready.kv_tiers,
         )
         if self._is_draining:
             self._engine.drain()

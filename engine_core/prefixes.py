@@ -29,15 +29,16 @@ class Prefixes:
         self._extend(request, usable)
         return self._cache.match(request.hashes[:usable])
 
-    def publish(self, request: Request) -> None:
-        """Offer the blocks that it has filled since the last time."""
+    def publish(self, request: Request) -> range:
+        """Offer the blocks that it has filled since the last time. Which ones, by their index."""
         full = request.num_shareable // self._block_tokens
-        if not self._is_on or full <= request.num_published:
-            return
-        self._extend(request, full)
-        for index in range(request.num_published, full):
-            self._cache.publish(request.hashes[index], request.blocks[index])
-        request.num_published = full
+        published = range(request.num_published, full) if self._is_on else range(0)
+        if published:
+            self._extend(request, full)
+            for index in published:
+                self._cache.publish(request.hashes[index], request.blocks[index])
+            request.num_published = full
+        return published
 
     def _extend(self, request: Request, num_blocks: int) -> None:
         self.hashes.extend(request.hashes, request.namespace, request.tokens, num_blocks)

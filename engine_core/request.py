@@ -55,6 +55,7 @@ NEXT_PHASE = {
     (Phase.RUNNING, Event.PREEMPT): Phase.PREEMPTED,
     (Phase.RUNNING, Event.FINISH): Phase.FINISHED,
     (Phase.PREEMPTED, Event.ADMIT): Phase.RUNNING,
+    (Phase.PREEMPTED, Event.FETCH): Phase.FETCHING,
     (Phase.PREEMPTED, Event.FINISH): Phase.FINISHED,
 }
 """A missing row is an illegal move."""

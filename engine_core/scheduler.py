@@ -103,14 +103,16 @@ class Scheduler:
     def advance(self, request: Request, num_tokens: int) -> None:
         """The step that computed `num_tokens` more of a running request has committed."""
         request.num_computed += num_tokens
-        self.prefixes.publish(request)
+        self._publish(request)
 
     def arrive(self, request: Request, num_computed: int) -> None:
         """A request's fetch is over, and K/V of its first `num_computed` tokens is there."""
         request.move(Event.ARRIVE)
-        request.num_fetched = num_computed - request.num_computed
-        request.num_computed = request.num_scheduled = request.num_cached = num_computed
-        self.prefixes.publish(request)
+        if not request.num_preemptions:
+            request.num_fetched = num_computed - request.num_computed
+            request.num_cached = num_computed
+        request.num_computed = request.num_scheduled = num_computed
+        self._publish(request)
 
     def finish(self, request: Request) -> None:
         """Take back everything a request owns; it must not be part of a step in flight, nor of a
@@ -247,8 +249,13 @@ class Scheduler:
         self.waiting.push(victim)
         step.preempted.append(victim)
 
+    def _publish(self, request: Request) -> None:
+        if published := self.prefixes.publish(request):
+            self._exchange.publish(request, published)
+
     def _give_back(self, request: Request) -> None:
         assert request.slot is not None
+        self._exchange.leave(request)
         if request in self.unbound:
             self.unbound.remove(request)
         else:

@@ -131,6 +131,12 @@ def _series(told: Sequence[tuple[list[str], EngineStats]], names: list[str]) -> 
         for label, stats in told:
             gauge.add_metric(label, getattr(stats, name))
         yield gauge
+    for name, (about, of) in _LABELLED_GAUGES.items():
+        gauge = GaugeMetricFamily(f"tidegate_engine_{name}", about, labels=[*names, of])
+        for label, stats in told:
+            for value, count in sorted(getattr(stats, name).items()):
+                gauge.add_metric([*label, value], count)
+        yield gauge
     for field, (name, about) in _COUNTERS.items():
         counter = CounterMetricFamily(f"tidegate_engine_{name}", about, labels=names)
         for label, stats in told:
@@ -157,6 +163,11 @@ _GAUGES = {
     "leased_blocks": "KV blocks that are kept for other engines",
 }
 """field of EngineStats, and end of the series' name -> its help"""
+_LABELLED_GAUGES = {
+    "tier_blocks": ("KV blocks that the tier holds and that can be loaded", "tier"),
+    "tier_bytes": ("Bytes that the tier holds", "tier"),
+}
+"""field of EngineStats, and end of the series' name -> its help, its label"""
 _COUNTERS = {
     "num_steps": ("steps", "Steps computed"),
     "num_accepted": ("accepted", "Requests accepted"),
@@ -182,5 +193,13 @@ _LABELLED = {
         "Prompts that were kept for other engines, by what ended that",
         "cause",
     ),
+    "num_tier_stored": ("tier_blocks_stored", "KV blocks copied to the tier", "tier"),
+    "num_tier_dropped": (
+        "tier_blocks_dropped",
+        "KV blocks that the tier had no room or time for",
+        "tier",
+    ),
+    "num_tier_loaded": ("tier_blocks_loaded", "KV blocks loaded instead of computed", "tier"),
+    "num_tier_failed": ("tier_blocks_failed", "KV blocks that were gone, or damaged", "tier"),
 }
 """field of EngineStats -> (end of the series' name, its help, its label)"""

@@ -9,19 +9,30 @@ is what `tick` said last.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from engine_core.block_pool import BlockPool
-from engine_core.kv.fetches import Fetch, Fetches, Match, Supplier
+from engine_core.kv.fetches import Fetch, Fetches, Match
 from engine_core.kv.handle import Handle
 from engine_core.kv.leases import Leases
 from engine_core.kv.peers import Peers
+from engine_core.kv.tiers import Tiers
 from engine_core.request import Request
 from protocol.config import EngineConfig
-from protocol.kv import LEASE_BYTES, KVCancel, KVExport, KVFetch, KVReport, KVWithdraw
+from protocol.kv import (
+    LEASE_BYTES,
+    KVCancel,
+    KVExport,
+    KVFetch,
+    KVReport,
+    KVStore,
+    KVUsed,
+    KVWithdraw,
+    TierSource,
+)
 from protocol.messages import Generate
 
-Order = KVExport | KVWithdraw | KVFetch | KVCancel
+Order = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 
 
 class Exchange:
@@ -32,13 +43,14 @@ class Exchange:
         config: EngineConfig,
         pool: BlockPool,
         peers: Peers,
-        suppliers: Sequence[Supplier] = (),
+        tiers: Tiers,
         *,
         draw_lease: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_BYTES),
     ) -> None:
         self.orders: list[Order] = []
         self.leases = Leases(pool, config.kv_lease_s, self._tell)
-        self.fetches = Fetches([peers, *suppliers], config.kv_timeout_s, self._tell)
+        self.fetches = Fetches([peers, tiers], config.kv_timeout_s, self._tell)
+        self.tiers = tiers
         self._peers = peers
         self._draw_lease = draw_lease
         self._now = 0.0
@@ -83,10 +95,24 @@ class Exchange:
         self.fetches.give_up(request)
 
     def hear(self, report: KVReport) -> list[Fetch]:
-        """The fetches that are over. Raises RuntimeError on one that is not out."""
+        """The fetches that are over. Raises RuntimeError on one that is not out, KeyError on a
+        tier that there is not."""
         for name in report.taken:
             self.leases.take(name)
-        return self.fetches.hear(report)
+        self.tiers.hear(report)
+        over = self.fetches.hear(report)
+        for fetch in over:
+            if isinstance(fetch.match.source, TierSource) and fetch.seconds:
+                self.tiers.learn(fetch.match.num_blocks, fetch.seconds)
+        return over
+
+    def publish(self, request: Request, published: range) -> None:
+        """These blocks of `request` hold what their hashes say."""
+        self._tell_if(self.tiers.keep(request, published))
+
+    def leave(self, request: Request) -> None:
+        """It is about to give back its blocks."""
+        self._tell_if(self.tiers.use(request))
 
     # ---- what the scheduler asks for
 
@@ -102,6 +128,10 @@ class Exchange:
         """Give something up that is kept for others, so that `request` can have its blocks; False:
         there is nothing that it may have."""
         return self.leases.make_way(request, self._now)
+
+    def _tell_if(self, order: Order | None) -> None:
+        if order is not None:
+            self._tell(order)
 
     def _tell(self, order: Order) -> None:
         self.orders.append(order)

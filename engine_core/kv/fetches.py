@@ -63,7 +63,7 @@ NEXT_STATE = {
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """`error` is why it was lost."""
+    """`error` is why it was lost; `seconds`, how long it took if it was not."""
 
     job: int
     request: Request
@@ -71,6 +71,7 @@ class Fetch:
     asked_at: float
     state: State = State.OUT
     error: str = ""
+    seconds: float = 0.0
 
     def move(self, event: Event) -> None:
         """Raises RuntimeError on an illegal move and changes nothing."""
@@ -139,6 +140,7 @@ class Fetches:
 
     def _arrive(self, fetched: KVFetched) -> Fetch:
         fetch = self._end(fetched.job, Event.FETCHED)
+        fetch.seconds = fetched.seconds
         self.num_bytes += fetched.num_bytes
         if fetch.state is State.ARRIVED:
             self.num_tokens += fetch.match.num_tokens - fetch.request.num_computed

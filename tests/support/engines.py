@@ -24,13 +24,14 @@ from protocol.arrays import Int32
 from protocol.config import EngineConfig, WorkerConfig
 from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
-from protocol.kv import KVReport
+from protocol.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
 from protocol.messages import Accepted, Account, Generate, Limits, Output, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
 from tests.support.grammars import signs_tokenizer
 from tests.support.handover import EchoMover, Place
+from tests.support.tiers import EchoTiers
 
 VOCAB = 97
 EOS = 0
@@ -266,10 +267,11 @@ class Bench:
         guess: Say | None = None,
         draft_cost: float = 0.0,
         place: Place | None = None,
+        tiers: Sequence[str] = (),
         **config: Any,
     ) -> None:
         """guess: what the draft model says; None: as `say`. place: in a cluster, where there is
-        one. config: further fields of EngineConfig."""
+        one. tiers: that the worker has. config: further fields of EngineConfig."""
         self.limits = Limits(
             max_len=min(max_len, (num_blocks - 1) * block_tokens),
             max_slots=max_slots,
@@ -292,9 +294,11 @@ class Bench:
             draft_cost=draft_cost,
             draw_seed=lambda: 0,
             cluster=None if place is None else place.cluster,
+            tiers=tiers,
         )
         self.worker = EchoWorker(self.limits, say, guess or say)
         self.mover = None if place is None else EchoMover(place, self.worker.kv, block_tokens)
+        self.tiers = EchoTiers(tiers, self.worker.kv, block_tokens)
         self.compiler = echo_compiler()
         self.news: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []
@@ -395,11 +399,15 @@ class Bench:
 
     def send_orders(self) -> None:
         """What the engine has decided about K/V since the last time."""
-        orders = self.engine.take_orders()
-        assert self.mover is not None or not orders
-        for order in orders:
-            assert self.mover is not None
-            self.mover.obey(order)
+        for order in self.engine.take_orders():
+            match order:
+                case KVStore() | KVUsed() | KVFetch(source=TierSource()):
+                    self.tiers.obey(order)
+                case KVCancel(job=job) if self.mover is None or job in self.tiers.jobs:
+                    self.tiers.obey(order)
+                case _:
+                    assert self.mover is not None, order
+                    self.mover.obey(order)
 
     def tick(self, now: float) -> None:
         self.engine.tick(now)

@@ -109,7 +109,7 @@ class EchoMover:
             case KVFetch(job=job):
                 assert job not in self.jobs, "a job's number, used again"
                 self.jobs[job] = order
-                self._spoil(order)
+                spoil(self._kv, order, self._block_tokens)
             case KVCancel(job=job):
                 self.cancelled.add(job)
 
@@ -125,7 +125,7 @@ class EchoMover:
         if export is None:
             fault = fault or "expired"
         if fault:
-            self._spoil(order)
+            spoil(self._kv, order, self._block_tokens)
             return KVReport(failed=[KVFailure(job, fault, "as the test wants it")])
         assert export is not None
         wanted = export.blocks[source.first :][: len(order.blocks)]
@@ -141,6 +141,8 @@ class EchoMover:
         taken, self.taken = self.taken, []
         return KVReport(taken=taken)
 
-    def _spoil(self, order: KVFetch) -> None:
-        for block in order.blocks.tolist():
-            self._kv[block] = [BEING_WRITTEN] * self._block_tokens
+
+def spoil(kv: Blocks, order: KVFetch, block_tokens: int) -> None:
+    """The blocks that a fetch is for hold what nobody may read."""
+    for block in order.blocks.tolist():
+        kv[block] = [BEING_WRITTEN] * block_tokens

@@ -1,0 +1,266 @@
+"""What an engine keeps in its worker's tiers, and how it comes back: never computed twice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from protocol.config import EngineConfig, WorkerConfig
+from protocol.kv import KVReport, KVTierNews, TierSource
+from tests.support.engines import Bench, answer
+
+PROMPT = list(range(1, 91))  # 22 blocks of 4, and 2 tokens
+OTHER = list(range(90, 0, -1))
+
+
+def bench(*tiers: str, num_blocks: int = 25, **options: object) -> Bench:
+    return Bench(
+        tiers=tiers or ("disk",),
+        num_blocks=num_blocks,
+        max_len=120,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def ask(engine: Bench, prompt: list[int] = PROMPT, max_tokens: int = 5, **options: object) -> int:
+    number = engine.add(prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+    assert isinstance(number, int)
+    return number
+
+
+def evicted(*tiers: str, **options: object) -> Bench:
+    """One that has answered PROMPT, and whose cache has no block of it any more."""
+    engine = bench(*tiers, **options)
+    ask(engine)
+    engine.run()
+    engine.hear(engine.tiers.news())
+    forget(engine)
+    engine.tiers.used.clear()
+    return engine
+
+
+def forget(engine: Bench) -> None:
+    """Fill the cache with something else, which the tiers do not tell of."""
+    for name in ("this", "that"):
+        ask(engine, OTHER, namespace=name)
+        engine.run()
+
+
+def load(engine: Bench, fault: str = "", seconds: float = 0.001) -> None:
+    """The oldest fetch, and what the engine hears of it."""
+    engine.hear(engine.tiers.do(next(iter(engine.tiers.jobs)), fault, seconds))
+
+
+def test_what_was_computed_is_kept_block_by_block_as_it_is_published() -> None:
+    engine = bench(token_budget=10)
+    ask(engine)
+    engine.step()
+    assert list(map(len, engine.tiers.stored)) == [2]
+    engine.run()
+    stored = [content for hashes in engine.tiers.stored for content in hashes]
+    assert len(stored) == len(set(stored)) == 23
+
+
+def test_without_tiers_the_worker_is_told_nothing() -> None:
+    engine = Bench()
+    ask(engine)
+    engine.run()
+    assert (engine.tiers.stored, engine.tiers.used) == ([], [])
+
+
+def test_what_the_cache_forgot_is_loaded_and_not_computed() -> None:
+    engine = evicted()
+    before = engine.engine.stats().num_computed_tokens
+    number = ask(engine)
+    engine.plan()
+    assert engine.engine.stats().fetching == 1
+    load(engine)
+    engine.run()
+    assert engine.tokens(number) == answer(PROMPT, 5)
+    stats = engine.engine.stats()
+    assert stats.num_computed_tokens - before == 2 + 4  # the rest of the prompt, then the answer
+    usage = engine.end(number).usage
+    assert usage is not None
+    assert (usage.cached_tokens, usage.fetched_tokens) == (88, 88)
+    assert (stats.num_fetched_tokens, stats.free_blocks) == (88, stats.total_blocks)
+
+
+def test_only_what_is_not_in_the_cache_is_loaded() -> None:
+    engine = evicted()
+    ask(engine, PROMPT[:6] + OTHER[:3])  # one block of it is in the cache again
+    engine.run()
+    number = ask(engine)
+    engine.plan()
+    (job,) = engine.tiers.jobs.values()
+    assert isinstance(job.source, TierSource)
+    assert len(job.source.hashes) == len(job.blocks) == 21
+    load(engine)
+    engine.run()
+    assert engine.tokens(number) == answer(PROMPT, 5)
+    usage = engine.end(number).usage
+    assert usage is not None
+    assert (usage.cached_tokens, usage.fetched_tokens) == (88, 84)
+
+
+def test_a_prompt_that_ends_with_a_block_computes_its_last_one() -> None:
+    engine = evicted()
+    number = ask(engine, PROMPT[:88])
+    engine.plan()
+    load(engine)
+    engine.run()
+    assert engine.tokens(number) == answer(PROMPT[:88], 5)
+    usage = engine.end(number).usage
+    assert usage is not None
+    assert usage.fetched_tokens == 84
+
+
+def test_what_another_namespace_computed_is_not_found() -> None:
+    engine = evicted()
+    ask(engine, namespace="other")
+    engine.plan()
+    assert not engine.tiers.jobs
+
+
+@pytest.mark.parametrize("fault", ["lost", "damaged", "timeout"])
+@pytest.mark.parametrize("policy", ["recompute", "error"])
+def test_what_cannot_be_loaded_is_computed_whatever_is_promised_to_handles(
+    fault: str, policy: str
+) -> None:
+    engine = evicted(kv_on_failure=policy)
+    number = ask(engine)
+    engine.plan()
+    load(engine, fault)
+    engine.run()
+    assert engine.tokens(number) == answer(PROMPT, 5)
+    usage = engine.end(number).usage
+    assert usage is not None
+    assert (usage.cached_tokens, usage.fetched_tokens) == (0, 0)
+    assert engine.engine.stats().num_fetches_failed == {fault: 1}
+
+
+def test_other_requests_run_while_one_is_being_loaded() -> None:
+    engine = evicted(num_blocks=40, max_slots=2)
+    slow = ask(engine)
+    fast = ask(engine, [5, 6, 7])
+    engine.run()
+    assert engine.tokens(fast) == answer([5, 6, 7], 5)
+    assert engine.tokens(slow) == []
+    load(engine)
+    engine.run()
+    assert engine.tokens(slow) == answer(PROMPT, 5)
+
+
+def test_a_request_that_ends_while_it_is_being_loaded_gives_back_all_it_had() -> None:
+    engine = evicted()
+    number = ask(engine)
+    engine.plan()
+    engine.abort(number)
+    stats = engine.engine.stats()
+    assert stats.free_blocks < stats.total_blocks, "the worker may still write"
+    engine.send_orders()
+    load(engine)
+    stats = engine.engine.stats()
+    assert stats.free_blocks == stats.total_blocks
+    assert stats.num_fetches_failed == {"cancelled": 1}
+
+
+def test_a_few_tokens_are_computed() -> None:
+    engine = bench()
+    ask(engine)
+    engine.run()
+    engine.hear(engine.tiers.news())
+    least = 64  # by default
+    for length, is_loaded in ((least, False), (least + 1, True)):
+        forget(engine)
+        ask(engine, PROMPT[:length])
+        engine.plan()
+        assert bool(engine.tiers.jobs) == is_loaded
+        if is_loaded:
+            load(engine)
+        engine.run()
+
+
+def test_where_loading_is_slower_than_computing_it_is_tried_now_and_then() -> None:
+    engine = evicted()
+    loads = []
+    for turn in range(40):
+        number = ask(engine)
+        engine.plan()
+        if engine.tiers.jobs:
+            loads.append(turn)
+            load(engine, seconds=3 * 88 / engine.engine._speed.tokens_per_s)
+        engine.run()
+        assert engine.tokens(number) == answer(PROMPT, 5)
+        forget(engine)
+    assert loads[0] == 0
+    assert len(loads) in range(2, 8)
+    assert min(after - before for before, after in pairwise(loads)) > 5
+
+
+def test_a_preempted_request_goes_on_from_what_the_tiers_have() -> None:
+    engine = bench(num_blocks=49, max_slots=3, kv_load_tokens=4)
+    numbers = [ask(engine, [n, *PROMPT[:60]], max_tokens=20) for n in range(3)]
+    while not engine.engine.stats().num_preemptions:
+        engine.step()
+        engine.hear(engine.tiers.news())
+    for name in ("this", "that"):  # they take its blocks
+        ask(engine, OTHER, priority=-1, namespace=name)
+    while engine.step() is not None or engine.tiers.jobs:
+        if engine.tiers.jobs:
+            load(engine)
+    stats = engine.engine.stats()
+    assert stats.num_fetched_tokens > 40
+    for n, number in enumerate(numbers):
+        assert engine.tokens(number) == answer([n, *PROMPT[:60]], 20)
+        usage = engine.end(number).usage
+        assert usage is not None
+        assert (usage.cached_tokens, usage.fetched_tokens) == (0, 0), "of the first life alone"
+
+
+def test_the_beginning_of_what_was_used_is_told_last() -> None:
+    engine = evicted()
+    stored = [content for hashes in engine.tiers.stored for content in hashes]
+    ask(engine)
+    engine.plan()
+    load(engine)
+    engine.run()
+    assert engine.tiers.used == [stored[:23][::-1]]
+
+
+def test_what_a_tier_has_lost_is_kept_again_when_it_is_computed() -> None:
+    engine = evicted("host", "disk")
+    first = engine.tiers.stored[0][0]
+    engine.tiers.lose("host", first)
+    engine.hear(engine.tiers.news())
+    engine.tiers.stored.clear()
+    ask(engine, PROMPT[:6])
+    engine.run()
+    assert engine.tiers.stored[0] == [first]
+    assert first in engine.tiers.kept["host"]
+
+
+def test_a_tier_tells_how_much_it_holds_and_what_it_did() -> None:
+    engine = bench()
+    news = KVTierNews(
+        tier="disk",
+        stored=[b"a" * 32, b"b" * 32],
+        lost=[],
+        num_bytes=77,
+        num_stored=3,
+        num_dropped=4,
+        num_loaded=5,
+        num_failed=6,
+    )
+    for _ in range(2):
+        engine.hear(KVReport(tiers=[news]))
+    engine.hear(KVReport(tiers=[KVTierNews(tier="disk", lost=[b"a" * 32], num_bytes=7)]))
+    stats = engine.engine.stats()
+    assert (stats.tier_blocks, stats.tier_bytes) == ({"disk": 1}, {"disk": 7})
+    assert (stats.num_tier_stored, stats.num_tier_dropped) == ({"disk": 6}, {"disk": 8})
+    assert (stats.num_tier_loaded, stats.num_tier_failed) == ({"disk": 10}, {"disk": 12})
+
+
+def test_tiers_without_the_prefix_cache_are_refused() -> None:
+    with pytest.raises(ValueError, match="prefix_cache"):
+        EngineConfig(worker=WorkerConfig(model="", kv_host_gib=1), prefix_cache=False)
