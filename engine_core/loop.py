@@ -19,6 +19,7 @@ from engine_core.clients import Clients
 from engine_core.engine import Engine
 from engine_core.grammar.service import GrammarService
 from engine_core.kv.peers import Cluster
+from engine_core.profiling import Profiling
 from engine_core.workers import WorkerLost, Workers
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
@@ -41,6 +42,7 @@ from protocol.messages import (
     Outputs,
     Ping,
     Pong,
+    Profile,
     Refused,
     ReleaseKV,
     ToEngine,
@@ -48,7 +50,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats
-from protocol.steps import StepResult, WorkerFailed, WorkerReady
+from protocol.steps import StepResult, Traced, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Loop:
         self._free_at = 0.0  # when the worker was done with the last one that has come back
         self._wire_errors = 0
         self._grammars = GrammarService(config.grammar_timeout_s)
+        self._profiling = Profiling()
 
     def run(self) -> None:
         """Returns when drained. Raises WorkerLost when the worker is."""
@@ -160,7 +163,10 @@ class Loop:
                 self._welcome(client)
             case Generate():
                 self._generate(client, message)
+            case Profile():
+                self._profile(client, message)
             case Abort(requests=requests):
+                self._profiling.leave(client, requests)
                 if self._engine is not None:
                     ends = self._engine.abort(client, requests)
                     if ends:
@@ -191,6 +197,16 @@ class Loop:
             error = EngineNotReady("say Hello and wait for Welcome before Generate")
             self._tell(client, Refused(request=message.request, error=error.info()))
         elif (reply := self._engine.add(client, message)) is not None:
+            self._tell(client, reply)
+
+    def _profile(self, client: bytes, message: Profile) -> None:
+        reply: Refused | None
+        if client not in self._clients or self._engine is None:
+            error = EngineNotReady("say Hello and wait for Welcome before Profile")
+            reply = Refused(request=message.request, error=error.info())
+        else:
+            reply = self._profiling.ask(client, message)
+        if reply is not None:
             self._tell(client, reply)
 
     def _abort_named(self, client: bytes, message: AbortNamed) -> None:
@@ -226,6 +242,7 @@ class Loop:
                 self._drop(client)
 
     def _drop(self, client: bytes) -> None:
+        self._profiling.leave(client)
         if self._engine is not None:
             self._engine.drop(client)
 
@@ -257,6 +274,9 @@ class Loop:
             case KVReport():
                 assert self._engine is not None
                 self._tell_all(self._engine.hear(message))
+            case Traced():
+                if (told := self._profiling.told(message)) is not None:
+                    self._tell(*told)
             case WorkerReady():
                 self._start(message)
             case WorkerFailed():
@@ -317,10 +337,18 @@ class Loop:
             plan = engine.plan()
             self._send_orders(engine)
             if plan is None:
-                return
+                break
+            self._send_trace()
             self._sent_at.append(now)
             self._workers.send(plan)
             self._send_masks(engine)
+        if not self._sent_at:
+            self._send_trace()
+
+    def _send_trace(self) -> None:
+        """Only before a plan, or while none is out: nothing comes between a plan and its masks."""
+        if (order := self._profiling.order()) is not None:
+            self._workers.send(order)
 
     def _send_orders(self, engine: Engine) -> None:
         for order in engine.take_orders():

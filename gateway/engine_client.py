@@ -36,6 +36,7 @@ from protocol.messages import (
     Output,
     Ping,
     Pong,
+    Profiled,
     Refused,
     ReleaseKV,
     ToClient,
@@ -49,7 +50,7 @@ from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-Report = Accepted | Refused | Output | Aborted
+Report = Accepted | Refused | Output | Aborted | Profiled
 Subscriber = Callable[[Report], None]
 
 MAX_MESSAGES_PER_CALLBACK = 64

@@ -38,6 +38,7 @@ from protocol.messages import (
     Limits,
     Output,
     Ping,
+    Profiled,
     Refused,
     ToClient,
     ToEngine,
@@ -178,6 +179,30 @@ class Engine:
         self._wake()
         report = news.get()
         if isinstance(report, Aborted):
+            return report
+        raise error_from(report.error)
+
+    def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
+        """Record the worker's next `steps` steps, as a Chrome trace in `directory` of the engine's
+        machine. Waits until it is written, so perhaps for requests that make steps; whoever stops
+        waiting (KeyboardInterrupt) ends it.
+
+        Raises InvalidRequest where another is being made or the directory cannot be meant,
+        EngineError where it failed or there is no engine, TimeoutError after `wait_s`.
+        """
+        with self._lock:
+            message = self._session.profile(steps, directory)
+            news = self._queues[message.request] = queue.SimpleQueue()
+            self._outbox.append(message)
+        self._wake()
+        try:
+            report = news.get(timeout=wait_s)
+        except BaseException as error:
+            self._abort(message.request)
+            if isinstance(error, queue.Empty):
+                raise TimeoutError(f"no profile after {wait_s:g} s") from None
+            raise
+        if isinstance(report, Profiled):
             return report
         raise error_from(report.error)
 

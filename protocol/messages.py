@@ -124,6 +124,19 @@ class ReleaseKV(Message, frozen=True, kw_only=True):
     handles: list[str]
 
 
+class Profile(Message, frozen=True, kw_only=True):
+    """Client -> engine. Record what the worker does in its next steps, and write it as a Chrome
+    trace. Answered by Profiled or Refused; an Abort ends it early, and then there is no answer.
+
+    request    the client's number for this, as for a Generate
+    directory  of the engine's machine, absolute; made if it is not there, and only for its owner
+    """
+
+    request: int
+    steps: int
+    directory: str
+
+
 class Drain(Message, frozen=True, kw_only=True):
     """Client -> engine. Finish what is accepted, refuse what is new, then exit with code 0."""
 
@@ -191,6 +204,19 @@ class Aborted(Message, frozen=True, kw_only=True):
     request: int
     aborted: list[str] = []
     unknown: list[str] = []
+
+
+class Profiled(Message, frozen=True, kw_only=True):
+    """Engine -> client, answering Profile.
+
+    began, ended   of the steps that were recorded, in seconds since 1970
+    """
+
+    request: int
+    file: str
+    steps: int
+    began: float
+    ended: float
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -271,5 +297,7 @@ class Gone(Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToEngine = Hello | Generate | Abort | AbortNamed | KeepKV | ReleaseKV | Drain | Ping | Goodbye
-ToClient = Welcome | Accepted | Refused | Aborted | Outputs | Pong | Gone
+ToEngine = (
+    Hello | Generate | Abort | AbortNamed | KeepKV | ReleaseKV | Profile | Drain | Ping | Goodbye
+)
+ToClient = Welcome | Accepted | Refused | Aborted | Profiled | Outputs | Pong | Gone

@@ -35,6 +35,8 @@ from protocol.messages import (
     Outputs,
     Ping,
     Pong,
+    Profile,
+    Profiled,
     Refused,
     ToClient,
     ToEngine,
@@ -47,7 +49,7 @@ from protocol.stats import EngineStats
 PING_EVERY_S = 1.0
 LEASE_S = 4.0
 
-News = tuple[int, Accepted | Refused | Output | Aborted]
+News = tuple[int, Accepted | Refused | Output | Aborted | Profiled]
 """(request, what happened to it)"""
 
 
@@ -120,6 +122,14 @@ class Session:
         self.open.add(message.request)
         return message
 
+    def profile(self, steps: int, directory: str) -> Profile:
+        """The message that asks for a profile. As `abort_named`, but its only news is Profiled."""
+        self._check_ready()
+        message = Profile(request=self._next_request, steps=steps, directory=directory)
+        self._next_request += 1
+        self.open.add(message.request)
+        return message
+
     def abort(self, request: int) -> Abort | None:
         """Forget `request`; the message to send, or None if it has ended already."""
         if request not in self.open:
@@ -150,7 +160,7 @@ class Session:
                 # Greeting it anew makes it forget all of that.
                 self._said_at = float("-inf")
                 return self._lose(f"the engine did not understand this client: {error.message}")
-            case Refused(request=request) | Aborted(request=request):
+            case Refused(request=request) | Aborted(request=request) | Profiled(request=request):
                 return self._end(request, message)
             case Welcome():
                 return self._welcome(message)
@@ -186,7 +196,7 @@ class Session:
                     self.open.discard(output.request)
         return news
 
-    def _end(self, request: int, report: Refused | Aborted) -> list[News]:
+    def _end(self, request: int, report: Refused | Aborted | Profiled) -> list[News]:
         if request not in self.open:
             return []
         self.open.discard(request)

@@ -204,9 +204,30 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     rank: int = 0
 
 
+class Trace(Message, frozen=True, kw_only=True):
+    """Engine -> worker, never between a plan and its masks: record the next `steps` steps and write
+    what they did to `directory`; 0 steps: end that now. Each with steps is answered by one Traced.
+    """
+
+    steps: int
+    directory: str = ""
+
+
+class Traced(Message, frozen=True, kw_only=True):
+    """Worker -> engine. Written, or not: then `error` says why. Times are seconds since 1970."""
+
+    file: str = ""
+    steps: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+    error: str = ""
+
+
 class Stop(Message, frozen=True, kw_only=True):
     """Engine -> worker: exit with code 0."""
 
 
-ToWorker = StepPlan | Masks | KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed | Stop
-FromWorker = WorkerReady | StepResult | KVReport | WorkerFailed
+ToWorker = (
+    StepPlan | Masks | KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed | Trace | Stop
+)
+FromWorker = WorkerReady | StepResult | KVReport | Traced | WorkerFailed

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tools import chat, doctor, engine, key, keys, models, serve, status
+from tools import chat, doctor, engine, key, keys, models, profile, serve, status
 from tools.bench import command as bench
 from tools.bench import step as bench_step
 from tools.failure import Failure
@@ -86,6 +86,10 @@ def parser() -> argparse.ArgumentParser:
             ),
         ),
         (keys, command("keys", "keys of the HTTP API", keys.DESCRIPTION, keys.EXAMPLES)),
+        (
+            profile,
+            command("profile", "trace a running server", profile.DESCRIPTION, profile.EXAMPLES),
+        ),
         (key, command("key", "make a key for a cluster", key.DESCRIPTION, key.EXAMPLES)),
     ):
         tool.add_arguments(made)

@@ -17,12 +17,13 @@ from threading import Thread
 from typing import Protocol, Self
 
 from protocol.kv import KVReport
-from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker
+from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker, Trace
 from worker.kv.exchange import ToExchange
 from worker.launched import Launched
 from worker.pace import Pace
 from worker.registry import check_registry
 from worker.runner import Runner
+from worker.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Loop:
         self._out: deque[Launched] = deque()  # launched and not told, oldest first
         self._lookout = Lookout()
         self._pace = Pace()
+        self._tracer = Tracer()
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +79,8 @@ class Loop:
         on what a search finds."""
         while True:
             self._tell_done()
+            if (traced := self._tracer.take()) is not None:
+                self._engine.send(traced)
             if (report := self._exchange.report()) is not None:
                 self._engine.send(report)
             if not self._engine.wait(self._lookout.fd, self._exchange.fd):
@@ -88,12 +92,15 @@ class Loop:
                     return
                 case Masks(step=step):
                     raise ValueError(f"masks for step {step}, which nobody asked for")
+                case Trace() as order:
+                    self._tracer.obey(order)
                 case StepPlan() as plan:
                     self._launch(plan)
                 case message:
                     self._exchange.take(message)
 
     def _launch(self, plan: StepPlan) -> None:
+        self._tracer.before(plan.step)
         launched = self._runner.launch(plan, self._masks)
         self._out.append(launched)
         if not launched.is_done:
@@ -117,6 +124,7 @@ class Loop:
         result = launched.result()
         self._pace.record(launched.started, launched.started + result.compute_s)
         self._engine.send(result)
+        self._tracer.after(launched.step)
         if self._searches and self._pace.num_steps.bit_count() == 1:
             check_registry(self._runner)
 

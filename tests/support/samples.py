@@ -63,6 +63,8 @@ from protocol.messages import (
     Outputs,
     Ping,
     Pong,
+    Profile,
+    Profiled,
     Refused,
     ReleaseKV,
     TokenLogprobs,
@@ -79,6 +81,8 @@ from protocol.steps import (
     StepPlan,
     StepResult,
     Stop,
+    Trace,
+    Traced,
     WorkerFailed,
     WorkerReady,
 )
@@ -210,6 +214,7 @@ MESSAGES: list[Message] = [
     AbortNamed(request=3, names=["7", "8"]),
     KeepKV(handles=["aGFuZGxl"]),
     ReleaseKV(handles=["aGFuZGxl"]),
+    Profile(request=4, steps=20, directory="/var/tmp/traces"),
     Drain(),
     Ping(),
     Goodbye(),
@@ -252,6 +257,7 @@ MESSAGES: list[Message] = [
             )
         ],
     ),
+    Profiled(request=4, file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5),
     Aborted(request=3, aborted=["7"], unknown=["8"]),
     Pong(epoch="e1", stats=STATS),
     Gone(error=ERROR),
@@ -341,6 +347,8 @@ MESSAGES: list[Message] = [
         ],
     ),
     WorkerFailed(message="out of memory", rank=1),
+    Trace(steps=20, directory="/var/tmp/traces"),
+    Traced(file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5, error="disk full"),
     Stop(),
     KVOpen(
         lease=b"l" * 16,

@@ -1,0 +1,91 @@
+"""`tidegate profile` on a running server: the trace of its worker, refusals, and giving up."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from protocol.client import Engine
+from protocol.errors import InvalidRequest
+from tests.support.processes import free_port
+from tests.support.server import Server
+from tests.support.tiny_checkpoint import write_tiny_llama
+from tools.__main__ import main
+
+PROMPT = [5, 9, 2]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2000)
+    with Server("--threads", "1", "--dtype", "float32", model=str(folder)) as server:
+        yield server
+
+
+@contextmanager
+def busy(server: Server) -> Iterator[None]:
+    """Answers are generated while inside, one after another."""
+    enough = threading.Event()
+
+    def generate() -> None:
+        with Engine(server.address) as engine:
+            while not enough.is_set():
+                engine.generate(PROMPT, max_tokens=100, ignore_eos=True).tokens()
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        thread.join()
+
+
+def test_a_trace_is_written_where_it_was_asked_for_and_every_process_is_told(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "traces"
+    with busy(server):
+        where = ["--port", str(server.port), "--directory", str(directory)]
+        assert main(["profile", *where, "--steps", "20"]) == 0
+    out = capsys.readouterr().out
+    (file,) = directory.iterdir()
+    assert re.match(rf"20 steps in [0-9.]+ s: {re.escape(str(file))}\n", out)
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert any(event["name"] == "aten::linear" for event in events)
+    for name in ("tools", "gunicorn", "engine_core", "worker"):
+        assert re.search(rf"^{name} +\d+ +\d\.\d\d$", out, re.MULTILINE), out
+
+
+def test_one_profile_at_a_time_and_who_gives_up_makes_room(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o700)
+    profile = ["profile", "--port", str(server.port), "--directory", str(tmp_path)]
+    with (
+        Engine(server.address) as one,
+        Engine(server.address) as other,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        # The server has nothing to do: one waits in vain, and bars the other's way meanwhile.
+        asked = [pool.submit(e.profile, 5, str(tmp_path), wait_s=1.0) for e in (one, other)]
+        errors = [future.exception() for future in asked]
+    assert {type(error) for error in errors} == {TimeoutError, InvalidRequest}
+    assert any("another profile" in str(error) for error in errors)
+    assert main([*profile, "--wait-s", "0.1"]) == 1
+    assert "no profile after 0.1 s" in capsys.readouterr().err
+    with busy(server):
+        assert main([*profile, "--steps", "3"]) == 0
+
+
+def test_where_no_server_runs_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--port", str(free_port())]) == 1
+    assert "no server runs" in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""One profile at a time, ended when nobody waits for it; what is recorded; CPU read from /proc."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from engine_core.profiling import Profiling
+from protocol.messages import Profile, Profiled, Refused
+from protocol.steps import Trace, Traced
+from tests.support.plans import slot_init, step_plan
+from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
+from tools.profile import Sample, descendants, name_of, shares
+from worker.tracing import Tracer
+
+US, THEM = b"us", b"them"
+ASKED = Profile(request=7, steps=3, directory="/traces")
+DONE = Traced(file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
+
+
+def test_a_profile_is_ordered_once_and_told_to_whom_asked() -> None:
+    profiling = Profiling()
+    assert profiling.order() is None
+    assert profiling.ask(US, ASKED) is None
+    assert profiling.order() == Trace(steps=3, directory="/traces")
+    assert profiling.order() is None
+    told = Profiled(request=7, file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
+    assert profiling.told(DONE) == (US, told)
+    assert profiling.ask(THEM, ASKED) is None
+
+
+def test_a_second_profile_is_refused_until_the_first_has_been_told() -> None:
+    profiling = Profiling()
+    for prepare in (lambda: None, profiling.order):
+        profiling.ask(US, ASKED)
+        prepare()
+        refused = profiling.ask(THEM, ASKED)
+        assert refused is not None
+        assert "another profile is being made" in refused.error.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (Profile(request=1, steps=0, directory="/a"), "steps"),
+        (Profile(request=1, steps=10**6, directory="/a"), "steps"),
+        (Profile(request=1, steps=1, directory="a"), "directory"),
+        (Profile(request=1, steps=1, directory="/a\0b"), "directory"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name_and_bars_nobody(
+    asked: Profile, field: str
+) -> None:
+    profiling = Profiling()
+    refused = profiling.ask(US, asked)
+    assert refused is not None
+    assert (refused.request, refused.error.param) == (1, field)
+    assert profiling.ask(THEM, ASKED) is None
+
+
+def test_what_the_worker_could_not_write_is_told() -> None:
+    profiling = Profiling()
+    profiling.ask(US, ASKED)
+    profiling.order()
+    answer = profiling.told(Traced(error="disk full"))
+    assert answer is not None
+    client, refused = answer
+    assert client == US
+    assert isinstance(refused, Refused)
+    assert "disk full" in refused.error.message
+
+
+@pytest.mark.parametrize("requests", [None, [5, 7]])
+def test_who_leaves_before_the_worker_knows_leaves_nothing(requests: list[int] | None) -> None:
+    profiling = Profiling()
+    profiling.ask(US, ASKED)
+    profiling.leave(US, requests)
+    assert profiling.order() is None
+    assert profiling.ask(THEM, ASKED) is None
+
+
+def test_who_leaves_later_ends_it_and_is_not_told() -> None:
+    profiling = Profiling()
+    profiling.ask(US, ASKED)
+    profiling.order()
+    profiling.leave(US)
+    assert profiling.ask(THEM, ASKED) is not None
+    assert profiling.order() == Trace(steps=0)
+    assert profiling.order() is None
+    assert profiling.told(DONE) is None
+    assert profiling.ask(THEM, ASKED) is None
+
+
+def test_a_trace_that_ends_while_it_is_given_up_is_not_told() -> None:
+    profiling = Profiling()
+    profiling.ask(US, ASKED)
+    profiling.order()
+    profiling.leave(US)
+    assert profiling.told(DONE) is None
+    assert profiling.order() is None
+
+
+def test_others_that_leave_change_nothing() -> None:
+    profiling = Profiling()
+    profiling.ask(US, ASKED)
+    profiling.leave(THEM)
+    profiling.leave(US, [8])
+    assert profiling.order() is not None
+
+
+# ---- the worker's part
+
+
+def traced(directory: Path, *, wanted: int, made: int, ends: bool = False) -> Traced | None:
+    """An order for so many steps, of which so many are made."""
+    tracer, runner = Tracer(), tiny_runner(tiny_slots(3), tiny_cache(8))
+    tracer.obey(Trace(steps=wanted, directory=str(directory)))
+    for step in range(made):
+        init = slot_init(0, [5, 9, 2], generation=step + 1, blocks=[3])
+        release = [0] if step else []
+        tracer.before(step)
+        runner.step(step_plan(step, release=release, bind=[init], rows=[(0, 0, 3, True)]))
+        tracer.after(step)
+    if ends:
+        tracer.obey(Trace(steps=0))
+    told = tracer.take()
+    assert tracer.take() is None
+    return told
+
+
+def test_a_trace_is_a_file_of_our_own_with_what_the_steps_did(tmp_path: Path) -> None:
+    told = traced(tmp_path / "new" / "traces", wanted=2, made=4)
+    assert told is not None
+    assert (told.error, told.steps) == ("", 2)
+    assert told.began < told.ended
+    file = Path(told.file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    names = [
+        event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    ]
+    assert names.count("aten::scaled_dot_product_attention") == 2
+
+
+def test_a_trace_that_is_ended_early_has_the_steps_there_were(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    told = traced(tmp_path, wanted=9, made=1, ends=True)
+    assert told is not None
+    assert told.steps == 1
+    assert Path(told.file).is_file()
+
+
+def test_a_trace_without_any_step_is_none(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    assert traced(tmp_path, wanted=9, made=0) is None
+    assert traced(tmp_path, wanted=9, made=0, ends=True) == Traced(error="no step came")
+
+
+def test_a_directory_that_others_may_enter_is_refused_at_once(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    told = traced(tmp_path, wanted=1, made=1)
+    assert told is not None
+    assert "only its owner can enter" in told.error
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the tool's part
+
+
+def process(
+    proc: Path, pid: int, parent: int, ticks: int, *words: str, name: str = "python"
+) -> None:
+    folder = proc / str(pid)
+    folder.mkdir()
+    fields = [str(parent), *["0"] * 9, str(ticks), "0", *["0"] * 30]
+    (folder / "stat").write_text(f"{pid} ({name}) S {' '.join(fields)}\n")
+    (folder / "cmdline").write_bytes("\0".join(words).encode() + b"\0")
+
+
+def test_a_server_is_its_process_and_all_below_whatever_they_are_called(tmp_path: Path) -> None:
+    process(tmp_path, 10, 1, 100, "/venv/bin/python", "-P", "-m", "tools", "serve")
+    process(tmp_path, 11, 10, 200, "/venv/bin/python", "-P", "-m", "engine_core", name="a) R (b")
+    process(tmp_path, 12, 11, 300, "/venv/bin/python", "-m", "worker", "-m", "x")
+    process(tmp_path, 13, 1, 400, "/usr/bin/other")
+    (tmp_path / "self").mkdir()
+    assert descendants(10, tmp_path) == {10: 1.0, 11: 2.0, 12: 3.0}
+    assert [name_of(pid, tmp_path) for pid in (10, 11, 12, 13)] == (
+        ["tools", "engine_core", "worker", "other"]
+    )
+    assert name_of(99, tmp_path) == "?"
+    assert descendants(99, tmp_path) == {}
+
+
+def test_shares_are_of_the_samples_around_the_recording() -> None:
+    samples = [Sample(float(at), {1: at * 0.5, 2: 0.0}) for at in range(10)]
+    samples[5] = Sample(5.0, {1: 4.5, 3: 1.0})
+    assert shares(samples, 2.5, 4.5) == {1: pytest.approx((4.5 - 1.0) / 3)}
+    assert shares(samples, 6.2, 6.8) == {1: pytest.approx(0.5), 2: 0.0}
+    assert shares(samples[:1], 0.0, 1.0) == {}
+    assert shares([], 0.0, 1.0) == {}
