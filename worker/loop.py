@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, Self
 
-from protocol.kv import KVReport
+from protocol.kv import KVFetch, KVReport
 from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker, Trace
 from worker.kv.exchange import ToExchange
 from worker.launched import Launched
@@ -97,7 +97,7 @@ class Loop:
                 case StepPlan() as plan:
                     self._launch(plan)
                 case message:
-                    self._exchange.take(message)
+                    self._exchange_kv(message)
 
     def _launch(self, plan: StepPlan) -> None:
         self._tracer.before(plan.step)
@@ -111,8 +111,13 @@ class Loop:
         while self._out:
             self._tell()
         while isinstance(message := self._engine.receive(), ToExchange):
-            self._exchange.take(message)
+            self._exchange_kv(message)
         return message
+
+    def _exchange_kv(self, message: ToExchange) -> None:
+        if isinstance(message, KVFetch):
+            self._runner.await_content(message.blocks)
+        self._exchange.take(message)
 
     def _tell_done(self) -> None:
         while self._out and self._out[0].is_done:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from protocol.arrays import Int32
 from protocol.steps import StepPlan, StepResult
 from worker.attention.base import Attention
 from worker.bans import row_masks
@@ -97,6 +98,14 @@ class Runner:
             said = self._sample(hidden, batch, plan, await_masks)
             proposed = self._follow(plan, batch, said)
         return Launched.of(plan.step, started, readback, said, of_prompt, proposed)
+
+    @torch.inference_mode()
+    def await_content(self, blocks: Int32) -> None:
+        """These will be filled from elsewhere: with the model's K/V. A draft model has none of it;
+        it must not find there what an owner left."""
+        if self.drafting is not None:
+            (ids,) = upload([integers(blocks.data)], self._slots.device)
+            self.drafting.cache.zero(ids)
 
     def _prepare(self, plan: StepPlan) -> None:
         """Slots and blocks, in the order that StepPlan promises."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from msgspec.structs import replace as changed
@@ -242,19 +243,20 @@ def replay(
 ) -> Iterator[StepResult]:
     """What a new worker says to the same plans and masks, step by step.
 
-    block_poison   what a block holds when it is taken for content that is computed
-    zeroes         whether it is then zeroed
+    block_poison   what a block holds when it is taken for new content
+    zeroes         whether it is then zeroed, where that is computed
     """
     slots = slot_table(MAX_LEN, BLOCK_TOKENS, max_slots, poison=poison, kind=kind)
     cache = new_cache(recorded.loaded, NUM_BLOCKS, BLOCK_TOKENS)
     runner = new_runner(recorded.loaded, slots, cache, recorded.draft)
     caches = [cache] if runner.drafting is None else [cache, runner.drafting.cache]
     for step in steps:
-        for arrived in step.arrived:
-            arrived.write(cache)
+        taken = [*step.plan.zero_blocks.tolist(), *chain(*(each.blocks for each in step.arrived))]
         if block_poison is not None:
-            blocks = step.plan.zero_blocks.tolist()
             for each in caches:
-                each.k[:, blocks] = each.v[:, blocks] = block_poison
+                each.k[:, taken] = each.v[:, taken] = block_poison
+        for arrived in step.arrived:
+            runner.await_content(Int32.of(arrived.blocks))
+            arrived.write(cache)
         plan = step.plan if zeroes else changed(step.plan, zero_blocks=Int32.of([]))
         yield said(runner.step(plan, lambda step=step: step.masks))

@@ -21,6 +21,7 @@ from engine_core.grammar.compiler import Compiler
 from protocol.arrays import Int32
 from protocol.config import EngineConfig, WorkerConfig
 from protocol.grammar import Grammar
+from protocol.kv import KVFetch
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
@@ -186,6 +187,8 @@ class Replica:
     def _send_orders(self) -> None:
         for order in self.engine.take_orders():
             assert self.mover is not None
+            if isinstance(order, KVFetch):
+                self.runner.await_content(order.blocks)
             self.mover.obey(order)
 
     def move(self, fault: str = "") -> None:
