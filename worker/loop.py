@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 from collections import deque
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, Self
@@ -40,6 +41,8 @@ class Engine(Protocol):
 
 class Exchange(Protocol):
     """K/V that comes and goes beside the steps; worker.kv.exchange has it."""
+
+    def idle(self) -> AbstractContextManager[None]: ...
 
     @property
     def fd(self) -> int: ...
@@ -83,7 +86,9 @@ class Loop:
                 self._engine.send(traced)
             if (report := self._exchange.report()) is not None:
                 self._engine.send(report)
-            if not self._engine.wait(self._lookout.fd, self._exchange.fd):
+            with self._exchange.idle():
+                is_told = self._engine.wait(self._lookout.fd, self._exchange.fd)
+            if not is_told:
                 self._lookout.hear()
                 continue
             match self._engine.receive():

@@ -148,7 +148,6 @@ class Leases:
             return
         lease.move(event)
         self.num_ended[CAUSES[event]] += 1
-        if event is not Event.TAKE:
-            self._tell(KVWithdraw(lease=name))
+        self._tell(KVWithdraw(lease=name))  # a handle may come again, though all readers were here
         self._holders -= Counter(lease.blocks)
         self._pool.release(lease.blocks)
