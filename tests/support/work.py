@@ -1,0 +1,224 @@
+"""How much Python a token costs: calls of our own functions, counted over scripted runs.
+
+Counts do not depend on the machine or on what else it does, so they can be compared with recorded
+ones: see tests/unit/test_work.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from gateway.answering import Answer, Ask
+from gateway.engine_client import EngineClient
+from gateway.openai.chunks import ChunkStream
+from gateway.openai.shapes import ChatDialect, Origin
+from gateway.output.formats import bind, format_of
+from gateway.output.reader import AnswerOptions, ReaderFactory
+from gateway.text.tokenizer import Tokenizer
+from protocol.messages import Output
+from protocol.sampling import SamplingParams
+from tests.support.engines import Bench
+from tests.support.plans import GREEDY, slot_init, step_plan
+from tests.support.scripted_engine import ids_of, marked_ids, scripted_card, thinking_card
+from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "tests" / "data" / "work.json"
+ROOMS = tuple(f"{ROOT}/{room}/" for room in ("protocol", "gateway", "engine_core", "worker"))
+ALLOWED = 1.05
+"""Of what was recorded: less than one call more per token of a plain stream."""
+
+Work = dict[str, float]
+"""Function ("file:name") -> how often it is called per unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """run   the work, and of how many units it was"""
+
+    name: str
+    unit: str
+    run: Callable[[Counted], int]
+
+    def work(self) -> Work:
+        """Once to warm up: what is made at first use is no part of it."""
+        self.run(Counted())
+        counted = Counted()
+        units = self.run(counted)
+        return {name: count / units for name, count in sorted(counted.calls.items())}
+
+
+class Counted:
+    """Counts calls of our rooms' functions inside `with counted():`, in this thread."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOMS):
+            file = code.co_filename.removeprefix(f"{ROOT}/")
+            self.calls[f"{file}:{code.co_qualname}"] += 1
+
+
+# ---- gateway
+
+PLAIN = "The quick brown fox jumps over the lazy dog. " * 8
+THINKING = (
+    "<think>\nFirst I look at the question, then I answer it.\n</think>\n\nOne moment, please."
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2, 3]}}'
+    "\n</tool_call>"
+)
+
+
+def stream(ids: Sequence[int], readers: ReaderFactory, counted: Counted) -> int:
+    """A chat's stream, a token at a time, from the engine's news to its frames. Per token."""
+    answer = Answer(EngineClient("ipc:///nowhere"), [Ask([1, 2, 3], [SamplingParams()], readers)])
+    (choice,) = answer.choices
+    frames: list[bytes] = []
+    sink = ChunkStream(
+        answer,
+        ChatDialect(readers.tokenizer, None),
+        Origin("chatcmpl-1", "m", "print", created=12),
+        write=frames.append,
+        finish=lambda: None,
+    )
+    answer.attach(sink)
+    with counted():
+        for token in ids:
+            answer.take(choice, Output(request=1, tokens=[token]))
+    answer.close()
+    assert len(frames) > len(ids) / 4
+    return len(ids)
+
+
+def plain_stream(counted: Counted) -> int:
+    return stream(ids_of(PLAIN), ReaderFactory(Tokenizer(scripted_card())), counted)
+
+
+def formatted_stream(counted: Counted) -> int:
+    tokenizer = Tokenizer(thinking_card())
+    bound = bind(format_of("hermes", "qwen3"), tokenizer)
+    options = AnswerOptions(format=bound, new_id=lambda: "call_1")
+    return stream(marked_ids(THINKING), ReaderFactory(tokenizer, None, options), counted)
+
+
+# ---- engine
+
+STREAMS, ANSWER, PROMPT = 8, 40, 24
+
+
+def engine_answers(counted: Counted, **config: Any) -> int:
+    """Answers of some streams at once, planned and committed. Per token."""
+    bench = Bench(num_blocks=257, say=_never_ends, **config)
+    for number in range(STREAMS):
+        prompt = [1 + (number + at) % 90 for at in range(PROMPT)]
+        bench.add(prompt, max_tokens=ANSWER, temperature=0.0)
+    tokens = 0
+    while True:
+        with counted():
+            plan = bench.engine.plan()
+            bench.engine.take_orders()
+        if plan is None:
+            break
+        result = bench.worker.execute(plan)
+        with counted():
+            news = bench.engine.commit(result, 0.01)
+        tokens += sum(len(o.tokens) for outputs in news.values() for o in outputs.outputs)
+    assert tokens == STREAMS * ANSWER
+    return tokens
+
+
+def _never_ends(tokens: list[int], seed: int, possible: list[int] | None) -> int:
+    return 1 + (tokens[-1] + 1) % 90
+
+
+def guessed_answers(counted: Counted) -> int:
+    return engine_answers(counted, speculation="ngram")
+
+
+# ---- worker
+
+ROWS, STEPS = 4, 12
+WORDS = [5, 9, 2, 77, 31]
+
+
+def worker_steps(params: SamplingParams, counted: Counted) -> int:
+    """Decoding steps of a few rows. Per step."""
+    runner = tiny_runner(tiny_slots(ROWS), tiny_cache(ROWS * 8 + 1))
+    blocks = [list(range(1 + row * 6, 7 + row * 6)) for row in range(ROWS)]
+    inits = [slot_init(row, WORDS, blocks=blocks[row], params=params) for row in range(ROWS)]
+    rows = [(row, 0, len(WORDS), True) for row in range(ROWS)]
+    runner.step(step_plan(0, bind=inits, rows=rows))
+    for step in range(1, STEPS + 1):
+        start = len(WORDS) + step - 1
+        plan = step_plan(step, rows=[(row, start, 1, True) for row in range(ROWS)])
+        with counted():
+            runner.step(plan)
+    return STEPS
+
+
+def greedy_steps(counted: Counted) -> int:
+    return worker_steps(GREEDY, counted)
+
+
+def drawn_steps(counted: Counted) -> int:
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.1, logprobs=2)
+    return worker_steps(drawn, counted)
+
+
+SCENARIOS = [
+    Scenario("gateway, a chat's stream", "token", plain_stream),
+    Scenario("gateway, reasoning and tool calls", "token", formatted_stream),
+    Scenario("engine, 8 streams", "token", engine_answers),
+    Scenario("engine, 8 streams with guesses", "token", guessed_answers),
+    Scenario("worker, 4 greedy rows", "step", greedy_steps),
+    Scenario("worker, 4 rows that draw", "step", drawn_steps),
+]
+
+
+# ---- against what was recorded
+
+
+def complaint(scenario: Scenario, recorded: Work, now: Work) -> str | None:
+    """None where it is no more work than was recorded; else which functions grew."""
+    before, total = sum(recorded.values()), sum(now.values())
+    if total <= before * ALLOWED:
+        return None
+    grown = {name: count - recorded.get(name, 0.0) for name, count in now.items()}
+    worst = sorted((name for name in grown if grown[name] > 0), key=lambda name: -grown[name])
+    rows = [f"  {recorded.get(name, 0.0):8.2f} -> {now[name]:8.2f}  {name}" for name in worst[:15]]
+    return "\n".join(
+        [
+            f"{scenario.name}: {total:.1f} calls per {scenario.unit}, where {before:.1f} were "
+            "recorded. What grew:",
+            *rows,
+            "If it is worth it, record the new counts with `python -m tests.unit.test_work`, and "
+            "say in the commit what they buy.",
+        ]
+    )
+
+
+def record() -> None:
+    told = {s.name: {k: round(v, 4) for k, v in s.work().items()} for s in SCENARIOS}
+    RECORDED.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
+    for scenario in SCENARIOS:
+        total = sum(told[scenario.name].values())
+        print(f"{total:8.1f} calls per {scenario.unit}  {scenario.name}")
