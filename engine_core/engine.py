@@ -195,6 +195,9 @@ class Engine:
             if not request.num_preemptions:
                 self._counts["prompt_tokens"] += request.prompt_tokens
                 self._counts["cached_tokens"] += request.num_cached
+        for request, count in work:
+            if request.kv_readers and count >= request.num_uncomputed:
+                self._exchange.announce(request)
         self._step += 1
         plan = build_plan(self._step, schedule, self._scheduler.released_slots, self._generations)
         self._scheduler.released_slots.clear()
@@ -273,6 +276,8 @@ class Engine:
 
     def _end(self, request: Request, finish: FinishReason, taken: Taken = NOTHING) -> Output:
         """The one way a request ends; its last news, with what the last step brought."""
+        if not taken.kv_handle:
+            self._exchange.retract(request)
         last = end_of(request, finish, taken, self._model)
         self._open.remove(request)
         self._door.leave(request)

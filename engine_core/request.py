@@ -87,6 +87,7 @@ class Request:
     grammar          digest of the grammar that constrains the answer, if one does
     matcher          where the answer is in that grammar, whatever becomes of slot and blocks
     kv_readers       who will go on from its K/V, which is all that is wanted; 0 for an answer
+    lease            of its K/V, for readers, once the worker has been told of it
     handle           what other engine has K/V of its prompt
     labels           names by which any client may abort it
     account          who pays for it; None: nobody counts
@@ -123,6 +124,7 @@ class Request:
     grammar: bytes | None = None
     matcher: Matcher | None = None
     kv_readers: int = 0
+    lease: bytes = b""
     handle: Handle | None = None
     labels: tuple[str, ...] = ()
     account: Account | None = None

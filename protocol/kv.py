@@ -45,7 +45,10 @@ LEASE_BYTES = 16
 class KVExport(Message, frozen=True, kw_only=True):
     """Engine -> worker P: from now on, whoever names this lease may read these blocks.
 
-    blocks      [B] ids, in the order of the sequence; all that they hold has been computed
+    Said before the step that computes the last of it, and nobody is told the lease's name before
+    that step is done: so the worker knows the lease when the first reader comes.
+
+    blocks      [B] ids, in the order of the sequence
     readers     how many will come; when so many are done, KVReport.taken has the lease
     """
 

@@ -84,11 +84,20 @@ class Exchange:
 
     # ---- what the engine does
 
+    def announce(self, request: Request) -> None:
+        """The step that is about to be told computes the last of what its readers want."""
+        request.lease = self._draw_lease()
+        self.leases.announce(request.lease, request.blocks, request.kv_readers)
+
+    def retract(self, request: Request) -> None:
+        """It has ended before it was handed over."""
+        if request.lease:
+            self.leases.retract(request.lease)
+
     def hand_over(self, request: Request) -> str:
         """Keep what `request` has computed for its readers; the handle that they need."""
-        name = self._draw_lease()
-        self.leases.open(name, request.blocks, request.kv_readers, self._now)
-        return self._peers.write(request, name)
+        self.leases.open(request.lease, request.blocks, self._now)
+        return self._peers.write(request, request.lease)
 
     def give_up(self, request: Request) -> None:
         """It has ended while its blocks were being filled."""

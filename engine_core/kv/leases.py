@@ -44,7 +44,7 @@ class Event(Enum):
 
 NEXT_STATE = {
     (State.OPEN, Event.KEEP): State.OPEN,
-    (State.OPEN, Event.TAKE): State.OVER,  # the worker says so: it needs not be told
+    (State.OPEN, Event.TAKE): State.OVER,
     (State.OPEN, Event.RELEASE): State.OVER,
     (State.OPEN, Event.EXPIRE): State.OVER,
     (State.OPEN, Event.YIELD): State.OVER,
@@ -104,14 +104,25 @@ class Leases:
         """A copy, for checks."""
         return Counter(self._holders)
 
-    def open(self, name: bytes, blocks: list[int], readers: int, now: float) -> None:
-        """Hold these blocks, too. All that they will hold has been computed."""
+    def announce(self, name: bytes, blocks: list[int], readers: int) -> None:
+        """The step that is about to be told computes the last of what readers of these blocks want.
+
+        The worker hears of the lease before that step, so it knows it when whoever has been told
+        the handle comes: that way may be shorter than the worker's own.
+        """
+        self._tell(KVExport(lease=name, blocks=Int32.of(blocks), readers=readers))
+
+    def retract(self, name: bytes) -> None:
+        """What was announced will not be opened."""
+        self._tell(KVWithdraw(lease=name))
+
+    def open(self, name: bytes, blocks: list[int], now: float) -> None:
+        """Hold these blocks, too, which have been announced and computed."""
         assert name not in self._open, "two leases of one name"
         until = now + self._lease_s
         self._pool.share(blocks)
         self._holders.update(blocks)
         self._open[name] = Lease(name, list(blocks), until, until)
-        self._tell(KVExport(lease=name, blocks=Int32.of(blocks), readers=readers))
 
     def keep(self, name: bytes, now: float) -> None:
         if (lease := self._open.get(name)) is not None:

@@ -12,9 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import zmq
 
-from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.client import Engine
 from protocol.errors import (
@@ -26,22 +24,18 @@ from protocol.errors import (
     ServingError,
 )
 from protocol.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Generate,
     Goodbye,
-    Hello,
-    Message,
     Output,
     Outputs,
     Ping,
     Pong,
     Refused,
-    ToClient,
-    Welcome,
 )
 from protocol.sampling import SamplingParams
 from tests.support.processes import Program, descendants_of, eventually, is_alive
+from tests.support.raw_client import RawClient
 from tests.support.tiny_checkpoint import write_tiny_llama
 
 LEASE_S = 3.0
@@ -105,39 +99,10 @@ def connect(process: Process) -> Engine:
     return Engine(process.address, wait_s=60)
 
 
-class RawClient:
-    """A client that says just what a test wants it to say."""
-
-    def __init__(self, process: Process) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = sockets.connect_dealer(self._context, process.address)
-        self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
-        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
-
-    def say(self, message: Message) -> None:
-        self.socket.send_multipart(wire.encode(message))
-
-    def hear(self) -> ToClient:
-        return self._decoder.decode(self.socket.recv_multipart())
-
-    def hear_all(self, kind: type[ToClient]) -> ToClient:
-        """The next message of a kind; others are passed over."""
-        while not isinstance(message := self.hear(), kind):
-            pass
-        return message
-
-    def greet(self) -> None:
-        self.say(Hello(protocol=PROTOCOL_VERSION, name="raw"))
-        assert isinstance(self.hear_all(Welcome), Welcome)
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
 @pytest.fixture
 def raw(shared: Process) -> Iterator[RawClient]:
     connect(shared).close()  # wait until it is ready
-    client = RawClient(shared)
+    client = RawClient(shared.address)
     yield client
     client.close()
 

@@ -344,6 +344,26 @@ def test_a_lease_is_exported_before_its_handle_is_told_and_withdrawn_before_its_
     assert set(exported.blocks.tolist()) & set(plan.zero_blocks.tolist())
 
 
+def test_the_worker_hears_of_a_lease_before_the_step_that_completes_it_and_of_an_abort() -> None:
+    """A reader may be quicker at P's worker than a word of P's engine that was said later."""
+    pair = Pair(p={"token_budget": 16})
+    number = pair.p.add(PROMPT, kv_readers=1)
+    assert isinstance(number, int)
+    heard = pair.movers[0].heard
+    assert pair.p.plan() is not None
+    assert not heard, "13 tokens are left for another step"
+    pair.p.finish()
+    assert pair.p.plan() is not None
+    exported = heard[0]
+    assert isinstance(exported, KVExport)
+    pair.p.abort(number)
+    pair.p.send_orders()
+    assert heard[1:] == [KVWithdraw(lease=exported.lease)]
+    pair.p.run()
+    assert pair.is_free()
+    assert not pair.air.exports
+
+
 def crowded(**p: Any) -> Pair:
     """P with 16 blocks, 12 of which are leased."""
     pair = Pair(p={"role": "both", "num_blocks": 17, **p})

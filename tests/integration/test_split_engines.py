@@ -1,0 +1,199 @@
+"""Two engines with real workers and a tiny model, as processes: a prompt is computed by one, its
+answer given by the other, whatever becomes of the first."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.arrays import Int32
+from protocol.client import Engine
+from protocol.cluster_key import write_cluster_key
+from protocol.messages import Accepted, Generate, Output, Outputs, ReleaseKV
+from protocol.sampling import SamplingParams
+from tests.support.engine_view import EngineView
+from tests.support.processes import Program, descendants_of, eventually
+from tests.support.raw_client import RawClient
+from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
+
+LEASE_S = 4.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+class Side:
+    """One of the two engines, and a client of it."""
+
+    def __init__(self, directory: Path, checkpoint: Path, role: str) -> None:
+        self.address = f"ipc://{directory}/{role}.sock"
+        key = str(directory / "key")
+        config = {
+            "address": self.address,
+            "role": role,
+            "cluster_key": key,
+            "kv_lease_s": LEASE_S,
+            "token_budget": 64,
+            "worker": {
+                "model": str(checkpoint),
+                "dtype": "float32",
+                "poison_slots": "wild",
+                "max_slots": 2,
+                "kv_blocks": 65,
+                "threads": 1,
+                "cluster_key": key,
+                "kv_export": role == "prefill",
+                "kv_address": f"ipc://{directory}/kv.sock" if role == "prefill" else "",
+            },
+        }
+        self.program = Program(["-P", "-m", "engine_core", "--config", json.dumps(config)])
+        self.client = RawClient(self.address)
+        self._last = 0
+
+    def ask(self, prompt: list[int], **asked: Any) -> int:
+        self._last += 1
+        message = Generate(request=self._last, prompt=Int32.of(prompt), params=GREEDY, **asked)
+        self.client.say(message)
+        assert self.client.hear() == Accepted(request=self._last)
+        return self._last
+
+    def hear_end(self, number: int) -> Output:
+        """The end of the one request that is open, with all its tokens."""
+        tokens: list[int] = []
+        while True:
+            news = self.client.hear_all(Outputs)
+            assert isinstance(news, Outputs)
+            for output in news.outputs:
+                assert output.request == number
+                tokens += output.tokens
+                if output.finish is not None:
+                    assert output.usage is not None
+                    return Output(
+                        request=number,
+                        tokens=tokens,
+                        finish=output.finish,
+                        usage=output.usage,
+                        kv_handle=output.kv_handle,
+                    )
+
+    def answer(self, prompt: list[int], **asked: Any) -> Output:
+        return self.hear_end(self.ask(prompt, **asked))
+
+    def view(self) -> EngineView:
+        return EngineView(self.address)
+
+
+class Split:
+    def __init__(self, directory: Path, checkpoint: Path) -> None:
+        directory.chmod(0o700)
+        write_cluster_key(str(directory / "key"))
+        self.p, self.d = (Side(directory, checkpoint, role) for role in ("prefill", "decode"))
+
+    def greet(self) -> None:
+        for side in (self.p, self.d):
+            Engine(side.address, wait_s=60).close()  # it is ready
+            side.client.greet()
+
+    def fetch_failures(self) -> dict[str, int]:
+        view = self.d.view()
+        try:
+            return view.stats().num_fetches_failed
+        finally:
+            view.close()
+
+    def prefill(self, prompt: list[int]) -> str:
+        return self.p.answer(prompt, kv_readers=1).kv_handle
+
+
+@pytest.fixture
+def split(tmp_path: Path, checkpoint: Path) -> Iterator[Split]:
+    both = Split(tmp_path, checkpoint)
+    with both.p.program, both.d.program:
+        both.greet()
+        yield both
+        both.p.client.close()
+        both.d.client.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)
+
+
+def prompts(count: int) -> list[list[int]]:
+    dice = random.Random(3)
+    return [[dice.randrange(1, VOCAB) for _ in range(dice.randrange(2, 80))] for _ in range(count)]
+
+
+def test_answers_are_those_of_one_engine_and_each_prompt_is_computed_once(split: Split) -> None:
+    asked = prompts(30)
+    handed = [split.d.answer(prompt, kv_handle=split.prefill(prompt)) for prompt in asked]
+    views = [side.view() for side in (split.p, split.d)]
+    at_p, at_d = (view.stats() for view in views)
+    assert at_d.num_fetches_failed == {}
+    assert at_p.num_computed_tokens == at_d.num_fetched_tokens == sum(len(p) - 1 for p in asked)
+    assert at_d.num_computed_tokens == 30 * GREEDY.max_tokens  # type: ignore[operator]
+    assert at_d.num_fetches_failed == {}
+    for prompt, output in zip(asked, handed, strict=True):
+        assert output.usage is not None
+        assert output.usage.fetched_tokens == len(prompt) - 1
+        assert split.d.answer(prompt, namespace="alone").tokens == output.tokens
+    for view in views:
+        assert view.wait_until_free(5.0) < 5.0
+        view.close()
+
+
+def test_a_lease_that_nobody_takes_is_over_and_its_handle_is_computed_again(split: Split) -> None:
+    prompt = prompts(1)[0]
+    handle = split.prefill(prompt)
+    with_view = split.p.view()
+    assert with_view.stats().leases == 1
+    assert eventually(lambda: with_view.stats().leases == 0, within_s=LEASE_S + 3)
+    assert with_view.wait_until_free(1.0) < 1.0
+    with_view.close()
+    output = split.d.answer(prompt, kv_handle=handle)
+    assert output.finish == "length"
+    assert output.usage is not None
+    assert output.usage.fetched_tokens == 0
+    assert split.fetch_failures() == {"expired": 1}
+
+
+def test_what_is_released_is_free_at_once(split: Split) -> None:
+    view = split.p.view()
+    handle = split.prefill(prompts(1)[0])
+    split.p.client.say(ReleaseKV(handles=[handle]))
+    assert view.wait_until_free(1.0) < 1.0
+    assert view.stats().num_leases_ended == {"released": 1}
+    view.close()
+
+
+def test_when_p_is_killed_the_answer_is_computed_by_d(split: Split) -> None:
+    prompt = prompts(1)[0]
+    plain = split.d.answer(prompt, namespace="alone").tokens
+    handle = split.prefill(prompt)
+    for _, words in descendants_of(split.p.program.process.pid):
+        assert "worker" in words
+    split.p.program.signal(signal.SIGKILL)
+    output = split.d.answer(prompt, kv_handle=handle)
+    assert output.tokens == plain
+    assert output.usage is not None
+    assert output.usage.fetched_tokens == 0
+    view = split.d.view()
+    assert sum(view.stats().num_fetches_failed.values()) == 1
+    assert view.wait_until_free(5.0) < 5.0
+    view.close()
+
+
+def test_a_p_that_drains_waits_for_its_leases_and_no_longer(split: Split) -> None:
+    prompt = prompts(1)[0]
+    handle = split.prefill(prompt)
+    split.p.program.signal(signal.SIGTERM)
+    output = split.d.answer(prompt, kv_handle=handle)
+    assert split.fetch_failures() == {}
+    assert output.usage is not None
+    assert output.usage.fetched_tokens == len(prompt) - 1
+    assert split.p.program.end() == 0

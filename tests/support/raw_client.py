@@ -1,0 +1,35 @@
+"""A client of an engine that says just what a test wants it to say."""
+
+from __future__ import annotations
+
+import zmq
+
+from protocol import sockets, wire
+from protocol.messages import PROTOCOL_VERSION, Hello, Message, ToClient, Welcome
+
+
+class RawClient:
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = sockets.connect_dealer(self._context, address)
+        self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
+
+    def say(self, message: Message) -> None:
+        self.socket.send_multipart(wire.encode(message))
+
+    def hear(self) -> ToClient:
+        return self._decoder.decode(self.socket.recv_multipart())
+
+    def hear_all(self, kind: type[ToClient]) -> ToClient:
+        """The next message of a kind; others are passed over."""
+        while not isinstance(message := self.hear(), kind):
+            pass
+        return message
+
+    def greet(self) -> None:
+        self.say(Hello(protocol=PROTOCOL_VERSION, name="raw"))
+        assert isinstance(self.hear_all(Welcome), Welcome)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
