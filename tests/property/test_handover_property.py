@@ -18,8 +18,8 @@ from tests.support.handover import Air, EchoMover
 from tests.support.storm import Storm
 
 OPERATIONS = 12_000
-SEEDS = (200, 3, 204, 7)
-"""From tests.support.storm.SPECULATING on, tokens are guessed ahead."""
+SEEDS = (200, 3, 104, 7)
+"""As tests.support.storm has it: the first with a draft model, the third with n-grams."""
 FAULTS = ("expired", "unreachable", "damaged", "timeout")
 
 
