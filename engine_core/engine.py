@@ -52,7 +52,7 @@ from engine_core.speculation import Speculation
 from engine_core.speed import Speed
 from protocol.config import EngineConfig
 from protocol.errors import StepFailed
-from protocol.kv import KVReport, PeerSource
+from protocol.kv import KVReport
 from protocol.messages import (
     Accepted,
     FinishReason,
@@ -333,11 +333,10 @@ class Engine:
             self._scheduler.finish(request)
             return None
         if fetch.state is FetchState.ARRIVED:
-            self._scheduler.arrive(request, fetch.match.num_tokens)
+            self._scheduler.arrive(request, fetch.match)
             return None
-        self._scheduler.arrive(request, request.num_computed)
-        was_promised = isinstance(fetch.match.source, PeerSource)  # as a handle does
-        if not was_promised or self._config.kv_on_failure == "recompute":
+        self._scheduler.arrive(request, None)
+        if not fetch.match.is_for_it or self._config.kv_on_failure == "recompute":
             return None
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")
         return self._end(request, "error", Taken(error=error))

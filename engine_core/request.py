@@ -82,7 +82,7 @@ class Request:
     num_followed     how many of its tokens, when the plans that are out will have been committed
     num_published    how many of its blocks have been offered to the prefix cache
     num_cached       prompt tokens whose K/V was found, or fetched, at the first admission
-    num_fetched      how many of these were fetched
+    num_fetched      how many of these another engine has computed for it
     prompt_logprobs  as computed so far in this life; told with the first token
     grammar          digest of the grammar that constrains the answer, if one does
     matcher          where the answer is in that grammar, whatever becomes of slot and blocks

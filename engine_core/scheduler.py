@@ -105,13 +105,16 @@ class Scheduler:
         request.num_computed += num_tokens
         self._publish(request)
 
-    def arrive(self, request: Request, num_computed: int) -> None:
-        """A request's fetch is over, and K/V of its first `num_computed` tokens is there."""
+    def arrive(self, request: Request, match: Match | None) -> None:
+        """A request's fetch is over, and has brought what matched; None: nothing."""
         request.move(Event.ARRIVE)
+        if match is None:
+            return
         if not request.num_preemptions:
-            request.num_fetched = num_computed - request.num_computed
-            request.num_cached = num_computed
-        request.num_computed = request.num_scheduled = num_computed
+            request.num_cached = match.num_tokens
+            if match.is_for_it:
+                request.num_fetched = match.num_tokens - request.num_computed
+        request.num_computed = request.num_scheduled = match.num_tokens
         self._publish(request)
 
     def finish(self, request: Request) -> None:

@@ -119,10 +119,12 @@ class _EngineCollector(Collector):
             up.add_metric(label, float(line.engine.is_ready))
         yield up
         told = [(label, line.engine.stats) for line, label in zip(lines, labels, strict=True)]
-        yield from _series([(label, stats) for label, stats in told if stats], names)
+        yield from engine_series([(label, stats) for label, stats in told if stats], names)
 
 
-def _series(told: Sequence[tuple[list[str], EngineStats]], names: list[str]) -> Iterator[Metric]:
+def engine_series(
+    told: Sequence[tuple[list[str], EngineStats]], names: list[str]
+) -> Iterator[Metric]:
     """told: (label values, what the engine says of itself), of those that have spoken"""
     if not told:
         return

@@ -241,8 +241,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What a request cost so far. `cached_tokens` of the prompt were not computed again;
-    `fetched_tokens` of these came from elsewhere (kv.py); `draft_tokens` were guessed, and
-    `accepted_tokens` of these are in the answer."""
+    `fetched_tokens` of these another engine has computed for this request (kv.py); `draft_tokens`
+    were guessed, and `accepted_tokens` of these are in the answer."""
 
     prompt_tokens: int
     generated_tokens: int

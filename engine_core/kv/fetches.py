@@ -15,7 +15,7 @@ from typing import Protocol
 
 from engine_core.request import Request
 from protocol.arrays import Int32
-from protocol.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, Source
+from protocol.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerSource, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,12 @@ class Match:
     source: Source
     num_blocks: int
     num_tokens: int
+
+    @property
+    def is_for_it(self) -> bool:
+        """Another engine has computed it for this very request, as its handle says. What a tier
+        has, nobody has computed for it, nor promised."""
+        return isinstance(self.source, PeerSource)
 
 
 class Supplier(Protocol):

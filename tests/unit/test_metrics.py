@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import msgspec
+from prometheus_client.core import Metric
 
 from gateway.exchange import Exchange
-from gateway.metrics import _COUNTERS, _GAUGES, Metrics
+from gateway.metrics import (
+    _COUNTERS,
+    _GAUGES,
+    _LABELLED,
+    _LABELLED_GAUGES,
+    Metrics,
+    engine_series,
+)
 from protocol.messages import Output, Usage
 from protocol.stats import EngineStats
 from tests.unit.test_chunks import an_answer
@@ -15,7 +23,45 @@ def test_every_number_that_an_engine_tells_has_its_series() -> None:
     stats = msgspec.structs.asdict(EngineStats())
     fields = {name for name, value in stats.items() if not isinstance(value, dict)}
     assert fields == _GAUGES.keys() | _COUNTERS.keys()
+    assert stats.keys() - fields == _LABELLED_GAUGES.keys() | _LABELLED.keys()
     assert _COUNTERS.keys() >= {"num_draft_tokens", "num_accepted_tokens"}
+
+
+def samples(metrics: list[Metric]) -> dict[tuple[str, ...], float]:
+    """(name, label values ...) -> value"""
+    return {
+        (sample.name.removeprefix("tidegate_engine_"), *sample.labels.values()): sample.value
+        for metric in metrics
+        for sample in metric.samples
+    }
+
+
+def test_each_tier_has_its_series_and_each_engine_its_labels() -> None:
+    one = EngineStats(
+        running=1,
+        tier_blocks={"host": 2, "disk": 3},
+        tier_bytes={"host": 4, "disk": 5},
+        num_tier_stored={"disk": 6},
+        num_tier_dropped={"disk": 7},
+        num_tier_loaded={"host": 8},
+        num_tier_failed={"host": 9},
+    )
+    told = [(["decode", "here"], one), (["prefill", "there"], EngineStats(running=7))]
+    found = samples(list(engine_series(told, ["role", "address"])))
+    assert found["running", "decode", "here"] == 1
+    assert found["running", "prefill", "there"] == 7
+    expected = {
+        ("tier_blocks", "host"): 2,
+        ("tier_blocks", "disk"): 3,
+        ("tier_bytes", "host"): 4,
+        ("tier_bytes", "disk"): 5,
+        ("tier_blocks_stored_total", "disk"): 6,
+        ("tier_blocks_dropped_total", "disk"): 7,
+        ("tier_blocks_loaded_total", "host"): 8,
+        ("tier_blocks_failed_total", "host"): 9,
+    }
+    tiers = {key: value for key, value in found.items() if key[0].startswith("tier_")}
+    assert tiers == {(name, "decode", "here", tier): n for (name, tier), n in expected.items()}
 
 
 def test_each_request_for_which_something_was_guessed_is_told_with_its_share() -> None:
