@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 from collections import deque
-from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, Self
@@ -41,8 +40,6 @@ class Engine(Protocol):
 
 class Exchange(Protocol):
     """K/V that comes and goes beside the steps; worker.kv.exchange has it."""
-
-    def idle(self) -> AbstractContextManager[None]: ...
 
     @property
     def fd(self) -> int: ...
@@ -86,9 +83,7 @@ class Loop:
                 self._engine.send(traced)
             if (report := self._exchange.report()) is not None:
                 self._engine.send(report)
-            with self._exchange.idle():
-                is_told = self._engine.wait(self._lookout.fd, self._exchange.fd)
-            if not is_told:
+            if not self._engine.wait(self._lookout.fd, self._exchange.fd):
                 self._lookout.hear()
                 continue
             match self._engine.receive():

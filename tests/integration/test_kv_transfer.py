@@ -25,7 +25,6 @@ from protocol.kv_peers import KVChunk, KVDone, KVOpen, KVOpened, KVRead
 from tests.support.kv_proxy import Proxy
 from tests.support.kv_worker import Peer, Shape, Worker
 from tests.support.processes import eventually
-from worker.kv.exports import GRACE_S
 
 MOVERS = [
     "auto",
@@ -38,7 +37,7 @@ MOVERS = [
         ),
     ),
 ]
-LEASE, OVER = b"a lease of blocks", b"one that is over"
+LEASE = b"a lease of blocks"
 BIG = Shape(num_layers=8, num_blocks=120, block_tokens=16, num_kv_heads=4, head_dim=64, seed=3)
 """256 KiB a block: a transfer of all of it takes long enough to come between."""
 
@@ -113,24 +112,12 @@ def test_blocks_arrive_bit_by_bit_where_they_belong_and_no_other_is_touched(
             peer.program.line_with(f"taken {LEASE.hex()}")
 
 
-def test_a_reader_that_comes_before_the_peer_has_heard_of_its_lease_waits_for_it(context, address):
-    with Peer(Shape(seed=1), address) as peer, reader(context, Shape()) as worker:
-        peer.export_behind_a_step(LEASE, [1, 2], step_s=4 * GRACE_S)
-        worker.fetch(1, peer.source(LEASE), [3, 4])
-        worker.fetch(2, peer.source(b"unknown"), [5])
-        assert worker.hears_nothing(2 * GRACE_S)
-        assert isinstance(worker.end_of(1), KVFetched)
-        assert worker.end_of(2) == KVFailure(2, "expired", "the lease is over")
-
-
 def test_several_transfers_go_on_beside_each_other_and_two_readers_end_a_lease(context, address):
     with Peer(BIG, address, "zmq") as peer, reader(context, empty(BIG), "zmq") as worker:
         peer.export(LEASE, list(range(1, 60)), readers=2)
-        peer.export(OVER, [60])
-        peer.withdraw(OVER)
         worker.fetch(1, peer.source(LEASE), list(range(1, 60)))
         worker.fetch(2, peer.source(LEASE), list(range(60, 119)))
-        worker.fetch(3, peer.source(OVER), [119])
+        worker.fetch(3, peer.source(b"unknown"), [119])
         assert worker.end_of(3) == KVFailure(3, "expired", "the lease is over")
         assert {1, 2} - worker.ends.keys(), "a small one does not wait for the large ones"
         assert isinstance(worker.end_of(1), KVFetched)

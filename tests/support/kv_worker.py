@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Self
 
 import msgspec
@@ -157,11 +157,7 @@ class Peer:
         return self.program.process.pid
 
     def export(self, lease: bytes, blocks: list[int], readers: int = 1) -> None:
-        self._say(_export(lease, blocks, readers))
-
-    def export_behind_a_step(self, lease: bytes, blocks: list[int], step_s: float) -> None:
-        """It hears of the lease when it has computed for so long; returns at once."""
-        self.program.say(_export(lease, blocks, 1, step_s))
+        self._say(f"export {lease.hex()} {','.join(map(str, blocks))} {readers}")
 
     def withdraw(self, lease: bytes) -> None:
         self._say(f"withdraw {lease.hex()}")
@@ -186,10 +182,6 @@ class Peer:
         self.program.line_with(f"done {count + 1}")
 
 
-def _export(lease: bytes, blocks: list[int], readers: int, step_s: float = 0.0) -> str:
-    return f"export {lease.hex()} {','.join(map(str, blocks))} {readers} {step_s}"
-
-
 def main(text: str) -> None:
     shape, config = msgspec.json.decode(text, type=tuple[Shape, WorkerConfig])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -206,8 +198,7 @@ def obey(worker: Worker) -> None:
     print("ready", os.getpid(), flush=True)
     num_done = 0
     while True:
-        with worker.exchange.idle():
-            ready = dict(poller.poll())
+        ready = dict(poller.poll())
         if worker.exchange.fd in ready and (report := worker.exchange.report()) is not None:
             for lease in report.taken:
                 print("taken", lease.hex(), flush=True)
@@ -222,8 +213,7 @@ def obey(worker: Worker) -> None:
 def obey_line(worker: Worker, command: str, *words: str) -> None:
     match command:
         case "export":
-            lease, blocks, readers, step_s = words
-            sleep(float(step_s))
+            lease, blocks, readers = words
             ids = Int32.of(map(int, blocks.split(",")))
             message = KVExport(lease=bytes.fromhex(lease), blocks=ids, readers=int(readers))
             worker.exchange.take(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from worker.kv.exports import GRACE_S, Exports, Parting
+from worker.kv.exports import Exports, Parting
 
 LEASE, ONE, TWO = b"lease", b"one", b"two"
 RIGHT, WRONG = Parting(is_live=True, is_taken=False), Parting(is_live=False, is_taken=False)
@@ -81,23 +81,6 @@ def test_one_that_is_taken_may_still_be_read_until_it_is_withdrawn():
     assert exports.part(LEASE, ONE) == LAST
     exports.open(LEASE, TWO, 0, 4)
     assert exports.part(LEASE, TWO) == RIGHT
-
-
-def test_an_unknown_lease_may_come_until_the_loop_has_waited_for_it_in_vain():
-    exports = Exports()
-    assert exports.may_come(LEASE, 10.0, 99.0)  # a step is being computed
-    exports.idle_since = 5.0
-    assert exports.may_come(LEASE, 10.0, 10.0 + GRACE_S / 2)
-    assert not exports.may_come(LEASE, 10.0, 10.0 + 2 * GRACE_S)
-    exports.idle_since = 11.0
-    assert exports.may_come(LEASE, 10.0, 11.0 + GRACE_S / 2)
-
-
-def test_one_that_is_withdrawn_will_not_come_however_busy_the_loop_is():
-    exports = exported()
-    assert exports.may_come(LEASE, 10.0, 10.0)
-    exports.withdraw(LEASE)
-    assert not exports.may_come(LEASE, 10.0, 10.0)
 
 
 def test_a_name_is_exported_once():

@@ -3,9 +3,6 @@ comes back."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Self
 
 import zmq
@@ -132,13 +129,6 @@ class Exchange:
         if self._tiers is None:
             raise ValueError("this worker has no tiers, and has said so")
         return self._tiers
-
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Inside, the loop has taken in all that the engine has said, and waits for more."""
-        self._exports.idle_since = time.monotonic()
-        yield
-        self._exports.idle_since = None
 
     def report(self) -> KVReport | None:
         """What is new. Raises what a thread has died of."""

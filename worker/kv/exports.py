@@ -3,9 +3,6 @@
 The engine reuses blocks as soon as it has said KVWithdraw, so "is it still live?" and "withdraw"
 are one order: when `withdraw` has returned, no reader is told any more that what it has read is
 right. Two threads come here: the loop adds and withdraws, the server asks.
-
-A reader may come before the loop has heard of its lease: it computes a step, and KVExport waits in
-its socket. So an unknown lease is over only when the loop has waited for messages in vain since.
 """
 
 from __future__ import annotations
@@ -17,10 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
-
-GRACE_S = 0.2
-"""A message takes less, from the engine's socket to the loop that waits for it."""
-MAX_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +45,6 @@ class Exports:
     def __init__(self) -> None:
         self._lock = Lock()
         self._leases: dict[bytes, Lease] = {}
-        self._over: dict[bytes, None] = {}  # the last ones that were withdrawn, oldest first
-        self.idle_since: float | None = None  # when the loop began to wait for messages
 
     def add(self, lease: bytes, blocks: Ids, num_readers: int) -> None:
         """Raises ValueError on a lease that is there already."""
@@ -66,17 +57,6 @@ class Exports:
         """From now on it is over. An unknown one is."""
         with self._lock:
             self._leases.pop(lease, None)
-            self._over[lease] = None
-            if len(self._over) > MAX_REMEMBERED:
-                del self._over[next(iter(self._over))]
-
-    def may_come(self, lease: bytes, asked_at: float, now: float) -> bool:
-        """Whether a lease that was not there when somebody asked for it may still be told of."""
-        with self._lock:
-            if lease in self._leases or lease in self._over:
-                return lease in self._leases
-        idle_since = self.idle_since
-        return idle_since is None or now - max(idle_since, asked_at) < GRACE_S
 
     def open(self, lease: bytes, reader: bytes, first: int, count: int) -> Ids | None:
         """The blocks; None where the lease is over. Raises ValueError where it has not so many."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import zlib
 from collections.abc import Sequence
 from threading import Thread
@@ -79,7 +78,6 @@ class Server:
         self._exports = exports
         self._news = news
         self._helper = helper
-        self._early: list[tuple[bytes, KVOpen, float]] = []  # who came before their lease, and when
         self._decoder: wire.Decoder[FromReader] = wire.Decoder(FromReader)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = Thread(target=news.guard(self._run), name="kv server", daemon=True)
@@ -98,31 +96,19 @@ class Server:
             while self._stop not in (ready := dict(poller.poll(self._patience_ms()))):
                 if ready:
                     self._hear()
-                self._look_again(time.monotonic())
                 if self._helper is not None:
                     self._helper.help()
         log.info("kv server stopped; messages dropped: %d", self.num_dropped)
 
     def _patience_ms(self) -> int | None:
         is_needed = self._helper is not None and self._exports.is_being_read
-        return HELP_MS if is_needed or self._early else None
-
-    def _look_again(self, now: float) -> None:
-        """Answer those who came early: their lease is there now, or will not be."""
-        early, self._early = self._early, []
-        for reader, message, asked_at in early:
-            if (answer := self._open(message)) is not None:
-                self._send(reader, answer)
-            elif self._exports.may_come(message.lease, asked_at, now):
-                self._early.append((reader, message, asked_at))
-            else:
-                self._send(reader, KVExpired())
+        return HELP_MS if is_needed else None
 
     def _hear(self) -> None:
         """One message, and its answer."""
         reader, *frames = self._socket.recv_multipart()
         try:
-            answer = self._answer(reader, self._decoder.decode(frames))
+            answer = self._answer(self._decoder.decode(frames))
         except WireError as error:
             self.num_dropped += 1
             log.debug("a message of no sense: %s", error)
@@ -130,25 +116,21 @@ class Server:
         if answer is not None:
             self._send(reader, answer)
 
-    def _answer(self, reader: bytes, message: FromReader) -> FromExporter | None:
+    def _answer(self, message: FromReader) -> FromExporter | None:
         match message:
             case KVOpen():
-                if (answer := self._open(message)) is None:
-                    self._early.append((reader, message, time.monotonic()))
-                return answer
+                return self._open(message)
             case KVRead():
                 return self._chunk(message)
-            case KVDone(lease=lease, reader=name, is_read=is_read):
-                self._early = [one for one in self._early if one[1].reader != name]
-                parting = self._exports.part(lease, name)
+            case KVDone(lease=lease, reader=reader, is_read=is_read):
+                parting = self._exports.part(lease, reader)
                 if parting.is_taken:
                     self._news.add_taken(lease)
                 if not is_read:
                     return None
                 return KVLive() if parting.is_live else KVExpired()
 
-    def _open(self, message: KVOpen) -> FromExporter | None:
-        """None: there is no such lease, or not yet."""
+    def _open(self, message: KVOpen) -> FromExporter:
         if message.layout != self._endpoint.layout:
             log.warning("refused a reader with a cache of %s", message.told)
             return KVUnlike(reason=f"the peer's cache is of {self._endpoint.told}")
@@ -157,7 +139,7 @@ class Server:
         except ValueError as error:
             return KVUnlike(reason=str(error))
         if ids is None:
-            return None
+            return KVExpired()
         return KVOpened(blocks=int32(ids), offers=self._offers)
 
     def _chunk(self, message: KVRead) -> FromExporter:
