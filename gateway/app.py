@@ -19,6 +19,7 @@ from gateway.admin import routes as admin
 from gateway.answering import ClientGone
 from gateway.anthropic import errors as anthropic_errors
 from gateway.anthropic import routes as anthropic
+from gateway.connection import client_socket, linger
 from gateway.exchange import REQUEST_ID_HEADER, Exchange, request_id_from
 from gateway.faults import Fault, fault_of, internal_fault, plain_fault
 from gateway.openai import routes as openai
@@ -176,11 +177,14 @@ def _has_long_body() -> bool:
 
 
 class LastResponse(flask.Response):
-    """The last one on its connection: what is still on its way is read by nobody."""
+    """The last one on its connection: what is still on its way is taken for a moment, for nobody to
+    read."""
 
     def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
         server = getattr(start_response, "__self__", None)  # gunicorn ignores what a header says
         if server is not None and hasattr(server, "force_close"):
             server.force_close()
+            if (sock := client_socket(environ)) is not None:
+                self.call_on_close(lambda: linger(sock))
         answer: Iterable[bytes] = super().__call__(environ, start_response)
         return answer

@@ -24,9 +24,11 @@ MAX_BUFFERED_BYTES = 1 << 20
 """A single write may be longer, where nothing waits before it: an echoed prompt is one."""
 STALL_S = 60.0
 ROOM_POLL_S = 0.01
+LINGER_S = 3.0
 
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 _READ = 1
+_LINGER_BYTES = 1 << 16
 
 
 def client_socket(environ: Mapping[str, Any]) -> Any | None:
@@ -39,6 +41,18 @@ def client_socket(environ: Mapping[str, Any]) -> Any | None:
 def can_take_over(environ: Mapping[str, Any]) -> bool:
     """Whether we may write the response ourselves: HTTP/1.1 on a socket of our own."""
     return client_socket(environ) is not None and environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
+
+
+def linger(sock: Any) -> None:
+    """Before a connection is closed on a client that still sends: it would lose our answer if what
+    it sends were not taken. Until it has read it and closes, but not for ever."""
+    until = time.monotonic() + LINGER_S
+    with contextlib.suppress(OSError):  # TimeoutError is one; a client that is gone needs no more
+        sock.shutdown(socket.SHUT_WR)
+        while (left_s := until - time.monotonic()) > 0:
+            sock.settimeout(left_s)
+            if not sock.recv(_LINGER_BYTES):
+                return
 
 
 class HangUp:

@@ -13,7 +13,7 @@ from flask import Blueprint, Response, g, request
 from gateway.anthropic.fitting import fitted
 from gateway.anthropic.schema import messages_decoder
 from gateway.anthropic.translate import translate
-from gateway.body import decode, read_json, unknown_fields
+from gateway.body import MAX_STRINGS, decode, read_json, unknown_fields
 from gateway.exchange import Exchange
 from gateway.openai import checks, schema
 from gateway.openai.completion import Completion
@@ -33,6 +33,9 @@ from gateway.responses.routes import history_of
 from gateway.responses.schema import ResponsesBody, responses_decoder
 from gateway.service import Service
 from protocol.errors import RequestError
+
+RECORDED_STRINGS = 1 << 20
+"""In a body: logprobs of a long answer name twenty texts for each token."""
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -141,14 +144,14 @@ def _id(kind: str) -> str:
 
 
 def derender_chat(service: Service) -> Response:
-    body = decode(_read(service), derender_chat_decoder)
+    body = decode(_read(service, RECORDED_STRINGS), derender_chat_decoder)
     model = service.model(body.model or body.chat_request.model)
     derendering = ChatDerendering(body, model, service.config)
     return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
 
 
 def derender_completions(service: Service) -> Response:
-    body = decode(_read(service), derender_completion_decoder)
+    body = decode(_read(service, RECORDED_STRINGS), derender_completion_decoder)
     model = service.model(body.model or body.completion_request.model)
     derendering = CompletionDerendering(body, model, service.config)
     return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
@@ -158,8 +161,8 @@ def _chunk(chunk: dict[str, Any] | None, state: str) -> Response:
     return _json({"chunk": chunk, "stream_state": state})
 
 
-def _read(service: Service) -> bytes:
-    return read_json(request, service.config.max_body_mib << 20)
+def _read(service: Service, max_strings: int = MAX_STRINGS) -> bytes:
+    return read_json(request, service.config.max_body_mib << 20, max_strings)
 
 
 def _json(value: Any) -> Response:

@@ -16,10 +16,18 @@ from types import TracebackType
 from typing import Self
 
 ROOT = Path(__file__).parents[2]
+AUDITED = Path(__file__).parent / "audited"
+"""Where Python finds what ends a program that unpickles."""
+
+
+def _audited(environment: dict[str, str]) -> dict[str, str]:
+    path = environment.get("PYTHONPATH", "")
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (str(AUDITED), path)))}
 
 
 class Program:
-    """A running program; its two outputs are kept as lines. Killed at the end of its `with`.
+    """A running program; its two outputs are kept as lines. Killed at the end of its `with`. Should
+    it, or a child of its, unpickle anything, it ends by itself.
 
     listens   it reads what `say` says; else its stdin is empty
     """
@@ -39,7 +47,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(environment or {})},
+            env=_audited({**os.environ, **(environment or {})}),
             start_new_session=True,
         )
         self.out: list[str] = []

@@ -10,7 +10,15 @@ import pytest
 from werkzeug.exceptions import RequestEntityTooLarge, UnsupportedMediaType
 from werkzeug.test import EnvironBuilder
 
-from gateway.body import MAX_DEPTH, MAX_VALUES, check_depth, decode, read_json, unknown_fields
+from gateway.body import (
+    MAX_DEPTH,
+    MAX_VALUES,
+    check_depth,
+    check_strings,
+    decode,
+    read_json,
+    unknown_fields,
+)
 from protocol.errors import InvalidRequest
 
 
@@ -54,6 +62,24 @@ def test_a_body_may_be_as_long_as_the_limit_and_no_longer() -> None:
     assert read_json(a_request(b"x" * 10), 10) == b"x" * 10
     with pytest.raises(RequestEntityTooLarge):
         read_json(a_request(b"x" * 11), 10)
+
+
+@pytest.mark.parametrize("text", ["", "x", '"', '""', "\\", '\\"', '\\\\"', '{"a": "b"}' * 9])
+@pytest.mark.parametrize("num_strings", [0, 1, 2, 9, 10])
+def test_strings_are_counted_before_a_body_is_decoded(text: str, num_strings: int) -> None:
+    """Quotes in texts are none; at the latest twice as many are too many."""
+    data = msgspec.json.encode([text] * num_strings)
+    check_strings(data, num_strings)
+    with pytest.raises(InvalidRequest, match="strings"):
+        check_strings(msgspec.json.encode([text] * (2 * num_strings + 2)), num_strings)
+
+
+def test_a_body_of_nothing_but_strings_is_refused_after_the_first_of_them() -> None:
+    data = b'"a":1,' * 2_000_000
+    with pytest.raises(InvalidRequest, match="more than 65,536 strings"):
+        read_json(a_request(data), len(data))
+    assert read_json(a_request(data[:1000]), len(data)) == data[:1000]
+    assert read_json(a_request(data), len(data), max_strings=1 << 22) == data
 
 
 @pytest.mark.parametrize(

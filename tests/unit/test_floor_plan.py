@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import Program
+
 ROOT = Path(__file__).parents[2]
 
 LIBRARIES = {
@@ -25,6 +27,10 @@ LIBRARIES = {
 ROOMS = list(LIBRARIES)
 UNSAFE = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
 """Formats that run code while they are read."""
+
+UNSAFE_NAMES = {"recv_pyobj", "send_pyobj", "allow_pickle", "Unpickler"}
+UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
+"""The same, by way of a library."""
 
 FLASK_IN = {"app.py", "body.py", "respond.py", "routes.py", "sse.py"}
 """In the gateway, only these know that HTTP is spoken by Flask."""
@@ -74,6 +80,25 @@ def test_no_room_reads_a_format_that_runs_code(room: str) -> None:
     for path in files(room):
         found = imported_by(path) & UNSAFE
         assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_room_calls_what_reads_or_writes_such_a_format(room: str) -> None:
+    for path in files(room):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+            assert name not in UNSAFE_NAMES, f"{path.relative_to(ROOT)}:{node.lineno} uses {name}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                call = (node.value.id, node.attr)
+                assert call not in UNSAFE_CALLS, f"{path.relative_to(ROOT)}:{node.lineno} {call}"
+
+
+def test_a_program_under_test_that_unpickles_ends() -> None:
+    """Every test that starts our processes therefore also tests that none of them does."""
+    code = "import pickle; print('begun', flush=True); pickle.loads(pickle.dumps(print))"
+    with Program(["-c", code]) as program:
+        assert program.end() == 97
+        assert program.out == ["begun"]
 
 
 def test_in_the_gateway_only_its_doors_know_flask() -> None:
