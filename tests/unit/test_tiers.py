@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import select
 from collections import Counter
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -234,6 +236,31 @@ def test_a_fetch_that_comes_too_late_fails(make: Make) -> None:
     end = bench.end_of(bench.begin(contents(1), [3], timeout_s=0))
     assert isinstance(end, KVFailure)
     assert end.kind == "timeout"
+
+
+def test_what_is_being_written_makes_way_for_nothing(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that were given away meanwhile would put one block's bytes under another's name."""
+    bench, is_writing, may_write = make(tmp_path / "kv", host_blocks=1), Event(), Event()
+    was, writev = bench.bytes_of(1), os.writev
+
+    def slow(file: int, parts: list[bytes]) -> int:
+        is_writing.set()
+        assert may_write.wait(5)
+        return writev(file, parts)
+
+    monkeypatch.setattr(os, "writev", slow)
+    bench.keep([1], contents(1))
+    assert is_writing.wait(5)
+    bench.keep([2], contents(2))
+    may_write.set()
+    bench.await_known("disk", 1)
+    assert bench.counts["host dropped"] == bench.counts["disk dropped"] == 1
+    bench.tiers.close()
+    again = make(tmp_path / "kv")
+    assert isinstance(again.fetch(contents(1), [5]), KVFetched)
+    assert again.bytes_of(5) == was
 
 
 def test_more_than_there_is_room_for_is_dropped_and_counted(make: Make, tmp_path: Path) -> None:
