@@ -68,8 +68,7 @@ def test_a_curve_of_our_own_server(
         assert load["counted_by"] == {"usage": 9}
         assert load["cached_tokens"] == 9 * 2  # as the scripted engine says
         assert 0 < load["ttft_ms"]["p50"] <= load["e2e_ms"]["p50"]
-        assert load["tpot_ms"]["p50"] >= 0.5  # a step takes a millisecond
-    assert loads[1]["requests_per_s"] > loads[0]["requests_per_s"]
+        assert load["tpot_ms"]["p50"] <= load["e2e_ms"]["p50"] / (TOKENS - 1)
     asked = engine.generates[before:]
     assert len(asked) == 1 + 2 * (2 + 9)  # a probe, and two that warm each load up
     prompts = [tuple(generate.prompt.tolist()) for generate in asked]
@@ -82,7 +81,7 @@ def test_a_curve_of_our_own_server(
 
 def test_a_chat_under_a_rate_with_objectives(gateway: GatewayProcess, tmp_path: Path) -> None:
     options = ("--api", "chat", "--rate", "100", "--requests", "20", "--warm-up", "0")
-    goals = ("--slo-ttft-ms", "5000", "--slo-tpot-ms", "0.0001")
+    goals = ("--slo-ttft-ms", "0.0001", "--slo-tpot-ms", "5000")
     code, told = bench(gateway.url, tmp_path / "told.json", *options, *goals)
     assert code == 0
     ((load,),) = told["servers"]
@@ -95,7 +94,7 @@ def test_a_duration_ends_when_it_is_over(gateway: GatewayProcess, tmp_path: Path
     code, told = bench(gateway.url, tmp_path / "told.json", *options)
     ((load,),) = told["servers"]
     assert code == 0
-    assert 0.3 <= load["duration_s"] < 2
+    assert 0.3 <= load["duration_s"] < 20
     assert load["completed"] > 2
 
 
@@ -139,6 +138,7 @@ class Moody(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.keys.add(self.headers["Authorization"])
         mood = self.server.mood(asked)
         if mood == "hang up":
             self.close_connection = True
@@ -164,6 +164,7 @@ class MoodyServer(ThreadingHTTPServer):
     moods: list[str]
     is_strict = False
     asked: list[dict[str, Any]]
+    keys: set[str | None]
 
     def mood(self, asked: dict[str, Any]) -> str:
         self.asked.append(asked)
@@ -176,6 +177,7 @@ class MoodyServer(ThreadingHTTPServer):
 def moody(*moods: str, is_strict: bool = False) -> Iterator[tuple[str, MoodyServer]]:
     with MoodyServer(("127.0.0.1", 0), Moody) as server:
         server.moods, server.asked, server.is_strict = list(moods), [], is_strict
+        server.keys = set()
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -224,6 +226,18 @@ def test_a_server_that_refuses_everything_is_told_at_once(
         assert main(["bench", url]) == 1
     assert len(server.asked) == 1
     assert "status 503: in no mood" in capsys.readouterr().err
+
+
+def test_our_key_is_for_our_server_and_headers_are_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEGATE_API_KEY", "secret")
+    with moody() as (url, server), moody() as (other_url, other):
+        bench(url, tmp_path / "told.json", *ONE_BY_ONE, "--vs", other_url)
+        assert (server.keys, other.keys) == ({"Bearer secret"}, {None})
+        header = ("--header", "Authorization: Bearer told")
+        bench(other_url, tmp_path / "told.json", *ONE_BY_ONE, *header)
+        assert other.keys == {None, "Bearer told"}
 
 
 def test_a_connection_that_was_closed_while_idle_is_no_error(tmp_path: Path) -> None:

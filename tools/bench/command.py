@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from tools.bench.stats import Run, Summary, summarize
 from tools.conversation import no_server
 from tools.failure import Failure
 from tools.flags import add_flags, build
-from tools.web import Server
+from tools.web import KEY_VARIABLE, Server
 
 DESCRIPTION = """\
 Put a load on a server and tell how long its clients wait: ours, or any that speaks the OpenAI API.
@@ -89,7 +90,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _measure(config: BenchConfig, seed: int) -> list[Target]:
-    targets = [_target(config, url) for url in config.urls]
+    key = os.environ.get(KEY_VARIABLE, "")
+    own = _target(config, config.url, key)
+    targets = [own, *(_target(config, url, "") for url in config.vs)]  # the key is no one else's
     try:
         await _measure_all(targets, config, seed)
     finally:
@@ -119,14 +122,16 @@ async def _measure_all(targets: list[Target], config: BenchConfig, seed: int) ->
             target.runs[load_number].append(done)
 
 
-def _target(config: BenchConfig, url: str) -> Target:
+def _target(config: BenchConfig, url: str, key: str) -> Target:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, StampedLoop)
-    server = Server(url)
+    headers = dict(_header(line) for line in config.header)
+    if key:
+        headers.setdefault("Authorization", f"Bearer {key}")
+    server = Server(url, headers.get("Authorization", "").removeprefix("Bearer "))
     model = config.model or server.first_model()
     if model is None:
         raise no_server(server)
-    headers = dict(_header(line) for line in config.header)
     client = Client(server.url, PATHS[config.api], headers, loop.clock, wait_s=config.timeout_s)
     return Target(server.url, model, client)
 
