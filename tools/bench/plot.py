@@ -15,6 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 24, 40, 56
 COLOURS = ("#0b6bcb", "#d1495b", "#2e8b57", "#8a5cd1", "#c77d0a", "#4d5763")
 MOST_TICKS = 6
 LABEL_WIDTH = 60
+LEGEND_ROW = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,11 @@ def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
     points = [point for line in lines for point in line.points]
     across = axis(max((point.x for point in points), default=0))
     up = axis(max((point.y for point in points), default=0))
+    height = HEIGHT + LEGEND_ROW * len(lines)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'role="img" aria-label="{escape(title)}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
         _text(LEFT, 20, title, "start", 'font-weight="bold" font-size="14"'),
         *_grid(across, up),
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, x_name, "middle"),
@@ -111,10 +113,10 @@ def _line(line: Line, across: Axis, up: Axis) -> list[str]:
 
 
 def _legend(lines: Sequence[Line]) -> list[str]:
-    """Below each other in the upper left corner, where curves of latency seldom are."""
+    """Below each other, and below the plot: curves may be anywhere in it."""
     drawn = []
     for row, line in enumerate(lines):
-        y, colour = TOP + 14 + 16 * row, COLOURS[line.colour % len(COLOURS)]
+        y, colour = HEIGHT + LEGEND_ROW * row + LEGEND_ROW // 2, COLOURS[line.colour % len(COLOURS)]
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
         drawn.append(
             f'<line x1="{LEFT + 10}" y1="{y - 4}" x2="{LEFT + 34}" y2="{y - 4}" stroke="{colour}" '
