@@ -48,8 +48,13 @@ class Workers:
         return self._process.pid
 
     def send(self, message: ToWorker) -> None:
+        """To one that has just died, nothing: `death` says it, and its last words say why."""
         assert self._identity is not None, "the worker has not said that it is ready"
-        self.socket.send_multipart([self._identity, *wire.encode(message)])
+        try:
+            self.socket.send_multipart([self._identity, *wire.encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
 
     def receive(self) -> FromWorker | None:
         """The next message, or None if there is none now. Raises WireError."""
