@@ -21,7 +21,7 @@ _SECURITY = {
 }
 """Either of them. The server may have no keys; then none is needed."""
 _MEANINGS = {
-    400: "The request is wrong; `param` names the field.",
+    400: "The request is wrong; `param` names the field, if it is one.",
     401: "No key, or none that is good here.",
     403: "This key may not, or nobody from where this came.",
     404: "There is no such model, or no such thing.",
@@ -121,7 +121,7 @@ def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
         about += " With `stream`: server-sent events, the data of each a chunk"
         about += f"; the last says `{end}`." if end else "."
         well[EVENTS] = {"itemSchema": _event(operation, schemas)}
-    refusals = (403,) if operation.scope == "public" else (401, 403)
+    refusals = (400, 403) if operation.scope == "public" else (400, 401, 403)
     told = dict.fromkeys((*operation.statuses, *refusals), operation.error) | operation.otherwise
     return {
         "200": {"description": about, "content": well},
