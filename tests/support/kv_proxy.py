@@ -36,6 +36,10 @@ class Proxy:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.cut()
+
+    def cut(self) -> None:
+        """The connections break, at both ends."""
         self._is_closed.set()
         self._is_free.set()
         self._thread.join()

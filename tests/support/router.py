@@ -1,0 +1,210 @@
+"""A router that a test holds back where it wants: what a gateway decides (`gateway.handover`), over
+real connections to both engines, one request at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from gateway.handover import Deed, Event, Handover, State
+from protocol.errors import EngineError
+from protocol.messages import Accepted, Goodbye, KeepKV, Message, Output, Refused, ReleaseKV
+from protocol.sampling import SamplingParams
+from protocol.session import News, Session
+from tests.support.raw_client import RawClient
+
+KEEP_EVERY_S = 0.25
+TURN_MS = 5
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+@dataclass(eq=False)
+class Case:
+    """One request.
+
+    is_held    what P has said is not acted upon yet
+    kept       P's handle, as long as it is needed;  brought: the one that D was given
+    end        its last word, also after an abort: the engine's acknowledgement
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    is_held: bool = False
+    handover: Handover = field(default_factory=lambda: Handover(State.COMPUTING))
+    at_p: int = 0
+    at_d: int = 0
+    kept: str = ""
+    brought: str = ""
+    tokens: list[int] = field(default_factory=list)
+    end: Output | Refused | None = None
+    ended_at: float = 0.0
+
+    def finish(self, end: Output | Refused) -> None:
+        assert self.end is None, "a request has one end"
+        self.end, self.ended_at = end, time.monotonic()
+
+
+class Line:
+    """To one engine. `hears`: who is told the news of which request."""
+
+    def __init__(self, address: str) -> None:
+        self.session = Session("router")
+        self.hears: dict[int, Callable[[Any], None]] = {}
+        self._client = RawClient(address)
+
+    def say(self, message: Message | None) -> None:
+        if message is not None:
+            self._client.say(message)
+
+    def ask(self, case: Case, hear: Callable[[Any], None], **asked: Any) -> int:
+        """Raises EngineError where the engine is not there."""
+        message = self.session.generate(case.prompt, greedy(case.max_tokens), **asked)
+        self.hears[message.request] = hear
+        self.say(message)
+        return message.request
+
+    def turn(self) -> None:
+        messages, news = self.session.tick(time.monotonic())
+        for message in messages:
+            self.say(message)
+        self._tell(news)
+        wait_ms = TURN_MS
+        while self._client.socket.poll(wait_ms):
+            self._tell(self.session.receive(self._client.hear(), time.monotonic()))
+            wait_ms = 0
+
+    def _tell(self, news: list[News]) -> None:
+        for number, report in news:
+            self.hears[number](report)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Router:
+    """passes_on   what D is given instead of P's handle
+    keeps        leases are kept alive for those who need them
+    """
+
+    def __init__(self, p: str, d: str, passes_on: Callable[[Case, str], str]) -> None:
+        self.p, self.d = Line(p), Line(d)
+        self.keeps = True
+        self._passes_on = passes_on
+        self._cases: list[Case] = []
+        self._kept_at = 0.0
+
+    # ---- what the test does
+
+    def until(self, claim: Callable[[], object], within_s: float) -> bool:
+        """Go on until it is true; False: it was not in time."""
+        give_up = time.monotonic() + within_s
+        while not claim():
+            if time.monotonic() > give_up:
+                return False
+            self.p.turn()
+            self.d.turn()
+            self._keep()
+        return True
+
+    def ask(self, case: Case) -> Case:
+        self._cases.append(case)
+        case.at_p = self.p.ask(case, partial(self._hear_p, case), kv_readers=1)
+        return case
+
+    def hand_on(self, case: Case) -> None:
+        """What P says, or has said, is acted upon."""
+        case.is_held = False
+        if case.kept:
+            self._on(case, Event.COMPUTED)
+
+    def abort(self, case: Case) -> None:
+        """It has ended when the engine says so; where no engine has it open, at once."""
+        nobody_has_it = bool(case.kept) and not case.at_d
+        self._on(case, Event.ABORT)
+        if nobody_has_it:
+            case.finish(Output(request=0, finish="abort"))
+
+    def leave(self) -> None:
+        for line in (self.p, self.d):
+            line.say(Goodbye())
+            line.turn()
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Both connections break; nobody is told why."""
+        self.p.close()
+        self.d.close()
+
+    # ---- what engines say
+
+    def _hear_p(self, case: Case, report: Any) -> None:
+        if isinstance(report, Accepted):
+            return
+        if isinstance(report, Output) and report.kv_handle:
+            case.kept = report.kv_handle
+            if not case.is_held:
+                self._on(case, Event.COMPUTED)
+        elif case.handover.state is State.ENDED:
+            case.finish(report)
+        else:
+            self._on(case, Event.MISSED, report)
+
+    def _hear_d(self, case: Case, report: Any) -> None:
+        if isinstance(report, Output):
+            case.tokens += report.tokens
+        is_end = isinstance(report, Refused) or (isinstance(report, Output) and report.finish)
+        if case.handover.state is State.ENDED and is_end:
+            case.finish(report)
+        elif isinstance(report, Accepted):
+            self._on(case, Event.ACCEPTED, report)
+        else:
+            self._on(case, Event.FINISHED if is_end else Event.SPOKE, report)
+
+    # ---- what is done about it
+
+    def _on(self, case: Case, event: Event, report: Any = None) -> None:
+        for deed in case.handover.on(event):
+            match deed:
+                case Deed.ASK:
+                    self._ask_d(case, self._passes_on(case, case.kept))
+                case Deed.ASK_ALL:
+                    self._ask_d(case, "")
+                case Deed.TELL if event is Event.FINISHED:
+                    case.finish(report)
+                case Deed.LEAVE:
+                    self._leave(case, is_abort=event is Event.ABORT)
+                case Deed.ABORT:
+                    self.d.say(self.d.session.stop(case.at_d))
+
+    def _ask_d(self, case: Case, handle: str) -> None:
+        case.brought = handle
+        try:
+            case.at_d = self.d.ask(case, partial(self._hear_d, case), kv_handle=handle)
+        except EngineError as error:
+            end = Output(request=0, finish="error", error=error.info())
+            self._on(case, Event.FINISHED, end)
+
+    def _leave(self, case: Case, *, is_abort: bool) -> None:
+        if case.kept:
+            self.p.say(ReleaseKV(handles=[case.kept]))
+            case.kept = ""
+        else:
+            self.p.say(self.p.session.stop(case.at_p))
+
+    def _keep(self) -> None:
+        now = time.monotonic()
+        handles = [case.kept for case in self._cases if case.kept]
+        if self.keeps and handles and now - self._kept_at > KEEP_EVERY_S:
+            self._kept_at = now
+            self.p.say(KeepKV(handles=handles))
+
+
+def all_ended(cases: Iterable[Case]) -> bool:
+    return all(case.end is not None for case in cases)
