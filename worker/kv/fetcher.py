@@ -147,6 +147,8 @@ class Fetcher:
 
     def _patience_ms(self) -> int:
         """How long nothing can happen that no socket tells."""
+        if self._waiting and len(self._transfers) < MAX_TRANSFERS:
+            return 0  # some have just ended: it is others' turn
         paces = {transfer.pace for transfer in self._transfers.values()}
         if Pace.NOW in paces:
             return 0
