@@ -378,9 +378,9 @@ def damage(scene: Scene) -> None:
 
 
 def damaged(message: Any) -> Any:
-    """One bit in its middle is another."""
+    """A number in its middle has another exponent: an answer that rests on it is another."""
     if isinstance(message, KVChunk):
-        message.data.data[len(message.data.data) // 2] ^= 1
+        message.data.data[len(message.data.data) // 2 | 3] ^= 0x40
     return message
 
 
