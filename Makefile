@@ -9,7 +9,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -ra --durations=10
-DECLARED := setup.cfg setup.py
+DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/csrc/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check clean
@@ -35,7 +35,7 @@ check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) worker/kernels/_*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # `test` holds everything of `all`, so after `make test`, `make serve` has nothing to install.

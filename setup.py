@@ -1,10 +1,18 @@
-"""Tidegate's extras, one per need; all else about the package stands in setup.cfg.
+"""Tidegate's extras, one per need, and its compiled kernels; all else stands in setup.cfg.
 
-They are here because `all` and `test` are sums. Written as `tidegate[worker]`, a sum is looked into
-late, and pip may fetch half a gigabyte of some other torch before it learns which one we take.
+Extras are here because `all` and `test` are sums. Written as `tidegate[worker]`, a sum is looked
+into late, and pip may fetch half a gigabyte of some other torch before it learns which one we take.
+
+Kernels need a C++ compiler and nothing else. They are optional, one library for each instruction
+set: where there is no compiler, or it does not know a set, installing goes on, and the worker says
+what it has to do without.
 """
 
-from setuptools import setup
+import platform
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, setup
 
 GATEWAY = [
     "flask>=3.1,<4",
@@ -42,7 +50,25 @@ TEST = [
     "types-tqdm>=4.66,<5",
 ]
 
+CSRC = Path("worker/kernels/csrc")
+SETS = runpy.run_path("worker/kernels/sets.py")["INSTRUCTION_SETS"]
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]
+OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # of the compiler's own headers
+
 setup(
+    ext_modules=[
+        Extension(
+            f"worker.kernels._{each.name}",
+            [str(CSRC / "kernels.cpp")],
+            depends=sorted(map(str, CSRC.glob("*.h"))),
+            extra_compile_args=[*OPTIONS, *each.options],
+            language="c++",
+            optional=True,
+        )
+        for each in SETS
+        if IS_X86 or not each.options
+    ],
     extras_require={
         "gateway": GATEWAY,
         "engine": ENGINE,
@@ -51,5 +77,5 @@ setup(
         "nixl": ["nixl-cu12>=1.5,<2"],
         "all": GATEWAY + ENGINE + WORKER,
         "test": GATEWAY + ENGINE + WORKER + TEST,
-    }
+    },
 )

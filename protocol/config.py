@@ -18,6 +18,8 @@ from protocol.hosts import is_loopback
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Poisoning = Literal["off", "zeros", "plausible", "wild"]
+KernelSet = Literal["auto", "avx512bf16", "avx512", "avx2", "generic", "torch"]
+WeightForm = Literal["auto", "packed", "dense"]
 NO_STORE = "none"
 """Instead of a file's name."""
 
@@ -57,6 +59,20 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     threads: Annotated[
         int, about("CPU threads for tensor work; 0: one per core allowed to us", ge=0, le=1024)
     ] = 0
+    kernels: Annotated[
+        KernelSet,
+        about(
+            "what computes on a CPU: our kernels for an instruction set, or torch's; "
+            "auto: the best that is compiled and that the processor has"
+        ),
+    ] = "auto"
+    weights: Annotated[
+        WeightForm,
+        about(
+            "packed: as the file has them, quantised or not, for our kernels; dense: as numbers "
+            "of dtype, for torch; auto: what is faster here"
+        ),
+    ] = "auto"
     max_slots: Annotated[int, about("requests computed at once", ge=1, le=4096)] = 64
     max_len: Annotated[
         int,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -17,8 +18,11 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, StepPlan, WorkerReady
 from worker import device as machine
+from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.drafting import DraftModel
+from worker.kernels.base import Kernels
+from worker.kernels.select import select_kernels
 from worker.kv.shared_memory import SharedMemory
 from worker.kv_cache import KVCache, block_bytes
 from worker.loading.errors import UnusableModel
@@ -42,8 +46,10 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
     """Everything up to the first plan. Raises UnusableModel, saying why in one line."""
     machine.set_threads(_threads(config))
     device = machine.choose_device(config.device)
-    dtype = machine.choose_dtype(config.dtype, device, cpu_flags=machine.cpu_flags())
-    loaded, draft = _load(config, phases, dtype, device)
+    cpu_flags = machine.cpu_flags()
+    dtype = machine.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
+    kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
+    loaded, draft = _load(config, phases, dtype, device, kernels)
     with phases("reserve memory"):
         models = [loaded.config] if draft is None else [loaded.config, draft.config]
         shapes = [_cache_shape(model, config) for model in models]
@@ -59,20 +65,23 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
             for shape, memory in zip(shapes, (shared, None), strict=False)
         ]
         fields = slot_fields(budget.max_len, -(-budget.max_len // config.block_tokens))
-        attention = select_attention(config.block_tokens, dtype=dtype)
+        attention = _attention(loaded, config, dtype)
         drafting = None
         if draft is not None:
-            drafting = DraftModel(draft.model, caches[1], attention, loaded.card.vocab_size)
+            own = _attention(draft, config, dtype)
+            drafting = DraftModel(draft.model, caches[1], own, loaded.card.vocab_size)
         slots = _slot_table(fields, config, device, loaded.model, caches, attention, drafting)
     with phases("warm up"):
         spare = SlotTable(fields, 1, device)
         runner = Runner(loaded.model, spare, caches[0], attention, drafting=drafting)
         _warm_up(runner, caches, budget.max_len)
     log.info(
-        "model %s dtype=%s device=%s threads=%d blocks=%d max_len=%d",
+        "model %s dtype=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d max_len=%d",
         loaded.card.name,
         loaded.card.dtype,
         device,
+        loaded.model.kernels.name,
+        loaded.card.weights_bytes >> 20,
         torch.get_num_threads(),
         budget.num_blocks,
         budget.max_len,
@@ -90,17 +99,27 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
 
 
 def _load(
-    config: WorkerConfig, phases: Phases, dtype: torch.dtype, device: torch.device
+    config: WorkerConfig,
+    phases: Phases,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
 ) -> tuple[LoadedModel, LoadedModel | None]:
     """The model, and the one that guesses for it."""
+    load = partial(load_model, dtype=dtype, device=device, kernels=kernels, weights=config.weights)
     with phases("load weights"):
-        loaded = load_model(config.model, dtype=dtype, device=device)
+        loaded = load(config.model)
     if not config.draft_model:
         return loaded, None
     with phases("load the draft model"):
-        draft = load_model(config.draft_model, dtype=dtype, device=device)
+        draft = load(config.draft_model)
         check_draft(draft.card, loaded.card)
     return loaded, draft
+
+
+def _attention(loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype) -> Attention:
+    """By the kernels that fit the model."""
+    return select_attention(config.block_tokens, dtype=dtype, kernels=loaded.model.kernels)
 
 
 def _cost(draft: ModelCard, model: ModelCard) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from protocol.sampling import SamplingParams
+from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.prompts import NUM_TOKENS, PROMPTS
 from tests.support.reference import GOLDEN, greedy, load_reference
@@ -103,3 +104,10 @@ def test_with_so_few_blocks_that_requests_are_preempted(
     replica = Replica(loaded, num_blocks=41, prefix_cache=prefix_cache)
     check(replica.answers(prompts_of(reference), GREEDY), reference)
     assert replica.engine.stats().num_preemptions > 0
+
+
+def test_on_the_compiled_kernels(reference: list[dict[str, Any]]) -> None:
+    """Packed weights are the file's own integers: they say what the numbers they stand for say."""
+    loaded = load(smollm2_gguf(), kernels=native_kernels(), weights="packed")
+    replica = Replica(loaded, max_slots=16, token_budget=64)
+    check(replica.answers(prompts_of(reference), GREEDY), reference)

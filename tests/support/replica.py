@@ -37,8 +37,9 @@ from worker.slots import Poison, SlotTable
 CLIENT = b"test"
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return load_model(path, dtype=dtype, device=torch.device("cpu"))
+def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
+    """`options`: the kernels and the form of weights; torch's, where nothing is said."""
+    return load_model(path, dtype=dtype, device=torch.device("cpu"), **options)
 
 
 @dataclass(frozen=True)
@@ -257,9 +258,12 @@ def new_runner(
     loaded: LoadedModel, slots: SlotTable, cache: KVCache, draft: LoadedModel | None = None
 ) -> Runner:
     """A worker that has computed nothing yet."""
-    attention = select_attention(cache.block_tokens, dtype=getattr(torch, loaded.card.dtype))
+    dtype, kernels = getattr(torch, loaded.card.dtype), loaded.model.kernels
+    attention = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
     drafting = None
     if draft is not None:
         beside = new_cache(draft, cache.num_blocks, cache.block_tokens)
-        drafting = DraftModel(draft.model, beside, attention, loaded.card.vocab_size)
+        kernels = draft.model.kernels
+        own = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
+        drafting = DraftModel(draft.model, beside, own, loaded.card.vocab_size)
     return Runner(loaded.model, slots, cache, attention, drafting=drafting)

@@ -86,8 +86,10 @@ class WatchedModel(Watched):
 
 @contextmanager
 def watched_linears(model: Any, clock: PartsClock) -> Iterator[None]:
-    """While inside, all that can be called in the layers' weights counts as `linears`."""
-    replaced: list[tuple[Any, str, Any]] = []
+    """While inside, all that can be called in the layers' weights counts as `linears`, and layers
+    are computed one after the other, since nothing can be watched within a single call."""
+    replaced: list[tuple[Any, str, Any]] = [(model, "whole", model.whole)]
+    model.whole = None
     for layer in model.weights.layers:
         for field in dataclasses.fields(layer):
             value = getattr(layer, field.name)

@@ -16,6 +16,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from worker.layers.rope import FactorScaling, LinearScaling, NoScaling, RopeConfig, Scaling
+from worker.loading.blocks import BLOCK_WEIGHTS, BlockKind, Blocks
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.loading.files import ModelFiles
@@ -81,6 +82,18 @@ class GGUFWeights:
         read_tensor(self._file, self._files_name[name], whole)
         half = self._config.head_dim // 2
         target.view(heads, 2, half, -1).copy_(whole.view(heads, half, 2, -1).transpose(1, 2))
+
+    def blocks(self, name: str) -> Blocks | None:
+        info = self._file.tensors[self._files_name[name]]
+        if info.kind.name not in BlockKind.__members__:
+            return None
+        raw = self._file.raw(self._files_name[name]).reshape(
+            info.shape[0], info.shape[1] // BLOCK_WEIGHTS, -1
+        )
+        if heads := self._interleaved_heads(name):
+            half = self._config.head_dim // 2
+            raw = raw.reshape(heads, half, 2, *raw.shape[1:]).swapaxes(1, 2).reshape(raw.shape)
+        return Blocks(BlockKind[info.kind.name], raw)
 
     def _interleaved_heads(self, name: str) -> int:
         """How many heads of the tensor the converter interleaved; 0 for most tensors."""

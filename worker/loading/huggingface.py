@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from worker.loading.blocks import Blocks
 from worker.loading.directory_text import directory_text
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
@@ -83,3 +84,6 @@ class SafetensorsWeights:
         if dtype not in DTYPES:
             raise UnusableModel(f"{name} has dtype {dtype}; supported: {', '.join(DTYPES)}")
         target.copy_(self._file_of[name].get_tensor(name))
+
+    def blocks(self, name: str) -> Blocks | None:
+        return None

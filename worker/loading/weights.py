@@ -6,15 +6,18 @@ model has already allocated: nothing is held twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from worker.layers.linear import Dense, Linear
+from worker.loading.blocks import Blocks
 from worker.loading.errors import UnusableModel
 from worker.models.config import LlamaConfig
-from worker.models.llama import Layer, LlamaWeights, Projection
+from worker.models.llama import Layer, LlamaWeights
 
 
 class WeightSource(Protocol):
@@ -28,24 +31,58 @@ class WeightSource(Protocol):
         """Write the tensor into `target`, of the same shape, converting to its dtype and device."""
         ...
 
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix as it is quantised in the files; None where it is not, or not in such blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of the model, of one part or several below one another, before it is read.
+
+    blocks  of each part;   values  reads all of them as numbers [out, in];   bias  [out] or None
+    """
+
+    blocks: Callable[[], list[Blocks | None]]
+    values: Callable[[], Tensor]
+    bias: Tensor | None
+
+
+MakeLinear = Callable[[Matrix], Linear]
+
+
+def dense(matrix: Matrix) -> Linear:
+    return Dense(matrix.values(), matrix.bias)
+
 
 def load_llama(
-    config: LlamaConfig, source: WeightSource, *, dtype: torch.dtype, device: torch.device
+    config: LlamaConfig,
+    source: WeightSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    make: MakeLinear = dense,
 ) -> LlamaWeights:
     """Every tensor of the source is used and every part of the model filled, or UnusableModel."""
     with torch.inference_mode():
-        return _Loader(config, source, dtype, device).load()
+        return _Loader(config, source, dtype, device, make).load()
 
 
 class _Loader:
     def __init__(
-        self, config: LlamaConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+        self,
+        config: LlamaConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        make: MakeLinear,
     ) -> None:
         self._config = config
         self._source = source
         self._unread = {n for n in source.names() if not n.endswith("rotary_emb.inv_freq")}
         self._dtype = dtype
         self._device = device
+        self._make = make
 
     def load(self) -> LlamaWeights:
         config = self._config
@@ -58,11 +95,13 @@ class _Loader:
             raise UnusableModel(f"{len(self._unread)} tensors are not of this architecture: {some}")
         return weights
 
-    def _head(self, embedding: Tensor) -> Tensor:
+    def _head(self, embedding: Tensor) -> Linear:
         if self._config.tied_embeddings:
             self._unread.discard("lm_head.weight")  # a copy, where somebody saved it all the same
-            return embedding
-        return self._tensor("lm_head.weight", *embedding.shape)
+            name = "model.embed_tokens.weight"
+            return self._make(Matrix(lambda: [self._source.blocks(name)], lambda: embedding, None))
+        rows, columns = embedding.shape
+        return self._fused({"lm_head": rows}, columns, bias=False)
 
     def _layer(self, prefix: str) -> Layer:
         config = self._config
@@ -84,11 +123,20 @@ class _Loader:
             down=self._fused({mlp + "down_proj": hidden}, inner, bias=config.mlp_bias),
         )
 
-    def _fused(self, parts: dict[str, int], columns: int, *, bias: bool) -> Projection:
+    def _fused(self, parts: dict[str, int], columns: int, *, bias: bool) -> Linear:
         """Parts (name -> rows) below one another."""
         weights = {f"{name}.weight": (count, columns) for name, count in parts.items()}
         biases = {f"{name}.bias": (count,) for name, count in parts.items()}
-        return Projection(self._stacked(weights), self._stacked(biases) if bias else None)
+        for name, shape in weights.items():
+            self._check(name, shape)
+        matrix = Matrix(
+            lambda: [self._source.blocks(name) for name in weights],
+            lambda: self._read(weights),
+            self._stacked(biases) if bias else None,
+        )
+        made = self._make(matrix)
+        self._unread -= weights.keys()
+        return made
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return self._stacked({name: shape})
@@ -97,12 +145,15 @@ class _Loader:
         """Parts (name -> shape) below one another. Memory is taken only for shapes that agree."""
         for name, shape in parts.items():
             self._check(name, shape)
+        self._unread -= parts.keys()
+        return self._read(parts)
+
+    def _read(self, parts: Mapping[str, tuple[int, ...]]) -> Tensor:
         rows = [shape[0] for shape in parts.values()]
         columns = next(iter(parts.values()))[1:]
         whole = torch.empty((sum(rows), *columns), dtype=self._dtype, device=self._device)
         for name, target in zip(parts, torch.split(whole, rows), strict=True):
             self._source.read_into(name, target)
-            self._unread.remove(name)
         return whole
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:

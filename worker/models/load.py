@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from protocol.config import WeightForm
 from protocol.model_card import ModelCard
+from worker.kernels.base import Kernels
+from worker.kernels.twin import TorchKernels
 from worker.loading.digest import digest
 from worker.loading.errors import UnusableModel
 from worker.loading.files import ModelFiles
@@ -17,6 +20,7 @@ from worker.loading.gguf_llama import read_gguf
 from worker.loading.huggingface import PICKLES, read_directory
 from worker.loading.weights import load_llama
 from worker.models.config import LlamaConfig
+from worker.models.forms import fitting, maker
 from worker.models.llama import Llama, LlamaWeights
 
 
@@ -27,12 +31,24 @@ class LoadedModel:
     config: LlamaConfig
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """From a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line."""
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | None = None,
+    weights: WeightForm = "auto",
+) -> LoadedModel:
+    """From a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line.
+
+    kernels   torch's, if none are given; they must fit the model, or torch's are used
+    """
     files = read_files(Path(path))
-    weights = load_llama(files.config, files.weights, dtype=dtype, device=device)
-    card = _card(files, weights, dtype)
-    return LoadedModel(Llama(files.config, weights), card, files.config)
+    kernels = fitting(kernels or TorchKernels(), files.config)
+    make = maker(kernels, weights)
+    loaded = load_llama(files.config, files.weights, dtype=dtype, device=device, make=make)
+    card = _card(files, loaded, dtype)
+    return LoadedModel(Llama(files.config, loaded, kernels), card, files.config)
 
 
 def read_files(path: Path) -> ModelFiles:
@@ -48,7 +64,7 @@ def read_files(path: Path) -> ModelFiles:
 
 def _card(files: ModelFiles, weights: LlamaWeights, dtype: torch.dtype) -> ModelCard:
     text = files.text
-    sizes = [tensor.numel() for tensor in _tensors(weights)]
+    memory = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors(weights)}
     return ModelCard(
         name=files.name,
         architecture=files.config.architecture,
@@ -64,22 +80,31 @@ def _card(files: ModelFiles, weights: LlamaWeights, dtype: torch.dtype) -> Model
         response_template=text.response_template,
         defaults=text.defaults,
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=sum(sizes),
-        weights_bytes=sum(sizes) * dtype.itemsize,
+        num_parameters=_num_parameters(weights, tied=files.config.tied_embeddings),
+        weights_bytes=sum(memory.values()),
         license=text.license,
     )
 
 
 def _tensors(weights: LlamaWeights) -> Iterator[Tensor]:
-    """Every tensor once: a tied head is the embedding."""
+    """All memory of the weights; what is held twice comes twice."""
     yield weights.embedding
     yield weights.norm
-    if weights.head is not weights.embedding:
-        yield weights.head
+    yield from weights.head.tensors()
     for layer in weights.layers:
         yield layer.attention_norm
         yield layer.mlp_norm
-        for projection in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            yield projection.weight
-            if projection.bias is not None:
-                yield projection.bias
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            yield from linear.tensors()
+
+
+def _num_parameters(weights: LlamaWeights, *, tied: bool) -> int:
+    """A tied head is the embedding."""
+    total = weights.embedding.numel() + weights.norm.numel()
+    total += 0 if tied else weights.head.num_weights
+    for layer in weights.layers:
+        total += layer.attention_norm.numel() + layer.mlp_norm.numel()
+        total += sum(
+            linear.num_weights for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+    return total

@@ -1,0 +1,67 @@
+"""The compiled kernels of every instruction set that this machine can run, beside torch's.
+
+Where nothing is compiled (no compiler when Tidegate was installed) tests of kernels are skipped,
+saying so; a set that the processor lacks is skipped as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from worker.device import cpu_flags
+from worker.kernels.library import NoKernels, load, runnable
+from worker.kernels.native import NativeKernels
+from worker.kernels.sets import INSTRUCTION_SETS
+from worker.loading.blocks import BlockKind, Blocks
+
+NAMES = [each.name for each in INSTRUCTION_SETS]
+ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""Of values of about 1: a unit or two in the last place, for bfloat16."""
+
+
+def native_kernels(name: str | None = None) -> NativeKernels:
+    """Of one set, or of the best; skips the test where they cannot be had."""
+    sets = [each for each in runnable(cpu_flags()) if name in (None, each.name)]
+    if not sets:
+        pytest.skip(f"this processor cannot run {name}")
+    try:
+        return NativeKernels(*load(sets))
+    except NoKernels as missing:
+        pytest.skip(str(missing))
+
+
+def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> Blocks:
+    """Blocks with scales of about 0.01 and any integers."""
+    random = np.random.default_rng(seed)
+    _, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
+    raw = random.integers(0, 256, (outputs, inputs // 32, num_bytes)).astype(np.uint8)
+    for index in range(kind.num_scales):
+        scales = random.normal(0, 0.01, (outputs, inputs // 32, 1)).astype(np.float16)
+        raw[:, :, 2 * index : 2 * index + 2] = scales.view(np.uint8)
+    return Blocks(kind, raw)
+
+
+def dequantised(blocks: Blocks) -> Tensor:
+    """[outputs, inputs] float32, by the gguf package."""
+    outputs = len(blocks.raw)
+    rows = blocks.raw.reshape(outputs, -1)
+    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[blocks.kind.name]))
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def assert_near(ours: Tensor, theirs: Tensor, **more: Any) -> None:
+    """Of one dtype: as near as rounding once or twice elsewhere leaves them."""
+    assert ours.dtype == theirs.dtype
+    atol = ATOL[ours.dtype] * max(1.0, float(theirs.float().abs().max()))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, **more)

@@ -1,0 +1,156 @@
+"""Compiled kernels against their slow twins in torch, on every instruction set that runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.kernels import (
+    NAMES,
+    assert_near,
+    dequantised,
+    native_kernels,
+    randn,
+    random_blocks,
+)
+from worker.kernels.native import NativeKernels
+from worker.kernels.packed import PackedLinear, pack_blocks, pack_dense
+from worker.kernels.twin import TorchKernels
+from worker.kv_cache import KVCache
+from worker.layers.rope import RopeConfig, inverse_frequencies, rotation
+from worker.loading.blocks import BlockKind
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [1, 2, 7, 13, 100]
+"""Fewer than are computed at once, just as many, more, and more than one block of them."""
+
+pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=NAMES)
+def native(request: pytest.FixtureRequest) -> NativeKernels:
+    return native_kernels(request.param)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (3, 96), (5, 576), (2, 1040)])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_a_sum_and_its_norm(
+    native: NativeKernels, dtype: torch.dtype, rows: int, size: int, has_delta: bool
+) -> None:
+    x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+    delta = randn(rows, size, dtype=dtype, seed=2) if has_delta else None
+    theirs = x.clone()
+    expected = TorchKernels().add_norm(theirs, delta, weight, 1e-5)
+    assert_near(native.add_norm(x, delta, weight, 1e-5), expected)
+    assert torch.equal(x, theirs)
+
+
+@pytest.mark.parametrize(("rows", "inner"), [(1, 16), (4, 1536), (9, 272)])
+def test_the_activation(native: NativeKernels, dtype: torch.dtype, rows: int, inner: int) -> None:
+    gate_up = randn(rows, 2 * inner, dtype=dtype, scale=4.0)
+    gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # beyond what e^x can be
+    assert_near(native.silu_mul(gate_up), TorchKernels().silu_mul(gate_up))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 32), (5, 1, 128)])
+def test_rotation_and_the_write_into_the_cache(
+    native: NativeKernels, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    tokens = 5
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    frequencies = inverse_frequencies(head_dim, RopeConfig(1e4))
+    turn = rotation(torch.tensor([0, 3, 77, 4000, 9]), frequencies, dtype)
+    slots = torch.tensor([9, 4, 31, 12, 30])
+    caches = [KVCache(2, 8, 4, kv_heads, head_dim, dtype, CPU) for _ in range(2)]
+    theirs = TorchKernels().place(qkv.clone(), turn, caches[0], 1, slots)
+    ours = native.place(qkv, turn, caches[1], 1, slots)
+    assert_near(ours, theirs)
+    assert_near(caches[1].k, caches[0].k)
+    assert torch.equal(caches[1].v, caches[0].v)
+
+
+@pytest.mark.parametrize("kind", BlockKind)
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (70, 64), (33, 544)])
+def test_quantised_weights_compute_what_their_numbers_would(
+    native: NativeKernels, dtype: torch.dtype, kind: BlockKind, outputs: int, inputs: int
+) -> None:
+    blocks = random_blocks(kind, outputs, inputs)
+    linear = PackedLinear(native, pack_blocks(native, blocks), randn(outputs, dtype=dtype))
+    x = randn(max(ROWS), inputs, dtype=dtype)
+    expected = x.double() @ dequantised(blocks).double().T + linear.bias.double()
+    for rows in ROWS:
+        assert_near(linear(x[:rows]), expected[:rows].to(dtype))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (70, 64), (33, 544)])
+def test_weights_that_are_not_quantised(
+    native: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    weight = randn(outputs, inputs, dtype=dtype)
+    linear = PackedLinear(native, pack_dense(native, weight))
+    x = randn(max(ROWS), inputs, dtype=dtype)
+    expected = x.double() @ weight.double().T
+    for rows in ROWS:
+        assert_near(linear(x[:rows]), expected[:rows].to(dtype))
+        assert_near(linear.to_float(x[:rows]), expected[:rows].float())
+
+
+@pytest.mark.parametrize("kind", BlockKind)
+def test_every_number_of_the_file_is_there_exactly(
+    native: NativeKernels, dtype: torch.dtype, kind: BlockKind
+) -> None:
+    """One input at a time gives the weights themselves: scale times integer, and what is added."""
+    blocks = random_blocks(kind, 40, 64)
+    linear = PackedLinear(native, pack_blocks(native, blocks))
+    weights = linear.to_float(torch.eye(64, dtype=dtype)).T
+    torch.testing.assert_close(weights, dequantised(blocks), rtol=0, atol=1e-8)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", [*BlockKind, None])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(
+    native: NativeKernels, dtype: torch.dtype, kind: BlockKind | None
+) -> None:
+    if kind is None:
+        matrix = pack_dense(native, randn(70, 320, dtype=dtype))
+    else:
+        matrix = pack_blocks(native, random_blocks(kind, 70, 320))
+    linear, x = PackedLinear(native, matrix), randn(130, 320, dtype=dtype)
+    together = linear(x)
+    for row in (0, 11, 12, 95, 96, 129):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    assert torch.equal(linear(x[:17]), together[:17])
+
+
+def test_scales_from_the_smallest_to_the_largest(native: NativeKernels, dtype: torch.dtype) -> None:
+    blocks = random_blocks(BlockKind.Q4_0, 32, 32)
+    scales = torch.tensor([2.0**-24, 3 * 2.0**-24, 1023 * 2.0**-24, 2.0**-14, -4092.0, 0.0])
+    halves = scales.half().repeat(6)[:32].numpy().view("uint8").reshape(32, 1, 2)
+    blocks.raw[:, :, :2] = halves
+    assert blocks.is_sound
+    linear = PackedLinear(native, pack_blocks(native, blocks))
+    ours = linear.to_float(torch.eye(32, dtype=dtype)).T
+    torch.testing.assert_close(ours, dequantised(blocks), rtol=0, atol=0)
+
+
+def test_what_would_crash_is_refused(native: NativeKernels, dtype: torch.dtype) -> None:
+    linear = PackedLinear(native, pack_dense(native, randn(32, 64, dtype=dtype)))
+    with pytest.raises(ValueError, match="64 inputs"):
+        linear(randn(2, 32, dtype=dtype))
+    with pytest.raises(ValueError, match="contiguous"):
+        linear(randn(64, 2, dtype=dtype).T)
+    with pytest.raises(ValueError, match="not whole groups"):
+        pack_dense(native, randn(32, 40, dtype=dtype))
+    with pytest.raises(ValueError, match="compute with one of"):
+        native.silu_mul(randn(2, 32, dtype=torch.float64))

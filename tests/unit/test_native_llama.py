@@ -1,0 +1,135 @@
+"""A model on the compiled kernels says what it says in torch; and which kernels are chosen."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.checkpoints import random_llama, write_directory
+from tests.support.kernels import NAMES, assert_near, native_kernels
+from tests.support.paged import Row, attention_batch, scattered
+from worker.attention.select import select_attention
+from worker.attention.torch_paged import TorchPagedAttention
+from worker.device import cpu_flags
+from worker.kernels import library
+from worker.kernels.base import Kernels
+from worker.kernels.library import NoKernels, runnable
+from worker.kernels.select import select_kernels
+from worker.kernels.sets import INSTRUCTION_SETS
+from worker.kernels.twin import TorchKernels
+from worker.kv_cache import KVCache
+from worker.loading.errors import UnusableModel
+from worker.models.load import LoadedModel, load_model
+
+CPU = torch.device("cpu")
+BLOCK_TOKENS = 4
+
+
+def load(path: Path, kernels: Kernels, dtype: torch.dtype, form: str = "auto") -> LoadedModel:
+    return load_model(path, dtype=dtype, device=CPU, kernels=kernels, weights=form)  # type: ignore[arg-type]
+
+
+def answers(loaded: LoadedModel) -> list[Tensor]:
+    """Logits of a prompt, then of a step that mixes a decode row and a chunk."""
+    config = loaded.config
+    blocks = scattered(16, 4, 4)
+    dtype = getattr(torch, loaded.card.dtype)
+    shape = (config.num_layers, 16, BLOCK_TOKENS, config.num_kv_heads, config.head_dim)
+    cache = KVCache(*shape, dtype, CPU)
+    attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=loaded.model.kernels)
+    steps = [
+        [Row(0, 9, blocks[0]), Row(0, 5, blocks[1])],
+        [Row(9, 1, blocks[0]), Row(5, 8, blocks[1])],
+    ]
+    said = []
+    for rows in steps:
+        count = sum(row.count for row in rows)
+        tokens = torch.arange(count) * 7 % config.vocab_size
+        batch = attention_batch(rows, BLOCK_TOKENS)
+        said.append(loaded.model.logits(loaded.model(tokens, batch, cache, attention)))
+    return [*said, cache.k.float(), cache.v.float()]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "with biases"])
+def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    bias = request.param
+    model = random_llama(attention_bias=bias, mlp_bias=bias, tie_word_embeddings=not bias)
+    return write_directory(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", ["packed", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernels_say_what_torch_says(
+    directory: Path, name: str, form: str, dtype: torch.dtype
+) -> None:
+    """Packed, all layers are one call; dense, each kernel is called by itself."""
+    ours = load(directory, native_kernels(name), dtype, form)
+    theirs = load(directory, TorchKernels(), dtype)
+    assert ours.card.num_parameters == theirs.card.num_parameters
+    for one, other in zip(answers(ours), answers(theirs), strict=True):
+        if dtype is torch.float32:
+            assert_near(one, other)
+        else:  # every layer rounds; what comes out differs by some of their last places
+            torch.testing.assert_close(one, other, rtol=0, atol=0.03 * float(other.abs().max()))
+
+
+def test_a_model_that_kernels_are_not_made_for_is_served_by_torch(tmp_path: Path) -> None:
+    path = write_directory(tmp_path, random_llama(hidden_size=72, head_dim=24))
+    loaded = load(path, native_kernels(), torch.float32)
+    assert isinstance(loaded.model.kernels, TorchKernels)
+    with pytest.raises(UnusableModel, match="packed weights need"):
+        load(path, native_kernels(), torch.float32, "packed")
+
+
+def test_a_processor_runs_the_sets_whose_flags_it_has() -> None:
+    flags = frozenset({"avx2", "fma", "f16c", "sse2"})
+    assert [each.name for each in runnable(flags)] == ["avx2", "generic"]
+    assert [each.name for each in runnable(frozenset())] == ["generic"]
+    every = frozenset().union(*(each.needs for each in INSTRUCTION_SETS))
+    assert runnable(every) == list(INSTRUCTION_SETS)
+
+
+def test_a_set_that_the_processor_lacks_is_refused_by_name() -> None:
+    with pytest.raises(UnusableModel, match="cannot run kernels 'avx512'"):
+        select_kernels("avx512", CPU, cpu_flags=frozenset({"avx2", "fma", "f16c"}))
+
+
+def test_nothing_compiled_is_said_once_and_served_by_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    kernels = select_kernels("auto", CPU, cpu_flags=cpu_flags())
+    assert isinstance(kernels, TorchKernels)
+    assert isinstance(
+        select_attention(4, dtype=torch.float32, kernels=kernels), TorchPagedAttention
+    )
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "install with a C++ compiler" in caplog.text
+    with pytest.raises(UnusableModel, match="no kernels are compiled for generic"):
+        select_kernels("generic", CPU, cpu_flags=cpu_flags())
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_kernels()
+    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    with pytest.raises(NoKernels, match="another version"):
+        library.load(runnable(cpu_flags()))
+
+
+def test_kernels_compute_in_the_threads_that_torch_has() -> None:
+    """One OpenMP runtime in the process, and it is the one that torch came with."""
+    native_kernels()
+    found = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if Path(line.split()[-1]).name.startswith("libgomp")
+    }
+    torchs = {path for path in found if path.startswith(str(Path(torch.__file__).parent))}
+    path = library._loaded_runtime()
+    assert path in (torchs or found)
+    assert ctypes.CDLL(path).omp_get_max_threads() == torch.get_num_threads()

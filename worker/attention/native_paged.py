@@ -1,0 +1,34 @@
+"""Attention by the compiled kernels: keys and values are read where they lie.
+
+A row's bits are the same alone and among others, for any number of threads, in any dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from worker.attention.base import AttentionBatch
+from worker.kernels.native import NativeKernels, rows_of
+from worker.kernels.structs import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """`batch` keeps alive what `rows` points at."""
+
+    batch: AttentionBatch
+    rows: Rows
+
+
+class NativePagedAttention:
+    def __init__(self, kernels: NativeKernels, block_tokens: int) -> None:
+        self._kernels = kernels
+        self._block_tokens = block_tokens
+
+    def plan(self, batch: AttentionBatch) -> NativePlan:
+        return NativePlan(batch, rows_of(batch, self._block_tokens))
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: NativePlan) -> Tensor:
+        return self._kernels.attend(q, k_cache, v_cache, plan.rows)

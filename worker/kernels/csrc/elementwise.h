@@ -1,0 +1,80 @@
+// What stands between the linears: norm, rotation, the write into the cache, the activation.
+// All of it row by row (a row is a token), computed in float, rounded where torch rounds.
+//
+// Legend: T tokens, H query heads, H_kv key/value heads, D head dim, I intermediate.
+#pragma once
+
+#include "team.h"
+
+namespace {
+
+// out = x / sqrt(mean(x^2) + eps) * weight; size is a multiple of 16.
+template <class X, class N>
+INLINE void norm_row(const X *x, const N *weight, N *out, int64_t size, float eps) {
+    Floats squares[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= size; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) {
+            Floats v = load(x + i + j * LANES);
+            squares[j] += v * v;
+        }
+    for (; i < size; i += LANES) {
+        Floats v = load(x + i);
+        squares[0] += v * v;
+    }
+    float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)size;
+    Floats scale = splat(1.0f / std::sqrt(mean + eps));
+    for (i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+// x += delta
+template <class N> INLINE void add_row(N *x, const N *delta, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) + load(delta + i));
+}
+
+// out = silu(gate) * up, for gate_up [2 I]: gate, then up.
+template <class N> INLINE void silu_row(const N *gate_up, N *out, int64_t inner) {
+    for (int64_t i = 0; i < inner; i += LANES) {
+        Floats gate = load(gate_up + i);
+        Floats silu = as_stored(N{}, gate / (1.0f + exponential(-gate)));
+        store(out + i, silu * load(gate_up + inner + i));
+    }
+}
+
+// Both halves of a head, turned; from and to may be the same. cos, sin [D] as layers/rope.py gives
+// them: the first half of sin negated.
+template <class N>
+INLINE void rotate_head(const N *from, N *to, const N *cos, const N *sin, int64_t dim) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        Floats a = load(from + i), b = load(from + half + i);
+        Floats low = as_stored(N{}, a * load(cos + i)) + b * load(sin + i);
+        Floats high = as_stored(N{}, b * load(cos + half + i)) + a * load(sin + half + i);
+        store(to + i, low);
+        store(to + half + i, high);
+    }
+}
+
+// The shape of heads, and where a step's keys and values go.
+struct Heads {
+    int64_t heads, kv_heads, dim;
+};
+
+// One token's qkv [(H + 2 H_kv) D]: queries turned in place, keys turned into the cache, values
+// copied there. k_cache, v_cache: one layer, [slots, H_kv, D]; slot: where the token stands.
+template <class N>
+INLINE void place_row(
+    N *qkv, const N *cos, const N *sin, N *k_cache, N *v_cache, int64_t slot, const Heads &h
+) {
+    for (int64_t i = 0; i < h.heads; i++) {
+        N *head = qkv + i * h.dim;
+        rotate_head(head, head, cos, sin, h.dim);
+    }
+    const N *keys = qkv + h.heads * h.dim;
+    const int64_t width = h.kv_heads * h.dim;
+    for (int64_t i = 0; i < h.kv_heads; i++)
+        rotate_head(keys + i * h.dim, k_cache + slot * width + i * h.dim, cos, sin, h.dim);
+    memcpy(v_cache + slot * width, keys + width, (size_t)width * sizeof(N));
+}
+
+} // namespace

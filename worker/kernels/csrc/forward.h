@@ -1,0 +1,85 @@
+// All layers of a Llama model for one step, in one call: the team is woken once.
+//
+// The lines are those of models/llama.py, on packed weights; but x, to which every layer adds, is of
+// floats: some of its numbers are so large that bfloat16 would lose what is added. Legend: T tokens, H query heads, H_kv
+// key/value heads, D head dim, I intermediate.
+#pragma once
+
+#include "linear.h"
+#include "prefill.h"
+
+namespace {
+
+// Biases [outputs] or null; norms [hidden]; caches: this layer's, [B, block_tokens, H_kv, D].
+struct Layer {
+    const void *attention_norm, *mlp_norm;
+    Packed qkv, output, gate_up, down;
+    const void *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+    void *k_cache, *v_cache;
+};
+
+struct Forward {
+    const Layer *layers;
+    int64_t num_layers, tokens, hidden, inner;
+    Heads heads;
+    Rows rows;
+    const int64_t *slot_mapping;   // [T]
+    const void *cos, *sin;         // [T, D]
+    float *x;                      // [T, hidden], changed in place
+    void *normed, *qkv, *seen, *gate_up, *active; // scratch of the step
+    double eps;
+};
+
+template <class N> struct Pass {
+    const Forward &f;
+    const Work work;
+    std::vector<float> partials;
+
+    explicit Pass(const Forward &forward) : f(forward), work(forward.rows) {
+        partials.resize((size_t)(work.num_partials * f.heads.kv_heads * partial_floats(f.heads)));
+    }
+
+    N *normed() const { return (N *)f.normed; }
+    float *x() const { return f.x; }
+
+    // Five of attention and its linears, four of the MLP; and rows of several pieces are joined.
+    int64_t num_phases() const { return f.num_layers * 10; }
+
+    INLINE void norm(Team &team, const void *weight) {
+        team.share(f.tokens, [&](int64_t t) {
+            norm_row(x() + t * f.hidden, (const N *)weight, normed() + t * f.hidden, f.hidden, (float)f.eps);
+        });
+    }
+
+    INLINE void attention(Team &team, const Layer &layer) {
+        const int64_t dim = f.heads.dim, width = (f.heads.heads + 2 * f.heads.kv_heads) * dim;
+        N *qkv = (N *)f.qkv, *k = (N *)layer.k_cache, *v = (N *)layer.v_cache;
+        norm(team, layer.attention_norm);
+        linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE});
+        team.share(f.tokens, [&](int64_t t) {
+            const N *cos = (const N *)f.cos + t * dim, *sin = (const N *)f.sin + t * dim;
+            place_row(qkv + t * width, cos, sin, k, v, f.slot_mapping[t], f.heads);
+        });
+        attend(team, Attend<N>{qkv, (N *)f.seen, k, v, width, f.heads}, f.rows, work, partials.data());
+        linear(team, Linear<N, float>{(N *)f.seen, layer.output, (const N *)layer.output_bias, x(), f.tokens, ADD});
+    }
+
+    INLINE void mlp(Team &team, const Layer &layer) {
+        N *gate_up = (N *)f.gate_up, *active = (N *)f.active;
+        norm(team, layer.mlp_norm);
+        linear(team, Linear<N, N>{normed(), layer.gate_up, (const N *)layer.gate_up_bias, gate_up, f.tokens, STORE});
+        team.share(f.tokens, [&](int64_t t) {
+            silu_row(gate_up + t * 2 * f.inner, active + t * f.inner, f.inner);
+        });
+        linear(team, Linear<N, float>{active, layer.down, (const N *)layer.down_bias, x(), f.tokens, ADD});
+    }
+
+    void run(Team &team) {
+        for (int64_t i = 0; i < f.num_layers; i++) {
+            attention(team, f.layers[i]);
+            mlp(team, f.layers[i]);
+        }
+    }
+};
+
+} // namespace

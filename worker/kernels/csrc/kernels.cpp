@@ -1,0 +1,149 @@
+// What Python may call (native.py), with C's names and plain structs. Numbers are bfloat16 or float.
+//
+// This file is compiled once for each instruction set, into a library of its own: code of a set that
+// the processor lacks is never even loaded.
+
+#include "forward.h"
+
+namespace {
+
+constexpr int64_t IS_FLOAT = 0; // else bfloat16; the first argument of all that computes
+
+template <class Body> void in_numbers(int64_t numbers, Body &&body) {
+    if (numbers == IS_FLOAT) body(float{});
+    else body(bf16{});
+}
+
+} // namespace
+
+extern "C" {
+
+#define EXPORT __attribute__((visibility("default")))
+
+// Counts up when a signature or struct changes: a library of another count is not used.
+EXPORT int64_t kernels_version() { return 3; }
+
+// Of the OpenMP runtime that torch has loaded: its GOMP_parallel.
+EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
+
+// x [rows, size] (+= delta, where it is not null), then out = its norm times weight [size].
+EXPORT void add_norm(int64_t numbers, int64_t threads, int64_t rows, int64_t size, void *x,
+                     const void *delta, const void *weight, void *out, double eps) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        together(threads, 1, [&](Team &team) {
+            team.share(rows, [&](int64_t t) {
+                N *row = (N *)x + t * size;
+                if (delta) add_row(row, (const N *)delta + t * size, size);
+                norm_row(row, (const N *)weight, (N *)out + t * size, size, (float)eps);
+            });
+        });
+    });
+}
+
+// gate_up [rows, 2 inner] -> out [rows, inner]
+EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inner,
+                     const void *gate_up, void *out) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        together(threads, 1, [&](Team &team) {
+            team.share(rows, [&](int64_t t) {
+                silu_row((const N *)gate_up + t * 2 * inner, (N *)out + t * inner, inner);
+            });
+        });
+    });
+}
+
+// qkv [rows, (H + 2 H_kv) D]: queries turned in place, keys and values into one layer's cache.
+EXPORT void place_kv(int64_t numbers, int64_t threads, int64_t rows, const Heads *heads, void *qkv,
+                     const void *cos, const void *sin, const int64_t *slots, void *k_cache,
+                     void *v_cache) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        const Heads h = *heads;
+        together(threads, 1, [&](Team &team) {
+            team.share(rows, [&](int64_t t) {
+                const N *c = (const N *)cos + t * h.dim, *s = (const N *)sin + t * h.dim;
+                place_row((N *)qkv + t * (h.heads + 2 * h.kv_heads) * h.dim, c, s, (N *)k_cache,
+                          (N *)v_cache, slots[t], h);
+            });
+        });
+    });
+}
+
+EXPORT void paged_attention(int64_t numbers, int64_t threads, const Heads *heads, const Rows *rows,
+                            const void *q, int64_t q_stride, const void *k_cache,
+                            const void *v_cache, void *out) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        const Work work(*rows);
+        std::vector<float> partials((size_t)(work.num_partials * heads->kv_heads * partial_floats(*heads)));
+        const Attend<N> a{(const N *)q, (N *)out, (const N *)k_cache, (const N *)v_cache, q_stride, *heads};
+        together(threads, 2, [&](Team &team) { attend(team, a, *rows, work, partials.data()); });
+    });
+}
+
+// x [rows, inputs] -> y [rows, outputs], y of floats whatever x is.
+EXPORT void linear_to_float(int64_t numbers, int64_t threads, const void *x, int64_t rows,
+                            const Packed *weight, float *y) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        const Linear<N, float> l{(const N *)x, *weight, nullptr, y, rows, STORE};
+        together(threads, 1, [&](Team &team) { linear(team, l); });
+    });
+}
+
+// x [rows, inputs] -> y [rows, outputs] of x's numbers.
+EXPORT void linear_same(int64_t numbers, int64_t threads, const void *x, int64_t rows,
+                        const Packed *weight, const void *bias, void *y) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        const Linear<N, N> l{(const N *)x, *weight, (const N *)bias, (N *)y, rows, STORE};
+        together(threads, 1, [&](Team &team) { linear(team, l); });
+    });
+}
+
+EXPORT void forward(int64_t numbers, int64_t threads, const Forward *step) {
+    in_numbers(numbers, [&](auto zero) {
+        Pass<decltype(zero)> pass(*step);
+        together(threads, pass.num_phases(), [&](Team &team) { pass.run(team); });
+    });
+}
+
+// Bytes of a packed matrix.
+EXPORT int64_t packed_bytes(int64_t format, int64_t outputs, int64_t inputs) {
+    return panels_of(outputs) * (inputs / GROUP) * GROUP_BYTES[format];
+}
+
+// GGUF blocks of kind `kind` (packed.h), row after row -> packed; `to` is zero at first.
+EXPORT void pack_blocks(int64_t threads, int64_t kind, const uint8_t *blocks, int64_t outputs,
+                        int64_t inputs, uint8_t *to) {
+    const int64_t groups = inputs / GROUP, size = GROUP_BYTES[kind == Q8_0 ? Q8 : Q4];
+    together(threads, 1, [&](Team &team) {
+        team.share(panels_of(outputs), [&](int64_t panel) {
+            for (int64_t o = panel * PANEL; o < outputs && o < (panel + 1) * PANEL; o++)
+                for (int64_t g = 0; g < groups; g++)
+                    pack_block(kind, blocks + (o * groups + g) * BLOCK_BYTES[kind],
+                               to + (panel * groups + g) * size, o % PANEL);
+        });
+    });
+}
+
+// values [outputs, inputs] -> packed, in their own numbers; `to` is zero at first.
+EXPORT void pack_dense(int64_t numbers, int64_t threads, const void *values, int64_t outputs,
+                       int64_t inputs, uint8_t *to) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        const int64_t groups = inputs / GROUP, size = GROUP_BYTES[numbers == IS_FLOAT ? F32 : BF16];
+        together(threads, 1, [&](Team &team) {
+            team.share(panels_of(outputs), [&](int64_t panel) {
+                for (int64_t o = panel * PANEL; o < outputs && o < (panel + 1) * PANEL; o++)
+                    for (int64_t g = 0; g < groups; g++)
+                        pack_values((const N *)values + o * inputs + g * GROUP,
+                                    to + (panel * groups + g) * size, o % PANEL);
+            });
+        });
+    });
+}
+
+} // extern "C"

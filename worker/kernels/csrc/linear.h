@@ -1,0 +1,293 @@
+// y = x W^T for packed weights (packed.h), for one row and for hundreds.
+//
+// Weights are unpacked, a run of groups at a time, into integers that are exact in the numbers of the
+// multiplication: pairs of bfloat16 where the hardware multiplies those and x is bfloat16, else floats.
+// A group's sum is scaled once, so nothing is rounded that a product of floats would not round. Every
+// output is summed in the same order whatever the number of rows or threads: a row has the same bits
+// alone and in any batch.
+#pragma once
+
+#include <vector>
+
+#include "packed.h"
+#include "team.h"
+
+namespace {
+
+constexpr int BLOCK_ROWS = 96; // rows for which a run of weights is unpacked once
+constexpr int RUN = 8;         // groups unpacked at a time: they stay in the first cache
+constexpr int AT_ONCE = LANES == 16 ? 12 : 6; // rows whose sums the registers hold
+constexpr int ABREAST = 2;                     // vectors of outputs, likewise
+
+// ---- the two ways to multiply: what a step of them is (columns), and what a weight becomes
+
+struct ByFloats {
+    static constexpr int COLUMNS = 1;
+    typedef float Weight; // unpacked: [column][PANEL]
+    typedef Floats Vector;
+    static INLINE Floats multiply(Floats sums, const float *x, Floats w) { return sums + *x * w; }
+};
+
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIRS = true;
+struct ByPairs {
+    static constexpr int COLUMNS = 2;
+    typedef uint32_t Weight; // unpacked: [pair][PANEL]
+    typedef Words Vector;
+    static INLINE Floats multiply(Floats sums, const bf16 *x, Words w) {
+        uint32_t pair;
+        memcpy(&pair, x, 4);
+        return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)w);
+    }
+};
+#else
+constexpr bool HAS_PAIRS = false;
+typedef ByFloats ByPairs;
+#endif
+
+// ---- unpacking one group
+
+INLINE void unpack(int64_t format, const uint8_t *group, float *to) {
+    for (int o = 0; o < PANEL; o += LANES) {
+        if (format == Q4)
+            for (int j = 0; j < 4; j++) {
+                Words word = load_as<Words>(group + 128 + (j * PANEL + o) * 4);
+                for (int s = 0; s < 8; s++) {
+                    Ints nibble = (Ints)((word >> (4 * s)) & 15);
+                    const int column = 2 * (4 * j + s % 4) + s / 4;
+                    store(to + column * PANEL + o, __builtin_convertvector(nibble, Floats));
+                }
+            }
+        else if (format == Q8)
+            for (int j = 0; j < 8; j++) {
+                Words word = load_as<Words>(group + 64 + (j * PANEL + o) * 4);
+                for (int s = 0; s < 4; s++) {
+                    Ints byte = (Ints)(word << (24 - 8 * s)) >> 24;
+                    const int column = 2 * (2 * j + s % 2) + s / 2;
+                    store(to + column * PANEL + o, __builtin_convertvector(byte, Floats));
+                }
+            }
+        else
+            for (int p = 0; p < GROUP / 2; p++) {
+                Words pair = load_as<Words>(group + (p * PANEL + o) * 4);
+                store(to + 2 * p * PANEL + o, (Floats)(pair << 16));
+                store(to + (2 * p + 1) * PANEL + o, (Floats)(pair & 0xffff0000u));
+            }
+    }
+}
+
+#if defined(__AVX512BF16__)
+// The integers 0 to 15 as bfloat16.
+INLINE __m512i nibble_table() {
+    alignas(64) uint16_t table[32];
+    for (int i = 0; i < 32; i++) {
+        const float value = (float)(i % 16);
+        memcpy(table + i, (const char *)&value + 2, 2);
+    }
+    return _mm512_load_si512(table);
+}
+
+INLINE void unpack(int64_t format, const uint8_t *group, uint32_t *to) {
+    const __m512i table = nibble_table(), low = _mm512_set1_epi16(15);
+    for (int o = 0; o < PANEL; o += LANES) {
+        if (format == Q4)
+            for (int j = 0; j < 4; j++) {
+                const __m512i word = load_as<__m512i>(group + 128 + (j * PANEL + o) * 4);
+                for (int s = 0; s < 4; s++) {
+                    const __m512i nibble = _mm512_and_si512(_mm512_srli_epi16(word, 4 * s), low);
+                    store_as(to + (4 * j + s) * PANEL + o, _mm512_permutexvar_epi16(nibble, table));
+                }
+            }
+        else
+            for (int j = 0; j < 8; j++) {
+                const Words word = load_as<Words>(group + 64 + (j * PANEL + o) * 4);
+                for (int s = 0; s < 2; s++) {
+                    const Ints even = (Ints)(word << (24 - 8 * s)) >> 24;
+                    const Ints odd = (Ints)(word << (8 - 8 * s)) >> 24;
+                    const Words a = words(__builtin_convertvector(even, Floats)) >> 16;
+                    store_as(to + (2 * j + s) * PANEL + o, a | words(__builtin_convertvector(odd, Floats)));
+                }
+            }
+    }
+}
+#endif
+
+// ---- multiplying
+
+// One group against ROWS rows; part [ROWS][ABREAST] goes on.
+template <int ROWS, class By, class X>
+INLINE void multiply_group(const typename By::Weight *w, const X *x, int64_t ldx,
+                           Floats (&part)[ROWS][ABREAST]) {
+    for (int k = 0; k < GROUP; k += By::COLUMNS, w += PANEL) {
+        typename By::Vector across[ABREAST];
+        for (int j = 0; j < ABREAST; j++)
+            across[j] = load_as<typename By::Vector>(w + j * LANES);
+        for (int m = 0; m < ROWS; m++)
+            for (int j = 0; j < ABREAST; j++)
+                part[m][j] = By::multiply(part[m][j], x + m * ldx + k, across[j]);
+    }
+}
+
+// A run of groups of weights that have scales; sums [ROWS, PANEL] go on. xsums: of each row's groups.
+template <int ROWS, class By, bool MINIMA, class X>
+INLINE void multiply_scaled(const typename By::Weight *weights, const uint8_t *packed,
+                            int64_t groups, const X *x, int64_t ldx, const float *xsums,
+                            int64_t ldsums, float *sums) {
+    for (int o = 0; o < PANEL; o += ABREAST * LANES)
+        for (int64_t g = 0; g < groups; g++) {
+            Floats part[ROWS][ABREAST] = {};
+            multiply_group<ROWS, By>(weights + g * (GROUP / By::COLUMNS * PANEL) + o, x + g * GROUP,
+                                     ldx, part);
+            const uint8_t *group = packed + g * GROUP_BYTES[MINIMA ? Q4 : Q8];
+            for (int j = 0; j < ABREAST; j++) {
+                const uint16_t *scales = (const uint16_t *)group + o + j * LANES;
+                const Floats scale = load_f16(scales);
+                const Floats minimum = MINIMA ? load_f16(scales + PANEL) : Floats{};
+                for (int m = 0; m < ROWS; m++) {
+                    float *at = sums + m * PANEL + o + j * LANES;
+                    Floats total = load(at) + scale * part[m][j];
+                    if (MINIMA) total += minimum * xsums[m * ldsums + g];
+                    store(at, total);
+                }
+            }
+        }
+}
+
+// The same for weights without scales.
+template <int ROWS, class By, class X>
+INLINE void multiply_plain(const typename By::Weight *weights, int64_t groups, const X *x,
+                           int64_t ldx, float *sums) {
+    for (int o = 0; o < PANEL; o += ABREAST * LANES) {
+        Floats part[ROWS][ABREAST];
+        for (int m = 0; m < ROWS; m++)
+            for (int j = 0; j < ABREAST; j++) part[m][j] = load(sums + m * PANEL + o + j * LANES);
+        for (int64_t g = 0; g < groups; g++)
+            multiply_group<ROWS, By>(weights + g * (GROUP / By::COLUMNS * PANEL) + o, x + g * GROUP,
+                                     ldx, part);
+        for (int m = 0; m < ROWS; m++)
+            for (int j = 0; j < ABREAST; j++) store(sums + m * PANEL + o + j * LANES, part[m][j]);
+    }
+}
+
+template <int ROWS, class By, class X>
+INLINE void multiply_as(int64_t format, const typename By::Weight *weights, const uint8_t *packed,
+                        int64_t groups, const X *x, int64_t ldx, const float *xsums, int64_t ldsums,
+                        float *sums) {
+    if (format == Q4)
+        multiply_scaled<ROWS, By, true>(weights, packed, groups, x, ldx, xsums, ldsums, sums);
+    else if (format == Q8)
+        multiply_scaled<ROWS, By, false>(weights, packed, groups, x, ldx, xsums, ldsums, sums);
+    else multiply_plain<ROWS, By>(weights, groups, x, ldx, sums);
+}
+
+// Any number of rows, AT_ONCE at a time.
+template <class By, int ROWS = AT_ONCE, class X>
+INLINE void multiply_rows(int64_t rows, int64_t format, const typename By::Weight *weights,
+                          const uint8_t *packed, int64_t groups, const X *x, int64_t ldx,
+                          const float *xsums, int64_t ldsums, float *sums) {
+    for (; rows >= ROWS; rows -= ROWS, x += ROWS * ldx, xsums += ROWS * ldsums, sums += ROWS * PANEL)
+        multiply_as<ROWS, By>(format, weights, packed, groups, x, ldx, xsums, ldsums, sums);
+    if constexpr (ROWS > 1)
+        if (rows)
+            multiply_rows<By, ROWS - 1>(rows, format, weights, packed, groups, x, ldx, xsums, ldsums, sums);
+}
+
+// ---- the whole of it
+
+enum Then { STORE, ADD }; // what becomes of a result: y = it, or y += it (as torch rounds both)
+
+template <class X, class Y> struct Linear {
+    const X *x;      // [rows, inputs]
+    Packed weight;
+    const X *bias;   // [outputs], or null
+    Y *y;            // [rows, outputs]
+    int64_t rows;
+    Then then;
+};
+
+// What a thread keeps of the rows it works on.
+struct RowScratch {
+    std::vector<float> xsums, x;
+    alignas(64) float sums[BLOCK_ROWS * PANEL];
+    alignas(64) uint32_t weights[RUN * GROUP * PANEL];
+};
+
+template <class X> INLINE void sum_groups(const X *x, int64_t count, float *to) {
+    for (int64_t g = 0; g < count; g++) {
+        Floats total = {};
+        for (int k = 0; k < GROUP; k += LANES) total += load(x + g * GROUP + k);
+        to[g] = sum(total);
+    }
+}
+
+template <class X, class Y>
+INLINE void finish(const Linear<X, Y> &l, int64_t row, int64_t first, const float *sums) {
+    Y *y = l.y + row * l.weight.outputs + first;
+    const int64_t left = l.weight.outputs - first, count = left < PANEL ? left : PANEL;
+    alignas(64) Y ready[PANEL];
+    alignas(64) Y before[PANEL] = {};
+    alignas(64) X bias[PANEL] = {};
+    if (l.bias) memcpy(bias, l.bias + first, (size_t)count * sizeof(X));
+    if (l.then == ADD) memcpy(before, y, (size_t)count * sizeof(Y));
+    for (int o = 0; o < PANEL; o += LANES) {
+        Floats result = load(sums + o);
+        if (l.bias) result += load(bias + o);
+        if (l.then == ADD) result = load(before + o) + as_stored(Y{}, result);
+        store(ready + o, result);
+    }
+    memcpy(y, ready, (size_t)count * sizeof(Y));
+}
+
+// One panel of outputs for one block of rows. x: in the numbers of the multiplication.
+template <class By, class N, class X, class Y>
+void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t count, const N *x,
+                 RowScratch &s) {
+    const int64_t groups = l.weight.inputs / GROUP, stride = GROUP_BYTES[l.weight.format];
+    const uint8_t *packed = l.weight.data + panel * groups * stride;
+    const bool direct = l.weight.format == (By::COLUMNS == 2 ? BF16 : F32);
+    memset(s.sums, 0, (size_t)count * PANEL * sizeof(float));
+    for (int64_t g = 0; g < groups; g += RUN) {
+        const int64_t some = groups - g < RUN ? groups - g : RUN;
+        const uint8_t *from = packed + g * stride;
+        auto *weights = (const typename By::Weight *)from;
+        if (!direct) {
+            auto *to = (typename By::Weight *)s.weights;
+            for (int64_t i = 0; i < some; i++)
+                unpack(l.weight.format, from + i * stride, to + i * (GROUP / By::COLUMNS * PANEL));
+            weights = to;
+        }
+        multiply_rows<By>(count, l.weight.format, weights, from, some, x + g * GROUP, l.weight.inputs,
+                          s.xsums.data() + g, groups, s.sums);
+    }
+    for (int64_t m = 0; m < count; m++) finish(l, first + m, panel * PANEL, s.sums + m * PANEL);
+}
+
+// By the whole team: an item is a panel for a block of rows, blocks one after the other.
+template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l) {
+    constexpr bool PAIRS = HAS_PAIRS && sizeof(X) == 2;
+    static thread_local RowScratch scratch;
+    RowScratch &s = scratch;
+    const int64_t panels = panels_of(l.weight.outputs), inputs = l.weight.inputs;
+    const int64_t blocks = (l.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    int64_t block = -1;
+    team.share(panels * blocks, [&](int64_t item) {
+        const int64_t first = item / panels * BLOCK_ROWS;
+        const int64_t count = l.rows - first < BLOCK_ROWS ? l.rows - first : BLOCK_ROWS;
+        const X *x = l.x + first * inputs;
+        if (block != item / panels) {
+            block = item / panels;
+            s.xsums.resize((size_t)(count * inputs / GROUP));
+            if (l.weight.format == Q4) sum_groups(x, count * inputs / GROUP, s.xsums.data());
+            if constexpr (!PAIRS && sizeof(X) == 2) {
+                s.x.resize((size_t)(count * inputs));
+                for (int64_t i = 0; i < count * inputs; i += LANES) store(s.x.data() + i, load(x + i));
+            }
+        }
+        if constexpr (PAIRS) linear_item<ByPairs>(l, item % panels, first, count, x, s);
+        else if constexpr (sizeof(X) == 2)
+            linear_item<ByFloats>(l, item % panels, first, count, s.x.data(), s);
+        else linear_item<ByFloats>(l, item % panels, first, count, x, s);
+    });
+}
+
+} // namespace

@@ -1,0 +1,171 @@
+// Attention of rows of several tokens: a tile of queries against 64 keys at a time.
+//
+// Keys stand on their side (dimension by dimension), so the scores of one query for many keys are one
+// vector, and no sum runs across a vector. The answer is kept relative to the greatest score so far.
+// Legend in attention.h; Q = TILE_TOKENS * G queries of a tile, one after the other per token.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+// Vectors computed at once for each of TOGETHER queries: what the registers hold.
+constexpr int ACROSS = LANES == 16 ? 4 : 2;
+
+// c [TOGETHER, ...] (+)= a [TOGETHER, depth] * b [depth, width], for so many vectors of c's width.
+template <bool ADD, int ACROSS>
+INLINE void tile_of(const float *a, int64_t lda, const float *b, int64_t ldb, int64_t depth, float *c,
+                 int64_t ldc) {
+    Floats sums[TOGETHER][ACROSS];
+    for (int i = 0; i < TOGETHER; i++)
+        for (int j = 0; j < ACROSS; j++)
+            sums[i][j] = ADD ? load(c + i * ldc + j * LANES) : Floats{};
+    for (int64_t d = 0; d < depth; d++) {
+        Floats side[ACROSS];
+        for (int j = 0; j < ACROSS; j++) side[j] = load(b + d * ldb + j * LANES);
+        for (int i = 0; i < TOGETHER; i++)
+            for (int j = 0; j < ACROSS; j++) sums[i][j] += a[i * lda + d] * side[j];
+    }
+    for (int i = 0; i < TOGETHER; i++)
+        for (int j = 0; j < ACROSS; j++) store(c + i * ldc + j * LANES, sums[i][j]);
+}
+
+// The same for any width that is whole vectors.
+template <bool ADD>
+INLINE void tile(const float *a, int64_t lda, const float *b, int64_t ldb, int64_t depth, float *c,
+                 int64_t ldc, int64_t width) {
+    int64_t j = 0;
+    for (; j + ACROSS * LANES <= width; j += ACROSS * LANES)
+        tile_of<ADD, ACROSS>(a, lda, b + j, ldb, depth, c + j, ldc);
+    for (; j < width; j += LANES) tile_of<ADD, 1>(a, lda, b + j, ldb, depth, c + j, ldc);
+}
+
+// What a thread needs for one tile; grown once, kept by the thread.
+struct TileScratch {
+    std::vector<float> queries, sums, peaks, totals;
+    alignas(64) float keys[MAX_DIM * SIDE];    // [D, SIDE]
+    alignas(64) float values[SIDE * MAX_DIM];  // [SIDE, D]
+    alignas(64) float scores[TOGETHER * SIDE]; // weights, after softmax
+
+    void fit(int64_t queries_, int64_t dim) {
+        queries.assign((size_t)(queries_ * dim), 0);
+        sums.assign((size_t)(queries_ * dim), 0);
+        peaks.assign((size_t)queries_, -INFINITY);
+        totals.assign((size_t)queries_, 0);
+    }
+};
+
+// Queries of one token and group, in float and scaled.
+template <class N> INLINE void scaled(const N *from, float *to, int64_t size, float scale) {
+    for (int64_t d = 0; d < size; d += LANES) store(to + d, load(from + d) * scale);
+}
+
+// Keys and values [first, first + count) of a row and head; what is missing of SIDE is zero.
+template <class N>
+void turn(const Attend<N> &a, const Rows &rows, int64_t row, int64_t kv_head, int64_t first,
+          int64_t count, TileScratch &s) {
+    const Heads &h = a.heads;
+    alignas(64) float key[MAX_DIM];
+    for (int64_t j = 0; j < SIDE; j++) {
+        float *value = s.values + j * h.dim;
+        if (j >= count) {
+            memset(value, 0, (size_t)h.dim * sizeof(float));
+            for (int64_t d = 0; d < h.dim; d++) s.keys[d * SIDE + j] = 0;
+            continue;
+        }
+        const int64_t at = (place(rows, row, first + j) * h.kv_heads + kv_head) * h.dim;
+        for (int64_t d = 0; d < h.dim; d += LANES) {
+            store(key + d, load(a.k + at + d));
+            store(value + d, load(a.v + at + d));
+        }
+        for (int64_t d = 0; d < h.dim; d++) s.keys[d * SIDE + j] = key[d];
+    }
+}
+
+// Scores of TOGETHER queries -> weights; their sums so far are brought to the new peak. seen[i]: how
+// many of the keys query i sees.
+INLINE void soften(TileScratch &s, int64_t query, const int64_t *seen, int64_t dim) {
+    for (int i = 0; i < TOGETHER; i++) {
+        float *scores = s.scores + i * SIDE;
+        if (seen[i] <= 0) {
+            memset(scores, 0, SIDE * sizeof(float));
+            continue;
+        }
+        for (int64_t j = seen[i]; j < SIDE; j++) scores[j] = -INFINITY;
+        Floats high = load(scores);
+        for (int j = LANES; j < SIDE; j += LANES) high = greater(load(scores + j), high);
+        const float before = s.peaks[query + i], here = greatest(high);
+        const float peak = here > before ? here : before;
+        const float share = before == peak ? 1.0f : std::exp(before - peak);
+        const float total = to_weights(scores, SIDE, peak);
+        s.totals[query + i] = s.totals[query + i] * share + total;
+        s.peaks[query + i] = peak;
+        if (share != 1.0f) {
+            float *sums = s.sums.data() + (query + i) * dim;
+            for (int64_t d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * share);
+        }
+    }
+}
+
+// One tile of one row and key/value head.
+template <class N>
+void prefill_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_t kv_head) {
+    static thread_local TileScratch scratch;
+    TileScratch &s = scratch;
+    const Heads &h = a.heads;
+    const int64_t group = h.heads / h.kv_heads, stop = rows.row_starts[item.row + 1];
+    const int64_t left = stop - item.first, tokens = left < TILE_TOKENS ? left : TILE_TOKENS;
+    const int64_t queries = tokens * group;
+    const int64_t whole = (queries + TOGETHER - 1) / TOGETHER * TOGETHER;
+    const int64_t before = rows.context_lens[item.row] - (stop - item.first); // keys before the tile
+    s.fit(whole, h.dim);
+    for (int64_t t = 0; t < tokens; t++)
+        scaled(a.q + (item.first + t) * a.q_stride + kv_head * group * h.dim,
+               s.queries.data() + t * group * h.dim, group * h.dim,
+               1.0f / std::sqrt((float)h.dim));
+    for (int64_t key = 0; key < before + tokens; key += SIDE) {
+        const int64_t count = before + tokens - key < SIDE ? before + tokens - key : SIDE;
+        turn(a, rows, item.row, kv_head, key, count, s);
+        for (int64_t query = 0; query < whole; query += TOGETHER) {
+            int64_t seen[TOGETHER], most = 0;
+            for (int i = 0; i < TOGETHER; i++) {
+                const int64_t last = query + i < queries ? before + (query + i) / group + 1 : 0;
+                seen[i] = last - key < count ? last - key : count;
+                most = seen[i] > most ? seen[i] : most;
+            }
+            if (!most) continue;
+            const float *q = s.queries.data() + query * h.dim;
+            tile<false>(q, h.dim, s.keys, SIDE, h.dim, s.scores, SIDE, SIDE);
+            soften(s, query, seen, h.dim);
+            float *sums = s.sums.data() + query * h.dim;
+            tile<true>(s.scores, SIDE, s.values, h.dim, most, sums, h.dim, h.dim);
+        }
+    }
+    for (int64_t query = 0; query < queries; query++) {
+        N *out = a.out + ((item.first + query / group) * h.heads + kv_head * group + query % group) * h.dim;
+        const float *sums = s.sums.data() + query * h.dim;
+        for (int64_t d = 0; d < h.dim; d += LANES)
+            store(out + d, load(sums + d) / s.totals[query]);
+    }
+}
+
+// One layer, by the whole team. partials: num_partials * H_kv * partial_floats.
+template <class N>
+INLINE void attend(Team &team, const Attend<N> &a, const Rows &rows, const Work &work,
+                   float *partials) {
+    const int64_t kv_heads = a.heads.kv_heads;
+    team.share((int64_t)work.items.size() * kv_heads, [&](int64_t i) {
+        const Item &item = work.items[(size_t)(i / kv_heads)];
+        if (item.row >= rows.num_decodes) prefill_item(a, rows, item, i % kv_heads);
+        else decode_item(a, rows, item, i % kv_heads, partials);
+    });
+    if (!work.num_partials) return;
+    team.share((int64_t)work.items.size(), [&](int64_t i) {
+        const Item &item = work.items[(size_t)i];
+        if (item.partial < 0 || item.first) return;
+        const int64_t count = (rows.context_lens[item.row] + PIECE - 1) / PIECE;
+        join_row(a, rows, &item, count, partials);
+    });
+}
+
+} // namespace

@@ -1,0 +1,171 @@
+// Numbers, and vectors of them as wide as the instruction set that this file is compiled for.
+//
+// Everything is computed in float. Vectors are the compiler's own, so the same lines become AVX-512,
+// AVX2, SSE or NEON; intrinsics stand only where the compiler has no word for it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+struct bf16 {
+    uint16_t bits;
+};
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+INLINE Floats splat(float x) { return x - Floats{}; }
+INLINE Words words(Floats x) { return (Words)x; }
+
+template <class V> INLINE V load_as(const void *from) {
+    V v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V> INLINE void store_as(void *to, V v) { memcpy(to, &v, sizeof v); }
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+// Compilers take several instructions for what is one.
+INLINE Words widened(Halves x) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, Words);
+#endif
+}
+
+INLINE Floats load(const float *from) { return load_as<Floats>(from); }
+INLINE Floats load(const bf16 *from) { return (Floats)(widened(load_as<Halves>(from)) << 16); }
+
+// To the nearest, ties to even, as torch rounds; NaN stays NaN.
+INLINE Halves rounded(Floats x) {
+#if defined(__AVX512BF16__)
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    Words bits = words(x);
+    Words even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    Words is_nan = (Words)(x != x);
+    return __builtin_convertvector((even & ~is_nan) | (is_nan & 0x7fc0), Halves);
+#endif
+}
+INLINE void store(float *to, Floats x) { store_as(to, x); }
+INLINE void store(bf16 *to, Floats x) { store_as(to, rounded(x)); }
+
+// As if it had been stored and loaded again: where torch rounds, we round.
+INLINE Floats as_stored(float, Floats x) { return x; }
+INLINE Floats as_stored(bf16, Floats x) {
+    return (Floats)(widened(rounded(x)) << 16);
+}
+
+INLINE float sum(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+#endif
+}
+
+// The sums of LANES vectors, as one vector.
+INLINE Floats sums_of(const Floats *v) {
+#if defined(__AVX512F__)
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++) {
+        const __m512 x = (__m512)v[2 * i], y = (__m512)v[2 * i + 1];
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88),
+                                 _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+#elif defined(__AVX2__)
+    __m256 a[4], b[2];
+    for (int i = 0; i < 4; i++) a[i] = _mm256_hadd_ps((__m256)v[2 * i], (__m256)v[2 * i + 1]);
+    for (int i = 0; i < 2; i++) b[i] = _mm256_hadd_ps(a[2 * i], a[2 * i + 1]);
+    return (Floats)_mm256_add_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20),
+                                 _mm256_permute2f128_ps(b[0], b[1], 0x31));
+#else
+    Floats sums;
+    for (int i = 0; i < LANES; i++) sums[i] = sum(v[i]);
+    return sums;
+#endif
+}
+
+INLINE Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+INLINE float greatest(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float best = x[0];
+    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
+    return best;
+#endif
+}
+
+// e^x within 2 units in the last place; what is below -87 gives about 1e-38, what is above 88 about
+// 1e38. NaN stays NaN.
+INLINE Floats exponential(Floats x) {
+    const Floats least = splat(-87.0f), most = splat(88.0f);
+    Floats clipped = x < least ? least : x;
+    clipped = clipped > most ? most : clipped;
+    const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+    Floats turns = (clipped * 1.44269504f + magic) - magic;
+    Floats rest = clipped - turns * 0.693359375f + turns * 2.12194440e-4f;
+    Floats p = splat(1.9875691500e-4f);
+    p = p * rest + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.0f;
+    Ints power = (__builtin_convertvector(turns, Ints) + 127) << 23;
+    return p * (Floats)power;
+}
+
+// f16, of which quantised files make their scales. Exact for all that is finite.
+INLINE Floats load_f16(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(load_as<__m256i>(from));
+#else
+    Words half = widened(load_as<Halves>(from));
+    Floats size = (Floats)((half & 0x7fff) << 13) * 0x1p112f;
+    return (Floats)(words(size) | ((half & 0x8000) << 16));
+#endif
+}
+
+} // namespace

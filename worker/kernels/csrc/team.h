@@ -1,0 +1,107 @@
+// The threads that compute together: torch's own, of the OpenMP runtime that torch has loaded.
+//
+// A second runtime would bring a second set of threads, which fight with torch's for the cores. So
+// nothing here is compiled as OpenMP or linked with it; the entry point of the loaded runtime is handed
+// over (`set_runtime`). Where there is none, one thread computes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
+
+#include "simd.h"
+
+namespace {
+
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned); // GOMP_parallel
+
+inline Parallel &runtime() {
+    static Parallel loaded = nullptr;
+    return loaded;
+}
+
+INLINE void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+constexpr int SPINS = 1000; // some 15 us: as long as most phases take; then a thread sleeps
+
+// Items that are done by whoever is free. It ends when all items are done, not when all threads have
+// come by: one that the system keeps from running, or that has yet to wake up, holds nobody up unless
+// it has an item in hand.
+class Phase {
+  public:
+    template <class Work> INLINE void share(int count, Work &&work) {
+        int mine = 0;
+        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count; mine++) work(i);
+        if (mine && done_.fetch_add(mine) + mine == count && sleepers_.load()) wake();
+        for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
+            if (spins < SPINS) relax();
+            else sleep(count);
+        }
+    }
+
+  private:
+    // A sleeper counts itself before it looks again, and who ends the phase looks for sleepers after:
+    // one of the two sees the other.
+    void sleep(int count) {
+        sleepers_.fetch_add(1);
+        const int done = done_.load();
+        if (done < count) wait_while(done);
+        sleepers_.fetch_sub(1);
+    }
+
+#if defined(__linux__)
+    void wait_while(int done) {
+        syscall(SYS_futex, &done_, FUTEX_WAIT_PRIVATE, done, nullptr, nullptr, 0);
+    }
+    void wake() { syscall(SYS_futex, &done_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+    void wait_while(int) { sched_yield(); }
+    void wake() {}
+#endif
+
+    std::atomic<int> next_{0}, done_{0}, sleepers_{0};
+    char apart_[52]; // the next phase's counters are in another line of the cache
+};
+
+// One thread's way through the phases.
+class Team {
+  public:
+    explicit Team(Phase *phases) : phase_(phases) {}
+
+    // All items [0, count). Results never depend on who did what.
+    template <class Work> INLINE void share(int64_t count, Work &&work) {
+        (phase_++)->share((int)count, work);
+    }
+
+  private:
+    Phase *phase_;
+};
+
+// body(Team&) in at most `threads` threads; it shares work at most num_phases times.
+template <class Body> void together(int64_t threads, int64_t num_phases, Body &&body) {
+    struct Call {
+        Body &body;
+        std::vector<Phase> phases;
+    } call{body, std::vector<Phase>((size_t)num_phases)};
+    auto run = [](void *data) {
+        Call &call = *static_cast<Call *>(data);
+        Team team(call.phases.data());
+        call.body(team);
+    };
+    if (threads <= 1 || runtime() == nullptr) run(&call);
+    else runtime()(run, &call, (unsigned)threads, 0);
+}
+
+} // namespace

@@ -1,0 +1,85 @@
+"""Finds and loads the compiled kernels that this processor can run.
+
+A library is loaded only if the processor has all that it was compiled for, and used only if it is
+of this version of the code. It computes with the threads of the OpenMP runtime that torch has
+loaded: a second one would bring threads of its own, and both would fight for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
+
+log = logging.getLogger(__name__)
+
+VERSION = 3
+"""Of signatures and structs: `kernels_version` in csrc/kernels.cpp."""
+FOLDER = Path(__file__).parent
+ENTRY_POINT = "GOMP_parallel"
+"""Of the OpenMP runtime; GNU's, which those of LLVM and Intel have as well."""
+
+
+class NoKernels(Exception):
+    """There is no compiled library to use; the message says why."""
+
+
+def runnable(cpu_flags: frozenset[str]) -> list[InstructionSet]:
+    """Instruction sets of a processor with such flags, best first."""
+    return [each for each in INSTRUCTION_SETS if each.needs <= cpu_flags]
+
+
+def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
+    """The first of the sets whose library is there, and its name. Raises NoKernels."""
+    names = [each.name for each in sets]
+    for name in names:
+        path = _path(name)
+        if path is None:
+            continue
+        library = ctypes.CDLL(str(path))
+        library.kernels_version.restype = ctypes.c_int64
+        if library.kernels_version() != VERSION:
+            raise NoKernels(f"{path} is of another version: install again (pip install -e .)")
+        library.set_runtime(_runtime())
+        return name, library
+    raise NoKernels(
+        f"no kernels are compiled for {' or '.join(names)}: install with a C++ compiler"
+    )
+
+
+def _path(name: str) -> Path | None:
+    for suffix in EXTENSION_SUFFIXES:
+        path = FOLDER / f"_{name}{suffix}"
+        if path.exists():
+            return path
+    return None
+
+
+def _runtime() -> ctypes.c_void_p:
+    """The address of ENTRY_POINT in the runtime that is loaded; null where there is none."""
+    path = _loaded_runtime()
+    if path is None:
+        log.warning("torch has loaded no OpenMP runtime: kernels compute with one thread")
+        return ctypes.c_void_p()
+    loaded = ctypes.CDLL(path)  # no second copy: it is loaded
+    return ctypes.cast(getattr(loaded, ENTRY_POINT), ctypes.c_void_p)
+
+
+def _loaded_runtime(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The file of torch's OpenMP runtime, where the system says what is loaded. torch's own
+    libraries come first: another package may have brought another runtime."""
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return None
+    found = {line.split(maxsplit=5)[-1].strip() for line in lines}
+    names = ("libgomp", "libiomp5", "libomp")
+    paths = sorted(path for path in found if Path(path).name.startswith(names))
+    home = str(Path(torch.__file__).parent)
+    return min(paths, key=lambda path: not path.startswith(home), default=None)

@@ -1,0 +1,163 @@
+"""The compiled kernels, as Python calls them: addresses and sizes go in, tensors come out.
+
+Every function checks what C++ takes for granted (contiguous, of one dtype, of fitting sizes), since
+a wrong address is no exception but a crash. Legend in base.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.attention.base import AttentionBatch
+from worker.kernels import structs
+from worker.kv_cache import KVCache
+
+IS_FLOAT, IS_BFLOAT16 = 0, 1
+NUMBERS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
+DIM_MULTIPLE = 32
+"""Of a head's dimension: half a head is whole vectors of any instruction set."""
+SIZE_MULTIPLE = 16
+MAX_DIM, MAX_GROUP = 256, 32
+"""Of a head; query heads that share keys. As csrc/attention.h has them."""
+
+SIGNATURES = {
+    "add_norm": "iiiippppd",
+    "silu_mul": "iiiipp",
+    "place_kv": "iiippppppp",
+    "paged_attention": "iipppippp",
+    "linear_to_float": "iipipp",
+    "linear_same": "iipippp",
+    "forward": "iip",
+    "packed_bytes": "iii",
+    "pack_blocks": "iipiip",
+    "pack_dense": "iipiip",
+}
+"""By kernels.cpp: i int64, p an address, d double."""
+_TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes the library's signatures."""
+    for name, letters in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = [_TYPES[letter] for letter in letters]
+        function.restype = ctypes.c_int64 if name == "packed_bytes" else None
+
+
+def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) -> bool:
+    """Whether the kernels are made for such a model; `sizes`: hidden and intermediate."""
+    return (
+        head_dim % DIM_MULTIPLE == 0
+        and head_dim <= MAX_DIM
+        and heads // kv_heads <= MAX_GROUP
+        and all(size % SIZE_MULTIPLE == 0 for size in sizes)
+    )
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of a tensor's first item; None stays null. Raises ValueError where it is not contiguous."""
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        raise ValueError(f"a kernel needs a contiguous tensor, not {tuple(tensor.stride())}")
+    return tensor.data_ptr()
+
+
+def rows_of(batch: AttentionBatch, block_tokens: int) -> structs.Rows:
+    """The step's rows; `batch` is to be kept as long as they are used."""
+    integers = (batch.slot_mapping, batch.row_starts, batch.context_lens, batch.block_table)
+    assert all(tensor.dtype == torch.int64 for tensor in integers)
+    return structs.Rows(
+        address(batch.row_starts),
+        address(batch.context_lens),
+        address(batch.block_table),
+        len(batch.context_lens),
+        batch.num_decodes,
+        batch.block_table.shape[1],
+        block_tokens,
+    )
+
+
+class NativeKernels:
+    """Kernels and attention of one compiled library."""
+
+    def __init__(self, name: str, library: ctypes.CDLL) -> None:
+        declare(library)
+        self.name = name
+        self.library = library
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        rows, size = x.shape
+        assert weight.shape == (size,)
+        assert delta is None or delta.shape == x.shape
+        out = torch.empty_like(x)
+        self.library.add_norm(
+            numbers(x, weight),
+            torch.get_num_threads(),
+            rows,
+            size,
+            *map(address, (x, delta, weight, out)),
+            eps,
+        )
+        return out
+
+    def place(
+        self,
+        qkv: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: KVCache,
+        layer: int,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        k, v = cache.layer(layer)
+        kv_heads, head_dim = k.shape[-2:]
+        heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        assert slot_mapping.shape == (len(qkv),) == rotation[0].shape[:1]
+        self.library.place_kv(
+            numbers(qkv, k, *rotation),
+            torch.get_num_threads(),
+            len(qkv),
+            byref(structs.Heads(heads, kv_heads, head_dim)),
+            *map(address, (qkv, *rotation, slot_mapping, k, v)),
+        )
+        return qkv.view(len(qkv), -1, head_dim)[:, :heads]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        self.library.silu_mul(
+            numbers(gate_up),
+            torch.get_num_threads(),
+            *out.shape,
+            address(gate_up),
+            address(out),
+        )
+        return out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: structs.Rows) -> Tensor:
+        """As Attention.run; q [T, H, D] may be part of wider rows."""
+        tokens, heads, head_dim = q.shape
+        assert q.stride()[1:] == (head_dim, 1)
+        out = q.new_empty(tokens, heads, head_dim)
+        self.library.paged_attention(
+            numbers(q, k, v),
+            torch.get_num_threads(),
+            byref(structs.Heads(heads, k.shape[2], head_dim)),
+            byref(rows),
+            q.data_ptr(),
+            q.stride(0),
+            *map(address, (k, v, out)),
+        )
+        return out
+
+
+def numbers(*tensors: Tensor) -> int:
+    """Which numbers all of them hold. Raises ValueError where they differ or C++ knows them not."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or not dtypes <= NUMBERS.keys():
+        raise ValueError(f"kernels compute with one of {list(NUMBERS)}, not {dtypes}")
+    return NUMBERS[dtypes.pop()]

@@ -1,0 +1,121 @@
+"""Matrices as the compiled kernels read them: made once at load, from a file's own blocks if it has
+them (nothing is rounded then), else from numbers.
+
+Legend: N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ctypes import byref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.kernels.native import NUMBERS, NativeKernels, address, numbers
+from worker.kernels.structs import Packed
+from worker.loading.blocks import BLOCK_WEIGHTS, BlockKind, Blocks
+
+ALIGNMENT = 64
+Q4, Q8, BF16, F32 = range(4)
+"""Formats, as csrc/packed.h numbers them."""
+BLOCK_FORMATS = {BlockKind.Q4_0: Q4, BlockKind.Q4_1: Q4, BlockKind.Q8_0: Q8}
+DENSE_FORMATS = {torch.bfloat16: BF16, torch.float32: F32}
+
+
+class PackedMatrix:
+    """[outputs, inputs], in memory of its own."""
+
+    def __init__(self, kernels: NativeKernels, fmt: int, outputs: int, inputs: int) -> None:
+        if inputs % BLOCK_WEIGHTS:
+            raise ValueError(f"{inputs} columns are not whole groups of {BLOCK_WEIGHTS}")
+        size = kernels.library.packed_bytes(fmt, outputs, inputs)
+        # Pages of zeros, touched first by the thread that packs them.
+        self.memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
+        start = -self.memory.data_ptr() % ALIGNMENT
+        self.struct = Packed(self.memory.data_ptr() + start, fmt, outputs, inputs)
+
+    @property
+    def outputs(self) -> int:
+        return int(self.struct.outputs)
+
+    @property
+    def inputs(self) -> int:
+        return int(self.struct.inputs)
+
+
+def pack_blocks(kernels: NativeKernels, blocks: Blocks) -> PackedMatrix:
+    outputs, groups, _ = blocks.raw.shape
+    raw = np.ascontiguousarray(blocks.raw)
+    matrix = PackedMatrix(kernels, BLOCK_FORMATS[blocks.kind], outputs, groups * BLOCK_WEIGHTS)
+    kernels.library.pack_blocks(
+        torch.get_num_threads(),
+        blocks.kind,
+        raw.ctypes.data,
+        outputs,
+        groups * BLOCK_WEIGHTS,
+        matrix.struct.data,
+    )
+    return matrix
+
+
+def pack_dense(kernels: NativeKernels, values: Tensor) -> PackedMatrix:
+    """values [outputs, inputs] float32 or bfloat16, kept in these numbers."""
+    outputs, inputs = values.shape
+    matrix = PackedMatrix(kernels, DENSE_FORMATS[values.dtype], outputs, inputs)
+    kernels.library.pack_dense(
+        numbers(values),
+        torch.get_num_threads(),
+        address(values),
+        outputs,
+        inputs,
+        matrix.struct.data,
+    )
+    return matrix
+
+
+@dataclass(slots=True)
+class PackedLinear:
+    """A layers.linear.Linear whose rows have the same bits alone and in any batch."""
+
+    kernels: NativeKernels
+    matrix: PackedMatrix
+    bias: Tensor | None = None
+
+    @property
+    def num_weights(self) -> int:
+        bias = 0 if self.bias is None else self.bias.numel()
+        return self.matrix.outputs * self.matrix.inputs + bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._into(x, x.new_empty(len(x), self.matrix.outputs))
+
+    def to_float(self, x: Tensor) -> Tensor:
+        """x [N, in] -> [N, out] float32, not rounded to x's dtype on the way."""
+        assert self.bias is None
+        y = x.new_empty(len(x), self.matrix.outputs, dtype=torch.float32)
+        self.kernels.library.linear_to_float(*self._input(x), byref(self.matrix.struct), address(y))
+        return y
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.matrix.memory
+        if self.bias is not None:
+            yield self.bias
+
+    def _into(self, x: Tensor, y: Tensor) -> Tensor:
+        self.kernels.library.linear_same(
+            *self._input(x), byref(self.matrix.struct), address(self.bias), address(y)
+        )
+        return y
+
+    def _input(self, x: Tensor) -> Sequence[int | None]:
+        if x.shape[1:] != (self.matrix.inputs,) or x.dtype not in NUMBERS:
+            raise ValueError(f"{tuple(x.shape)} {x.dtype} for {self.matrix.inputs} inputs")
+        return NUMBERS[x.dtype], torch.get_num_threads(), address(x), len(x)
+
+
+def fits(inputs: int) -> bool:
+    """Whether a matrix of so many columns can be packed."""
+    return inputs % BLOCK_WEIGHTS == 0

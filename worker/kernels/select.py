@@ -1,0 +1,41 @@
+"""Which kernels serve: compiled ones for the best instruction set that the processor has, or
+torch's. The one place of this choice; attention/select.py follows it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from protocol.config import KernelSet
+from worker.kernels.base import Kernels
+from worker.kernels.library import NoKernels, load, runnable
+from worker.kernels.native import NativeKernels
+from worker.kernels.sets import INSTRUCTION_SETS
+from worker.kernels.twin import TorchKernels
+from worker.loading.errors import UnusableModel
+
+log = logging.getLogger(__name__)
+
+
+def select_kernels(
+    wanted: KernelSet, device: torch.device, *, cpu_flags: frozenset[str]
+) -> Kernels:
+    """`cpu_flags` as device.cpu_flags reads them. Raises UnusableModel where a set is asked for
+    that the processor lacks or that is not compiled."""
+    if wanted == "torch" or device.type != "cpu":
+        return TorchKernels()
+    sets = runnable(cpu_flags)
+    if wanted == "auto":
+        try:
+            return NativeKernels(*load(sets))
+        except NoKernels as error:
+            log.warning("serving with torch's own kernels, several times slower: %s", error)
+            return TorchKernels()
+    if wanted not in (each.name for each in sets):
+        raise UnusableModel(f"this processor cannot run kernels {wanted!r}")
+    try:
+        return NativeKernels(*load(each for each in INSTRUCTION_SETS if each.name == wanted))
+    except NoKernels as error:
+        raise UnusableModel(f"kernels {wanted!r}: {error}") from error

@@ -1,0 +1,74 @@
+"""The structs of csrc, field by field: what kernels.cpp is told by address.
+
+A struct holds addresses of tensors and keeps none of them alive; whoever fills one does.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_int64, c_void_p
+
+
+class Heads(Structure):
+    _fields_ = [("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64)]
+
+
+class Rows(Structure):
+    """AttentionBatch (attention/base.py)."""
+
+    _fields_ = [
+        ("row_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("num_rows", c_int64),
+        ("num_decodes", c_int64),
+        ("table_width", c_int64),
+        ("block_tokens", c_int64),
+    ]
+
+
+class Packed(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("format", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+    ]
+
+
+class Layer(Structure):
+    _fields_ = [
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("qkv", Packed),
+        ("output", Packed),
+        ("gate_up", Packed),
+        ("down", Packed),
+        ("qkv_bias", c_void_p),
+        ("output_bias", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+    ]
+
+
+class Forward(Structure):
+    _fields_ = [
+        ("layers", c_void_p),
+        ("num_layers", c_int64),
+        ("tokens", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("heads", Heads),
+        ("rows", Rows),
+        ("slot_mapping", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("x", c_void_p),
+        ("normed", c_void_p),
+        ("qkv", c_void_p),
+        ("seen", c_void_p),
+        ("gate_up", c_void_p),
+        ("active", c_void_p),
+        ("eps", c_double),
+    ]
