@@ -3,12 +3,15 @@
 A measurement, not a test: `python -m tests.support.draft_speed` starts two servers with the default
 model, one without drafts and one with n-grams, and asks both the same, in turns that are short
 beside the moods of a shared machine: each pair of turns gives a ratio, of which the median is told,
-with the middle half. Then, in one process, what a draft model costs that is hardly ever right: the
-model itself without most of its layers. Last, what the bookkeeping of drafts costs by itself.
+with the middle half: once of the time that passed, once of the CPU time that all processes of a
+side took, which does not grow while others have the cores. Then, in one process, what a draft model
+costs that is hardly ever right: the model itself without most of its layers. Last, what the
+bookkeeping of drafts costs by itself. `--turns N`: shorter or surer.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +20,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 import msgspec
+import psutil
 from tokenizers import Tokenizer
 
 from protocol.client import Engine
@@ -56,6 +60,7 @@ class Side:
 
     ask: Ask
     stats: Callable[[], EngineStats]
+    cpu_s: Callable[[], float]
 
 
 def loads(tokenizer: Tokenizer) -> list[Load]:
@@ -77,31 +82,37 @@ def loads(tokenizer: Tokenizer) -> list[Load]:
     ]
 
 
-def compare(name: str, load_: Load, streams: int, plain: Side, fast: Side) -> None:
+def compare(name: str, load_: Load, streams: int, turns: int, plain: Side, fast: Side) -> None:
     """In turns, and print the ratios."""
-    chance, ratios = random.Random(1), []
+    chance = random.Random(1)
+    took: dict[Side, list[tuple[float, float]]] = {plain: [], fast: []}
     before = plain.stats(), fast.stats()
-    for turn in range(TURNS):
+    for turn in range(turns):
         prompts = load_.prompts(chance, streams)
         params = msgspec.structs.replace(load_.params, seed=turn)
-        took = {}
         for side in (plain, fast) if turn % 2 else (fast, plain):
-            started = time.perf_counter()
+            started, busy_s = time.perf_counter(), side.cpu_s()
             side.ask(prompts, params)
-            took[side] = time.perf_counter() - started
-        if turn:  # the first warms up
-            ratios.append(took[plain] / took[fast])
+            took[side].append((time.perf_counter() - started, side.cpu_s() - busy_s))
     after = plain.stats(), fast.stats()
     steps = [late.num_steps - early.num_steps for early, late in zip(before, after, strict=True)]
-    low, _, high = quantiles(ratios, n=4)
     drafts = after[1].num_draft_tokens - before[1].num_draft_tokens
     right = after[1].num_accepted_tokens - before[1].num_accepted_tokens
+    by_time, by_cpu = (
+        [one[clock] / other[clock] for one, other in zip(took[plain], took[fast], strict=True)][1:]
+        for clock in (0, 1)  # the first turn warms up
+    )
     print(
-        f"{name}, {load_.name}, {streams} streams: tokens/s x {median(ratios):.3f} "
-        f"({low:.3f} to {high:.3f}); steps {steps[0]} -> {steps[1]}; "
+        f"{name}, {load_.name}, {streams} streams: tokens/s x {_middle(by_time)}, tokens per CPU "
+        f"second x {_middle(by_cpu)}; steps {steps[0]} -> {steps[1]}; "
         f"{right} of {drafts} drafts right",
         flush=True,
     )
+
+
+def _middle(ratios: list[float]) -> str:
+    low, _, high = quantiles(ratios, n=4)
+    return f"{median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
 def over_sockets(server: Server, engine: Engine) -> Side:
@@ -111,14 +122,20 @@ def over_sockets(server: Server, engine: Engine) -> Side:
         with ThreadPoolExecutor(len(prompts)) as pool:
             list(pool.map(lambda prompt: engine.generate(prompt, params).tokens(), prompts))
 
-    return Side(ask, view.stats)
+    main = psutil.Process(server.process.pid)
+
+    def cpu_s() -> float:
+        times = [each.cpu_times() for each in (main, *main.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
+    return Side(ask, view.stats, cpu_s)
 
 
 def in_process(replica: Replica) -> Side:
     def ask(prompts: list[list[int]], params: SamplingParams) -> None:
         replica.answers(prompts, params)
 
-    return Side(ask, replica.engine.stats)
+    return Side(ask, replica.engine.stats, time.process_time)
 
 
 def without_most_layers(loaded: LoadedModel) -> LoadedModel:
@@ -128,7 +145,7 @@ def without_most_layers(loaded: LoadedModel) -> LoadedModel:
     return LoadedModel(Llama(config, weights), loaded.card, config)
 
 
-def measure_servers(kinds: Sequence[Load]) -> None:
+def measure_servers(kinds: Sequence[Load], turns: int) -> None:
     with (
         Server(*COMMON) as one,
         Server(*COMMON, "--speculation", "ngram") as two,
@@ -138,10 +155,10 @@ def measure_servers(kinds: Sequence[Load]) -> None:
         sides = over_sockets(one, plain), over_sockets(two, fast)
         for load_ in kinds:
             for streams in STREAMS:
-                compare("n-gram", load_, streams, *sides)
+                compare("n-gram", load_, streams, turns, *sides)
 
 
-def measure_draft_model(loaded: LoadedModel, kinds: Sequence[Load]) -> None:
+def measure_draft_model(loaded: LoadedModel, kinds: Sequence[Load], turns: int) -> None:
     draft = without_most_layers(loaded)
     cost = num_weights(draft) / num_weights(loaded)
     plain = replica_of(loaded, "none", steps_in_flight=2)
@@ -149,7 +166,7 @@ def measure_draft_model(loaded: LoadedModel, kinds: Sequence[Load]) -> None:
     for load_ in kinds:
         for streams in STREAMS:
             name = f"draft model of cost {cost:.2f}"
-            compare(name, load_, streams, in_process(plain), in_process(fast))
+            compare(name, load_, streams, turns, in_process(plain), in_process(fast))
 
 
 def num_weights(loaded: LoadedModel) -> int:
@@ -185,11 +202,14 @@ def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.draft_speed")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    turns = parser.parse_args().turns
     measure_bookkeeping()
     loaded = load(smollm2_gguf())
     kinds = loads(Tokenizer.from_buffer(loaded.card.tokenizer))
-    measure_servers(kinds)
-    measure_draft_model(loaded, kinds)
+    measure_servers(kinds, turns)
+    measure_draft_model(loaded, kinds, turns)
 
 
 if __name__ == "__main__":
