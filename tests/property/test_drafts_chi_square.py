@@ -21,6 +21,7 @@ from tests.support.recording import tiny_model
 from tests.support.replica import LoadedModel, Replica
 from tests.support.tiny_checkpoint import VOCAB
 from worker.attention.base import Attention, AttentionBatch
+from worker.kernels.twin import TorchKernels
 from worker.kv_cache import KVCache
 
 TOKENS = [11, 12, 13, 14, 15, 16, 17]
@@ -36,6 +37,8 @@ Pair = tuple[int, int]
 
 class Bigrams:
     """logits of the next token: a row of a table for the last one."""
+
+    kernels = TorchKernels()
 
     def __init__(self, table: Tensor) -> None:
         self.table = table
