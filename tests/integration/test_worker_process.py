@@ -34,6 +34,7 @@ from protocol.steps import (
     WorkerReady,
 )
 from tests.support.plans import slot_init, step_plan
+from tests.support.processes import eventually
 from tests.support.tiny_checkpoint import CONFIG, write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -291,9 +292,14 @@ def test_ctrl_c_is_left_to_the_engine_and_an_idle_worker_uses_no_cpu(start, tiny
     engine.process.send_signal(signal.SIGINT)
     engine.step(first_step())
     idle = psutil.Process(engine.process.pid)
-    before = sum(idle.cpu_times()[:2])
-    time.sleep(1.0)
-    assert sum(idle.cpu_times()[:2]) - before <= 0.03
+
+    def a_second() -> float:
+        """CPU seconds it uses in one; the kernel counts them in hundredths."""
+        before = sum(idle.cpu_times()[:2])
+        time.sleep(1.0)
+        return sum(idle.cpu_times()[:2]) - before
+
+    assert eventually(lambda: a_second() < 0.02)  # the first second may still have the step's end
     assert engine.process.poll() is None
 
 
