@@ -32,7 +32,7 @@ test: $(VENV)/.installed-test
 	@$(PYTEST) -v tests/integration tests/differential tests/e2e $(ARGS) || test $$? -eq 5
 
 check: $(VENV)/.installed-test
-	@PATH="$(abspath $(BIN)):$$PATH" tools/check
+	@PATH="$(abspath $(BIN)):$$PATH" tools/check $(ARGS)
 
 clean:
 	rm -rf $(VENV) worker/kernels/_*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

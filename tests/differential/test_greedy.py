@@ -68,8 +68,10 @@ def test_the_reference_is_what_transformers_says(reference: list[dict[str, Any]]
 
 @pytest.mark.timeout(600)
 def test_one_at_a_time(loaded: LoadedModel, reference: list[dict[str, Any]]) -> None:
+    """Every second one: alone, they take as many steps as they have tokens."""
+    some = reference[::2]
     replica = Replica(loaded, max_slots=1)
-    check([replica.answers([prompt], GREEDY)[0] for prompt in prompts_of(reference)], reference)
+    check([replica.answers([prompt], GREEDY)[0] for prompt in prompts_of(some)], some)
 
 
 def test_sixteen_at_once_and_again_out_of_the_prefix_cache(
