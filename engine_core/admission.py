@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 
 from engine_core.request import Request
+from engine_core.stopwatch import Clock, Stopwatch
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded
 from protocol.messages import Generate, Limits
 from protocol.model_card import ModelCard
@@ -60,6 +61,7 @@ def new_request(
     draw_seed: Callable[[], int],
     model: ModelCard,
     limits: Limits,
+    clock: Clock,
 ) -> Request:
     """What `message` asks for, once it has been checked.
 
@@ -90,6 +92,7 @@ def new_request(
         kv_readers=readers,
         labels=tuple(dict.fromkeys(message.labels)),
         account=message.account,
+        watch=Stopwatch(clock),
     )
 
 

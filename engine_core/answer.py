@@ -96,6 +96,8 @@ def _learn(request: Request, outcome: Outcome, taken: Taken) -> None:
 def news_of(request: Request, taken: Taken) -> Output:
     """Of an answer that goes on."""
     is_first = request.num_generated == len(taken.tokens)
+    if is_first:
+        request.watch.speak()
     return Output(
         request=request.number,
         tokens=taken.tokens,
@@ -130,6 +132,7 @@ def usage_of(request: Request) -> Usage:
         preemptions=request.num_preemptions,
         draft_tokens=request.num_drafts,
         accepted_tokens=request.num_accepted,
+        times=request.watch.times(),
     )
 
 

@@ -17,6 +17,7 @@ from engine_core.queue import WaitingQueue
 from engine_core.request import Event, Phase, Request
 from engine_core.speculation import Speculation
 from engine_core.speed import Speed
+from engine_core.stopwatch import Clock
 from protocol.config import EngineConfig
 from protocol.errors import Draining, InvalidRequest, ServingError
 from protocol.grammar import Grammar
@@ -41,6 +42,7 @@ class Door:
         speed: Speed,
         accounts: Accounts,
         draw_seed: Callable[[], int],
+        clock: Clock,
     ) -> None:
         self.is_draining = False
         self.num_accepted = 0
@@ -55,6 +57,7 @@ class Door:
         self._speed = speed
         self._accounts = accounts
         self._draw_seed = draw_seed
+        self._clock = clock
         self._grammars = GrammarBook()
         self._order = 0
 
@@ -134,7 +137,14 @@ class Door:
         self._check_load(len(prompt))
         self._order += 1
         request = new_request(
-            client, message, prompt, self._order, self._draw_seed, self._model, self._limits
+            client,
+            message,
+            prompt,
+            self._order,
+            self._draw_seed,
+            self._model,
+            self._limits,
+            self._clock,
         )
         if message.kv_handle:
             request.handle = self._exchange.read(message.kv_handle, request)

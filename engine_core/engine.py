@@ -8,6 +8,7 @@
     masks()                 -> what the plan's masked rows may say, while it is being computed
     commit(StepResult)      -> news per client
     tick(now)               -> what is over by time, ends
+    freed                   -> what aborted requests owned and is free again, for the caller to take
     take_orders()           -> what the worker is to do with K/V, before the next plan (kv/)
     hear(KVReport)          -> news per client: what became of that
 
@@ -50,6 +51,7 @@ from engine_core.request import Event, Phase, Request
 from engine_core.scheduler import Scheduler
 from engine_core.speculation import Speculation
 from engine_core.speed import Speed
+from engine_core.stopwatch import Clock
 from protocol.config import EngineConfig
 from protocol.errors import StepFailed
 from protocol.kv import KVReport
@@ -104,9 +106,12 @@ class Engine:
         self._ended_in_flight: list[Request] = []  # own slot and blocks until no step has them
         self._generations: Counter[int] = Counter()  # slot -> how often it was bound
         self._step = 0
+        self.freed: dict[bytes, list[int]] = {}  # client -> its aborted requests
+        self._aborted: set[Request] = set()  # those that are still to come there
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._accounts = Accounts()
+        self._clock = Clock()
         self._door = Door(
             config,
             model,
@@ -118,6 +123,7 @@ class Engine:
             speed=self._speed,
             accounts=self._accounts,
             draw_seed=draw_seed,
+            clock=self._clock,
         )
 
     # ---- add
@@ -147,8 +153,10 @@ class Engine:
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
         """End these of `client`'s requests; numbers that are not open (any more) are no error."""
-        found = (self._open.find(client, number) for number in numbers)
-        return [self._end(request, "abort") for request in found if request is not None]
+        found = [self._open.find(client, number) for number in dict.fromkeys(numbers)]
+        requests = [request for request in found if request is not None]
+        self._aborted.update(requests)
+        return [self._end(request, "abort") for request in requests]
 
     def abort_named(
         self, names: Iterable[str]
@@ -250,8 +258,15 @@ class Engine:
             if request.num_in_flight:
                 still.append(request)
             else:
-                self._scheduler.finish(request)
+                self._give_back(request)
         self._ended_in_flight = still
+
+    def _give_back(self, request: Request) -> None:
+        """Of one that has ended: nobody will write any more to what it owns."""
+        self._scheduler.finish(request)
+        if request in self._aborted:
+            self._aborted.remove(request)
+            self.freed.setdefault(request.client, []).append(request.number)
 
     def _take(self, request: Request, count: int, outcome: Outcome) -> Output | None:
         """What a committed step means for one request: its news, or None while its prompt is
@@ -289,7 +304,7 @@ class Engine:
         elif request.num_in_flight:
             self._ended_in_flight.append(request)
         else:
-            self._scheduler.finish(request)
+            self._give_back(request)
         return last
 
     # ---- K/V that changes hands
@@ -297,7 +312,7 @@ class Engine:
     def tick(self, now: float) -> None:
         """It is `now`, in seconds of a steady clock."""
         self._exchange.tick(now)
-        self._accounts.now = now
+        self._accounts.now = self._clock.now = now
 
     def take_orders(self) -> list[Order]:
         """What to tell the worker, in this order, before any later plan, and before clients hear
@@ -330,7 +345,7 @@ class Engine:
     def _settle_fetch(self, fetch: Fetch) -> Output | None:
         request = fetch.request
         if fetch.state is FetchState.DROPPED:
-            self._scheduler.finish(request)
+            self._give_back(request)
             return None
         if fetch.state is FetchState.ARRIVED:
             self._scheduler.arrive(request, fetch.match)

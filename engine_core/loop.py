@@ -32,6 +32,7 @@ from protocol.messages import (
     Aborted,
     AbortNamed,
     Drain,
+    Freed,
     Generate,
     Gone,
     Goodbye,
@@ -127,6 +128,8 @@ class Loop:
             self._drop(client)
         self._compile_grammars(ready, now)
         self._next_step(now)
+        if self._engine is not None and self._engine.freed:
+            self._say_freed(self._engine)
 
     def _is_done(self) -> bool:
         if not self._is_draining or (self._engine is not None and not self._engine.is_idle):
@@ -208,6 +211,11 @@ class Loop:
             reply = self._profiling.ask(client, message)
         if reply is not None:
             self._tell(client, reply)
+
+    def _say_freed(self, engine: Engine) -> None:
+        freed, engine.freed = engine.freed, {}
+        for client, requests in freed.items():
+            self._tell(client, Freed(requests=requests))
 
     def _abort_named(self, client: bytes, message: AbortNamed) -> None:
         """Those whose requests end hear it first, so an answer that says so is true."""

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.matcher import Matcher
+from engine_core.stopwatch import Clock, Stage, Stopwatch
 from protocol.messages import Account, TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -60,6 +61,17 @@ NEXT_PHASE = {
 }
 """A missing row is an illegal move."""
 
+STAGES = {
+    Phase.ARRIVED: Stage.GRAMMAR,
+    Phase.WAITING: Stage.QUEUE,
+    Phase.FETCHING: Stage.FETCH,
+    Phase.READY: Stage.FETCH,
+    Phase.RUNNING: Stage.PREFILL,
+    Phase.PREEMPTED: Stage.PREEMPTED,
+    Phase.FINISHED: None,
+}
+"""As what the time in a phase is told."""
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -93,6 +105,7 @@ class Request:
     account          who pays for it; None: nobody counts
     guesses          its drafts and how right they were; None where it gets none
     num_drafts       tokens drafted for it, in all;  num_accepted  of these, in the answer
+    watch            where its time goes
     """
 
     client: bytes
@@ -131,6 +144,7 @@ class Request:
     guesses: Guesses | None = None
     num_drafts: int = 0
     num_accepted: int = 0
+    watch: Stopwatch = field(default_factory=lambda: Stopwatch(Clock()))
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -175,3 +189,4 @@ class Request:
                 f"request {self.number}: {event.name} is illegal in {self.phase.name}"
             )
         self.phase = phase
+        self.watch.enter(STAGES[phase])

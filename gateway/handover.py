@@ -15,7 +15,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from protocol.messages import Usage
+from protocol.messages import Times, Usage
 
 
 class State(Enum):
@@ -85,11 +85,21 @@ class Handover:
         return deeds
 
 
-def as_one(decoded: Usage, num_cached_before: int) -> Usage:
-    """What the request cost as a whole: cached is what nobody computed for it. `num_cached_before`
-    of the prompt P had found; the rest of what D did not compute was computed for D."""
-    found = min(decoded.cached_tokens, num_cached_before)
-    return msgspec.structs.replace(decoded, fetched_tokens=decoded.cached_tokens - found)
+def as_one(decoded: Usage, computed: Usage | None) -> Usage:
+    """What the request cost as a whole: cached is what nobody computed for it. `computed` is what
+    P's part cost: of the prompt it had found so much, and the rest of what D did not compute was
+    computed for D. The two took their time one after the other."""
+    found = min(decoded.cached_tokens, computed.cached_tokens if computed else 0)
+    times = _added(computed.times if computed else None, decoded.times)
+    fetched = decoded.cached_tokens - found
+    return msgspec.structs.replace(decoded, fetched_tokens=fetched, times=times)
+
+
+def _added(first: Times | None, then: Times | None) -> Times | None:
+    if first is None or then is None:
+        return first or then
+    names = Times.__struct_fields__
+    return Times(**{name: getattr(first, name) + getattr(then, name) for name in names})
 
 
 def was_computed_again(decoded: Usage, block_tokens: int) -> bool:

@@ -334,7 +334,7 @@ class PairedEngine:
                 self._on_fallback("fetch")
             else:
                 self._on_handover()
-        return msgspec.structs.replace(output, usage=as_one(usage, produce.num_cached))
+        return msgspec.structs.replace(output, usage=as_one(usage, produce.usage))
 
     # ---- what is done about it
 

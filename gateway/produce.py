@@ -14,7 +14,7 @@ from typing import Any
 from gateway.engine_client import EngineClient, Report
 from protocol.arrays import Int32
 from protocol.errors import EngineError
-from protocol.messages import Accepted, Output
+from protocol.messages import Accepted, Output, Usage
 from protocol.sampling import SamplingParams
 
 KEEPS_PER_LEASE = 3
@@ -28,7 +28,7 @@ class Produce:
     on_end     called once with P's last word, if anybody is left to hear it; with a `handle`, it
                went well
     handle     what the readers give to D; "" before the end
-    num_cached   of the prompt, found by P and not computed
+    usage      what it cost P; None before the end
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Produce:
         self.is_first = is_first
         self.readers: set[int] = set()
         self.handle = ""
-        self.num_cached = 0
+        self.usage: Usage | None = None
         self.is_open = False
         self._on_end = on_end
         self._request = 0
@@ -96,8 +96,7 @@ class Produce:
         self.is_open = False
         if isinstance(report, Output):
             self.handle = report.kv_handle
-            if report.usage is not None:
-                self.num_cached = report.usage.cached_tokens
+            self.usage = report.usage
             if not self.handle and report.error is None and report.finish != "abort":
                 error = EngineError(NO_HANDLE).info()
                 report = Output(request=report.request, finish="error", error=error)

@@ -239,10 +239,31 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     drawn_logprobs: list[float] = []
 
 
+class Times(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Where a request's time went in the engine so far, in seconds of the engine's clock. Its parts
+    do not overlap, and add up to all the time since it arrived.
+
+    grammar_s    until its grammar was compiled
+    queued_s     from then until it was first scheduled
+    fetching_s   waiting for K/V that was fetched, instead of being computed
+    prefill_s    being computed until its first token was there
+    decode_s     being computed from then on
+    preempted_s  having given its slot and blocks back; what is computed again counts above
+    """
+
+    grammar_s: float = 0.0
+    queued_s: float = 0.0
+    fetching_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+
+
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What a request cost so far. `cached_tokens` of the prompt were not computed again;
     `fetched_tokens` of these another engine has computed for this request (kv.py); `draft_tokens`
-    were guessed, and `accepted_tokens` of these are in the answer."""
+    were guessed, and `accepted_tokens` of these are in the answer. `times` is None where nobody has
+    measured."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -251,6 +272,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     fetched_tokens: int = 0
+    times: Times | None = None
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -282,6 +304,13 @@ class Outputs(Message, frozen=True, kw_only=True):
     outputs: list[Output]
 
 
+class Freed(Message, frozen=True, kw_only=True):
+    """Engine -> client, after an Abort: what these owned, slot and blocks, can be given to others
+    now. Their end came before; a step or a fetch may still have been on its way then."""
+
+    requests: list[int]
+
+
 class Pong(Message, frozen=True, kw_only=True):
     """Engine -> client, answering Ping. Another epoch than Welcome's: all earlier requests are
     lost.
@@ -300,4 +329,4 @@ class Gone(Message, frozen=True, kw_only=True):
 ToEngine = (
     Hello | Generate | Abort | AbortNamed | KeepKV | ReleaseKV | Profile | Drain | Ping | Goodbye
 )
-ToClient = Welcome | Accepted | Refused | Aborted | Profiled | Outputs | Pong | Gone
+ToClient = Welcome | Accepted | Refused | Aborted | Profiled | Outputs | Freed | Pong | Gone

@@ -26,6 +26,7 @@ from protocol.messages import (
     AbortNamed,
     Accepted,
     Account,
+    Freed,
     Generate,
     Gone,
     Goodbye,
@@ -162,6 +163,8 @@ class Session:
                 return self._lose(f"the engine did not understand this client: {error.message}")
             case Refused(request=request) | Aborted(request=request) | Profiled(request=request):
                 return self._end(request, message)
+            case Freed():
+                return []  # of requests that have ended
             case Welcome():
                 return self._welcome(message)
             case Pong():

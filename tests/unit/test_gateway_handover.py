@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from gateway.handover import NEXT, Deed, Event, Handover, State, as_one, was_computed_again
-from protocol.messages import Usage
+from protocol.messages import Times, Usage
 
 LIVE = [state for state in State if state is not State.ENDED]
 ENDS = {Event.STOPPED, Event.FINISHED, Event.ABORT}
@@ -74,12 +74,20 @@ def test_d_hears_of_an_abort_wherever_it_was_asked() -> None:
 def test_cached_is_what_nobody_computed_for_the_request() -> None:
     def cached(by_d: int, found_by_p: int) -> int:
         usage = Usage(prompt_tokens=100, generated_tokens=1, cached_tokens=by_d, fetched_tokens=64)
-        one = as_one(usage, found_by_p)
+        by_p = Usage(prompt_tokens=100, generated_tokens=0, cached_tokens=found_by_p)
+        one = as_one(usage, by_p)
         return one.cached_tokens - one.fetched_tokens
 
     assert cached(99, 0) == 0  # fetched, or D's own: P computed it all the same
     assert cached(99, 48) == 48
     assert cached(16, 48) == 16  # D computed again what it could not fetch
+
+
+def test_what_both_took_is_told_as_one_engine_would() -> None:
+    by_p = Usage(prompt_tokens=9, generated_tokens=0, times=Times(queued_s=1, prefill_s=2))
+    by_d = Usage(prompt_tokens=9, generated_tokens=1, times=Times(queued_s=4, decode_s=8))
+    assert as_one(by_d, by_p).times == Times(queued_s=5, prefill_s=2, decode_s=8)
+    assert as_one(by_d, None).times == by_d.times
 
 
 @pytest.mark.parametrize(
