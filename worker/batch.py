@@ -11,7 +11,8 @@ A row samples at one place, after its last token; one with k drafts, which are i
 1 + k places: before each draft as well, as if what comes behind were not there.
 
 All arithmetic is over whole vectors, on the host; indexes travel in one copy, and everything that
-depends on a slot's contents is gathered on the device.
+depends on a slot's contents is gathered on the device. Most steps have one position in every row,
+which is sampled: these are told without arithmetic (`_decodes`, `_tokens`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Sampled:
     host_slots, host_known   on the host: which slot; tokens before it, so the new one's position
     slots, known             the same on the device
     last                     on the device: index of the token before it in the step's [T]
+    extras                   what any row of the step asks for, whether it samples or not
     """
 
     host_slots: Tensor
@@ -67,6 +69,14 @@ class Sampled:
     slots: Tensor
     known: Tensor
     last: Tensor
+    extras: int
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """Of hidden [T, ...] the rows before these places; not copied where they are all of them,
+        since `last` rises."""
+        if len(self.last) == len(hidden):
+            return hidden
+        return hidden.index_select(0, self.last)
 
     def only(self, places: Ints) -> Sampled:
         """Some of them."""
@@ -75,7 +85,10 @@ class Sampled:
         return Sampled(
             self.host_slots[on_host],
             self.host_known[on_host],
-            *(tensor.index_select(0, of) for tensor in (self.slots, self.known, self.last)),
+            self.slots.index_select(0, of),
+            self.known.index_select(0, of),
+            self.last.index_select(0, of),
+            self.extras,
         )
 
 
@@ -102,6 +115,8 @@ def read_rows(plan: StepPlan) -> Rows:
         raise ValueError(
             f"step {plan.step}: rows of one token must be the first {plan.num_decodes}"
         )
+    if plan.row_drafts is None and len(decodes) == len(slots) and samples.all():
+        return _decodes(slots, starts, counts)
     drafts, ids = _read_drafts(plan, counts, samples)
     places = samples.astype(np.int64) + drafts
     sampled = np.repeat(np.arange(len(slots)), places)
@@ -109,6 +124,13 @@ def read_rows(plan: StepPlan) -> Rows:
     guesses = np.full(len(sampled), NO_DRAFT, np.int64)
     guesses[behind > 0] = ids
     return Rows(slots, starts, counts, starts + counts, counts.cumsum(), sampled, behind, guesses)
+
+
+def _decodes(slots: Ints, starts: Ints, counts: Ints) -> Rows:
+    """Where every row is one position and samples: what `read_rows` says of such rows."""
+    rows = np.arange(len(slots))
+    none = np.full(len(slots), NO_DRAFT, np.int64)
+    return Rows(slots, starts, counts, starts + 1, rows + 1, rows, np.zeros_like(rows), none)
 
 
 def _read_drafts(plan: StepPlan, counts: Ints, samples: NDArray[np.uint8]) -> tuple[Ints, Ints]:
@@ -150,9 +172,19 @@ def build_batch(plan: StepPlan, slots: SlotTable, *, block_tokens: int) -> StepB
     spans = Spans(rows.slots, rows.starts, rows.counts, plan.num_decodes)
     placed, (sampled_slots, sampled_known, last) = place(spans, slots, block_tokens, *places)
     sampled = Sampled(
-        torch.from_numpy(places[0]), torch.from_numpy(known), sampled_slots, sampled_known, last
+        torch.from_numpy(places[0]),
+        torch.from_numpy(known),
+        sampled_slots,
+        sampled_known,
+        last,
+        extras_of_rows(slots, rows.slots),
     )
     return StepBatch(rows, placed.token_ids(slots), placed.attention, sampled)
+
+
+def extras_of_rows(slots: SlotTable, rows: Ints) -> int:
+    """The union of what the requests in these slots [R] ask for (extras.py)."""
+    return int(np.bitwise_or.reduce(slots.host("extras").numpy()[rows]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,46 +200,52 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Spans on the device: slots, positions [T] int64 of all tokens, and what attention asks
-    for."""
+    """Spans on the device: where in the flat `token_ids` all tokens [T] int64 stand, and what
+    attention asks for."""
 
-    slots: Tensor
-    positions: Tensor
+    items: Tensor
     attention: AttentionBatch
 
     def token_ids(self, slots: SlotTable) -> Tensor:
         """[T] int64, where all of them are known."""
-        return _items(slots["token_ids"], self.slots, self.positions)
+        return slots["token_ids"].view(-1).index_select(0, self.items).long()
 
 
 def place(
     spans: Spans, slots: SlotTable, block_tokens: int, *others: Ints
 ) -> tuple[Placed, list[Tensor]]:
     """And `others`, which travel along."""
-    known, ends = spans.starts + spans.counts, spans.counts.cumsum()
-    row_of_token = np.repeat(np.arange(len(spans.slots)), spans.counts)
-    positions = np.arange(len(row_of_token)) + (known - ends)[row_of_token]
-    columns = [spans.slots[row_of_token], spans.slots, positions, *others]
-    slot_of_token, row_slots, position_of_token, *moved = upload(columns, slots.device)
-    table = slots["block_table"]
+    known = spans.starts + spans.counts
+    slot_of_token, positions, starts = _tokens(spans, known)
+    table, width = slots["block_table"], slots.fields["block_table"].width
+    blocks, offsets = np.divmod(positions, block_tokens)
+    columns = [
+        slot_of_token * slots.fields["token_ids"].width + positions,
+        slot_of_token * width + blocks,
+        offsets,
+        positions,
+        spans.slots,
+        *others,
+    ]
+    tokens, entries, offset, position, row_slots, *moved = upload(columns, slots.device)
     most_blocks = -(-int(known.max()) // block_tokens)
     attention = AttentionBatch(
-        positions=position_of_token,
-        slot_mapping=_slot_mapping(table, slot_of_token, position_of_token, block_tokens),
-        row_starts=torch.from_numpy(np.concatenate(([0], ends))),
+        positions=position,
+        slot_mapping=offset.add_(table.view(-1).index_select(0, entries), alpha=block_tokens),
+        row_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(known),
         block_table=table[:, :most_blocks].index_select(0, row_slots).long(),
         num_decodes=spans.num_decodes,
     )
-    return Placed(slot_of_token, position_of_token, attention), moved
+    return Placed(tokens, attention), moved
 
 
-def _slot_mapping(table: Tensor, slots: Tensor, positions: Tensor, block_tokens: int) -> Tensor:
-    """Where the K/V of each token [T] is written: its block times block_tokens, plus its offset."""
-    blocks = _items(table, slots, positions // block_tokens)
-    return blocks * block_tokens + positions % block_tokens
-
-
-def _items(table: Tensor, slots: Tensor, indexes: Tensor) -> Tensor:
-    """table[slots[i], indexes[i]] as int64: one gather over the flattened table."""
-    return table.view(-1).index_select(0, slots * table.shape[1] + indexes).long()
+def _tokens(spans: Spans, known: Ints) -> tuple[Ints, Ints, Ints]:
+    """slots, positions [T] of all tokens, and where each row's begin: [R + 1]."""
+    num_rows = len(spans.slots)
+    if spans.num_decodes == num_rows:
+        return spans.slots, spans.starts, np.arange(num_rows + 1)
+    starts = np.concatenate(([0], spans.counts.cumsum()))
+    row_of_token = np.repeat(np.arange(num_rows), spans.counts)
+    positions = np.arange(len(row_of_token)) + (known - starts[1:])[row_of_token]
+    return spans.slots[row_of_token], positions, starts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Self
 
+import numpy as np
 from torch import Tensor
 
 from protocol.arrays import Int32
@@ -93,7 +94,7 @@ class Launched:
         return StepResult(
             step=self.step,
             tokens=Int32(b"") if said is None else int32(said.tokens.numpy()),
-            failed=Int32(b"") if said is None else _indexes(~said.finite),
+            failed=Int32(b"") if said is None else _failed(said.finite),
             counts=None if counts is None else int32(counts.numpy()),
             logprobs=None if of_sampled is None else of_sampled.told(),
             prompt_logprobs=None if of_prompt is None else of_prompt.told(),
@@ -102,5 +103,5 @@ class Launched:
         )
 
 
-def _indexes(flags: Tensor) -> Int32:
-    return int32(flags.nonzero().flatten().numpy())
+def _failed(finite: Tensor) -> Int32:
+    return int32(np.flatnonzero(~finite.numpy()))

@@ -1,7 +1,8 @@
 """What parameters do to logits before a token is drawn: bias, penalties, then what is impossible.
 
-Each stage changes, in place, only the rows that ask for it; which rows those are is decided on the
-host from the slots' host twins, so that nothing is launched for what no row uses. Order: bias,
+Each stage changes, in place, only the rows that ask for it. Stages that no row of the step asks for
+are passed by (extras.py); of the others, which rows do is decided on the host from the slots' host
+twins, so that nothing is launched for what no row uses. Order: bias,
 repetition penalty, frequency and presence penalty, allowed tokens, bad words, end tokens before
 min_tokens, the grammar's mask (`bans.py` has the last four). Penalties keep no state: what a
 request has said is read from its own tokens each time.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from worker import extras
 from worker.bans import RowMasks, allow_rows, ban_words, hold_back_ends, keep_possible
 from worker.batch import Sampled
 from worker.gathering import known_tokens, listed_ids, rows_and_slots, where
@@ -32,7 +34,11 @@ def process_logits(
     logits: Tensor, slots: SlotTable, sampled: Sampled, masks: RowMasks | None = None
 ) -> Tensor:
     """logits [S, V] float32, unchanged -> the same tensor, or a changed copy if a row asks."""
-    asked = ((stage, where(asks(slots, sampled))) for asks, stage in STAGES)
+    asked = [
+        (stage, where(asks(slots, sampled)))
+        for extra, asks, stage in STAGES
+        if sampled.extras & extra
+    ]
     work = [(stage, rows) for stage, rows in asked if len(rows)]
     if not work and masks is None:
         return logits
@@ -137,12 +143,12 @@ def _must_go_on(slots: SlotTable, sampled: Sampled) -> Tensor:
     return has_ends & (sampled.host_known < _host("min_len", slots, sampled))
 
 
-STAGES: tuple[tuple[Asks, Stage], ...] = (
-    (_has("num_bias"), _bias_rows),
-    (_is_repetition_penalised, _repetition_rows),
-    (_is_count_penalised, _additive_rows),
-    (_has("num_allowed"), allow_rows),
-    (_has("num_bad_words"), ban_words),
-    (_must_go_on, hold_back_ends),
+STAGES: tuple[tuple[int, Asks, Stage], ...] = (
+    (extras.BIAS, _has("num_bias"), _bias_rows),
+    (extras.REPETITION, _is_repetition_penalised, _repetition_rows),
+    (extras.COUNTS, _is_count_penalised, _additive_rows),
+    (extras.ALLOWED, _has("num_allowed"), allow_rows),
+    (extras.BAD_WORDS, _has("num_bad_words"), ban_words),
+    (extras.LATER_END, _must_go_on, hold_back_ends),
 )
 """In this order."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from protocol.sampling import MAX_LOGPROBS
 from worker.batch import StepBatch
 from worker.columns import Columns
+from worker.extras import LOGPROBS, PROMPT_LOGPROBS
 from worker.sampler import drawn_from
 from worker.slot_fields import LOGPROBS_OF
 from worker.slots import SlotTable
@@ -71,6 +72,8 @@ def sampled_logprobs(
 
     logits [S, V] are the model's own, processed [S, V] what parameters have made of them
     """
+    if not batch.sampled.extras & LOGPROBS:
+        return None
     counts = slots.host("num_logprobs")[batch.sampled.host_slots].numpy()
     rows = np.flatnonzero(counts >= 0)
     if not len(rows):
@@ -103,6 +106,8 @@ def prompt_logprobs(
 
     hidden [T, hidden] of the step; project turns some of its rows into logits.
     """
+    if not batch.sampled.extras & PROMPT_LOGPROBS:
+        return None
     rows = batch.rows
     counts = slots.host("num_prompt_logprobs").numpy()[rows.slots]
     prompt_len = slots.host("prompt_len").numpy()[rows.slots].astype(np.int64)

@@ -100,12 +100,14 @@ class ParentGone(Exception):
 
 
 class Connection:
-    """The engine, as the worker hears it. Waiting costs nothing: a blocking poll, no spinning."""
+    """The engine, as the worker hears it. Waiting costs nothing: a blocking poll, no spinning. What
+    has arrived already, and what can be sent at once, is not polled for."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
         self._socket = sockets.connect_dealer(context, address)
         self._decoder: wire.Decoder[ToWorker] = wire.Decoder(ToWorker)
         self._parent = parent
+        self._pollers: dict[tuple[int, ...], zmq.Poller] = {}
 
     def receive(self) -> ToWorker:
         """The next message. Raises ParentGone where the death signal could not reach us."""
@@ -115,20 +117,31 @@ class Connection:
     def wait(self, *wakeups: int) -> bool:
         """Until there is a message, or until one of the file descriptors can be read; True if there
         is a message. Raises ParentGone as `receive` does."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        for wakeup in wakeups:
-            poller.register(wakeup, zmq.POLLIN)
+        if self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            return True
+        poller = self._poller(wakeups)
         while not (ready := dict(poller.poll(PARENT_CHECK_MS))):
             if os.getppid() != self._parent:
                 raise ParentGone
         return self._socket in ready
 
+    def _poller(self, wakeups: tuple[int, ...]) -> zmq.Poller:
+        """Made once for each set of file descriptors; a worker has one or two."""
+        if (poller := self._pollers.get(wakeups)) is None:
+            poller = self._pollers[wakeups] = zmq.Poller()
+            for source in (self._socket, *wakeups):
+                poller.register(source, zmq.POLLIN)
+        return poller
+
     def send(self, message: FromWorker) -> None:
         """Raises ParentGone where nobody takes messages any more."""
-        if not self._socket.poll(SEND_WAIT_MS, zmq.POLLOUT):
-            raise ParentGone
-        self._socket.send_multipart(wire.encode(message))
+        frames = wire.encode(message)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            if not self._socket.poll(SEND_WAIT_MS, zmq.POLLOUT):
+                raise ParentGone from None
+            self._socket.send_multipart(frames)
 
     def send_last_word(self, message: FromWorker) -> None:
         """As `send`, but an engine that is gone is not waited for."""

@@ -114,8 +114,9 @@ class Runner:
             slots.release(slot, slots.occupant(slot).generation)
         for init in plan.bind:
             slots.bind(init)
-        appends = (plan.block_slots, plan.block_indexes, plan.block_ids)
-        slots.stage_items("block_table", *(integers(array.data) for array in appends))
+        if len(plan.block_slots):
+            appends = (plan.block_slots, plan.block_indexes, plan.block_ids)
+            slots.stage_items("block_table", *(integers(array.data) for array in appends))
         stage_drafts(plan, slots)
         slots.flush()
         if len(plan.zero_blocks):
@@ -131,7 +132,7 @@ class Runner:
         sampled, slots = batch.sampled, self._slots
         if not len(sampled.host_slots):
             return None
-        logits = self._model.logits(hidden.index_select(0, sampled.last))
+        logits = self._model.logits(sampled.of(hidden))
         masks = None
         if plan.masked is not None:
             masks = row_masks(plan, batch.rows, await_masks(), logits.shape[1], logits.device)

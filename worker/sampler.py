@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from worker.batch import Sampled
+from worker.extras import DRAW
 from worker.randomness import uniform
 from worker.slots import SlotTable
 from worker.staging import upload_one
@@ -68,6 +69,8 @@ class Draws:
 
 def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> Choice:
     """One token for each row of logits [S, V] float32."""
+    if not sampled.extras & DRAW:
+        return _checked(*logits.max(-1))
     is_greedy = slots.host("temperature")[sampled.host_slots] == 0
     greedy, drawing = _where(is_greedy), _where(~is_greedy)
     if not len(drawing):

@@ -22,6 +22,7 @@ from protocol.sampling import (
     SamplingParams,
 )
 from protocol.steps import NULL_BLOCK, SlotInit
+from worker.extras import extras_of
 from worker.slots import Rest, SlotField, Value
 from worker.staging import integers
 
@@ -88,6 +89,7 @@ def _numbers() -> tuple[SlotField, ...]:
         _parameter("repetition_penalty"),
         _scalar("top_k", torch.int32, lambda init: max(init.params.top_k, 0), host=True),
         _scalar("seed", torch.int64, lambda init: init.seed),
+        _scalar("extras", torch.int32, extras_of, host=True),
         _scalar(
             "min_len",
             torch.int32,

@@ -11,6 +11,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit
 from tests.support.plans import slot_init
 from tests.support.tiny_model import BLOCK_TOKENS, CPU, MAX_LEN, tiny_slots
+from worker.extras import EVERYTHING
 from worker.slots import Poison, Rest, SlotField, SlotRef, SlotTable
 
 
@@ -86,6 +87,7 @@ def test_binding_writes_every_field_of_the_row():
         "num_bad_words": 2,
         "longest_bad_word": 2,
         "bad_ends": [2, 3],
+        "extras": EVERYTHING,
     }
 
 

@@ -1,0 +1,39 @@
+"""Each parameter that makes work sets its bit, and no other does."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from tests.support.plans import slot_init
+from worker import extras
+
+ENDS = [7]
+NOTHING = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("params", "bits"),
+    [
+        ({}, 0),
+        ({"temperature": 0.1}, extras.DRAW),
+        ({"logit_bias": {1: 0.5}}, extras.BIAS),
+        ({"repetition_penalty": 1.1}, extras.REPETITION),
+        ({"frequency_penalty": -0.5}, extras.COUNTS),
+        ({"presence_penalty": 0.5}, extras.COUNTS),
+        ({"allowed_token_ids": [1]}, extras.ALLOWED),
+        ({"bad_words": [[1]]}, extras.BAD_WORDS),
+        ({"min_tokens": 1}, extras.LATER_END),
+        ({"logprobs": 0}, extras.LOGPROBS),
+        ({"logprob_token_ids": [1]}, extras.LOGPROBS),
+        ({"prompt_logprobs": 0}, extras.PROMPT_LOGPROBS),
+    ],
+)
+def test_what_a_request_asks_for_has_its_bit(params: dict[str, object], bits: int) -> None:
+    asked = SamplingParams(**{**NOTHING, **params})  # type: ignore[arg-type]
+    assert extras.extras_of(slot_init(0, [1], stop_ids=ENDS, params=asked)) == bits
+
+
+def test_without_an_end_there_is_none_to_hold_back() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=3)
+    assert extras.extras_of(slot_init(0, [1], stop_ids=[], params=params)) == 0
