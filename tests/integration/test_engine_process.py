@@ -228,7 +228,7 @@ def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> Non
         started = time.monotonic()
         with pytest.raises(EngineLost, match="killed by SIGKILL"):
             answer.tokens()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 4  # long before any lease is over
     assert own.program.end() == 3
     assert "killed by SIGKILL" in own.program.err[-1]
 

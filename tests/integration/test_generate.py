@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -221,7 +220,7 @@ def test_a_whole_answer_that_is_aborted_has_what_was_said_so_far(
     )
     asking.start()
     engine.await_generates(1)
-    time.sleep(0.05)  # some steps
+    engine.await_steps(3)  # both tokens have been said
     assert gateway.post(ABORT, {"request_ids": ["w"]}).json()["aborted"] == ["w"]
     asking.join(10)
     (choice,) = answers[0]["choices"]

