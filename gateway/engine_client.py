@@ -1,9 +1,10 @@
 """`protocol.session` over a socket, for greenlets: whoever asked is called with the news.
 
 One DEALER per process, made after the fork, on first use. Its file descriptor is edge-triggered: it
-says "something happened", once. So each event drains the socket until it is empty, a bounded number
-of messages at a time so that other greenlets run, and every send is followed by a drain, since
-sending swallows the edge. Callbacks run in gevent's hub and must not block.
+says "something happened", once. So each event drains the socket until it is empty, a bounded amount
+at a time so that other greenlets run, and every send is followed by a drain, since sending swallows
+the edge. Callbacks run in gevent's hub and must not block. What comes faster than it can be told is
+joined (`backlog`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zmq
 from gevent import get_hub
 from gevent.event import AsyncResult
 
+from gateway.backlog import as_told
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey
@@ -34,6 +36,7 @@ from protocol.messages import (
     KeepKV,
     Limits,
     Output,
+    Outputs,
     Ping,
     Pong,
     Profiled,
@@ -53,7 +56,9 @@ log = logging.getLogger(__name__)
 Report = Accepted | Refused | Output | Aborted | Profiled
 Subscriber = Callable[[Report], None]
 
-MAX_MESSAGES_PER_CALLBACK = 64
+MAX_MESSAGES_PER_CALLBACK = 512
+MAX_TOKENS_PER_CALLBACK = 2048
+"""Other greenlets, and the streams, wait for some milliseconds while so many are read."""
 TICK_S = 0.25
 
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -248,24 +253,43 @@ class EngineClient:
             self._loop.run_callback(self._drain)
 
     def _drain(self) -> None:
+        """Take in what has come, up to a bound, and hand it out: steps together at the end, all
+        else at once, behind the steps that came before it."""
         self._drain_is_due = False
-        for _ in range(MAX_MESSAGES_PER_CALLBACK):
-            if self._socket is None:
-                return
-            try:
-                frames = self._socket.recv_multipart(_NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames)
-        self._drain_soon()
-
-    def _take(self, frames: list[bytes]) -> None:
-        try:
-            message = self._decoder.decode(frames)
-        except WireError as error:
-            self.num_wire_errors += 1
-            log.warning("dropped a frame from the engine: %s", error)
+        socket = self._socket
+        if socket is None:
             return
+        steps: list[Outputs] = []
+        num_tokens = 0
+        for _ in range(MAX_MESSAGES_PER_CALLBACK):
+            try:
+                message = self._decoder.decode(socket.recv_multipart(_NOBLOCK))
+            except zmq.Again:
+                break
+            except WireError as error:
+                self.num_wire_errors += 1
+                log.warning("dropped a frame from the engine: %s", error)
+                continue
+            if type(message) is Outputs:
+                steps.append(message)
+                num_tokens += sum([len(output.tokens) for output in message.outputs])
+                if num_tokens >= MAX_TOKENS_PER_CALLBACK:
+                    self._drain_soon()
+                    break
+            else:
+                self._tell(steps)
+                steps = []
+                self._take(message)
+        else:
+            self._drain_soon()
+        self._tell(steps)
+
+    def _tell(self, steps: list[Outputs]) -> None:
+        for step in as_told(steps):
+            self._hand_out(self.session.receive(step, time.monotonic()))
+
+    def _take(self, message: ToClient) -> None:
+        """All but steps."""
         self._hand_out(self.session.receive(message, time.monotonic()))
         if isinstance(message, Pong):
             self._stats = (message.epoch, message.stats)

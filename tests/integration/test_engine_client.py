@@ -1,0 +1,53 @@
+"""The gateway's line to its engine, without the gateway: the hub is this test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gevent
+
+from gateway.engine_client import EngineClient, Report
+from protocol.messages import Output
+from protocol.sampling import SamplingParams
+from protocol.session import Session
+from tests.support.scripted_engine import Says, ScriptedEngine
+
+STEPS = 700
+
+
+def run_hub_until(claim: Callable[[], bool], within_s: float = 60.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not claim():
+        assert time.monotonic() < give_up
+        gevent.sleep(0.01)
+
+
+def test_who_was_busy_while_the_engine_spoke_hears_all_of_it_in_fewer_pieces(
+    tmp_path: Path,
+) -> None:
+    said = {n: [[n * 1000 + step] for step in range(STEPS)] for n in (1, 2)}
+    address = f"ipc://{tmp_path / 'engine.sock'}"
+    with (
+        ScriptedEngine(address, step_s=0.0) as engine,
+        contextlib.closing(EngineClient(address)) as client,
+    ):
+        engine.script = lambda generate: Says(said[generate.request], "length", None)
+        engine.is_paused = True
+        client.session = Session("busy", lease_s=600)
+        client.start()
+        run_hub_until(lambda: client.is_ready)
+        heard: dict[int, list[Report]] = {1: [], 2: []}
+        for n in heard:
+            assert client.generate([1, 2, 3], SamplingParams(), heard[n].append) == n
+        run_hub_until(lambda: all(heard.values()))  # accepted
+        engine.is_paused = False
+        engine.await_idle(timeout_s=60)  # the hub does not run meanwhile
+        run_hub_until(lambda: not client.session.open)
+    for n, (_, *outputs) in heard.items():
+        assert all(isinstance(output, Output) for output in outputs)
+        assert [t for o in outputs for t in o.tokens] == [t for step in said[n] for t in step]  # type: ignore[union-attr]
+        assert [o.finish for o in outputs if o.finish] == ["length"]  # type: ignore[union-attr]
+        assert len(outputs) < STEPS
