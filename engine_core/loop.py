@@ -148,12 +148,18 @@ class Loop:
             try:
                 message = self._decoder.decode(frames)
             except WireError as error:
-                self._wire_errors += 1
-                log.warning("client %s sent a malformed message: %s", client.hex(), error)
+                self._complain(client, error)
                 self._tell(client, Refused(request=-1, error=error.info()))
                 continue
             self._clients.hear(client, now)
             self._hear(client, message, now)
+
+    def _complain(self, client: bytes, error: WireError) -> None:
+        """A flood of malformed messages is no flood of log lines: the 1st, 2nd, 4th ... is told."""
+        self._wire_errors += 1
+        if self._wire_errors.bit_count() == 1:
+            told = "client %s sent a malformed message (the %d. of all): %s"
+            log.warning(told, client.hex(), self._wire_errors, error)
 
     def _hear(self, client: bytes, message: ToEngine, now: float) -> None:
         match message:
@@ -396,4 +402,5 @@ class Loop:
     def _stats(self) -> EngineStats:
         if self._engine is None:
             return EngineStats(clients=len(self._clients))
-        return self._engine.stats(clients=len(self._clients), wire_errors=self._wire_errors)
+        wire_errors = self._wire_errors + self._workers.num_strange
+        return self._engine.stats(clients=len(self._clients), wire_errors=wire_errors)

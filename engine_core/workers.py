@@ -17,11 +17,13 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.config import WorkerConfig
-from protocol.steps import FromWorker, Stop, ToWorker
+from protocol.errors import WireError
+from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
 
 STOP_WAIT_S = 5.0
+STRANGERS_PER_TURN = 100
 
 
 class WorkerLost(Exception):
@@ -29,13 +31,18 @@ class WorkerLost(Exception):
 
 
 class Workers:
-    """The worker of one replica. `socket` and `death` (a pidfd) are for the loop's poller."""
+    """The worker of one replica. `socket` and `death` (a pidfd) are for the loop's poller.
+
+    The worker is who first says that it is ready, or why it is not. `num_strange` counts what
+    anybody else says at this socket; it is dropped.
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], config: WorkerConfig, address: str
     ) -> None:
         self.socket = sockets.bind_router(context, address)
         self._decoder: wire.Decoder[FromWorker] = wire.Decoder(FromWorker)
+        self.num_strange = 0
         self._identity: bytes | None = None
         settings = msgspec.json.encode(msgspec.structs.replace(config, address=address)).decode()
         self._process = subprocess.Popen(
@@ -57,13 +64,35 @@ class Workers:
                 raise
 
     def receive(self) -> FromWorker | None:
-        """The next message, or None if there is none now. Raises WireError."""
+        """The worker's next message, or None if there is none now. Raises WorkerLost where it makes
+        no sense: nothing it says afterwards could be relied on."""
+        for _ in range(STRANGERS_PER_TURN):
+            try:
+                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if identity == self._identity or self._identity is None:
+                message = self._read(identity, frames)
+                if message is not None:
+                    return message
+            else:
+                self.num_strange += 1
+        return None
+
+    def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
+        """None: it came from nobody we know, and is no greeting."""
         try:
-            identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+            message = self._decoder.decode(frames)
+        except WireError as error:
+            if self._identity is not None:
+                raise WorkerLost(f"the worker does not make sense: {error.message}") from None
+            self.num_strange += 1
+            return None
+        if self._identity is None and not isinstance(message, WorkerReady | WorkerFailed):
+            self.num_strange += 1
             return None
         self._identity = identity
-        return self._decoder.decode(frames)
+        return message
 
     def cause_of_death(self) -> str | None:
         """How the process ended, or None while it lives."""

@@ -76,15 +76,24 @@ class Line:
 class EngineClient:
     """A gateway process's line to its engine. All methods are for the greenlets of one thread.
 
+    on_wire_error   called for each message of the engine that makes no sense
+
     Raises ValueError where the address cannot be used.
     """
 
-    def __init__(self, address: str, key: ClusterKey | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: ClusterKey | None = None,
+        *,
+        on_wire_error: Callable[[], None] = lambda: None,
+    ) -> None:
         sockets.check_address(address, key)
         self.session = Session(f"gateway-{os.getpid()}")
         self.num_wire_errors = 0
         self.address = address
         self._key = key
+        self._on_wire_error = on_wire_error
         self._subscribers: dict[int, Subscriber] = {}
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         self._socket: zmq.Socket[bytes] | None = None
@@ -267,8 +276,7 @@ class EngineClient:
             except zmq.Again:
                 break
             except WireError as error:
-                self.num_wire_errors += 1
-                log.warning("dropped a frame from the engine: %s", error)
+                self._complain(error)
                 continue
             if type(message) is Outputs:
                 steps.append(message)
@@ -283,6 +291,14 @@ class EngineClient:
         else:
             self._drain_soon()
         self._tell(steps)
+
+    def _complain(self, error: WireError) -> None:
+        """A flood of malformed messages is no flood of log lines: the 1st, 2nd, 4th ... is told."""
+        self.num_wire_errors += 1
+        self._on_wire_error()
+        if self.num_wire_errors.bit_count() == 1:
+            told = "dropped a message from the engine (the %d. of all): %s"
+            log.warning(told, self.num_wire_errors, error)
 
     def _tell(self, steps: list[Outputs]) -> None:
         for step in as_told(steps):

@@ -90,6 +90,11 @@ class Metrics:
             ["cause"],
             registry=registry,
         )
+        self.wire_errors = Counter(
+            "tidegate_gateway_wire_errors",
+            "Messages of an engine that made no sense, and were dropped",
+            registry=registry,
+        )
         self._engines = _EngineCollector(lines)
 
     def text(self) -> bytes:

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import gevent
 from gevent import get_hub
@@ -25,6 +26,7 @@ from gateway.metrics import Metrics
 from gateway.pairs import PairedEngine
 from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
+from gateway.threads import result_of
 from protocol.cluster_key import read_cluster_key
 from protocol.config import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
@@ -44,24 +46,24 @@ FRESH_S = 3 * PING_EVERY_S
 
 def offload(work: Callable[[], list[int]]) -> list[int]:
     """Run in gevent's thread pool; other greenlets go on meanwhile."""
-    result: list[int] = get_hub().threadpool.apply(work)
-    return result
+    return result_of(get_hub().threadpool, work)
 
 
 def _engine_of(config: GatewayConfig, metrics: Metrics) -> AnyEngine:
     if config.card:
         return Engineless(config.card)
     key = read_cluster_key(config.cluster_key)
+    line = partial(EngineClient, key=key, on_wire_error=metrics.wire_errors.inc)
     if config.decode:
         return PairedEngine(
-            [EngineClient(address, key) for address in config.prefill],
-            [EngineClient(address, key) for address in config.decode],
+            [line(address) for address in config.prefill],
+            [line(address) for address in config.decode],
             min_tokens=config.split_min_tokens,
             recomputes=config.kv_on_failure == "recompute",
             on_handover=metrics.handovers.inc,
             on_fallback=lambda cause: metrics.fallbacks.labels(cause).inc(),
         )
-    return EngineClient(config.engine or engine_address(config.port), key)
+    return line(config.engine or engine_address(config.port))
 
 
 class Service:

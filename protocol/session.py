@@ -8,7 +8,8 @@ Time is an argument (seconds of any steady clock). Its laws:
 - the end may be the session's own word: when the engine says Gone, falls silent beyond the lease,
 or comes
   back in a new epoch, every open request ends with finish="error";
-- after its end, or after `abort`, a request gets no more news: late frames are dropped.
+- after its end, or after `abort`, a request gets no more news: late frames are dropped, and so is
+  what is no answer to what was asked.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ LEASE_S = 4.0
 News = tuple[int, Accepted | Refused | Output | Aborted | Profiled]
 """(request, what happened to it)"""
 
+Answers = tuple[type, ...]
+GENERATED: Answers = (Accepted, Refused, Output)
+ABORTED: Answers = (Aborted,)
+PROFILED: Answers = (Profiled, Refused)
+
 
 class Session:
     """One client's view of one engine. `model`, `limits` and `epoch` are None until its Welcome."""
@@ -62,7 +68,7 @@ class Session:
         self.limits: Limits | None = None
         self.epoch: str | None = None
         self.stats = EngineStats()
-        self.open: set[int] = set()
+        self.open: dict[int, Answers] = {}  # with what may be said of each
         self.trouble: ServingError = EngineNotReady("the engine has not answered yet")
         self.heard_at: float | None = None  # when the engine last said anything
         self._name = name
@@ -108,7 +114,7 @@ class Session:
             is_first=is_first,
         )
         self._next_request += 1
-        self.open.add(message.request)
+        self.open[message.request] = GENERATED
         return message
 
     def abort_named(self, names: Sequence[str]) -> AbortNamed:
@@ -120,7 +126,7 @@ class Session:
         self._check_ready()
         message = AbortNamed(request=self._next_request, names=list(names))
         self._next_request += 1
-        self.open.add(message.request)
+        self.open[message.request] = ABORTED
         return message
 
     def profile(self, steps: int, directory: str) -> Profile:
@@ -128,14 +134,14 @@ class Session:
         self._check_ready()
         message = Profile(request=self._next_request, steps=steps, directory=directory)
         self._next_request += 1
-        self.open.add(message.request)
+        self.open[message.request] = PROFILED
         return message
 
     def abort(self, request: int) -> Abort | None:
         """Forget `request`; the message to send, or None if it has ended already."""
         if request not in self.open:
             return None
-        self.open.discard(request)
+        del self.open[request]
         return Abort(requests=[request])
 
     def stop(self, request: int) -> Abort | None:
@@ -155,7 +161,7 @@ class Session:
             case Outputs():
                 return self._outputs(message)
             case Accepted(request=request):
-                return [(request, message)] if request in self.open else []
+                return [(request, message)] if self._is_answer(request, message) else []
             case Refused(request=-1, error=error):
                 # It could not read something we said, so we cannot know what it thinks is open.
                 # Greeting it anew makes it forget all of that.
@@ -193,17 +199,20 @@ class Session:
     def _outputs(self, message: Outputs) -> list[News]:
         news: list[News] = []
         for output in message.outputs:
-            if output.request in self.open:
+            if self._is_answer(output.request, output):
                 news.append((output.request, output))
                 if output.finish is not None:
-                    self.open.discard(output.request)
+                    del self.open[output.request]
         return news
 
     def _end(self, request: int, report: Refused | Aborted | Profiled) -> list[News]:
-        if request not in self.open:
+        if not self._is_answer(request, report):
             return []
-        self.open.discard(request)
+        del self.open[request]
         return [(request, report)]
+
+    def _is_answer(self, request: int, report: object) -> bool:
+        return isinstance(report, self.open.get(request, ()))
 
     def _welcome(self, message: Welcome) -> list[News]:
         if message.protocol != PROTOCOL_VERSION:
@@ -225,6 +234,6 @@ class Session:
     def _lose(self, why: str) -> list[News]:
         self.trouble = EngineLost(why)
         self.epoch = None
-        lost, self.open = sorted(self.open), set()
+        lost, self.open = sorted(self.open), {}
         error = ErrorInfo(code=EngineLost.code, message=why)
         return [(request, Output(request=request, finish="error", error=error)) for request in lost]

@@ -14,6 +14,7 @@ from typing import TypeVar
 from gevent.threadpool import ThreadPool
 
 from gateway.store.database import Database, EpitaphOf
+from gateway.threads import result_of
 
 T = TypeVar("T")
 
@@ -36,8 +37,7 @@ class Store:
         where the file cannot be used."""
         if self._pool is None:
             self._pool = ThreadPool(1)
-        result: T = self._pool.apply(lambda: work(self._opened()))
-        return result
+        return result_of(self._pool, lambda: work(self._opened()))
 
     def close(self) -> None:
         if self._database is not None:

@@ -34,11 +34,13 @@ from protocol.messages import (
     Refused,
 )
 from protocol.sampling import SamplingParams
+from protocol.steps import StepResult, WorkerFailed
 from tests.support.processes import Program, descendants_of, eventually, is_alive
 from tests.support.raw_client import RawClient
 from tests.support.tiny_checkpoint import write_tiny_llama
 
 LEASE_S = 3.0
+NO_RESULT = {"step": 1, "tokens": Int32.of([]), "failed": Int32.of([])}
 
 
 class Process:
@@ -264,3 +266,15 @@ def test_a_request_ends_by_its_label_whoever_asks_and_what_it_held_is_free(
         assert [output.finish for output in long][-1] == "abort"
         assert other.abort_named(["job-1"]).unknown == ["job-1"]
         assert eventually(lambda: engine.stats.free_blocks == engine.stats.total_blocks)
+
+
+def test_who_speaks_where_the_worker_does_is_not_taken_for_it(shared: Process) -> None:
+    connect(shared).close()
+    stranger = RawClient(shared.address + ".worker")
+    for message in (WorkerFailed(message="I am the worker"), StepResult(**NO_RESULT)):
+        stranger.say(message)
+    stranger.socket.send_multipart([b"\x01nonsense"])
+    with connect(shared) as engine:
+        assert eventually(lambda: engine.stats.num_wire_errors >= 3)
+        assert engine.generate([3], max_tokens=2, ignore_eos=True).tokens()
+    stranger.close()

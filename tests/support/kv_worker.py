@@ -166,6 +166,12 @@ class Peer:
         """Its blocks are reused: every byte is now `value`."""
         self._say(f"fill {value}")
 
+    def num_dropped(self) -> int:
+        """Messages that made no sense to it, so far, and answers that nobody took."""
+        self._say("dropped")
+        (*_, last) = [line for line in self.program.out if line.startswith("dropped")]
+        return int(last.split()[1])
+
     def resident_bytes(self) -> int:
         """Of its own, without what it shares."""
         status = Path(f"/proc/{self.pid}/status").read_text().splitlines()
@@ -219,6 +225,8 @@ def obey_line(worker: Worker, command: str, *words: str) -> None:
             worker.exchange.take(message)
         case "withdraw":
             worker.exchange.take(KVWithdraw(lease=bytes.fromhex(words[0])))
+        case "dropped":
+            print("dropped", worker.exchange.num_dropped, flush=True)
         case "fill":
             worker.cache.rows.fill_(int(words[0]))
         case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
 from protocol.messages import (
@@ -19,6 +20,7 @@ from protocol.messages import (
     Outputs,
     Ping,
     Pong,
+    Profiled,
     Refused,
     Welcome,
 )
@@ -83,7 +85,7 @@ def test_news_reach_their_requests_in_order_until_the_end() -> None:
     news = session.receive(Outputs(step=1, outputs=[first, other]), 0.2)
     assert news == [(one, first), (two, other)]
     assert session.receive(Outputs(step=2, outputs=[last]), 0.3) == [(one, last)]
-    assert session.open == {two}
+    assert list(session.open) == [two]
 
 
 def test_nothing_comes_after_an_end_or_an_abort() -> None:
@@ -186,3 +188,21 @@ def test_a_pong_brings_the_statistics() -> None:
     session = connected()
     session.receive(Pong(epoch="e1", stats=EngineStats(running=3)), 1.0)
     assert session.stats.running == 3
+
+
+def test_what_is_no_answer_to_what_was_asked_is_dropped() -> None:
+    session = connected()
+    generation, aborting = opened(session), session.abort_named(["x"]).request
+    profiling = session.profile(3, "/tmp").request
+    told = Profiled(request=0, file="f", steps=1, began=0.0, ended=1.0)
+    for request, foreign in [
+        (generation, Aborted(request=generation)),
+        (generation, replace(told, request=generation)),
+        (aborting, Accepted(request=aborting)),
+        (aborting, Outputs(step=1, outputs=[Output(request=aborting, finish="stop")])),
+        (profiling, Aborted(request=profiling)),
+    ]:
+        assert session.receive(foreign, 1.0) == []
+        assert request in session.open
+    answer = replace(told, request=profiling)
+    assert session.receive(answer, 1.0) == [(profiling, answer)]

@@ -93,6 +93,11 @@ class Exchange:
         self._news.close()
 
     @property
+    def num_dropped(self) -> int:
+        """Messages of other workers that made no sense, and answers that nobody took."""
+        return 0 if self._server is None else self._server.num_dropped
+
+    @property
     def tiers(self) -> list[str]:
         """What WorkerReady says of them."""
         return [] if self._tiers is None else list(self._tiers.names)

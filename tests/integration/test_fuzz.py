@@ -1,0 +1,28 @@
+"""Nonsense near to sense, on every ZeroMQ socket and every POST route: a bounded part of it.
+
+All of it: `python -m tests.support.fuzz --frames 1000000 --bodies 100000`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fuzz.bodies import bodies
+from tests.support.fuzz.sockets import TARGETS
+
+FRAMES, BODIES, SEED = 1_500, 400, 20
+ELSEWHERE = {"engine-worker", "worker-engine"}
+"""Each has an example in the tests of its process."""
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - ELSEWHERE))
+def test_a_process_survives_nonsense_counts_it_and_goes_on(target: str) -> None:
+    outcome = TARGETS[target](FRAMES, SEED)
+    assert outcome.sent >= FRAMES
+    assert outcome.counted > 0
+
+
+def test_mutilated_bodies_are_refused_or_answered_and_never_fail() -> None:
+    outcome = bodies(BODIES, SEED)
+    assert outcome.sent == BODIES
+    assert outcome.senseless > BODIES // 4
