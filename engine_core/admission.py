@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Callable
 
+from engine_core.queue import Load
 from engine_core.request import Request
 from engine_core.stopwatch import Clock, Stopwatch
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded
@@ -81,7 +82,6 @@ def new_request(
         client=client,
         number=message.request,
         order=order,
-        priority=message.priority,
         namespace=message.namespace,
         tokens=array("i", prompt),
         prompt_tokens=len(prompt),
@@ -97,26 +97,37 @@ def new_request(
 
 
 def check_load(
-    num_tokens: int,
-    num_waiting: int,
-    waiting_tokens: int,
-    max_waiting: int,
-    max_tokens: int,
-    rate: float,
+    num_tokens: int, waiting: Load, own: Load, most: Load, num_shares: int, rate: float
 ) -> None:
-    """Raises Overloaded when the queue is full. `rate`: tokens per second computed of late, 0 if
-    unknown.
+    """Raises Overloaded when the queue is full for this account, which has `own` in it.
 
-    A single prompt larger than `max_tokens` may still wait alone: it is not the queue that is too
-    long.
+    It is not full for who has less than his part of it in it, of so many accounts that wait
+    (`num_shares`, with this one): who fills the queue keeps nobody else out. For that, the queue
+    may grow to twice what it may hold. A single prompt larger than all of it may still wait alone:
+    it is not the queue that is too long. `rate`: tokens per second that leave the queue, 0 if
+    unknown.
     """
-    if num_waiting < max_waiting and (not num_waiting or waiting_tokens + num_tokens <= max_tokens):
+    if _has_room(num_tokens, waiting, most):
+        return
+    part = Load(most.requests // num_shares, most.tokens // num_shares)
+    twice = Load(2 * most.requests, 2 * most.tokens)
+    if (
+        num_shares > 1
+        and _has_room(num_tokens, own, part)
+        and _has_room(num_tokens, waiting, twice)
+    ):
         return
     raise Overloaded(
-        f"{num_waiting:,} requests with {waiting_tokens:,} tokens are waiting already; "
+        f"{waiting.requests:,} requests with {waiting.tokens:,} tokens are waiting already; "
         "try again later",
-        retry_after_s=retry_after(waiting_tokens, rate),
+        retry_after_s=retry_after(waiting.tokens, rate),
     )
+
+
+def _has_room(num_tokens: int, waiting: Load, most: Load) -> bool:
+    if waiting.requests >= most.requests:
+        return False
+    return not waiting.requests or waiting.tokens + num_tokens <= most.tokens
 
 
 def retry_after(waiting_tokens: int, rate: float) -> float:

@@ -13,8 +13,9 @@ from engine_core.admission import check_load, check_request, new_request
 from engine_core.grammar.book import Compiled, GrammarBook, Job
 from engine_core.kv.exchange import Exchange
 from engine_core.open_requests import OpenRequests
-from engine_core.queue import WaitingQueue
+from engine_core.queue import Load, WaitingQueue
 from engine_core.request import Event, Phase, Request
+from engine_core.shares import Share, Shares, bent
 from engine_core.speculation import Speculation
 from engine_core.speed import Speed
 from engine_core.stopwatch import Clock
@@ -41,6 +42,7 @@ class Door:
         speculation: Speculation,
         speed: Speed,
         accounts: Accounts,
+        shares: Shares,
         draw_seed: Callable[[], int],
         clock: Clock,
     ) -> None:
@@ -56,6 +58,7 @@ class Door:
         self._speculation = speculation
         self._speed = speed
         self._accounts = accounts
+        self._shares = shares
         self._draw_seed = draw_seed
         self._clock = clock
         self._grammars = GrammarBook()
@@ -134,7 +137,9 @@ class Door:
         if message.account is not None:
             num_open = self._open.num_of(message.account.name)
             self._accounts.check(message.account, num_open, is_first=message.is_first)
-        self._check_load(len(prompt))
+        account = "" if message.account is None else message.account.name
+        share = self._shares.of(account, self._open.num_of)
+        self._check_load(len(prompt), share)
         self._order += 1
         request = new_request(
             client,
@@ -146,18 +151,23 @@ class Door:
             self._limits,
             self._clock,
         )
+        request.share = share
+        request.place = self._clock.now + bent(message.priority) * self._config.priority_s
+        request.lead = bent(message.priority) * self._shares.burst
         if message.kv_handle:
             request.handle = self._exchange.read(message.kv_handle, request)
         if message.account is not None:
             self._accounts.take_in(message.account, len(prompt), is_first=message.is_first)
         return request
 
-    def _check_load(self, num_tokens: int) -> None:
+    def _check_load(self, num_tokens: int, share: Share) -> None:
+        waiting, config = self._waiting, self._config
+        own = waiting.load_of(share)
         check_load(
             num_tokens,
-            self.num_waiting,
-            self._waiting.tokens,
-            self._config.max_waiting,
-            self._config.max_waiting_tokens,
+            Load(self.num_waiting, waiting.tokens),
+            own,
+            Load(config.max_waiting, config.max_waiting_tokens),
+            waiting.num_shares + (not own.requests),
             self._speed.tokens_per_s,
         )

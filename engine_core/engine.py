@@ -122,6 +122,7 @@ class Engine:
             speculation=self._speculation,
             speed=self._speed,
             accounts=self._accounts,
+            shares=self._scheduler.shares,
             draw_seed=draw_seed,
             clock=self._clock,
         )
@@ -204,6 +205,10 @@ class Engine:
                 self._counts["prompt_tokens"] += request.prompt_tokens
                 self._counts["cached_tokens"] += request.num_cached
         for request, count in work:
+            ahead = request.num_scheduled + count
+            if ahead > request.num_paid:
+                request.share.served += ahead - request.num_paid
+                request.num_paid = ahead
             if request.kv_readers and count >= request.num_uncomputed:
                 self._exchange.announce(request)
         self._step += 1

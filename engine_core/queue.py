@@ -1,25 +1,56 @@
 """Who waits, in which order, and how much work that is.
 
-Order: priority, then arrival. A preempted request keeps its place in the order of arrival, so it
-comes back before everything that arrived after it.
+Between accounts who was served least goes first (shares.py). Among the requests of one account it
+is who came first; a priority is worth some seconds of having come earlier or later, so whoever
+waits is overtaken by more important ones only for so long. Neither changes while a request waits,
+nor when it is preempted: it comes back before everything of its account that stood behind it.
 """
 
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 from engine_core.request import Request
+from engine_core.shares import Share, Shares
+
+Rank = tuple[float, int]
+
+
+class Load(NamedTuple):
+    requests: int
+    tokens: int
+
+
+class _Line:
+    """Of one account: a heap with lazy removal. `offer`: its entry in the heap of lines."""
+
+    __slots__ = ("heap", "num", "offer", "tokens")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[Rank, Request]] = []
+        self.num = 0
+        self.tokens = 0
+        self.offer: _Offer | None = None
+
+
+_Offer = tuple[float, Rank, int, _Line]
+"""When it is due, as its first request; the number of the offer, so that no two are equal."""
 
 
 class WaitingQueue:
-    """A heap with lazy removal: push and pop O(log n), remove O(1).
+    """A heap of lines, one per account that waits: push and remove are O(log n). What an account
+    was served grows while its line waits, so a line may come up too early; then it is put back.
 
     `tokens`: known tokens waiting.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Shares) -> None:
         self.tokens = 0
-        self._heap: list[tuple[int, int, Request]] = []
+        self._shares = shares
+        self._lines: dict[Share, _Line] = {}
+        self._turns: list[_Offer] = []
+        self._num_offers = 0
         self._waiting: set[Request] = set()
 
     def __len__(self) -> int:
@@ -28,22 +59,68 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._waiting
 
+    @property
+    def num_shares(self) -> int:
+        """Accounts that wait."""
+        return len(self._lines)
+
+    def load_of(self, share: Share) -> Load:
+        line = self._lines.get(share)
+        return Load(0, 0) if line is None else Load(line.num, line.tokens)
+
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (*request.rank, request))
+        line = self._lines.get(request.share)
+        if line is None:
+            self._shares.begin(request.share)
+            line = self._lines[request.share] = _Line()
+        heapq.heappush(line.heap, (request.rank, request))
+        line.num += 1
+        line.tokens += len(request.tokens)
         self._waiting.add(request)
         self.tokens += len(request.tokens)
+        self._offer(line)
 
     def first(self) -> Request | None:
-        while self._heap:
-            request = self._heap[0][2]
-            if request in self._waiting:
-                return request
-            heapq.heappop(self._heap)
+        while self._turns:
+            offer = self._turns[0]
+            line = offer[-1]
+            if line.offer is not offer:
+                heapq.heappop(self._turns)
+                continue
+            head = self._head(line)
+            if offer[:2] == (head.due, head.rank):
+                return head
+            heapq.heapreplace(self._turns, self._new_offer(line, head))
         return None
 
     def remove(self, request: Request) -> None:
         """Raises KeyError if it does not wait here."""
         self._waiting.remove(request)
+        line = self._lines[request.share]
+        line.num -= 1
+        line.tokens -= len(request.tokens)
         self.tokens -= len(request.tokens)
+        if line.num:
+            self._offer(line)
+        else:
+            del self._lines[request.share]
+            line.offer = None
         if not self._waiting:
-            self._heap.clear()
+            self._turns.clear()
+
+    def _head(self, line: _Line) -> Request:
+        """Of a line that is not empty."""
+        while line.heap[0][1] not in self._waiting:
+            heapq.heappop(line.heap)
+        return line.heap[0][1]
+
+    def _offer(self, line: _Line) -> None:
+        """Where it is due earlier than it was."""
+        head = self._head(line)
+        if line.offer is None or (head.due, head.rank) < line.offer[:2]:
+            heapq.heappush(self._turns, self._new_offer(line, head))
+
+    def _new_offer(self, line: _Line, head: Request) -> _Offer:
+        self._num_offers += 1
+        line.offer = (head.due, head.rank, self._num_offers, line)
+        return line.offer

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.matcher import Matcher
+from engine_core.shares import Share
 from engine_core.stopwatch import Clock, Stage, Stopwatch
 from protocol.messages import Account, TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -75,10 +76,13 @@ STAGES = {
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`order` is the place in the order of arrival, kept through preemption; lower `priority` goes
-    first.
+    """`order` is the place in the order of arrival, kept through preemption.
 
     client, number   who asked, and the client's number for it
+    place            when it came, in seconds, later or earlier for its priority; the order among
+                     the requests of one account
+    lead             what its priority is worth against other accounts, in tokens
+    share            whose it is, and what this one was served
     tokens           [known] int32: prompt, then sampled
     seed             drawn once; with the position it determines every sample, in any life of the
                      request
@@ -86,6 +90,7 @@ class Request:
     stop_ids         tokens that end it with "stop"
     blocks           block ids of positions [0, len(blocks) * block_tokens)
     hashes           chained hashes of the first full blocks, computed when first needed
+    num_paid         of its tokens, counted in `share` when they were planned, or found
     num_scheduled    like num_computed, when the plans that are out will have been committed, if all
                      their drafts are right
     num_pending      tokens that those plans sample: not known here, but where they will stand is
@@ -111,7 +116,6 @@ class Request:
     client: bytes
     number: int
     order: int
-    priority: int
     namespace: str
     tokens: array[int]
     prompt_tokens: int
@@ -120,10 +124,14 @@ class Request:
     end: int
     stop_ids: frozenset[int]
     phase: Phase = Phase.ARRIVED
+    place: float = 0.0
+    lead: float = 0.0
+    share: Share = field(default_factory=Share)
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
+    num_paid: int = 0
     num_scheduled: int = 0
     num_pending: int = 0
     num_in_flight: int = 0
@@ -147,9 +155,15 @@ class Request:
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(Clock()))
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Who goes first: smaller is served earlier and preempted later. Unique."""
-        return self.priority, self.order
+    def rank(self) -> tuple[float, int]:
+        """Who goes first in an account: smaller is served earlier, and anywhere preempted later.
+        Unique."""
+        return self.place, self.order
+
+    @property
+    def due(self) -> float:
+        """Whose account goes first: smaller is served earlier."""
+        return self.share.served + self.lead
 
     @property
     def num_ahead(self) -> int:

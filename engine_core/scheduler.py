@@ -5,6 +5,12 @@ what is left of the budget goes to those that still compute their prompt, then t
 long prompt never stalls those who stream. When blocks run out, the youngest request is preempted:
 it gives everything back and is computed again later, mostly out of the prefix cache.
 
+That is so within one account. Between accounts, who was served least goes first (shares.py): its
+newcomers before the prompts that others are computing. And where such a newcomer finds no slot or
+no blocks, requests of accounts that were served more give way, youngest first: those for which the
+difference is greater than what it will cost to compute them again. So nobody can fill all slots for
+as long as his answers last, and two accounts do not take turns at preempting each other.
+
 A request is admitted only when blocks for all its known tokens are there; they are taken at once.
 So only requests that stream ever need more, one block at a time, and the oldest can always get it.
 
@@ -38,6 +44,8 @@ from engine_core.prefixes import Prefixes
 from engine_core.queue import WaitingQueue
 from engine_core.request import Event, Phase, Request
 from engine_core.schedule import Follow, Schedule
+from engine_core.shares import Shares
+from engine_core.turns import giving_way, is_due_before, prompts_of
 from protocol.messages import Limits
 
 FALL_BEHIND = 32
@@ -67,7 +75,8 @@ class Scheduler:
         exchange: Exchange,
         guessing: Guessing,
     ) -> None:
-        self.waiting = WaitingQueue()
+        self.shares = Shares(limits)
+        self.waiting = WaitingQueue(self.shares)
         self.running: list[Request] = []  # by rank: oldest first
         self.unbound: list[Request] = []  # own slots that the worker does not know of yet
         self.pool = pool
@@ -77,6 +86,8 @@ class Scheduler:
         self.prefixes = Prefixes(limits, hashes, pool.cache)
         self._exchange = exchange
         self._guessing = guessing
+        self._most = min(limits.max_slots, limits.token_budget)  # each runner gets its one token
+        self._crowded_out: Request | None = None  # was first, and found no room
 
     @property
     def has_work(self) -> bool:
@@ -85,16 +96,19 @@ class Scheduler:
     def can_continue(self) -> bool:
         """Whether the next step needs no preemption."""
         growing = sum(map(self._must_grow, self.running))
-        return growing <= self.pool.num_free
+        return growing <= self.pool.num_free and not self._yielding()
 
     def schedule(self) -> Schedule:
         """Decide one step and take what it needs. Empty if there is nothing to do."""
         step = Schedule(budget=self.limits.token_budget)
+        self._make_room(step)
+        num_yielded = len(step.preempted)
         self._continue_decodes(step)
         self._bind_ready(step, most=1)  # these are about to stream, too
-        self._continue_chunks(step)
+        admits = len(step.preempted) == num_yielded
+        self._continue_chunks(step, admits=admits)
         self._bind_ready(step, most=self.limits.max_len)
-        if not step.preempted:
+        if admits:
             self._admit(step)
         self._draft(step)
         self._follow(step)
@@ -139,12 +153,15 @@ class Scheduler:
                 step.decodes.append(request)
                 step.budget -= 1
 
-    def _continue_chunks(self, step: Schedule) -> None:
-        for request in self.running:
+    def _continue_chunks(self, step: Schedule, *, admits: bool) -> None:
+        """`admits`: newcomers of accounts that were served less go before."""
+        for request in prompts_of(self.running):
+            if admits:
+                self._admit(step, before=request)
             if step.budget == 0:
                 return
-            if request.phase is Phase.RUNNING and request.num_uncomputed > 1:
-                self._compute(request, step)
+            self.shares.choose(request.share)
+            self._compute(request, step)
 
     def _compute(self, request: Request, step: Schedule) -> None:
         count = min(request.num_uncomputed, step.budget)
@@ -275,26 +292,55 @@ class Scheduler:
 
     # ---- waiting
 
-    def _admit(self, step: Schedule) -> None:
-        # Every running request must get its one token in a step: no more of them than the budget
-        # has.
-        most = min(self.limits.max_slots, self.limits.token_budget)
-        while len(self.running) + len(self.unbound) < most:
-            request = self.waiting.first()
-            if request is None:
+    def _admit(self, step: Schedule, before: Request | None = None) -> None:
+        """Newcomers; `before`: only of accounts that were served less than this one's."""
+        while (request := self.waiting.first()) is not None:
+            if before is not None and not is_due_before(request, before):
+                return
+            if not self._has_slot:
+                self._crowded_out = request
                 return
             found = self.prefixes.find(request)
             match = self._exchange.match(request, len(found))
             if match is None and not step.budget:
                 return  # what is fetched needs none
             if not self._take_blocks(request, found):
+                self._crowded_out = request
                 return
+            self.shares.choose(request.share)
             self.waiting.remove(request)
             request.slot = self._free_slots.pop()
             if match is None:
                 self._bind(request, step)
             else:
                 self._fetch(request, match)
+
+    @property
+    def _has_slot(self) -> bool:
+        return len(self.running) + len(self.unbound) < self._most
+
+    def _make_room(self, step: Schedule) -> None:
+        """For the one that is first, and found none."""
+        victims = self._yielding()
+        request, self._crowded_out = self._crowded_out, None
+        for victim in victims:
+            assert request is not None
+            if self._has_slot and self._num_missing(request) <= self.pool.num_free:
+                return
+            self._preempt(victim, step)
+
+    def _yielding(self) -> list[Request]:
+        """Those who give way to it, youngest first; nobody where that would not help."""
+        request = self._crowded_out
+        if request is None or request is not self.waiting.first():
+            return []
+        victims = giving_way(request, self.running)
+        could_be_free = self.pool.num_free + sum(len(other.blocks) for other in victims)
+        return victims if self._num_missing(request) <= could_be_free else []
+
+    def _num_missing(self, request: Request) -> int:
+        """Blocks, where none of its beginning is here already."""
+        return -(-len(request.tokens) // self.limits.block_tokens)
 
     def _fetch(self, request: Request, match: Match) -> None:
         request.move(Event.FETCH)
@@ -315,6 +361,7 @@ class Scheduler:
         """The first step of a request in this life. Blocks without content are to be zeroed."""
         request.move(Event.ADMIT)
         insort(self.running, request, key=lambda other: other.rank)
+        request.num_paid = max(request.num_paid, request.num_computed)
         step.admitted.append(request)
         step.fresh += request.blocks[-(-request.num_computed // self.limits.block_tokens) :]
         self._compute(request, step)

@@ -218,6 +218,15 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     max_waiting_tokens: Annotated[
         int, about("prompt tokens that may wait; more are refused with 429", ge=1, le=1 << 30)
     ] = 2_000_000
+    priority_s: Annotated[
+        float,
+        about(
+            "of two requests that wait, the more important one goes first if it came less than so "
+            "much later; the closer their priorities, the less",
+            ge=0,
+            le=86400,
+        ),
+    ] = 60.0
     grammar_timeout_s: Annotated[
         float,
         about(

@@ -12,7 +12,7 @@ from tests.support.engines import VOCAB
 from tests.support.storm import Storm
 
 OPERATIONS = 10_000
-SEEDS = {3: ["disk"], 5: ["host", "disk"], 107: ["host"], 205: ["host", "disk"], 207: ["disk"]}
+SEEDS = {3: ["disk"], 7: ["host", "disk"], 107: ["host"], 205: ["host", "disk"], 207: ["disk"]}
 """seed (of Storm) -> the worker's tiers"""
 FAULTS = ["", "", "", "damaged", "timeout"]
 

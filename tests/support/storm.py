@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from protocol.grammar import Body, Choice, Regex
-from protocol.messages import Refused
+from protocol.messages import Account, Refused
 from tests.support.engines import VOCAB, Bench, Say, habitual_token, next_token, sometimes
 from tests.support.grammars import text_of
 from tests.support.handover import Place
@@ -29,6 +29,7 @@ GRAMMARS: list[tuple[Body, str, str]] = [
 """(grammar, pattern of whole answers, pattern of what may be cut short)"""
 LABELS = [f"label-{i}" for i in range(12)]
 BAD = Regex(pattern="(")
+ACCOUNTS = [None, None, Account(name="alice"), Account(name="bob")]
 
 
 def speculation_of(seed: int) -> str:
@@ -101,6 +102,7 @@ class Storm:
             seed=seed,
             ignore_eos=self.random.random() < 0.8,
             labels=self.random.choices(LABELS, k=self.random.randrange(3)),
+            account=self.random.choice(ACCOUNTS),
         )
         if isinstance(number, Refused):
             self.refused += 1

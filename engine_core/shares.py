@@ -1,0 +1,71 @@
+"""Accounts share the engine: of those whose requests wait, who was served least goes first.
+
+What is shared out are computed tokens, of prompts and of answers, each counted once: what a cache
+had costs nothing, nor does what a preemption causes to be computed again. The laws:
+
+- an account's count only grows while it has requests that wait. So while two accounts both have
+  such requests, neither is served more than the other for long, however much either asks for;
+- when an account begins to wait, its count is brought within one `burst` of the level of those who
+  are being served. So who was away has a head start, but no claim on all the time he was away; and
+  who was alone, and had everything, owes at most as much;
+- a request's priority is worth a head start, too: less than one burst. It decides who goes first,
+  and does not buy a larger share.
+
+Requests without an account are one account, called "".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protocol.messages import Limits
+
+MAX_KEPT = 4096
+"""With more, accounts that have nothing open are forgotten."""
+BURST_STEPS = 64
+"""A burst is as long as the longest request, but no more than so many full steps."""
+
+
+def bent(priority: int) -> float:
+    """In (-1, 1), and the greater of two priorities is the greater (as far as floats tell): what is
+    bounded can be outweighed, by waiting or by being served less."""
+    return priority / (1 + abs(priority))
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """served   tokens, with what `Shares.begin` forgot or lent"""
+
+    name: str = ""
+    served: float = 0.0
+
+
+class Shares:
+    """burst   in tokens"""
+
+    def __init__(self, limits: Limits) -> None:
+        longest = min(limits.max_len, BURST_STEPS * limits.token_budget)
+        self.burst = longest + limits.token_budget
+        self._level = 0.0
+        self._by_name: dict[str, Share] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def of(self, name: str, num_open: Callable[[str], int]) -> Share:
+        """`num_open`: requests of an account, by its name."""
+        share = self._by_name.get(name)
+        if share is None:
+            if len(self._by_name) >= MAX_KEPT:
+                self._by_name = {n: kept for n, kept in self._by_name.items() if num_open(n)}
+            share = self._by_name[name] = Share(name)
+        return share
+
+    def begin(self, share: Share) -> None:
+        """From now on it has requests that wait."""
+        share.served = min(max(share.served, self._level - self.burst), self._level + self.burst)
+
+    def choose(self, share: Share) -> None:
+        """Of those who want prompts computed, it goes first."""
+        self._level = max(self._level, share.served)

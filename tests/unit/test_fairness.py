@@ -1,0 +1,205 @@
+"""Accounts that want more than there is: who goes first, who gives way, and that nobody starves."""
+
+from __future__ import annotations
+
+from engine_core.shares import Share, Shares, bent
+from protocol.messages import Account, Refused
+from tests.support.engines import CLIENT, Bench
+
+ALICE, BOB = Account(name="alice"), Account(name="bob")
+
+
+def flood(bench: Bench, account: Account | None, count: int, length: int, answer: int) -> list[int]:
+    """Requests of one account, each with a prompt of its own."""
+    numbers = []
+    for place in range(count):
+        prompt = [1 + place % 90, *([2 + place // 90] * (length - 1))]
+        number = bench.add(prompt, account=account, max_tokens=answer, ignore_eos=True)
+        assert isinstance(number, int)
+        numbers.append(number)
+    return numbers
+
+
+def steps_to_first_token(bench: Bench, number: int, most: int = 1000) -> int:
+    for step in range(most):
+        if bench.tokens(number):
+            return step
+        bench.step()
+    raise AssertionError(f"no token after {most} steps")
+
+
+def waits_for(bench: Bench, numbers: list[int]) -> list[int]:
+    """Of these, who has said nothing yet."""
+    return [number for number in numbers if not bench.news[CLIENT, number]]
+
+
+def test_a_newcomer_goes_before_all_prompts_of_who_was_served_more() -> None:
+    alone = Bench(token_budget=16)
+    solo = steps_to_first_token(alone, flood(alone, BOB, 1, 40, 4)[0])
+    bench = Bench(token_budget=16)
+    flood(bench, ALICE, 50, 100, 4)
+    for _ in range(5):
+        bench.step()
+    (late,) = flood(bench, BOB, 1, 40, 4)
+    assert steps_to_first_token(bench, late) <= solo + 1
+
+
+def test_of_one_account_who_came_first_goes_first_as_ever() -> None:
+    bench = Bench(token_budget=16, max_slots=2)
+    numbers = flood(bench, ALICE, 6, 30, 3)
+    bench.run()
+    begun = sorted(numbers, key=lambda number: bench.news[CLIENT, number][0].request)
+    assert begun == numbers
+
+
+def test_who_fills_all_slots_gives_way_to_who_was_served_less() -> None:
+    bench = Bench(token_budget=16, max_slots=4)
+    long = flood(bench, ALICE, 8, 20, 150)
+    for _ in range(30):
+        bench.step()
+    assert len(waits_for(bench, long)) == 4, "all slots are taken, for a long time"
+    (late,) = flood(bench, BOB, 1, 10, 4)
+    assert steps_to_first_token(bench, late) <= 3
+    assert bench.engine.stats().num_preemptions == 1
+    bench.run()
+    assert all(bench.end(number).finish == "length" for number in [*long, late])
+
+
+def test_who_fills_all_blocks_gives_way_and_what_is_on_its_way_is_not_lost() -> None:
+    bench = Bench(token_budget=64, num_blocks=33, block_tokens=4, steps_in_flight=2)
+    flood(bench, ALICE, 6, 60, 30)
+    for _ in range(6):
+        bench.step()
+    (late,) = flood(bench, BOB, 1, 60, 4)
+    assert steps_to_first_token(bench, late) <= 5
+    bench.run()
+    assert bench.engine.stats().num_preemptions >= 1
+
+
+def test_nobody_gives_way_within_an_account() -> None:
+    bench = Bench(token_budget=16, max_slots=2)
+    flood(bench, ALICE, 3, 10, 60)
+    for _ in range(20):
+        bench.step()
+    (late,) = flood(bench, ALICE, 1, 10, 4)
+    bench.run()
+    assert bench.engine.stats().num_preemptions == 0
+    assert bench.end(late).finish == "length"
+
+
+def test_two_accounts_that_fill_everything_do_not_take_turns_at_preempting() -> None:
+    bench = Bench(token_budget=16, max_slots=4)
+    flood(bench, ALICE, 30, 12, 20)
+    flood(bench, BOB, 30, 12, 20)
+    bench.run()
+    stats = bench.engine.stats()
+    needed = 60 * (12 + 20 - 1)
+    assert stats.num_computed_tokens - needed <= needed / 10, "hardly anything is computed again"
+
+
+def test_who_was_preempted_comes_back_before_what_stood_behind_it() -> None:
+    bench = Bench(token_budget=16, max_slots=2)
+    flood(bench, ALICE, 2, 10, 60)
+    flood(bench, ALICE, 4, 9, 2)
+    for _ in range(20):
+        bench.step()
+    flood(bench, BOB, 1, 11, 4)
+    bench.run()
+    begun = [init.prompt_tokens for plan in bench.plans for init in plan.bind]
+    assert begun == [10, 10, 11, 10, 9, 9, 9, 9]
+
+
+def test_a_full_queue_is_not_full_for_who_has_little_in_it() -> None:
+    bench = Bench(max_waiting=10, max_slots=1)
+    flood(bench, ALICE, 10, 5, 5)
+    assert isinstance(bench.add([1], account=ALICE), Refused)
+    kept = [bench.add([1] * 3, account=BOB, max_tokens=1) for _ in range(6)]
+    assert [isinstance(reply, int) for reply in kept] == [True] * 5 + [False]
+    assert isinstance(bench.add([1], account=ALICE), Refused)
+
+
+def test_tokens_that_wait_are_shared_out_too() -> None:
+    bench = Bench(max_waiting_tokens=100, max_slots=1)
+    flood(bench, ALICE, 10, 10, 5)
+    assert isinstance(bench.add([1], account=ALICE), Refused)
+    assert isinstance(bench.add([1] * 60, account=BOB), int), "alone in his part, it may be long"
+    assert isinstance(bench.add([1], account=BOB), Refused)
+
+
+def test_a_queue_of_many_accounts_has_a_bound() -> None:
+    bench = Bench(max_waiting=10, max_slots=1)
+    for name in range(100):
+        bench.add([1], account=Account(name=str(name)), max_tokens=1)
+    assert bench.engine.stats().waiting <= 20
+
+
+def test_what_a_cache_has_is_not_counted_and_what_is_computed_again_is_not_counted_twice() -> None:
+    bench = Bench(token_budget=16, block_tokens=4, max_slots=1)
+    shares = bench.engine._scheduler.shares
+    bench.add([5] * 17, account=ALICE, max_tokens=1)
+    bench.run()
+    share = shares.of("alice", lambda name: 0)
+    assert share.served == 17
+    bench.add([5] * 17, account=ALICE, max_tokens=1)
+    bench.run()
+    assert share.served == 18, "16 of them were found"
+
+
+def test_who_was_away_has_a_bounded_head_start_and_who_was_alone_a_bounded_debt() -> None:
+    shares = Shares(Bench(max_len=100, token_budget=10).limits)
+    busy, away = Share("busy", 1_000_000.0), Share("away")
+    shares.choose(busy)
+    shares.begin(away)
+    assert away.served == busy.served - shares.burst
+    ahead = Share("ahead", 9_000_000.0)
+    shares.begin(ahead)
+    assert ahead.served == busy.served + shares.burst
+
+
+def test_accounts_without_requests_are_forgotten() -> None:
+    shares = Shares(Bench().limits)
+    kept = shares.of("kept", lambda name: 1)
+    for number in range(10_000):
+        shares.of(str(number), lambda name: int(name == "kept"))
+    assert len(shares) <= 4097
+    assert shares.of("kept", lambda name: 1) is kept
+
+
+def test_priorities_are_worth_more_the_further_they_are_apart_but_never_everything() -> None:
+    values = [bent(priority) for priority in (-(1 << 31), -5, -1, 0, 1, 2, 1 << 31)]
+    assert values == sorted(values)
+    assert len(set(values)) == len(values)
+    assert all(-1 < value < 1 for value in values)
+
+
+def test_whoever_waits_is_overtaken_by_more_important_ones_only_for_so_long() -> None:
+    bench = Bench(token_budget=8, max_slots=1, priority_s=60.0)
+    bench.tick(1000.0)
+    patient = bench.add([1] * 8, max_tokens=1, priority=5)
+    assert isinstance(patient, int)
+    now, waited = 1000.0, 0.0
+    while not bench.news[CLIENT, patient]:
+        for _ in range(2):  # twice what can be served
+            bench.add([2] * 8, max_tokens=1, priority=-5, prompt_logprobs=None)
+        bench.step()
+        now, waited = now + 1.0, waited + 1.0
+        bench.tick(now)
+        assert waited < 1000, "it starves"
+    # Those that came within 2 * 60 s go first, and each takes half as long again to be served.
+    assert 60.0 < waited <= 4 * 60.0 + 2
+
+
+def test_a_priority_does_not_outlast_its_head_start_between_accounts() -> None:
+    bench = Bench(token_budget=16, max_len=64, max_slots=2)
+    burst = bench.engine._scheduler.shares.burst
+    for place in range(60):
+        bench.add([1 + place, *[3] * 11], account=ALICE, priority=-100, max_tokens=4)
+        bench.add([1 + place, *[4] * 11], account=BOB, priority=100, max_tokens=4)
+    shares = bench.engine._scheduler.shares
+    alice, bob = (shares.of(name, lambda name: 0) for name in ("alice", "bob"))
+    most = 0.0
+    for _ in range(60):
+        bench.step()
+        most = max(most, alice.served - bob.served)
+    assert burst / 2 < most <= 2 * burst + 3 * 16
+    assert bob.served > burst / 2
