@@ -120,7 +120,7 @@ class Loop:
             self._hear_worker(now)
         if self._workers.death in ready:
             self._hear_worker(now)  # its last words, if any, say more than its exit code
-            raise WorkerLost(self._workers.cause_of_death())
+            raise self._workers.lost()
         if self._socket in ready:
             self._hear_clients(now)
         for client in self._clients.expire(now):
@@ -294,7 +294,7 @@ class Loop:
             case WorkerReady():
                 self._start(message)
             case WorkerFailed():
-                raise WorkerLost(message.message)
+                raise WorkerLost(message.message, message.exit_code)
 
     def _start(self, ready: WorkerReady) -> None:
         limits = Limits(

@@ -1,7 +1,7 @@
 """The engine_core process: command line, logging, signals, exit code.
 
-Exit codes: 0 drained as asked (SIGTERM, SIGINT or a Drain message); 1 our own failure; 2 a bad
-command line; 3 the worker was lost. The last line of the log names the cause.
+Exit codes: protocol/exit_codes.py; 0 is drained as asked (SIGTERM, SIGINT or a Drain message). The
+last line of the log names the cause. When whoever started us is gone, we drain.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from engine_core.workers import WorkerLost
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
 from protocol.config import EngineConfig
+from protocol.exit_codes import ExitCode
+from protocol.lifeline import hold_on
 
 log = logging.getLogger("engine_core")
-
-EXIT_FAILED, EXIT_USAGE, EXIT_WORKER_LOST = 1, 2, 3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,28 +39,30 @@ def main(arguments: list[str] | None = None) -> int:
         config = msgspec.json.decode(parser.parse_args(arguments).config, type=EngineConfig)
     except msgspec.MsgspecError as error:
         log.error("bad --config: %s", error)
-        return EXIT_USAGE
+        return ExitCode.USAGE
     return run(msgspec.structs.replace(config, address=config.address or sockets.engine_address()))
 
 
 def run(config: EngineConfig) -> int:
     """Serve until drained or lost."""
+    wakeup = _signals()
+    hold_on(signal.SIGTERM)
     try:
         key = read_cluster_key(config.cluster_key)
         sockets.check_address(config.address, key)
     except ValueError as error:
         log.error("%s", error)
-        return EXIT_USAGE
+        return ExitCode.USAGE
     sockets.prepare(config.address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        Loop(config, context, _signals(), key).run()
+        Loop(config, context, wakeup, key).run()
     except WorkerLost as error:
         log.error("%s", error)
-        return EXIT_WORKER_LOST
+        return error.exit_code
     except Exception:
         log.exception("the engine failed")
-        return EXIT_FAILED
+        return ExitCode.FAILED
     finally:
         context.term()
     log.info("drained")

@@ -18,6 +18,9 @@ import zmq
 from protocol import sockets, wire
 from protocol.config import WorkerConfig
 from protocol.errors import WireError
+from protocol.exit_codes import ExitCode
+from protocol.lifeline import Lifeline
+from protocol.process_state import is_stopped
 from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,10 @@ STRANGERS_PER_TURN = 100
 
 class WorkerLost(Exception):
     """The worker process ended or failed; the message says how, in one line."""
+
+    def __init__(self, message: str, exit_code: int = ExitCode.WORKER_LOST) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Workers:
@@ -45,14 +52,24 @@ class Workers:
         self.num_strange = 0
         self._identity: bytes | None = None
         settings = msgspec.json.encode(msgspec.structs.replace(config, address=address)).decode()
+        self._lifeline = Lifeline()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "worker", "--config", settings], stdin=subprocess.DEVNULL
+            [sys.executable, "-P", "-m", "worker", "--config", settings],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **self._lifeline.environment},
+            pass_fds=[self._lifeline.child_end],
         )
+        self._lifeline.handed()
         self.death = os.pidfd_open(self._process.pid)
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """Somebody has stopped it (SIGSTOP)."""
+        return is_stopped(self.pid)
 
     def send(self, message: ToWorker) -> None:
         """To one that has just died, nothing: `death` says it, and its last words say why."""
@@ -94,14 +111,14 @@ class Workers:
         self._identity = identity
         return message
 
-    def cause_of_death(self) -> str | None:
-        """How the process ended, or None while it lives."""
-        code = self._process.poll()
-        if code is None:
-            return None
+    def lost(self) -> WorkerLost:
+        """How the process ended, once `death` says that it has."""
+        code = self._process.wait()
         if code < 0:
-            return f"the worker was killed by {signal.Signals(-code).name}"
-        return f"the worker exited with code {code}"
+            return WorkerLost(f"the worker was killed by {signal.Signals(-code).name}")
+        is_told = code in frozenset(ExitCode) and code not in (ExitCode.OK, ExitCode.FAILED)
+        told = ExitCode(code) if is_told else ExitCode.WORKER_LOST
+        return WorkerLost(f"the worker exited with code {code}", told)
 
     def stop(self) -> None:
         """Ask, then insist."""
@@ -109,6 +126,8 @@ class Workers:
             self._try_to_send(Stop())
         else:
             self._process.terminate()
+        if self.is_stopped:  # it hears nothing but this
+            self._process.kill()
         try:
             self._process.wait(STOP_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -116,6 +135,7 @@ class Workers:
             self._process.kill()
             self._process.wait()
         os.close(self.death)
+        self._lifeline.close()
         self.socket.close()
 
     def _try_to_send(self, message: Any) -> None:

@@ -107,13 +107,16 @@ class EngineClient:
         if self._socket is not None:
             return
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.connect_dealer(self._context, self.address, self._key)
+        watched = sockets.connect_watched(self._context, self.address, self._key)
+        self._socket, self._connection = watched
         self._loop = get_hub().loop
         readable = self._loop.io(self._socket.getsockopt(zmq.FD), _READ)
         readable.start(self._drain)
+        changed = self._loop.io(self._connection.getsockopt(zmq.FD), _READ)
+        changed.start(self._hear_connection)
         clock = self._loop.timer(0, repeat=TICK_S)
         clock.start(self._tick)
-        self._watchers = [readable, clock]
+        self._watchers = [readable, changed, clock]
 
     def close(self) -> None:
         """Leave; the engine aborts what is open."""
@@ -124,6 +127,7 @@ class EngineClient:
         if self._socket is not None:
             with contextlib.suppress(zmq.Again):  # an engine that is gone needs no telling
                 self._socket.send_multipart(wire.encode(self.session.leave()), _NOBLOCK)
+            sockets.close_watched(self._socket, self._connection)
             self._context.destroy(linger=sockets.LINGER_MS)
             self._socket = None
 
@@ -292,6 +296,23 @@ class EngineClient:
             self._drain_soon()
         self._tell(steps)
 
+    def _hear_connection(self) -> None:
+        """Also with each tick, since the edge may have been missed."""
+        if self._socket is None:
+            return
+        for is_there in sockets.connection_news(self._connection):
+            if is_there:
+                self.session.connected()
+                self._tick()
+            else:
+                self._drain_all()  # its last words say more
+                self._hand_out(self.session.disconnected())
+
+    def _drain_all(self) -> None:
+        assert self._socket is not None
+        while self._socket.poll(0):
+            self._drain()
+
     def _complain(self, error: WireError) -> None:
         """A flood of malformed messages is no flood of log lines: the 1st, 2nd, 4th ... is told."""
         self.num_wire_errors += 1
@@ -331,3 +352,4 @@ class EngineClient:
             with contextlib.suppress(zmq.Again):
                 self._send(message)
         self._hand_out(news)
+        self._hear_connection()

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from typing import Any
@@ -18,6 +19,9 @@ from typing import Any
 import msgspec
 
 from protocol.config import GatewayConfig
+from protocol.lifeline import die_with_parent, hold_on
+
+hold_on(signal.SIGTERM)
 
 _config = msgspec.json.decode(os.environ.get("TIDEGATE_GATEWAY", "{}"), type=GatewayConfig)
 
@@ -48,6 +52,12 @@ _metrics_directory = ""
 if workers > 1:  # before prometheus_client is imported: see gateway/metrics.py
     _metrics_directory = tempfile.mkdtemp(prefix="tidegate-metrics-")
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = _metrics_directory
+
+
+def post_fork(_server: Any, _worker: Any) -> None:
+    """In the worker, first of all. gunicorn's own look at its parent comes once a second, and only
+    when it serves."""
+    die_with_parent(signal.SIGTERM)
 
 
 def post_worker_init(worker: Any) -> None:

@@ -109,7 +109,7 @@ class Engine:
         self._ready = threading.Event()
         self._closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.connect_dealer(self._context, address, key)
+        self._socket, self._connection = sockets.connect_watched(self._context, address, key)
         self._wake_in, self._wake_out = self._wake_pair()
         self._thread = threading.Thread(target=self._run, name="tidegate-client", daemon=True)
         self._thread.start()
@@ -221,7 +221,8 @@ class Engine:
             self._outbox.append(self._session.leave())
         self._wake()
         self._thread.join()
-        for socket in (self._socket, self._wake_in, self._wake_out):
+        sockets.close_watched(self._socket, self._connection)
+        for socket in (self._wake_in, self._wake_out):
             socket.close()
         self._context.term()
 
@@ -265,7 +266,8 @@ class Engine:
         decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
+        for socket in (self._wake_out, self._connection):
+            poller.register(socket, zmq.POLLIN)
         while True:
             with self._lock:
                 messages, news = self._session.tick(time.monotonic())
@@ -277,12 +279,26 @@ class Engine:
             for socket, _ in poller.poll(250):
                 if socket is self._wake_out:
                     self._wake_out.recv()
+                elif socket is self._connection:
+                    self._hear_connection(decoder)
                 else:
                     self._receive(decoder)
 
+    def _hear_connection(self, decoder: wire.Decoder[ToClient]) -> None:
+        for is_there in sockets.connection_news(self._connection):
+            while not is_there and self._socket.poll(0):
+                self._receive(decoder)  # its last words say more
+            with self._lock:
+                if is_there:
+                    self._session.connected()
+                else:
+                    self._hand_out(self._session.disconnected())
+
     def _receive(self, decoder: wire.Decoder[ToClient]) -> None:
         try:
-            message = decoder.decode(self._socket.recv_multipart())
+            message = decoder.decode(self._socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return  # read already, when the connection broke
         except WireError:
             return  # an end that speaks otherwise is noticed by its silence
         with self._lock:

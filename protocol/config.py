@@ -388,7 +388,28 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
             )
 
 
-class ServeConfig(Config, frozen=True, kw_only=True):
+class Restarting(Config, frozen=True, kw_only=True):
+    """What the process that starts others does when one of them dies."""
+
+    restart: Annotated[
+        bool,
+        about(
+            "start an engine or a gateway that dies again, while the others serve on; without it "
+            "all stop, with an exit code that tells the cause"
+        ),
+    ] = False
+    restart_limit: Annotated[
+        int,
+        about("give up when there were so many restarts within five minutes", ge=1, le=1000),
+    ] = 5
+
+    @property
+    def max_restarts(self) -> int:
+        """0: none"""
+        return self.restart_limit if self.restart else 0
+
+
+class ServeConfig(Restarting, frozen=True, kw_only=True):
     """The process that starts and watches the others."""
 
     render_only: Annotated[
@@ -442,7 +463,7 @@ class ServeConfig(Config, frozen=True, kw_only=True):
             raise ValueError("kv_address needs cluster_key")
 
 
-class SoloConfig(Config, frozen=True, kw_only=True):
+class SoloConfig(Restarting, frozen=True, kw_only=True):
     """The process that starts and watches one engine of a cluster."""
 
     address: Annotated[

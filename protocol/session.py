@@ -5,9 +5,9 @@ It is shared by the blocking client library and the gateway's green client, so t
 Time is an argument (seconds of any steady clock). Its laws:
 
 - a request that was opened gets exactly one end: `Refused`, or an `Output` with `finish`;
-- the end may be the session's own word: when the engine says Gone, falls silent beyond the lease,
-or comes
-  back in a new epoch, every open request ends with finish="error";
+- the end may be the session's own word: when the engine says Gone, the connection breaks, or it
+  falls silent beyond the lease, or comes back in a new epoch, every open request ends with
+  finish="error";
 - after its end, or after `abort`, a request gets no more news: late frames are dropped, and so is
   what is no answer to what was asked.
 """
@@ -177,6 +177,16 @@ class Session:
                 return self._pong(message)
             case Gone(error=error):
                 return self._lose(error.message)
+
+    def connected(self) -> None:
+        """There is a connection (again): greet who is there at the next tick."""
+        if not self.is_ready:
+            self._said_at = float("-inf")
+
+    def disconnected(self) -> list[News]:
+        """The connection broke: an engine forgets who has gone, and knows no one by another. Call
+        when all that came over it has been received."""
+        return self._lose("the connection to the engine broke") if self.is_ready else []
 
     def tick(self, now: float) -> tuple[list[ToEngine], list[News]]:
         """Call about once a second: what to send (at most a greeting or a ping), and news of

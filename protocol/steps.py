@@ -14,6 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from protocol.arrays import Float32, Int32, UInt8
+from protocol.exit_codes import ExitCode
 from protocol.kv import (
     KVCancel,
     KVEndpoint,
@@ -198,10 +199,14 @@ class WorkerReady(Message, frozen=True, kw_only=True):
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
-    """Worker -> engine, its last word: what went wrong (`message` names the cause in one line)."""
+    """Worker -> engine, its last word: what went wrong (`message` names the cause in one line).
+
+    exit_code   that of the engine, and so of the server, which ends with it (ExitCode)
+    """
 
     message: str
     rank: int = 0
+    exit_code: int = ExitCode.WORKER_LOST
 
 
 class Trace(Message, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""A child process: started so that it cannot outlive us, stopped with all that it has started.
+"""A child process: started so that it need not outlive us, stopped with all that it has started.
 
 Each child leads its own process group, so that Ctrl-C at the terminal reaches only us, and we
 decide in which order the children hear of it. Its output comes through a pipe, is passed on as it
@@ -8,20 +8,21 @@ is, and its last lines are kept: they tell why it died.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.supervisor import Exit
+from protocol.exit_codes import ExitCode
+from protocol.lifeline import Lifeline
+from protocol.process_state import is_stopped
+from tools.supervisor import Exit, Stopped
 
-PR_SET_PDEATHSIG = 1  # man 2 prctl
 KEPT_LINES = 40
 READ_BYTES = 1 << 16
 OUR_ERROR = re.compile(r"^[0-9:]+ E [\w.]+ ")
@@ -40,6 +41,9 @@ class Command:
     environment   added to ours
     directory     to start in; None: where we are
     keeps_open    descriptors that it inherits
+    stands_for    the server's exit code where this one's end is the server's
+    tells         of its own codes those that mean what they mean in `ExitCode`
+    revives       it starts what it has started again when that dies
     """
 
     name: str
@@ -47,6 +51,9 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
     keeps_open: Sequence[int] = ()
+    stands_for: int = ExitCode.FAILED
+    tells: Collection[int] = ()
+    revives: bool = False
 
 
 class Child:
@@ -54,17 +61,19 @@ class Child:
 
     def __init__(self, command: Command) -> None:
         self.name = command.name
+        self._command = command
+        self._lifeline = Lifeline()
         self._process = subprocess.Popen(
             command.arguments,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **command.environment},
+            env={**os.environ, **command.environment, **self._lifeline.environment},
             cwd=command.directory,
             process_group=0,
-            pass_fds=command.keeps_open,
-            preexec_fn=_dies_with_us(),
+            pass_fds=[*command.keeps_open, self._lifeline.child_end],
         )
+        self._lifeline.handed()
         assert self._process.stdout is not None
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
@@ -95,10 +104,23 @@ class Child:
         while self._read():
             pass
         os.close(self.pidfd)
+        self._lifeline.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
         rest = self._unfinished.decode(errors="replace")
-        return Exit(self.name, code, last_words([*self._lines, rest]))
+        stands_for = code if code in self._command.tells else self._command.stands_for
+        return Exit(self.name, code, last_words([*self._lines, rest]), stands_for)
+
+    def kill(self, pid: int) -> None:
+        """One of those that the child has started, and that is stopped: it cannot go by itself."""
+        if Stopped(self.name, pid, is_child=False) in self.stopped():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def stopped(self) -> list[Stopped]:
+        """Those of the child and of what it has started that are stopped now (SIGSTOP)."""
+        pids = [self.pid, *_children_of(self.pid)]
+        return [Stopped(self.name, pid, pid == self.pid) for pid in pids if is_stopped(pid)]
 
     def _read(self) -> bytes | None:
         """One piece of output, passed on and kept; None if there is none now, b"" at the end."""
@@ -115,17 +137,11 @@ class Child:
         return data
 
 
-def _dies_with_us() -> Callable[[], None]:
-    """For `preexec_fn`: the kernel sends the child SIGTERM when we die, however we die."""
-    us = os.getpid()
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def before_exec() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != us:  # we died before the kernel was told
-            os._exit(1)
-
-    return before_exec
+def _children_of(pid: int) -> list[int]:
+    """Those whom it started itself, where the kernel tells (CONFIG_PROC_CHILDREN)."""
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def last_words(lines: Iterable[str]) -> str:

@@ -131,6 +131,7 @@ def _serve(solo: SoloConfig, engine: EngineConfig, lock: int, started: float) ->
         _Watched(engine),
         start_timeout_s=solo.start_timeout_s,
         drain_s=solo.drain_s,
+        max_restarts=solo.max_restarts,
         on_started=lambda children: phase(f"engine started (pid {children[0].pid})"),
         on_listening=lambda: None,
         on_ready=lambda model: say(_welcome(engine, model, time.monotonic() - started)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from protocol.exit_codes import ExitCode
 from tools.catalogue import CATALOGUE
 from tools.failure import Failure
 from tools.fetch import fetch, home, is_cached, place
@@ -25,13 +26,17 @@ def resolve(model: str, cache: Path, *, text_only: bool = False) -> Path:
     if path.is_dir():
         needed = "tokenizer.json" if text_only else "config.json"
         if not (path / needed).is_file():
-            raise Failure(f"{path} is no Hugging Face model directory: it has no {needed}")
+            raise _unusable(f"{path} is no Hugging Face model directory: it has no {needed}")
         return path
     if not path.is_file():
-        raise Failure(f"no model {model!r}: it is no path here and no name of {_names()}")
+        raise _unusable(f"no model {model!r}: it is no path here and no name of {_names()}")
     if path.suffix != ".gguf":
-        raise Failure(f"{path} is neither a .gguf file nor a Hugging Face directory")
+        raise _unusable(f"{path} is neither a .gguf file nor a Hugging Face directory")
     return path
+
+
+def _unusable(why: str) -> Failure:
+    return Failure(why, exit_code=ExitCode.BAD_MODEL)
 
 
 def run(options: argparse.Namespace) -> int:

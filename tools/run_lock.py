@@ -14,6 +14,7 @@ import os
 import socket
 from pathlib import Path
 
+from protocol.exit_codes import ExitCode
 from protocol.sockets import make_private
 from tools.failure import Failure
 
@@ -38,7 +39,7 @@ def hold(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise Failure(_taken(directory, *taken)) from None
+        raise Failure(_taken(directory, *taken), exit_code=ExitCode.IN_USE) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
@@ -71,7 +72,8 @@ def check_port_is_free(host: str, port: int) -> None:
             raise Failure(f"cannot listen on {host}:{port}: {error.strerror}") from None
         who = _listener(port)
         raise Failure(
-            f"port {port} is in use by {who or 'another program'}; choose another with --port"
+            f"port {port} is in use by {who or 'another program'}; choose another with --port",
+            exit_code=ExitCode.IN_USE,
         ) from None
 
 

@@ -24,6 +24,7 @@ import msgspec
 from protocol import api_keys
 from protocol.cluster_key import read_cluster_key, write_cluster_key
 from protocol.config import EngineConfig, GatewayConfig, ServeConfig, WorkerConfig
+from protocol.exit_codes import ExitCode
 from protocol.sockets import engine_address, run_directory
 from tools import run_lock
 from tools.catalogue import CATALOGUE, DEFAULT
@@ -64,6 +65,7 @@ NEEDED = {"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch
 """Libraries that a child would miss at once -> the extra that brings them."""
 COMPUTES = frozenset({"torch"})
 """Those that only a server with an engine needs."""
+ENGINE_TELLS = frozenset(ExitCode) - {ExitCode.OK, ExitCode.FAILED}
 CARD_FILE = "model.card"
 CARD_TIMEOUT_S = 120
 
@@ -158,6 +160,8 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
         environment={"TIDEGATE_GATEWAY": msgspec.json.encode(plan.gateway).decode()},
         directory=plan.directory,
         keeps_open=[lock],
+        stands_for=ExitCode.GATEWAY_LOST,
+        revives=True,
     )
     engines = [engine_command(name, engine, lock) for name, engine in plan.engines.items()]
     return [gateway, *engines]
@@ -166,7 +170,9 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
 def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
     config = msgspec.json.encode(engine).decode()
     arguments = [sys.executable, "-P", "-m", "engine_core", "--config", config]
-    return Command(name, arguments, keeps_open=[lock])
+    return Command(
+        name, arguments, keeps_open=[lock], stands_for=ExitCode.ENGINE_LOST, tells=ENGINE_TELLS
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -230,7 +236,8 @@ def _write_card(model: Path, file: Path, max_len: int) -> Path:
     except subprocess.TimeoutExpired:
         raise Failure(f"reading {model} took more than {CARD_TIMEOUT_S} s") from None
     if done.returncode:
-        raise Failure(last_words(done.stderr.splitlines()) or f"{model} cannot be read")
+        words = last_words(done.stderr.splitlines()) or f"{model} cannot be read"
+        raise Failure(words, exit_code=ExitCode.BAD_MODEL)
     return file
 
 
@@ -248,6 +255,7 @@ def _serve(plan: Plan, lock: int, started: float) -> int:
         Server(plan.url, plan.key, waits_for_all=plan.serve.split),
         start_timeout_s=plan.serve.start_timeout_s,
         drain_s=plan.gateway.drain_s,
+        max_restarts=plan.serve.max_restarts,
         on_started=started_all,
         on_listening=lambda: phase(
             "gateway answers" + ("; the model is loading" if plan.engines else "")

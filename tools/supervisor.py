@@ -1,22 +1,29 @@
 """Decides what becomes of a server's processes. Starts nothing, signals nobody, reads no clock.
 
 Events come in (a child exited, the server is ready, somebody pressed Ctrl-C, time passed); orders
-come out (say this, send that signal, end with this code). `tools.watch` carries them out. The laws:
+come out (say this, start that, send a signal, end with this code). `tools.watch` carries them out.
+The laws, beside the table of phases:
 
-- a child that exits before it was told to is a failure, whatever its exit code: the others are
-  stopped, and the first cause is the one that is told;
+- a child that exits before it was told to is a failure, whatever its exit code. If it may come
+  back (`tools.restarts`), the others serve on and it is started again; else they are stopped, the
+  first cause is the one that is told, and the exit code is the one that stands for it;
 - a drain stops the children one after the other, those who take requests first, so that whoever
   still streams keeps the processes it needs;
 - who does not stop in time is killed; a second Ctrl-C kills at once;
-- the end comes when every child is gone, and only then.
+- a process that somebody has stopped (SIGSTOP) answers nobody: if others would start it again, it
+  is killed;
+- the end comes when no child is left and none is to come back, and only then.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+
+from protocol.exit_codes import KILLED, ExitCode
+from tools.restarts import Restarts
 
 STOP_S = 5.0
 """After a failure, how long the others have to leave by themselves: to tell their clients."""
@@ -26,26 +33,65 @@ SAME_WISH_S = 0.5
 """Signals so close together are one wish: `timeout` and service managers may send it twice."""
 GRACE_S = 5.0
 """In a drain, what a child has on top of the time its open requests may take."""
-
-OK, FAILED = 0, 1
+STOPPED_S = 3.0
+"""A process that has been stopped for so long was not stopped by accident. Then its clients need an
+end."""
 
 
 class Phase(Enum):
     STARTING = auto()  # children run; not ready yet; bounded by start_timeout_s
     SERVING = auto()  # ready; ends by a failure or a signal
+    RESTARTING = auto()  # some child is gone and comes back, as STARTING; the others serve on
     DRAINING = auto()  # children are asked to finish, one after the other
     STOPPING = auto()  # all children were told to go, after a failure
     KILLING = auto()  # no more patience
     ENDED = auto()  # no child is left
 
 
+class Event(Enum):
+    READY = auto()  # the server answers that it is
+    LOST = auto()  # a child is gone that may come back
+    FAILED = auto()  # a child is gone for good
+    ASKED = auto()  # a signal: somebody wants us gone
+    LATE = auto()  # the phase's deadline has come
+    EMPTY = auto()  # no child is left, and none is to come back
+
+
+NEXT_PHASE = {
+    (Phase.STARTING, Event.READY): Phase.SERVING,
+    (Phase.STARTING, Event.FAILED): Phase.STOPPING,
+    (Phase.STARTING, Event.ASKED): Phase.DRAINING,
+    (Phase.STARTING, Event.LATE): Phase.STOPPING,
+    (Phase.SERVING, Event.LOST): Phase.RESTARTING,
+    (Phase.SERVING, Event.FAILED): Phase.STOPPING,
+    (Phase.SERVING, Event.ASKED): Phase.DRAINING,
+    (Phase.RESTARTING, Event.READY): Phase.SERVING,
+    (Phase.RESTARTING, Event.LOST): Phase.RESTARTING,
+    (Phase.RESTARTING, Event.FAILED): Phase.STOPPING,
+    (Phase.RESTARTING, Event.ASKED): Phase.DRAINING,
+    (Phase.RESTARTING, Event.LATE): Phase.STOPPING,
+    (Phase.DRAINING, Event.ASKED): Phase.KILLING,
+    (Phase.DRAINING, Event.LATE): Phase.KILLING,
+    (Phase.DRAINING, Event.EMPTY): Phase.ENDED,
+    (Phase.STOPPING, Event.ASKED): Phase.KILLING,
+    (Phase.STOPPING, Event.LATE): Phase.KILLING,
+    (Phase.STOPPING, Event.EMPTY): Phase.ENDED,
+    (Phase.KILLING, Event.EMPTY): Phase.ENDED,
+}
+"""What is not here changes nothing: readiness that comes too late, a third Ctrl-C."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a child ended: `code` as of wait(2), negative for a signal; the last error it printed."""
+    """How a child ended: `code` as of wait(2), negative for a signal; the last error it printed.
+
+    stands_for   the server's exit code, if this is its end and no signal has ended it
+    """
 
     child: str
     code: int
     last_words: str = ""
+    stands_for: int = ExitCode.FAILED
 
     @property
     def cause(self) -> str:
@@ -53,6 +99,10 @@ class Exit:
         if self.code < 0:
             how = f"was killed by {signal.Signals(-self.code).name}"
         return f"{self.child} {how}" + (f": {self.last_words}" if self.last_words else "")
+
+    @property
+    def exit_code(self) -> int:
+        return KILLED - self.code if self.code < 0 else self.stands_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +114,26 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """`child` again, and ask anew whether the server is ready."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """`signal` to `child`; SIGKILL goes to everything that the child has started, too."""
 
     child: str
     signal: signal.Signals
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One of the processes that `child` has started."""
+
+    child: str
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +143,16 @@ class End:
     code: int
 
 
-Order = Say | Send | End
+Order = Say | Start | Send | Kill | End
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A process that is stopped (SIGSTOP): `child` itself, or one that it has started."""
+
+    child: str
+    pid: int
+    is_child: bool
 
 
 class Supervisor:
@@ -86,32 +160,53 @@ class Supervisor:
     tick.
 
     children   in the order in which a drain stops them
+    revives    those that start what they have started again when it dies
     """
 
     def __init__(
-        self, children: Sequence[str], now: float, *, start_timeout_s: float, drain_s: float
+        self,
+        children: Sequence[str],
+        now: float,
+        *,
+        start_timeout_s: float,
+        drain_s: float,
+        restarts: Restarts | None = None,
+        revives: Collection[str] = (),
     ) -> None:
         self.phase = Phase.STARTING
         self.alive = list(children)
-        self.deadline: float | None = now + start_timeout_s
+        self._order = list(children)
         self._start_timeout_s = start_timeout_s
         self._drain_s = drain_s
+        self._restarts = restarts or Restarts(0)
+        self._revives = revives
+        self._late_at: float | None = now + start_timeout_s
+        self._due: dict[str, float] = {}  # who is to be started again, and when
         self._told: set[str] = set()
-        self._code = OK
+        self._stopped_since: dict[Stopped, float] = {}
+        self._code: int = ExitCode.OK
         self._wished_at = float("-inf")
 
+    @property
+    def deadline(self) -> float | None:
+        times = [*self._due.values(), *([] if self._late_at is None else [self._late_at])]
+        return min(times, default=None)
+
     def ready(self) -> list[Order]:
-        """The server answers that it is ready."""
-        if self.phase is Phase.STARTING:
-            self.phase, self.deadline = Phase.SERVING, None
+        """The server answers that it is ready. Told of a restarted one only if it is the new one
+        that answers."""
+        if not self._due and self._moves(Event.READY):
+            self._late_at = None
         return []
 
     def exited(self, exit: Exit, now: float) -> list[Order]:
-        """A child is gone. Each child exits once."""
+        """A child is gone. A child exits once for each time it was started."""
         self.alive.remove(exit.child)
+        for stopped in [each for each in self._stopped_since if each.child == exit.child]:
+            del self._stopped_since[stopped]
         orders: list[Order] = []
-        if self.phase in (Phase.STARTING, Phase.SERVING):
-            orders = self._fail(exit.cause, now)
+        if self.phase in (Phase.STARTING, Phase.SERVING, Phase.RESTARTING):
+            orders = self._lose(exit, now)
         elif self.phase is Phase.DRAINING:
             orders = self._left(exit) + self._drain_next(now)
         return orders + self._end()
@@ -121,55 +216,108 @@ class Supervisor:
         if now - self._wished_at < SAME_WISH_S:
             return []
         self._wished_at = now
-        if self.phase in (Phase.STARTING, Phase.SERVING):
-            self.phase = Phase.DRAINING
+        if not self._moves(Event.ASKED):
+            return []
+        if self.phase is Phase.DRAINING:
+            self._due.clear()
             again = "; Ctrl-C again stops at once" if by is signal.SIGINT else ""
-            return [Say(f"stopping: open requests may finish{again}"), *self._drain_next(now)]
-        if self.phase in (Phase.DRAINING, Phase.STOPPING):
-            self._code = self._code or 128 + by
-            return [Say("stopping at once", is_failure=True), *self._kill()]
-        return []
+            say = Say(f"stopping: open requests may finish{again}")
+            return [say, *self._drain_next(now), *self._end()]
+        self._code = self._code or KILLED + by
+        return [Say("stopping at once", is_failure=True), *self._kill()]
 
     def tick(self, now: float) -> list[Order]:
         """Time passed; call at `deadline`."""
-        if self.deadline is None or now < self.deadline:
-            return []
-        if self.phase is Phase.STARTING:
-            return self._fail(f"not ready after {self._start_timeout_s:g} s", now)
-        if self.phase is Phase.STOPPING:  # the cause has been told; this is no news
+        orders = self._start_due(now)
+        if self._late_at is None or now < self._late_at:
+            return orders
+        was = self.phase
+        assert self._moves(Event.LATE), f"{was} has no end in time"
+        if self.phase is Phase.STOPPING:
+            cause = f"not ready after {self._start_timeout_s:g} s"
+            return orders + self._stop(cause, ExitCode.NOT_READY, was, now)
+        if was is Phase.STOPPING:  # the cause has been told; this is no news
             return self._kill()
         late = [child for child in self.alive if child in self._told]
-        self._code = FAILED
+        self._code = ExitCode.FAILED
         words = f"{' and '.join(late)} did not stop in time and will be killed"
         return [Say(words, is_failure=True), *self._kill()]
 
-    def _fail(self, cause: str, now: float) -> list[Order]:
-        patience_s = UNUSED_STOP_S if self.phase is Phase.STARTING else STOP_S
-        self.phase, self.deadline, self._code = Phase.STOPPING, now + patience_s, FAILED
+    def saw(self, stopped: Collection[Stopped], now: float) -> list[Order]:
+        """These are stopped at the moment, and no others: look about once a second."""
+        since = {each: self._stopped_since.get(each, now) for each in stopped}
+        self._stopped_since = since
+        orders: list[Order] = []
+        if self.phase not in (Phase.STARTING, Phase.SERVING, Phase.RESTARTING):
+            return orders
+        for each in [each for each, began in since.items() if now - began >= STOPPED_S]:
+            if each.is_child and self._restarts.is_on:
+                end: Order = Send(each.child, signal.SIGKILL)
+            elif not each.is_child and each.child in self._revives:
+                end = Kill(each.child, each.pid)
+            else:
+                continue  # whoever has stopped it may let it go on
+            words = f"{each.child}: process {each.pid} has been stopped for {STOPPED_S:g} s"
+            orders += [Say(f"{words}; it is killed and comes back", is_failure=True), end]
+        return orders
+
+    def _moves(self, event: Event) -> bool:
+        """Whether `event` means anything now; the phase is the next one then."""
+        phase = NEXT_PHASE.get((self.phase, event))
+        self.phase = phase or self.phase
+        return phase is not None
+
+    def _lose(self, exit: Exit, now: float) -> list[Order]:
+        was = self.phase
+        wait_s = None
+        if was is not Phase.STARTING:  # who has never served is wrong in itself
+            wait_s = self._restarts.after(exit.stands_for, exit.code, now)
+        if wait_s is None:
+            self._moves(Event.FAILED)
+            return self._stop(exit.cause + self._restarts.why_not, exit.exit_code, was, now)
+        self._moves(Event.LOST)
+        self._due[exit.child] = now + wait_s
+        self._late_at = None
+        when = f"in {wait_s:g} s" if wait_s else "now"
+        told = f"{exit.cause}; starting it again {when} ({self._restarts.told})"
+        return [Say(told, is_failure=True), *self._start_due(now)]
+
+    def _start_due(self, now: float) -> list[Order]:
+        due = [child for child, when in self._due.items() if when <= now]
+        for child in due:
+            del self._due[child]
+            self._late_at = now + self._start_timeout_s
+        self.alive = [name for name in self._order if name in self.alive or name in due]
+        return [Start(child) for child in due]
+
+    def _stop(self, cause: str, code: int, was: Phase, now: float) -> list[Order]:
+        patience_s = UNUSED_STOP_S if was is Phase.STARTING else STOP_S
+        self._late_at, self._code = now + patience_s, code
+        self._due.clear()
         self._told.update(self.alive)
         stops = [Send(child, signal.SIGTERM) for child in self.alive]
         return [Say(cause, is_failure=True), *stops]
 
     def _left(self, exit: Exit) -> list[Order]:
         """In a drain: told to go and went, or broke on the way out."""
-        if exit.child in self._told and exit.code in (OK, -signal.SIGTERM):
+        if exit.child in self._told and exit.code in (ExitCode.OK, -signal.SIGTERM):
             return []
-        self._code = FAILED
+        self._code = exit.exit_code
         return [Say(f"while stopping, {exit.cause}", is_failure=True)]
 
     def _drain_next(self, now: float) -> list[Order]:
         if not self.alive or self.alive[0] in self._told:
             return []
         self._told.add(self.alive[0])
-        self.deadline = now + self._drain_s + GRACE_S
+        self._late_at = now + self._drain_s + GRACE_S
         return [Send(self.alive[0], signal.SIGTERM)]
 
     def _kill(self) -> list[Order]:
-        self.phase, self.deadline = Phase.KILLING, None
+        self._late_at = None
         return [Send(child, signal.SIGKILL) for child in self.alive]
 
     def _end(self) -> list[Order]:
-        if self.alive:
+        if self.alive or self._due or not self._moves(Event.EMPTY):
             return []
-        self.phase, self.deadline = Phase.ENDED, None
+        self._late_at = None
         return [End(self._code)]

@@ -1,8 +1,8 @@
 """The loop around the supervisor: what happens becomes events, its orders become deeds.
 
 Decides nothing. It sleeps in one `select` on everything that can happen: a signal, a child's exit,
-a child's output, news of readiness, the supervisor's deadline. Signal handlers do nothing but wake
-it.
+a child's output, news of readiness, the supervisor's deadline; and once a second it looks whether
+somebody has stopped a process. Signal handlers do nothing but wake it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from tools.children import Child, Command
-from tools.supervisor import End, Order, Phase, Say, Send, Supervisor
+from tools.restarts import Restarts
+from tools.supervisor import End, Kill, Order, Phase, Say, Send, Start, Supervisor
 from tools.web import Readiness
 
 PROBE_EVERY_S = 0.1
+LOOK_EVERY_S = 1.0
 LISTENING, READY = b"l", b"r"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -43,11 +45,15 @@ class Asking:
     def __init__(self, server: Watched) -> None:
         self.model: str | None = None
         self._server = server
+        self._lives: frozenset[str] = frozenset()  # of the engines that were ready, and are no more
         self.news, self._tell = socket.socketpair()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._ask, name="readiness", daemon=True)
+        self._is_over = False
+        self._wanted = threading.Event()
+        self._pause = threading.Event()  # set: no more pauses
+        self._thread = threading.Thread(target=self._run, name="readiness", daemon=True)
 
     def __enter__(self) -> Self:
+        self._wanted.set()
         self._thread.start()
         return self
 
@@ -57,22 +63,37 @@ class Asking:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop.set()
+        self._is_over = True
+        self._pause.set()
+        self._wanted.set()
         self._thread.join()
         self.news.close()
         self._tell.close()
 
-    def _ask(self) -> None:
+    def again(self, *, is_engine: bool) -> None:
+        """Something was started again: say READY once more, when it is. A gateway that has not yet
+        noticed that its engine was lost answers for the old one, which does not count."""
+        if not is_engine:
+            self._lives = frozenset()
+        self._wanted.set()
+
+    def _run(self) -> None:
         heard = False
-        while not self._stop.wait(PROBE_EVERY_S):
+        while not self._is_over:
+            self._wanted.wait()
+            if self._pause.wait(PROBE_EVERY_S):
+                return
             answer = self._server.readiness()
             if answer is not None and not heard:
                 heard = True
                 self._tell.send(LISTENING)
-            if answer is not None and answer.is_ready:
-                self.model = answer.model
+            if answer is not None and answer.is_ready and self._is_new(answer):
+                self.model, self._lives = answer.model, answer.lives
+                self._wanted.clear()
                 self._tell.send(READY)
-                return
+
+    def _is_new(self, answer: Readiness) -> bool:
+        return not self._lives or answer.lives != self._lives
 
 
 @contextlib.contextmanager
@@ -104,12 +125,14 @@ def _under_nohup(number: signal.Signals) -> bool:
 class Watch:
     """Carries out a supervisor's orders on real processes until it says End.
 
-    on_listening, on_ready   called once each, in this order, when the server gets so far
+    on_listening   called once, when the server gets so far
+    on_ready       called when it is ready for the first time
     """
 
     def __init__(
         self,
         supervisor: Supervisor,
+        commands: Sequence[Command],
         children: Sequence[Child],
         *,
         wakeups: socket.socket,
@@ -118,11 +141,14 @@ class Watch:
         on_ready: Callable[[], None],
     ) -> None:
         self._supervisor = supervisor
+        self._commands = {command.name: command for command in commands}
         self._children = {child.name: child for child in children}
         self._wakeups = wakeups
         self._readiness = readiness
         self._on_listening = on_listening
         self._on_ready = on_ready
+        self._look_at = time.monotonic()
+        self._lost_at = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeups, selectors.EVENT_READ, self._hear_signals)
         self._selector.register(readiness.news, selectors.EVENT_READ, self._hear_readiness)
@@ -139,11 +165,21 @@ class Watch:
                     code = self._obey(happened.data())
                     if code is not None:
                         return code
-                self._obey(self._supervisor.tick(time.monotonic()))
+                now = time.monotonic()
+                self._obey(self._supervisor.tick(now))
+                self._look(now)
 
-    def _patience(self) -> float | None:
+    def _patience(self) -> float:
         deadline = self._supervisor.deadline
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        until = self._look_at if deadline is None else min(deadline, self._look_at)
+        return max(0.0, until - time.monotonic())
+
+    def _look(self, now: float) -> None:
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        stopped = [each for child in self._children.values() for each in child.stopped()]
+        self._obey(self._supervisor.saw(stopped, now))
 
     def _listen_to(self, child: Child) -> None:
         def printed() -> list[Order]:
@@ -155,7 +191,11 @@ class Watch:
             self._selector.unregister(child.pidfd)
             if child.output in self._selector.get_map():
                 self._selector.unregister(child.output)
-            return self._supervisor.exited(child.bury(), time.monotonic())
+            del self._children[child.name]
+            now = time.monotonic()
+            if self._supervisor.phase is Phase.SERVING:
+                self._lost_at = now
+            return self._supervisor.exited(child.bury(), now)
 
         self._selector.register(child.output, selectors.EVENT_READ, printed)
         self._selector.register(child.pidfd, selectors.EVENT_READ, exited)
@@ -169,25 +209,42 @@ class Watch:
         return orders
 
     def _hear_readiness(self) -> list[Order]:
-        words = self._readiness.news.recv(8)
-        if self._supervisor.phase is not Phase.STARTING:
-            return []  # it comes too late to be good news
         orders: list[Order] = []
-        for word in words:
-            if word == READY[0]:
-                self._on_ready()
-                orders += self._supervisor.ready()
-            else:
+        for word in self._readiness.news.recv(8):
+            phase = self._supervisor.phase
+            if word == LISTENING[0] and phase is Phase.STARTING:
                 self._on_listening()
+            elif word == READY[0]:
+                orders += self._supervisor.ready()
+                self._tell_ready(phase)
         return orders
+
+    def _tell_ready(self, before: Phase) -> None:
+        if self._supervisor.phase is not Phase.SERVING:
+            return  # it comes too late to be good news
+        if before is Phase.STARTING:
+            self._on_ready()
+        elif before is Phase.RESTARTING:
+            say(f"ready again, after {time.monotonic() - self._lost_at:.1f} s")
+
+    def _start(self, name: str) -> None:
+        command = self._commands[name]
+        child = self._children[name] = Child(command)
+        self._listen_to(child)
+        self._readiness.again(is_engine=not command.revives)
+        say(f"{name} started again (pid {child.pid})")
 
     def _obey(self, orders: Sequence[Order]) -> int | None:
         for order in orders:
             match order:
                 case Say(text, is_failure):
                     say(text, is_failure=is_failure)
+                case Start(child):
+                    self._start(child)
                 case Send(child, number):
                     self._children[child].send(number)
+                case Kill(child, pid):
+                    self._children[child].kill(pid)
                 case End(code):
                     return code
         return None
@@ -199,25 +256,33 @@ def supervise(
     *,
     start_timeout_s: float,
     drain_s: float,
+    max_restarts: int = 0,
     on_started: Callable[[Sequence[Child]], None],
     on_listening: Callable[[], None],
     on_ready: Callable[[str | None], None],
 ) -> int:
     """Start `commands` together and stay with them to the end; the exit code.
 
-    commands   in the order in which a drain stops them
-    on_*       called once each, as the start gets so far; `on_ready` with the served model's name
+    commands       in the order in which a drain stops them
+    max_restarts   see `Restarts`
+    on_*           called once each, as the start gets so far; `on_ready` with the model's name
     """
     names = [command.name for command in commands]
     with signals() as wakeups:
         supervisor = Supervisor(
-            names, time.monotonic(), start_timeout_s=start_timeout_s, drain_s=drain_s
+            names,
+            time.monotonic(),
+            start_timeout_s=start_timeout_s,
+            drain_s=drain_s,
+            restarts=Restarts(max_restarts),
+            revives=[command.name for command in commands if command.revives],
         )
         children = [Child(command) for command in commands]
         on_started(children)
-        with Asking(server) as readiness:  # a thread, so only after the last fork
+        with Asking(server) as readiness:
             return Watch(
                 supervisor,
+                commands,
                 children,
                 wakeups=wakeups,
                 readiness=readiness,

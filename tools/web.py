@@ -17,10 +17,14 @@ KEY_VARIABLE = "TIDEGATE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """model  the name of what is served, once it is"""
+    """
+    model  the name of what is served, once it is
+    lives  of its engines, each another when an engine was started again
+    """
 
     is_ready: bool
     model: str | None = None
+    lives: frozenset[str] = frozenset()
 
 
 class Server:
@@ -82,7 +86,7 @@ class Server:
         status, body = answer
         if status != http.client.OK or (self._waits_for_all and not _are_all_ready(body)):
             return Readiness(is_ready=False)
-        return Readiness(is_ready=True, model=self.first_model())
+        return Readiness(is_ready=True, model=self.first_model(), lives=_lives(body))
 
     def first_model(self) -> str | None:
         """The name of the model it serves; None where nobody answers as a model server would.
@@ -100,9 +104,18 @@ class Server:
 
 def _are_all_ready(body: bytes) -> bool:
     """`body` is what /readyz tells."""
+    return all(engine["ready"] for engine in _several(body))
+
+
+def _lives(body: bytes) -> frozenset[str]:
+    engines = _several(body) or [json.loads(body).get("engine", {})]
+    return frozenset(engine["epoch"] for engine in engines if engine.get("epoch"))
+
+
+def _several(body: bytes) -> list[dict[str, Any]]:
+    """Each engine of a server that has several."""
     facts = json.loads(body)
-    engines = [*facts.get("prefill", []), *facts.get("decode", [])]
-    return all(engine["ready"] for engine in engines)
+    return [*facts.get("prefill", []), *facts.get("decode", [])]
 
 
 def local_url(host: str, port: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from protocol.config import WorkerConfig
-from worker.loading.errors import UnusableModel
+from worker.loading.errors import NotEnoughMemory, UnusableModel
 
 AVERAGE_REQUEST_TOKENS = 1024
 """Of prompt and answer, where nobody says how much memory the cache may have."""
@@ -36,7 +36,8 @@ def kv_budget(
 ) -> KVBudget:
     """context_tokens: the model's limit; block_bytes: of one block in all layers.
 
-    Raises UnusableModel, with the numbers, where a request of config.max_len could never be held.
+    Raises NotEnoughMemory, with the numbers, where a request of config.max_len could never be held,
+    and UnusableModel where the model was not made for one so long.
     """
     if config.max_len > context_tokens:
         raise UnusableModel(
@@ -45,13 +46,13 @@ def kv_budget(
     wanted_len = config.max_len or context_tokens
     num_blocks = config.kv_blocks or _affordable(config, wanted_len, block_bytes, free_bytes)
     if num_blocks * block_bytes > free_bytes:
-        raise UnusableModel(
+        raise NotEnoughMemory(
             f"{num_blocks:,} KV blocks take {num_blocks * block_bytes / GIB:.2f} GiB; "
             f"{free_bytes / GIB:.2f} GiB are free"
         )
     held = (num_blocks - 1) * config.block_tokens
     if held < (config.max_len or config.block_tokens):
-        raise UnusableModel(
+        raise NotEnoughMemory(
             f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, less than max_len "
             f"({config.max_len or config.block_tokens:,}); raise kv_blocks or kv_memory_gib"
         )

@@ -2,15 +2,14 @@
 
 It connects, loads, says WorkerReady, then answers each StepPlan with a StepResult until Stop
 (loop.py).
-Exit codes: 0 stopped as asked; 1 our own failure, told to the engine as WorkerFailed; 2 a bad
-command line. It never outlives the engine. torch is imported late, so that its time is told too.
+Exit codes: protocol/exit_codes.py; a failure is told to the engine as WorkerFailed, too. It never
+outlives the engine. torch is imported late, so that its time is told too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -23,16 +22,19 @@ from msgspec.structs import replace
 
 from protocol import sockets, wire
 from protocol.config import WorkerConfig
+from protocol.exit_codes import ExitCode
+from protocol.lifeline import hold_on
 from protocol.steps import FromWorker, ToWorker, WorkerFailed
+from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.phases import Phases
 
 log = logging.getLogger("worker")
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
-PR_SET_PDEATHSIG = 1  # man 2 prctl
 PARENT_CHECK_MS = 5_000
 SEND_WAIT_MS = 30_000
 LAST_WORD_MS = 2_000
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+"""How allocators say it: of CUDA, of torch on a CPU."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,11 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("address is missing: where does the engine await this worker?")
     except (msgspec.MsgspecError, ValueError) as error:
         log.error("bad --config: %s", error)
-        return EXIT_USAGE
+        return ExitCode.USAGE
     # Ctrl-C at a terminal reaches us as well; the engine decides when we stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
-    die_with_parent()
+    hold_on(signal.SIGKILL)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         return run(config, context, Connection(context, config.address, parent))
@@ -86,13 +88,23 @@ def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: C
         return 0
     except ParentGone:
         log.error("the engine is gone")
-        return EXIT_FAILED
+        return ExitCode.FAILED
     except Exception as error:
         log.exception("the worker failed")
-        engine.send_last_word(WorkerFailed(message=in_one_line(error)))
-        return EXIT_FAILED
+        code = exit_code_for(error)
+        engine.send_last_word(WorkerFailed(message=in_one_line(error), exit_code=code))
+        return code
     finally:
         engine.close()
+
+
+def exit_code_for(error: Exception) -> ExitCode:
+    """By the errors' own words where torch has no class of its own for one."""
+    says_so = any(words in str(error) for words in OUT_OF_MEMORY)
+    if says_so or isinstance(error, MemoryError | NotEnoughMemory):
+        return ExitCode.OUT_OF_MEMORY
+    is_model = isinstance(error, UnusableModel)
+    return ExitCode.BAD_MODEL if is_model else ExitCode.WORKER_LOST
 
 
 class ParentGone(Exception):
@@ -157,9 +169,3 @@ def in_one_line(error: Exception) -> str:
     """The cause, as an operator reads it: the first line of the message, or the error's name."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill us when the thread that started us ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

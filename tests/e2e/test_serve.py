@@ -11,6 +11,7 @@ from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
+from protocol.exit_codes import KILLED, ExitCode
 from tests.support.processes import descendants_of, eventually, is_alive
 from tests.support.server import Server
 from tools.conversation import Conversation
@@ -91,7 +92,7 @@ def test_status_shows_a_server_that_is_ready(server: Server) -> None:
 
 def test_a_second_server_on_the_same_port_is_refused_and_told_whose_it_is(server: Server) -> None:
     ran = tidegate("serve", *port(server))
-    assert ran.returncode == 1
+    assert ran.returncode == ExitCode.IN_USE
     assert ran.stderr.count("\n") == 1
     assert f"process {server.process.pid}" in ran.stderr
 
@@ -102,12 +103,19 @@ def test_a_refused_request_is_told_in_words_and_not_remembered(server: Server) -
     assert "no-such-model" in ran.stderr
 
 
-@pytest.mark.parametrize("victim", ["-m gunicorn", "-m engine_core", "-m worker"])
-def test_when_one_process_dies_all_stop_and_the_cause_is_told(victim: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "code"),
+    [
+        ("-m gunicorn", KILLED + SIGKILL),
+        ("-m engine_core", KILLED + SIGKILL),
+        ("-m worker", ExitCode.WORKER_LOST),
+    ],
+)
+def test_when_one_process_dies_all_stop_and_the_cause_is_told(victim: str, code: int) -> None:
     with Server() as server:
         family = descendants_of(server.process.pid)
         os.kill(next(pid for pid, words in family if victim in words), SIGKILL)
-        assert server.end() == 1
+        assert server.end() == code
         causes = [line for line in server.err if line.startswith("tidegate:")]
         assert len(causes) == 1, server.said
         name = "gateway" if "gunicorn" in victim else "engine"

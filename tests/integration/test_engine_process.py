@@ -23,6 +23,7 @@ from protocol.errors import (
     InvalidRequest,
     ServingError,
 )
+from protocol.exit_codes import ExitCode
 from protocol.messages import (
     Accepted,
     Generate,
@@ -231,7 +232,7 @@ def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> Non
         with pytest.raises(EngineLost, match="killed by SIGKILL"):
             answer.tokens()
         assert time.monotonic() - started < 4  # long before any lease is over
-    assert own.program.end() == 3
+    assert own.program.end() == ExitCode.WORKER_LOST
     assert "killed by SIGKILL" in own.program.err[-1]
 
 
@@ -248,9 +249,9 @@ def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: Process) -> None:
         assert eventually(lambda: not is_alive(worker), within_s=5)
 
 
-def test_a_model_that_is_not_there_is_one_line_and_exit_code_3(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_one_line_and_an_exit_code_of_its_own(tmp_path: Path) -> None:
     with start(tmp_path / "no-such-model", tmp_path) as program:
-        assert program.end(timeout_s=60) == 3
+        assert program.end(timeout_s=60) == ExitCode.BAD_MODEL
         assert "no-such-model" in program.err[-1]
 
 

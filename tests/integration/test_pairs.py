@@ -348,7 +348,7 @@ def test_without_a_d_nothing_is_served_and_what_is_open_ends_with_an_error(own: 
     assert eventually(lambda: [h for p in own.p for h in p.released] == [handle_of(produce)])
     facts = own.gateway.await_status("/readyz", 503).json()
     assert not facts["ready"]
-    assert own.d[0].address.split("/")[-1] in facts["why"] or "silent" in facts["why"]
+    assert own.d[0].address.split("/")[-1] in facts["why"] or "broke" in facts["why"]
     assert own.complete().status_code == 503
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import time
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
 from textwrap import dedent
 
 import pytest
 
+from protocol.exit_codes import ExitCode
 from tests.support.processes import Program, eventually, free_port, is_alive
 from tools.supervisor import SAME_WISH_S
 
@@ -18,6 +19,8 @@ SUPERVISED = str(Path(__file__).parents[1] / "support" / "supervised.py")
 
 GATEWAY = """
 import http.server, json, signal, sys
+from protocol.lifeline import hold_on
+hold_on(signal.SIGTERM)
 class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
     def do_GET(self):
@@ -35,6 +38,8 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 """
 ENGINE = """
 import signal, sys, subprocess
+from protocol.lifeline import hold_on
+hold_on(signal.SIGTERM)
 helper = subprocess.Popen(["sleep", "1000"])
 print("helper", helper.pid, flush=True)
 def stop(*_):
@@ -85,7 +90,7 @@ def test_a_killed_child_takes_all_others_with_it_and_the_cause_is_told(victim: i
         program.line_with("ready")
         started = [*pids(program), helper_of(program)]
         os.kill(started[victim], SIGKILL)
-        assert program.end() == 1
+        assert program.end() == 128 + SIGKILL
         name = ("gateway", "engine")[victim]
         causes = [line for line in program.err if line.startswith("tidegate:")]
         assert len(causes) == 1
@@ -114,8 +119,34 @@ def test_a_second_ctrl_c_ends_a_child_that_does_not_listen() -> None:
 
 def test_a_server_that_never_gets_ready_is_given_up() -> None:
     with supervised(start_timeout_s=0.05) as program:
-        assert program.end() == 1
+        assert program.end() == ExitCode.NOT_READY
         assert "tidegate: not ready after 0.05 s" in program.err
+
+
+def test_a_killed_engine_comes_back_while_the_gateway_serves_on() -> None:
+    with supervised(max_restarts=1) as program:
+        program.line_with("ready")
+        gateway, engine = pids(program)
+        helper = helper_of(program)
+        os.kill(engine, SIGKILL)
+        again = int(program.line_with("engine started again").split()[-1].rstrip(")"))
+        program.line_with("ready again")
+        assert eventually(lambda: not is_alive(helper)), "what the engine had started lives on"
+        assert is_alive(gateway)
+        os.kill(again, SIGKILL)
+        assert program.end() == 128 + SIGKILL
+        assert "which did not help" in program.said
+
+
+def test_a_stopped_process_that_comes_back_is_killed() -> None:
+    with supervised(max_restarts=1) as program:
+        program.line_with("ready")
+        engine = pids(program)[1]
+        os.kill(engine, SIGSTOP)
+        program.line_with("engine started again")
+        assert not is_alive(engine)
+        program.signal(SIGTERM)
+        assert program.end() == 0
 
 
 def test_children_do_not_outlive_a_supervisor_that_was_killed() -> None:

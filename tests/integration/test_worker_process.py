@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.config import WorkerConfig
+from protocol.exit_codes import ExitCode
 from protocol.kv import KVExport, KVFetch, KVReport, KVWithdraw, PeerSource
 from protocol.sampling import SamplingParams
 from protocol.steps import (
@@ -136,7 +137,7 @@ def test_masks_that_no_plan_announced_are_a_failure_and_said(start, tiny_llama):
     failed = engine.hear()
     assert isinstance(failed, WorkerFailed)
     assert "step 7" in failed.message
-    assert engine.exit_code() == 1
+    assert engine.exit_code() == ExitCode.WORKER_LOST
 
 
 def test_a_worker_says_what_it_holds_computes_plans_and_stops_with_code_0(start, tiny_llama):
@@ -251,7 +252,7 @@ def test_a_plan_that_contradicts_the_slots_ends_the_worker_and_names_the_cause(s
     engine.step(first_step())
     failed = engine.step(first_step(step=2))
     assert failed == WorkerFailed(message="slot 0 is bound already")
-    assert engine.exit_code() == 1
+    assert engine.exit_code() == ExitCode.WORKER_LOST
 
 
 def test_a_malformed_message_ends_the_worker_and_is_told(start, tiny_llama):
@@ -259,7 +260,7 @@ def test_a_malformed_message_ends_the_worker_and_is_told(start, tiny_llama):
     assert isinstance(engine.hear(START_S), WorkerReady)
     engine.say(b"\x01\xc1")
     assert isinstance(engine.hear(), WorkerFailed)
-    assert engine.exit_code() == 1
+    assert engine.exit_code() == ExitCode.WORKER_LOST
 
 
 def test_a_model_that_is_not_there_is_told_in_one_line(start, tmp_path):
@@ -268,7 +269,7 @@ def test_a_model_that_is_not_there_is_told_in_one_line(start, tmp_path):
     assert isinstance(failed, WorkerFailed)
     assert "nothing does not exist" in failed.message
     assert "\n" not in failed.message
-    assert engine.exit_code() == 1
+    assert engine.exit_code() == ExitCode.BAD_MODEL
 
 
 @pytest.mark.parametrize("settings", ["{}", '{"model": "x"}', '{"model": "x", "slots": 3}', "no"])

@@ -357,7 +357,7 @@ MESSAGES: list[Message] = [
             )
         ],
     ),
-    WorkerFailed(message="out of memory", rank=1),
+    WorkerFailed(message="out of memory", rank=1, exit_code=4),
     Trace(steps=20, directory="/var/tmp/traces"),
     Traced(file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5, error="disk full"),
     Stop(),

@@ -1,6 +1,7 @@
 """A supervisor of its own process, over small children: run as a program by the tests.
 
-argv: JSON {"port": int, "drain_s": float, "commands": [[name, python source], ...]}
+argv: JSON {"port": int, "drain_s": float, "max_restarts": int, "commands": [[name, python source],
+...]}; the first is taken for a gateway.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from tools.web import Server
 def main() -> int:
     wanted = json.loads(sys.argv[1])
     return supervise(
-        [Command(name, [sys.executable, "-P", "-c", code]) for name, code in wanted["commands"]],
+        [
+            Command(name, [sys.executable, "-P", "-c", code], revives=number == 0)
+            for number, (name, code) in enumerate(wanted["commands"])
+        ],
         Server(f"http://127.0.0.1:{wanted['port']}"),
         start_timeout_s=wanted.get("start_timeout_s", 30.0),
         drain_s=wanted.get("drain_s", 30.0),
+        max_restarts=wanted.get("max_restarts", 0),
         on_started=lambda children: say("started " + " ".join(str(c.pid) for c in children)),
         on_listening=lambda: say("listening"),
         on_ready=lambda model: say(f"ready {model}"),

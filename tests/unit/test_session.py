@@ -125,6 +125,24 @@ def test_silence_beyond_the_lease_ends_every_open_request_once() -> None:
     assert session.tick(7.2)[1] == []
 
 
+def test_a_connection_that_breaks_ends_every_open_request_at_once() -> None:
+    session = connected()
+    request = opened(session)
+    assert ends(session.disconnected()) == {request: "engine_lost"}
+    assert session.disconnected() == []
+    session.tick(1.0)
+    assert session.tick(1.1)[0] == []
+    session.connected()
+    assert isinstance(session.tick(1.2)[0][0], Hello), "who comes is greeted at once"
+
+
+def test_what_the_engine_said_of_its_end_is_not_forgotten_when_the_connection_breaks() -> None:
+    session = connected()
+    session.receive(Gone(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    session.disconnected()
+    assert session.trouble.message == "worker died"
+
+
 def test_after_a_silence_the_session_greets_again() -> None:
     session = connected()
     messages, _ = session.tick(6.1)

@@ -6,30 +6,45 @@ from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
+from protocol.exit_codes import ExitCode
 from tools.children import last_words
+from tools.restarts import LONGEST_WAIT_S, WINDOW_S, Restarts
 from tools.supervisor import (
     GRACE_S,
+    NEXT_PHASE,
     SAME_WISH_S,
     STOP_S,
+    STOPPED_S,
     UNUSED_STOP_S,
     End,
+    Event,
     Exit,
+    Kill,
     Order,
     Phase,
     Say,
     Send,
+    Start,
+    Stopped,
     Supervisor,
 )
 
 DRAIN_S = 30.0
 
 
-def starting() -> Supervisor:
-    return Supervisor(["gateway", "engine"], 0.0, start_timeout_s=60.0, drain_s=DRAIN_S)
+def starting(max_restarts: int = 0) -> Supervisor:
+    return Supervisor(
+        ["gateway", "engine"],
+        0.0,
+        start_timeout_s=60.0,
+        drain_s=DRAIN_S,
+        restarts=Restarts(max_restarts),
+        revives=["gateway"],
+    )
 
 
-def serving() -> Supervisor:
-    supervisor = starting()
+def serving(max_restarts: int = 0) -> Supervisor:
+    supervisor = starting(max_restarts)
     assert supervisor.ready() == []
     return supervisor
 
@@ -46,10 +61,12 @@ def complaints(orders: list[Order]) -> list[str]:
 @pytest.mark.parametrize("code", [0, 1, -SIGKILL])
 def test_a_child_that_leaves_by_itself_takes_the_others_with_it(made, code: int) -> None:
     supervisor = made()
-    orders = supervisor.exited(Exit("engine", code, "out of memory"), 5.0)
+    exit = Exit("engine", code, "out of memory", ExitCode.OUT_OF_MEMORY)
+    orders = supervisor.exited(exit, 5.0)
     assert deeds(orders) == [Send("gateway", SIGTERM)]
-    assert complaints(orders) == [Exit("engine", code, "out of memory").cause]
-    assert supervisor.exited(Exit("gateway", 0), 6.0) == [End(1)]
+    assert complaints(orders) == [exit.cause]
+    wanted = 128 + SIGKILL if code < 0 else ExitCode.OUT_OF_MEMORY
+    assert supervisor.exited(Exit("gateway", 0), 6.0) == [End(wanted)]
 
 
 def test_only_the_first_cause_is_told() -> None:
@@ -120,7 +137,7 @@ def test_an_engine_that_dies_while_the_gateway_drains_is_a_failure_and_the_drain
     assert deeds(orders) == []
     assert complaints(orders) == ["while stopping, engine was killed by SIGKILL"]
     assert supervisor.deadline == 5.0 + DRAIN_S + GRACE_S
-    assert supervisor.exited(Exit("gateway", 0), 7.0) == [End(1)]
+    assert supervisor.exited(Exit("gateway", 0), 7.0) == [End(128 + SIGKILL)]
 
 
 def test_a_second_ctrl_c_kills_all_that_live() -> None:
@@ -161,6 +178,126 @@ def test_readiness_that_comes_too_late_changes_nothing() -> None:
 def test_the_cause_is_one_line_with_name_code_and_last_words() -> None:
     assert Exit("engine", 3, "no such file").cause == "engine exited with code 3: no such file"
     assert Exit("gateway", -9).cause == "gateway was killed by SIGKILL"
+
+
+KILLED = Exit("engine", -SIGKILL)
+
+
+def restarted(at: float = 5.0) -> Supervisor:
+    """Its engine has died once, and runs again."""
+    supervisor = serving(max_restarts=3)
+    assert deeds(supervisor.exited(KILLED, at)) == [Start("engine")]
+    return supervisor
+
+
+def test_an_engine_that_dies_is_started_again_at_once_and_the_gateway_is_left_alone() -> None:
+    supervisor = restarted(5.0)
+    assert (supervisor.phase, supervisor.alive) == (Phase.RESTARTING, ["gateway", "engine"])
+    assert supervisor.deadline == 5.0 + 60.0
+    assert supervisor.ready() == []
+    assert (supervisor.phase, supervisor.deadline) == (Phase.SERVING, None)
+
+
+def test_the_second_restart_waits_and_each_one_after_it_twice_as_long() -> None:
+    supervisor = restarted(5.0)
+    supervisor.ready()
+    orders = supervisor.exited(KILLED, 6.0)
+    assert deeds(orders) == []
+    assert "in 1 s (restart 2 of at most 3" in complaints(orders)[0]
+    assert supervisor.deadline == 7.0
+    assert supervisor.ready() == []
+    assert supervisor.phase is Phase.RESTARTING, "the old one may still have looked ready"
+    assert supervisor.tick(6.9) == []
+    assert supervisor.tick(7.0) == [Start("engine")]
+    assert supervisor.exited(KILLED, 8.0)
+    assert supervisor.deadline == 10.0
+
+
+def test_more_deaths_than_the_limit_end_the_server_with_the_last_cause() -> None:
+    supervisor = restarted(5.0)
+    for now in (6.0, 10.0):
+        supervisor.exited(KILLED, now)
+        supervisor.tick(now + LONGEST_WAIT_S)
+    orders = supervisor.exited(KILLED, 50.0)
+    assert deeds(orders) == [Send("gateway", SIGTERM)]
+    assert complaints(orders) == [
+        "engine was killed by SIGKILL; it was started again 3 times, which did not help"
+    ]
+    assert supervisor.exited(Exit("gateway", 0), 51.0) == [End(128 + SIGKILL)]
+
+
+def test_deaths_of_long_ago_do_not_count() -> None:
+    restarts = Restarts(1)
+    assert restarts.after(ExitCode.ENGINE_LOST, 1, 0.0) == 0.0
+    assert restarts.after(ExitCode.ENGINE_LOST, 1, WINDOW_S) is None
+    assert restarts.after(ExitCode.ENGINE_LOST, 1, WINDOW_S + 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("stands_for", "code"), [(ExitCode.BAD_MODEL, 5), (ExitCode.USAGE, 2), (ExitCode.FAILED, 0)]
+)
+def test_what_a_restart_does_not_mend_is_not_started_again(stands_for: int, code: int) -> None:
+    supervisor = serving(max_restarts=3)
+    orders = supervisor.exited(Exit("engine", code, "", stands_for), 5.0)
+    assert deeds(orders) == [Send("gateway", SIGTERM)]
+
+
+def test_who_never_was_ready_is_not_started_again() -> None:
+    assert deeds(starting(3).exited(KILLED, 5.0)) == [Send("gateway", SIGTERM)]
+
+
+def test_a_restart_that_does_not_get_ready_is_given_up() -> None:
+    supervisor = restarted(5.0)
+    assert complaints(supervisor.tick(65.0)) == ["not ready after 60 s"]
+    supervisor.exited(Exit("gateway", 0), 66.0)
+    assert supervisor.exited(Exit("engine", 0), 66.0) == [End(ExitCode.NOT_READY)]
+
+
+def test_a_drain_while_a_child_is_away_does_not_wait_for_it() -> None:
+    supervisor = restarted(5.0)
+    supervisor.exited(KILLED, 6.0)
+    assert deeds(supervisor.interrupted(SIGTERM, 6.5)) == [Send("gateway", SIGTERM)]
+    assert supervisor.tick(8.0) == []
+    assert supervisor.exited(Exit("gateway", 0), 9.0) == [End(0)]
+
+
+def test_a_supervisor_with_nobody_left_who_waits_for_a_restart_does_not_end() -> None:
+    supervisor = Supervisor(
+        ["engine"], 0.0, start_timeout_s=60, drain_s=DRAIN_S, restarts=Restarts(2)
+    )
+    supervisor.ready()
+    supervisor.exited(KILLED, 5.0)
+    assert deeds(supervisor.exited(KILLED, 6.0)) == []
+    assert deeds(supervisor.interrupted(SIGTERM, 6.5)) == [End(0)]
+
+
+STOPPED_WORKER = Stopped("gateway", 12, is_child=False)
+STOPPED_ENGINE = Stopped("engine", 13, is_child=True)
+
+
+def test_a_stopped_gateway_process_is_killed_for_its_master_starts_another() -> None:
+    supervisor = serving()
+    assert supervisor.saw([STOPPED_WORKER], 5.0) == []
+    assert supervisor.saw([], 6.0) == []
+    assert supervisor.saw([STOPPED_WORKER], 7.0) == []
+    assert supervisor.saw([STOPPED_WORKER], 7.0 + STOPPED_S - 0.1) == []
+    orders = supervisor.saw([STOPPED_WORKER], 7.0 + STOPPED_S)
+    assert deeds(orders) == [Kill("gateway", 12)]
+
+
+def test_a_stopped_engine_is_killed_only_where_it_comes_back() -> None:
+    for max_restarts, wanted in ((0, []), (3, [Send("engine", SIGKILL)])):
+        supervisor = serving(max_restarts)
+        supervisor.saw([STOPPED_ENGINE], 5.0)
+        assert deeds(supervisor.saw([STOPPED_ENGINE], 5.0 + STOPPED_S)) == wanted
+
+
+def test_every_phase_but_the_last_can_be_left_and_the_last_only_without_children() -> None:
+    for phase in Phase:
+        assert any(start is phase for start, _ in NEXT_PHASE) == (phase is not Phase.ENDED)
+    ends = {key for key, phase in NEXT_PHASE.items() if phase is Phase.ENDED}
+    assert {event for _, event in ends} == {Event.EMPTY}
+    assert ends == {(p, Event.EMPTY) for p in (Phase.DRAINING, Phase.STOPPING, Phase.KILLING)}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The one way in which model files fail."""
+"""The ways in which a model cannot be loaded."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ class UnusableModel(EngineError):
     """Files missing, damaged, or asking for something not supported; the message says which."""
 
     code = "unusable_model"
+
+
+class NotEnoughMemory(UnusableModel):
+    """Another machine, or other options, could hold it; the message has the numbers."""
+
+    code = "not_enough_memory"

@@ -1,0 +1,25 @@
+"""How our processes leave: one table of exit codes for all of them (docs/operations.md).
+
+A process that was ended by a signal from outside has the code that shells give it: 128 and the
+signal's number.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+KILLED = 128
+"""and the number of the signal"""
+
+
+class ExitCode(IntEnum):
+    OK = 0  # stopped as asked: drained, or had nothing to finish
+    FAILED = 1  # none of those below; the last line says what
+    USAGE = 2  # a command line that contradicts itself
+    WORKER_LOST = 3  # the worker was killed or stopped, fell silent, or failed
+    OUT_OF_MEMORY = 4  # there is not enough of it, on the device or in this container
+    BAD_MODEL = 5  # the model is not there, is no model, or is of a kind that we do not compute
+    IN_USE = 6  # the port, the address or the device is another's; the last line says whose
+    GATEWAY_LOST = 7  # the gateway ended by itself
+    ENGINE_LOST = 8  # the engine ended by itself, and its worker had not failed
+    NOT_READY = 9  # it did not become ready in the time that it was given
