@@ -24,12 +24,13 @@ import msgspec
 from gevent.event import Event
 
 from gateway.engine_client import Report, Subscriber
+from gateway.journal import Journal, Moment
 from gateway.metering import ThinkingMeter
 from gateway.output.events import Delta, Failed, Finished, ToolCall, ToolCallEnd, Warning
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.grammar import Grammar
-from protocol.messages import Accepted, Account, Output, Refused, TokenLogprobs
+from protocol.messages import Accepted, Account, Output, Refused, TokenLogprobs, Usage
 from protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,13 @@ class Ask:
 
 @dataclass(slots=True)
 class Choice:
-    """One of the answers. `index` counts over all prompts, `prompt_index` is its ask's place."""
+    """One of the answers. `index` counts over all prompts, `prompt_index` is its ask's place.
+
+    finish   why it ended by itself; "" if it did not
+    usage    as last told
+    told_s   when that was, in seconds of the journal; None: with the engine's last word
+    ended_s  when it ended by itself
+    """
 
     index: int
     prompt_index: int
@@ -103,6 +110,10 @@ class Choice:
     request: int = 0
     is_accepted: bool = False
     is_ended: bool = False
+    finish: str = ""
+    usage: Usage | None = None
+    told_s: float | None = None
+    ended_s: float | None = None
     num_generated: int = 0
     num_cached: int = 0
     num_drafts: int = 0  # as far as the engine has told: with the first tokens, and at the end
@@ -129,7 +140,7 @@ class Engine(Protocol):
         account: Account | None,
         is_first: bool,
     ) -> int: ...
-    def abort(self, request: int) -> None: ...
+    def abort(self, request: int, freed: Callable[[], None] | None) -> None: ...
 
 
 class Sink(Protocol):
@@ -145,6 +156,9 @@ class Answer:
 
     labels   names by which anyone may have the engine abort all of it
     account  who pays for it
+    journal  of its request
+    on_free  is told how long it took until the engine had back what a choice owned whose client
+             had gone
     """
 
     def __init__(
@@ -156,15 +170,19 @@ class Answer:
         priority: int = 0,
         labels: Sequence[str] = (),
         account: Account | None = None,
+        journal: Journal | None = None,
+        on_free: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.asks = asks
+        self.journal = journal or Journal()
         self.choices: list[Choice] = []
         for place, ask in enumerate(asks):
             for params in ask.choices:
                 meter = ask.new_meter() if ask.new_meter else None
                 choice = Choice(len(self.choices), place, ask, params, ask.readers.new(), meter)
                 self.choices.append(choice)
-        self.first_token_at: float | None = None
+        self.detokenize_s: float | None = None  # where it is measured
+        self._has_spoken = False
         self.finish: str | None = None  # for the log: the last choice's reason, or our own word
         self.is_gone = False
         self._engine = engine
@@ -172,6 +190,7 @@ class Answer:
         self._priority = priority
         self._labels = labels
         self._account = account
+        self._on_free = on_free
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
@@ -187,6 +206,7 @@ class Answer:
 
         Raises what the engine says against it, or ClientGone.
         """
+        self.journal.note(Moment.ASKED)
         prompts = [Int32.of(ask.prompt_ids) for ask in self.asks]
         for choice in self.choices:
             choice.request = self._engine.generate(
@@ -230,12 +250,17 @@ class Answer:
 
     def close(self) -> None:
         """Abort what is open. Whoever made the answer calls this, however it went."""
+        self.journal.note(Moment.ANSWERED)
+        freed = partial(self._note_free, time.monotonic()) if self.is_gone else None
         for choice in self.choices:
             if not choice.is_ended:
                 choice.is_ended = True
-                self._engine.abort(choice.request)
+                self._engine.abort(choice.request, freed)
         self._accepted.set()
         self._ended.set()
+
+    def _note_free(self, gone_at: float) -> None:
+        self._on_free(time.monotonic() - gone_at)
 
     # ---- for anyone, the hub included
 
@@ -309,6 +334,7 @@ class Answer:
             choice.is_accepted = True
             self._num_unaccepted -= 1
             if not self._num_unaccepted:
+                self.journal.note(Moment.ACCEPTED)
                 self._accepted.set()
 
     def _output(self, choice: Choice, output: Output) -> None:
@@ -329,6 +355,7 @@ class Answer:
             self._finish(choice, output, last.reason)
         elif isinstance(last, Failed):
             choice.is_ended = True
+            choice.finish = "error"
             self.fail(error_from(last.error))
 
     def _count(self, choice: Choice, output: Output) -> None:
@@ -336,9 +363,12 @@ class Answer:
             choice.num_generated += len(output.tokens)
             if choice.meter is not None:
                 choice.meter.push(output.tokens)
-            if self.first_token_at is None:
-                self.first_token_at = time.monotonic()
+            if not self._has_spoken:
+                self._has_spoken = True
+                self.journal.note(Moment.FIRST_TOKEN)
         if output.usage is not None:
+            choice.usage = output.usage
+            choice.told_s = None if output.finish else self.journal.now_s
             # What another engine computed for this very request was not cached.
             choice.num_cached = output.usage.cached_tokens - output.usage.fetched_tokens
             choice.num_drafts = output.usage.draft_tokens
@@ -349,9 +379,10 @@ class Answer:
 
     def _finish(self, choice: Choice, output: Output, reason: str) -> None:
         choice.is_ended = True
-        self.finish = reason
+        choice.finish = self.finish = reason
+        choice.ended_s = self.journal.now_s
         if output.finish is None:  # a stop string ended the text; the engine does not know
-            self._engine.abort(choice.request)
+            self._engine.abort(choice.request, None)
         self._num_open -= 1
         if not self._num_open:
             self._tell(lambda sink: sink.end())

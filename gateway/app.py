@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flask
@@ -12,6 +12,7 @@ from flask import Flask, Response, g, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException
 
+from gateway import access_log
 from gateway.access.gate import Gate, Visit
 from gateway.access.scopes import Scopes
 from gateway.access.target import path_in, printable
@@ -25,6 +26,7 @@ from gateway.faults import Fault, fault_of, internal_fault, plain_fault
 from gateway.openai import routes as openai
 from gateway.openai.errors import error_body
 from gateway.openapi import routes as openapi
+from gateway.record import CLIENT_CLOSED_REQUEST, Record
 from gateway.rendering import routes as rendering
 from gateway.responses import routes as responses
 from gateway.responses.kept import routes as kept_responses
@@ -43,8 +45,6 @@ LEAVE_BODY = (408, 413)
 NOT_READ = (400, 401, 403, 404, 405)
 """What may be answered before the body has been read. One of more than so many bytes is left."""
 UNREAD_BODY_BYTES = 1 << 16
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that did not wait. Nobody reads it but the log."""
 QUIET = frozenset({"admin.livez", "admin.readyz", "admin.health", "admin.metrics"})
 """Asked every few seconds by machines: counted, not logged."""
 
@@ -96,7 +96,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
             path=printable(path_in(visit.target)),
             route=visit.rule or "other",
             request_id=request_id_from(request.headers.get(REQUEST_ID_HEADER)),
-            logs=service.config.log_requests and request.endpoint not in QUIET,
+            hear=_listeners(service),
         )
         if gate.answers_preflight(visit):
             gate.check_manners(visit)
@@ -117,6 +117,12 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
         if not exchange.is_streaming:  # a stream closes its exchange itself, when it is over
             exchange.close(response.status_code)
         return response
+
+
+def _listeners(service: Service) -> list[Callable[[Record], None]]:
+    """Who hears of the request at hand when it is over."""
+    logs = service.config.log_requests and request.endpoint not in QUIET
+    return [access_log.tell] if logs else []
 
 
 def _visit() -> Visit:

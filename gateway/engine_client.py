@@ -32,6 +32,7 @@ from protocol.messages import (
     AbortNamed,
     Accepted,
     Account,
+    Freed,
     Generate,
     KeepKV,
     Limits,
@@ -65,6 +66,10 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _READ = 1
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One engine behind a gateway. role: "" where it is the only one."""
@@ -95,6 +100,7 @@ class EngineClient:
         self._key = key
         self._on_wire_error = on_wire_error
         self._subscribers: dict[int, Subscriber] = {}
+        self._leaving: dict[int, Callable[[], None]] = {}  # aborted, and not known to be free yet
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: Any = None
@@ -182,10 +188,14 @@ class EngineClient:
         assert report.error is not None
         raise error_from(report.error)
 
-    def abort(self, request: int) -> None:
-        """End `request` if it is open; its subscriber hears nothing more."""
+    def abort(self, request: int, freed: Callable[[], None] | None = None) -> None:
+        """End `request` if it is open; its subscriber hears nothing more. `freed` is called when
+        the engine has back what it owned, if the engine is there to say so."""
         self._subscribers.pop(request, None)
-        self._try_to_say(self.session.abort(request))
+        message = self.session.abort(request)
+        if message is not None and freed is not None:
+            self._leaving[request] = freed
+        self._try_to_say(message)
 
     def stop(self, request: int) -> None:
         """End `request` if it is open; its subscriber hears how it ended."""
@@ -330,7 +340,11 @@ class EngineClient:
         self._hand_out(self.session.receive(message, time.monotonic()))
         if isinstance(message, Pong):
             self._stats = (message.epoch, message.stats)
+        elif isinstance(message, Freed):
+            for request in message.requests:
+                self._leaving.pop(request, _nothing)()
         elif isinstance(message, Welcome):
+            self._leaving.clear()  # it has begun anew, or has forgotten us: nobody will say
             with contextlib.suppress(zmq.Again):
                 self._send(Ping())  # its stats now, not with the next heartbeat
         elif isinstance(message, Refused) and message.request < 0:

@@ -4,6 +4,7 @@ whatever would have to be computed is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gateway.engine_client import Line
@@ -51,5 +52,5 @@ class Engineless:
     def abort_named(self, *_: Any) -> NoReturn:
         self.generate()
 
-    def abort(self, request: int) -> None:
+    def abort(self, request: int, freed: Callable[[], None] | None = None) -> None:
         """None can be open."""

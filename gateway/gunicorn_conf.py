@@ -62,8 +62,10 @@ def post_fork(_server: Any, _worker: Any) -> None:
 
 def post_worker_init(worker: Any) -> None:
     """In the worker, after the application was made."""
+    from gateway import log_lines
+
     service = _service(worker)
-    _set_up_logging(shows_content=_config.log_content)
+    log_lines.set_up(_config.log_format, shows_content=_config.log_content)
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
     service.start()
@@ -108,18 +110,3 @@ def child_exit(_server: Any, worker: Any) -> None:
 def on_exit(_server: Any) -> None:
     if _metrics_directory:
         shutil.rmtree(_metrics_directory, ignore_errors=True)
-
-
-def _set_up_logging(*, shows_content: bool) -> None:
-    """Our own lines, beside gunicorn's, on stderr."""
-    from gateway.discretion import Discreet
-
-    handler = logging.StreamHandler()
-    kind = logging.Formatter if shows_content else Discreet
-    handler.setFormatter(
-        kind("%(asctime)s gateway[%(process)d] %(levelname)s %(message)s", "%H:%M:%S")
-    )
-    root = logging.getLogger("gateway")
-    root.handlers = [handler]
-    root.setLevel(logging.INFO)
-    root.propagate = False

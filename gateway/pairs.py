@@ -59,6 +59,7 @@ class _Request:
 
     produce    where its prompt is computed; None: by D
     d, asked   whom D is, and its number there, once it was asked
+    freed      whom to tell when D has back what it owned
     """
 
     number: int
@@ -70,6 +71,7 @@ class _Request:
     produce: Produce | None = None
     d: EngineClient | None = None
     asked: int = 0
+    freed: Callable[[], None] | None = None
 
 
 class PairedEngine:
@@ -198,10 +200,12 @@ class PairedEngine:
         self._requests[request.number] = request
         return request.number
 
-    def abort(self, request: int) -> None:
-        """End `request` if it is open; its subscriber hears nothing more."""
+    def abort(self, request: int, freed: Callable[[], None] | None = None) -> None:
+        """End `request` if it is open; its subscriber hears nothing more. `freed` is called when D
+        has back what it owned, if D had it."""
         found = self._requests.get(request)
         if found is not None:
+            found.freed = freed
             self._on(found, Event.ABORT)
 
     def abort_named(self, names: Sequence[str]) -> Aborted:
@@ -360,7 +364,7 @@ class PairedEngine:
                 if not produce.readers:
                     self._produces.discard(produce)
             case Deed.ABORT if request.d is not None:
-                request.d.abort(request.asked)
+                request.d.abort(request.asked, request.freed)
 
     def _ask_or_fail(self, request: _Request, handle: str) -> None:
         try:

@@ -62,6 +62,7 @@ class OpenAnswer:
                 for label in caller.labels(name)
             ],
             account=caller.account,
+            journal=exchange.journal,
         )
         exchange.begin(self.answer)
         self.hang_up = HangUp(request.environ if needs_client else {}, self.answer.abandon)

@@ -21,6 +21,7 @@ from gateway.answering import Answer, Ask
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
 from gateway.engineless import Engineless
+from gateway.journal import Journal
 from gateway.keeping import Keeping
 from gateway.metrics import Metrics
 from gateway.pairs import PairedEngine
@@ -78,7 +79,7 @@ class Service:
         self.config = config
         self.options = ModelOptions.of(config)
         self.keys = KeyWatch(config)
-        self.metrics = Metrics(lambda: self.engine.lines)
+        self.metrics = Metrics(lambda: self.engine.lines, self._model_name)
         self.engine: AnyEngine = _engine_of(config, self.metrics)
         self.is_draining: Callable[[], bool] = lambda: False
         self.give_up: Callable[[str], None] = lambda why: None
@@ -175,6 +176,10 @@ class Service:
             served = self._served = self._prepared(card, limits)
         return served
 
+    def _model_name(self) -> str:
+        """Of the model that was served last."""
+        return self._served.names[0] if self._served is not None else ""
+
     def _prepared(self, card: ModelCard, limits: Limits) -> ServedModel:
         started_at = time.monotonic()
         try:
@@ -196,6 +201,7 @@ class Service:
         priority: int,
         labels: Sequence[str],
         account: Account | None,
+        journal: Journal,
     ) -> Answer:
         """A new answer, not yet opened; `forget` it when it is over."""
         answer = Answer(
@@ -205,6 +211,8 @@ class Service:
             priority=priority,
             labels=labels,
             account=account,
+            journal=journal,
+            on_free=self.metrics.free_s.observe,
         )
         self._answers.add(answer)
         return answer

@@ -31,7 +31,7 @@ def frame(data: bytes) -> bytes:
 
 class EventStream(flask.Response):
     """attach      called with the outlet when the stream begins: from then on frames are written
-    abandon     called when the client has gone or does not read
+    abandon     called when the client has gone or does not read; after the end, without need
     close       called when all is over: sent, cut off or gone
     closing     asked at the end: whether the connection is to be closed, too
     keep_alive  what is sent after `keep_alive_s` of silence
@@ -72,8 +72,8 @@ class EventStream(flask.Response):
             self._take_over(client_socket(environ))
             return cast("Iterable[bytes]", ALREADY_HANDLED)
         self.response = self._generate()
-        self.call_on_close(self._close)
         self.call_on_close(self._abandon)
+        self.call_on_close(self._close)
         body: Iterable[bytes] = super().__call__(environ, start_response)
         return body
 
@@ -85,6 +85,8 @@ class EventStream(flask.Response):
             outlet.run()
             is_whole = not outlet.is_cut
         finally:
+            if outlet.is_cut:  # noticed by writing, perhaps
+                self._abandon()
             self._close()
             if not is_whole or self._closing():
                 with contextlib.suppress(OSError):

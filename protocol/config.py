@@ -327,6 +327,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         float, about("how long open streams may go on after SIGTERM", ge=0, le=86400)
     ] = 30.0
     log_requests: Annotated[bool, about("one log line per request")] = True
+    log_format: Annotated[
+        Literal["text", "json"],
+        about("of the gateway's log lines; json: one object per line, with all that is measured"),
+    ] = "text"
     log_content: Annotated[
         bool,
         about("log what failures say in full, which may be parts of what people wrote"),

@@ -91,7 +91,9 @@ def _prepare(
     chat, warnings = fitted(translation.chat, g.caller.longest(model.limits.max_len), model.reading)
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(chat, model, trusts_template=trusts)
-    return preparation, preparation.prompt(chat.messages), warnings
+    with g.exchange.journal.tokenizing():
+        prompt = preparation.prompt(chat.messages)
+    return preparation, prompt, warnings
 
 
 def _origin(

@@ -35,7 +35,8 @@ def chat(service: Service) -> Response:
     model = service.model(body.model)
     _note_ignored(data, body, model)
     preparation = _preparation(service, body, model)
-    prompt = preparation.prompt(body.messages)
+    with g.exchange.journal.tokenizing():
+        prompt = preparation.prompt(body.messages)
     effective = prompt.effective if body.return_effective_kwargs else None
     try:
         return respond(
@@ -58,10 +59,11 @@ def batch(service: Service) -> Response:
     model = service.model(body.model)
     _note_ignored(data, body, model)
     preparation = _preparation(service, body, model)
-    prompts = [
-        preparation.prompt(messages, f"messages[{place}]")
-        for place, messages in enumerate(body.messages)
-    ]
+    with g.exchange.journal.tokenizing():
+        prompts = [
+            preparation.prompt(messages, f"messages[{place}]")
+            for place, messages in enumerate(body.messages)
+        ]
     effective = None
     if body.return_effective_kwargs:
         effective = [prompt.effective for prompt in prompts]
@@ -99,7 +101,8 @@ def completions(service: Service) -> Response:
     checks.check_completion(body)
     model = service.model(body.model)
     _note_ignored(data, body, model)
-    completion = Completion(body, model, max_prompts=service.config.max_prompts)
+    with g.exchange.journal.tokenizing():
+        completion = Completion(body, model, max_prompts=service.config.max_prompts)
     try:
         return respond(
             service,

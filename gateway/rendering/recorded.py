@@ -21,7 +21,7 @@ class _Nowhere:
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a recorded answer is not asked for")
 
-    def abort(self, request: int) -> None:
+    def abort(self, request: int, freed: object = None) -> None:
         pass
 
 

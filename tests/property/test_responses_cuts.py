@@ -64,7 +64,7 @@ class Line:
         subscriber(Accepted(request=1))
         return 1
 
-    def abort(self, request: int) -> None:
+    def abort(self, request: int, freed: object = None) -> None:
         pass
 
 

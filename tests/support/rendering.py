@@ -51,7 +51,7 @@ class Tape:
         subscriber(Accepted(request=number))
         return number
 
-    def abort(self, request: int) -> None:
+    def abort(self, request: int, freed: object = None) -> None:
         self._open.pop(request, None)
 
     def play(self) -> None:

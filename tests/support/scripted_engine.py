@@ -35,6 +35,7 @@ from protocol.messages import (
     AbortNamed,
     Accepted,
     Drain,
+    Freed,
     Generate,
     Goodbye,
     Hello,
@@ -46,6 +47,7 @@ from protocol.messages import (
     Pong,
     Refused,
     ReleaseKV,
+    Times,
     ToEngine,
     TokenLogprobs,
     Usage,
@@ -331,6 +333,7 @@ class ScriptedEngine:
             if not self.ignores_aborts and self._talks.pop((client, number), None):
                 end = Output(request=number, finish="abort")
                 self._send(client, Outputs(step=0, outputs=[end]))
+                self._send(client, Freed(requests=[number]))
 
     def _abort_named(self, client: bytes, message: AbortNamed) -> None:
         known = {name for talk in self._talks.values() for name in talk.message.labels}
@@ -419,6 +422,10 @@ def handle_of(message: Generate) -> str:
     return f"handle-{message.request}"
 
 
+TIMES = Times(queued_s=0.25, prefill_s=0.5, decode_s=2.0)
+"""What a scripted engine says that each request took."""
+
+
 def _usage(talk: _Talk) -> Usage:
     num_prompt = len(talk.message.prompt)
     fetched = num_prompt - 1 if talk.message.kv_handle else 0
@@ -427,6 +434,7 @@ def _usage(talk: _Talk) -> Usage:
         generated_tokens=talk.num_generated,
         cached_tokens=fetched or 2,
         fetched_tokens=fetched,
+        times=TIMES,
     )
 
 

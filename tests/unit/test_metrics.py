@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 from prometheus_client.core import Metric
 
-from gateway.exchange import Exchange
-from gateway.metrics import (
+from gateway.engine_metrics import (
     _COUNTERS,
     _GAUGES,
     _LABELLED,
     _LABELLED_GAUGES,
-    Metrics,
     engine_series,
 )
-from protocol.messages import Output, Usage
+from gateway.exchange import Exchange
+from gateway.metrics import Metrics
+from protocol.messages import Accepted, Output, Usage
 from protocol.stats import EngineStats
 from tests.unit.test_chunks import an_answer
 
@@ -71,10 +71,10 @@ def test_each_request_for_which_something_was_guessed_is_told_with_its_share() -
         usage = Usage(
             prompt_tokens=3, generated_tokens=9, draft_tokens=drafts, accepted_tokens=accepted
         )
+        answer.take(answer.choices[0], Accepted(request=0))
         answer.take(answer.choices[0], Output(request=0, tokens=[72], usage=usage))
-        exchange = Exchange(
-            metrics, method="POST", path="/v1/x", route="/v1/x", request_id="1", logs=False
-        )
+        exchange = Exchange(metrics, method="POST", path="/v1/x", route="/v1/x", request_id="1")
+        exchange.journal = answer.journal
         exchange.begin(answer)
         exchange.close(200)
     text = metrics.text().decode()

@@ -1,0 +1,319 @@
+"""A random mix of requests, each ending in its own way: what clients saw, what the access log says
+of each request and what `/metrics` says of all of them is the same, to the token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from protocol.errors import ErrorInfo
+from protocol.messages import Generate
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import connect, events_of, read_head, send_post
+from tests.support.processes import eventually
+from tests.support.scripted_engine import Reply, Says, ScriptedEngine, says, text_of
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+QUIET = {"/livez", "/readyz", "/health", "/metrics"}
+FREED = "tidegate_disconnect_to_free_seconds_count"
+"""Told by the engine, after all else."""
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+NUM_CLIENTS, ROUNDS = 4, 3
+
+
+def script(generate: Generate) -> Reply:
+    """What is wanted stands in the prompt."""
+    prompt = text_of(generate.prompt.tolist())
+    if "refuse" in prompt:
+        return ErrorInfo(code="overloaded", message="full", retry_after_s=3)
+    if "fail" in prompt:
+        return says("some words", finish="error", error=ErrorInfo(code="step_failed", message="x"))
+    if "endless" in prompt:
+        return Says([[97]] * 20_000)  # ten seconds at least
+    return says("one two three four", size=3)
+
+
+@dataclass
+class Client:
+    """What one client saw of all its requests: (route, status) -> how often; request id -> (prompt
+    tokens, generated tokens), where it was told."""
+
+    gateway: GatewayProcess
+    seen: Counter[tuple[str, int]] = field(default_factory=Counter)
+    usage: dict[str, tuple[int, int]] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+
+    def post(self, path: str, body: Any, end: str) -> requests.Response:
+        response = self.gateway.post(path, body)
+        self.seen[path, response.status_code] += 1
+        self.ends[end] += 1
+        return response
+
+    def told(self, response: requests.Response, usage: dict[str, int], *names: str) -> None:
+        prompt, generated = (usage[name] for name in names)
+        self.usage[response.headers["x-request-id"]] = (prompt, generated)
+
+
+OPENAI = ("prompt_tokens", "completion_tokens")
+ANTHROPIC = ("input_tokens", "output_tokens")
+
+
+def messages_of(words: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": words}]
+
+
+def whole_chat(client: Client, dice: random.Random) -> None:
+    body = {"messages": messages_of("hi"), "n": dice.randint(1, 3)}
+    if dice.random() < 0.5:
+        body["max_tokens"] = dice.randint(1, 6)
+    response = client.post(CHAT, body, "finished")
+    client.told(response, response.json()["usage"], *OPENAI)
+
+
+def streamed_completion(client: Client, dice: random.Random) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    body = {"prompt": ["some", "prompts"][: dice.randint(1, 2)], "max_tokens": 9, **options}
+    if dice.random() < 0.5:
+        body["stop"] = ["two"]
+    response = client.post(COMPLETIONS, body, "finished")
+    client.told(response, events_of(response.content)[-1]["usage"], *OPENAI)
+
+
+def message(client: Client, dice: random.Random) -> None:
+    response = client.post(MESSAGES, {"messages": messages_of("x"), "max_tokens": 5}, "finished")
+    usage = response.json()["usage"]
+    usage["input_tokens"] += usage["cache_read_input_tokens"]
+    client.told(response, usage, *ANTHROPIC)
+
+
+def response(client: Client, dice: random.Random) -> None:
+    answer = client.post(RESPONSES, {"input": "hi", "store": False}, "finished")
+    client.told(answer, answer.json()["usage"], *ANTHROPIC)
+
+
+def tokens(client: Client, dice: random.Random) -> None:
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": dice.randint(1, 9)}}
+    answer = client.post(GENERATE, body, "finished")
+    client.told(answer, answer.json()["usage"], *OPENAI)
+
+
+def refused_by_the_engine(client: Client, dice: random.Random) -> None:
+    assert client.post(CHAT, {"messages": messages_of("refuse")}, "refused").status_code == 429
+
+
+def refused_by_the_gateway(client: Client, dice: random.Random) -> None:
+    assert client.post(COMPLETIONS, {"prompt": 5}, "refused").status_code == 400
+
+
+def failed(client: Client, dice: random.Random) -> None:
+    streams = dice.random() < 0.5
+    answer = client.post(CHAT, {"messages": messages_of("fail"), "stream": streams}, "error")
+    # A stream may have failed before its head was sent.
+    assert answer.status_code in ((200, 500) if streams else (500,))
+
+
+def hung_up(client: Client, dice: random.Random) -> None:
+    with connect(client.gateway.port) as sock, sock.makefile("rb") as file:
+        send_post(sock, CHAT, {"messages": messages_of("endless"), "stream": True})
+        assert read_head(file)[0] == 200
+        for _ in range(dice.randint(1, 20)):
+            file.readline()
+    client.seen[CHAT, 200] += 1
+    client.ends["disconnected"] += 1
+
+
+def aborted_by_name(client: Client, dice: random.Random) -> None:
+    name = f"mine-{dice.getrandbits(40)}"
+    with connect(client.gateway.port) as sock, sock.makefile("rb") as file:
+        body = {"messages": messages_of("endless"), "stream": True}
+        send_post(sock, CHAT, body, headers={"X-Request-Id": name})
+        assert read_head(file)[0] == 200
+        told = client.post(ABORT, {"request_ids": [f"chatcmpl-{name}"]}, "finished")
+        assert told.json()["aborted"]
+        while b"[DONE]" not in file.readline():
+            pass
+    client.seen[CHAT, 200] += 1
+    client.ends["aborted"] += 1
+
+
+KINDS: list[Callable[[Client, random.Random], None]] = [
+    whole_chat,
+    streamed_completion,
+    message,
+    response,
+    tokens,
+    refused_by_the_engine,
+    refused_by_the_gateway,
+    failed,
+    hung_up,
+    aborted_by_name,
+]
+
+
+@dataclass
+class Told:
+    """After the storm: the clients, the lines of the log, and the samples of `/metrics`."""
+
+    clients: list[Client]
+    lines: list[dict[str, Any]]
+    samples: Samples
+    engine: ScriptedEngine
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.samples.get((name, frozenset(labels.items())), 0.0)
+
+    def counted(self, name: str, label: str) -> dict[str, float]:
+        """Value of the label -> the series'."""
+        return {
+            dict(labels)[label]: value
+            for (full, labels), value in self.samples.items()
+            if full == name and value
+        }
+
+    @property
+    def accepted(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line.get("finish", "refused") != "refused"]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
+    options: dict[str, Any] = {"log_format": "json", "response_store": "none"}
+    with (
+        ScriptedEngine(address, script=script) as engine,
+        GatewayProcess(engine=address, **options) as gateway,
+    ):
+        gateway.await_ready()
+        clients = storm(gateway)
+        total = sum(sum(client.seen.values()) for client in clients)
+        assert eventually(lambda: len(request_lines(gateway)) == total), len(request_lines(gateway))
+        gone = sum(client.ends["disconnected"] for client in clients)
+        assert eventually(lambda: scraped(gateway).get((FREED, frozenset())) == gone)
+        yield Told(clients, request_lines(gateway), scraped(gateway), engine)
+
+
+def storm(gateway: GatewayProcess) -> list[Client]:
+    clients = [Client(gateway) for _ in range(NUM_CLIENTS)]
+    dices = [random.Random(seed) for seed in range(len(clients))]
+
+    def live(client: Client, dice: random.Random) -> None:
+        for kind in dice.sample(KINDS * ROUNDS, len(KINDS) * ROUNDS):
+            kind(client, dice)
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        for done in [pool.submit(live, *pair) for pair in zip(clients, dices, strict=True)]:
+            done.result()
+    return clients
+
+
+def request_lines(gateway: GatewayProcess) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in gateway.log.splitlines() if line.startswith("{")]
+    return [line for line in lines if line["event"] == "request"]
+
+
+def scraped(gateway: GatewayProcess) -> Samples:
+    text = requests.get(gateway.url + "/metrics", timeout=9).text
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def summed(lines: list[dict[str, Any]], name: str) -> float:
+    return float(sum(line.get(name, 0) for line in lines))
+
+
+def test_each_request_has_one_line_and_is_counted_by_route_and_status(told: Told) -> None:
+    seen = sum((client.seen for client in told.clients), Counter())
+    assert Counter((line["route"], line["status"]) for line in told.lines) == seen
+    assert len({line["request_id"] for line in told.lines}) == len(told.lines)
+    for (route, status), count in seen.items():
+        assert told.metric("tidegate_requests_total", route=route, status=str(status)) == count
+
+
+def test_ends_are_those_that_clients_brought_about(told: Told) -> None:
+    ends = sum((client.ends for client in told.clients), Counter())
+    assert Counter(line["end"] for line in told.lines) == ends
+    assert set(ends) == {"finished", "aborted", "disconnected", "refused", "error"}
+    quiet = Counter[str]()
+    for (name, labels), value in told.samples.items():
+        if name == "tidegate_requests_total" and dict(labels)["route"] in QUIET:
+            quiet["finished" if dict(labels)["status"] == "200" else "refused"] += int(value)
+    assert told.counted("tidegate_request_ends_total", "end") == ends + quiet
+
+
+def test_the_log_has_the_tokens_that_clients_were_told(told: Told) -> None:
+    lines = {line["request_id"]: line for line in told.lines}
+    told_usage = {name: usage for client in told.clients for name, usage in client.usage.items()}
+    assert len(told_usage) == 5 * NUM_CLIENTS * ROUNDS
+    for name, usage in told_usage.items():
+        assert (lines[name]["prompt_tokens"], lines[name]["generated_tokens"]) == usage
+
+
+def test_totals_are_the_sums_over_requests(told: Told) -> None:
+    for name in ("prompt_tokens", "generated_tokens", "cached_tokens"):
+        assert told.metric(f"tidegate_{name}_total") == summed(told.lines, name)
+    for name in ("prompt_tokens", "generated_tokens"):
+        assert told.metric(f"tidegate_request_{name}_sum") == summed(told.accepted, name)
+        assert told.metric(f"tidegate_request_{name}_count") == len(told.accepted)
+    refused = [line for line in told.lines if line["end"] == "refused"]
+    assert summed(refused, "prompt_tokens") == summed(refused, "generated_tokens") == 0
+
+
+def test_answers_and_choices_are_counted_by_how_they_ended(told: Told) -> None:
+    answers = Counter(line["finish"] for line in told.lines if "finish" in line)
+    assert told.counted("tidegate_answers_total", "finish") == answers
+    choices = Counter(finish for line in told.accepted for finish in line["finishes"])
+    assert told.counted("tidegate_choices_total", "finish") == choices
+    assert {"stop", "length", "abort", "error", "disconnected"} <= set(choices)
+    refused = sum("refuse" in text_of(g.prompt.tolist()) for g in told.engine.generates)
+    assert sum(choices.values()) == len(told.engine.generates) - refused
+
+
+def test_times_are_counted_once_for_each_answer_that_has_them(told: Told) -> None:
+    spoke = [line for line in told.accepted if "first_token_s" in line]
+    assert told.metric("tidegate_time_to_first_token_seconds_count") == len(spoke)
+    total = told.metric("tidegate_time_to_first_token_seconds_sum")
+    assert total == pytest.approx(summed(spoke, "first_token_s"), abs=1e-3)
+    routes = Counter(line["route"] for line in told.accepted)
+    for route, count in routes.items():
+        assert told.metric("tidegate_request_seconds_count", route=route) == count
+    for stage, name in (("queue", "queued_s"), ("prefill", "prefill_s"), ("decode", "decode_s")):
+        told_sum = told.metric("tidegate_stage_seconds_sum", stage=stage)
+        assert told_sum == pytest.approx(summed(told.accepted, name), abs=1e-3)
+
+
+def test_what_those_who_hung_up_had_is_free_again(told: Told) -> None:
+    gone = [line for line in told.lines if line["end"] == "disconnected"]
+    assert told.metric(FREED) == len(gone) > 0
+
+
+def test_other_names_say_the_same(told: Told) -> None:
+    model = {"model_name": "scripted", "engine": "0"}
+    generated = told.metric("tidegate_generated_tokens_total")
+    assert told.metric("vllm:generation_tokens_total", **model) == generated
+    count = told.metric("vllm:e2e_request_latency_seconds_count", **model)
+    assert count == len(told.accepted)
+    choices = told.counted("tidegate_choices_total", "finish")
+    aborted = told.metric("vllm:request_success_total", finished_reason="abort", **model)
+    assert aborted == choices["abort"] + choices["disconnected"]
+
+
+def test_a_line_has_no_words(told: Told) -> None:
+    text = json.dumps(told.lines)
+    assert not re.search("endless|a{12}|refuse\\b(?!d)|some prompts|three", text)

@@ -1,0 +1,53 @@
+"""docs/metrics.md names what `/metrics` tells, all of it and nothing else; so do deploy/ and its
+dashboard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client.core import Metric
+
+from gateway.aliases import ALIASES, PREFIX, aliased
+from gateway.engine_metrics import engine_series
+from gateway.metrics import Metrics
+from protocol.stats import EngineStats
+
+ROOT = Path(__file__).parents[2]
+SERIES = re.compile(r"(?:tidegate_|vllm:)[a-z0-9_]+[a-z0-9]")
+
+
+def told_names(metrics: Iterable[Metric]) -> set[str]:
+    """As they are asked for: counters end in _total, of a histogram the name alone."""
+    return {f"{m.name}_total" if m.type == "counter" else m.name for m in metrics}
+
+
+def every_name() -> set[str]:
+    """All that a server can tell."""
+    ours = Metrics(list)
+    engine = list(engine_series([([], EngineStats(total_blocks=1))], []))
+    sources = told_names([*ours._registry.collect(), *engine]) | {"tidegate_engine_up"}
+    counters = {name.removesuffix("_total") for name in sources if name.endswith("_total")}
+    aliases = {
+        f"{PREFIX}{name}{'_total' if alias.source in counters else ''}"
+        for alias in ALIASES
+        for name in alias.names
+    }
+    return sources | aliases
+
+
+def test_every_series_is_in_the_documentation_and_no_other() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert set(SERIES.findall(text)) == every_name()
+
+
+def test_every_alias_has_a_source() -> None:
+    ours = Metrics(list)
+    engine = engine_series([([], EngineStats())], [])
+    known = {metric.name for metric in [*ours._registry.collect(), *engine]}
+    assert {alias.source for alias in ALIASES} <= known
+
+
+def test_nothing_is_told_under_other_names_before_the_model_is_known() -> None:
+    assert list(aliased(Metrics(list)._registry.collect(), "")) == []
