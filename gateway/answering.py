@@ -314,20 +314,16 @@ class Answer:
     def take(self, choice: Choice, report: Report) -> None:
         """The per-request boundary: whatever goes wrong with one answer stays with it."""
         try:
-            self._read(choice, report)
+            if type(report) is Output:
+                self._output(choice, report)
+            elif type(report) is Accepted:
+                self._accept(choice)
+            elif type(report) is Refused:
+                choice.is_ended = True
+                self.fail(error_from(report.error))
         except Exception:
             log.exception("reading an answer failed")
             self.fail(EngineError("reading the answer failed"))
-
-    def _read(self, choice: Choice, report: Report) -> None:
-        match report:
-            case Output():
-                self._output(choice, report)
-            case Accepted():
-                self._accept(choice)
-            case Refused(error=error):
-                choice.is_ended = True
-                self.fail(error_from(error))
 
     def _accept(self, choice: Choice) -> None:
         if not choice.is_accepted:
@@ -340,20 +336,20 @@ class Answer:
     def _output(self, choice: Choice, output: Output) -> None:
         self._count(choice, output)
         delta = choice.reader.push(output)
-        if not delta:
+        events = delta.events
+        if not events and not delta.token_ids:
             return
-        last = delta.events[-1] if delta.events else None
+        last = events[-1] if events else None
         if choice.ask.demand is not None:
             _judge(choice, choice.ask.demand, delta)
         if self._sink is not None:
             self._sink.delta(choice, delta)
         else:
             self._early.append(lambda sink: sink.delta(choice, delta))
-        if self._ended.is_set():  # the sink has cut off a client that does not read
-            return
-        if isinstance(last, Finished):
-            self._finish(choice, output, last.reason)
-        elif isinstance(last, Failed):
+        if type(last) is Finished:
+            if not self._ended.is_set():  # the sink has cut off a client that does not read
+                self._finish(choice, output, last.reason)
+        elif type(last) is Failed and not self._ended.is_set():
             choice.is_ended = True
             choice.finish = "error"
             self.fail(error_from(last.error))

@@ -40,15 +40,19 @@ def thinking_marks(bound: BoundFormat) -> ThinkingMarks | None:
 class ThinkingMeter:
     """One choice's. All that it remembers is `inside` a block, and the count."""
 
-    __slots__ = ("_marks", "count", "inside")
+    __slots__ = ("_all", "_marks", "count", "inside")
 
     def __init__(self, marks: ThinkingMarks, *, starts_inside: bool) -> None:
         self._marks = marks
+        self._all = marks.opens | marks.closes
         self.inside = starts_inside
         self.count = 0
 
     def push(self, ids: Sequence[int]) -> None:
         marks = self._marks
+        if self._all.isdisjoint(ids):  # as nearly always
+            self.count += len(ids) if self.inside else 0
+            return
         for token_id in ids:
             if self.inside:
                 self.inside = token_id not in marks.closes

@@ -22,7 +22,16 @@ from gateway.faults import fault_of
 from gateway.openai.errors import error_body
 from gateway.openai.message import warning_of
 from gateway.openai.shapes import Dialect, Origin, encode, usage_of
-from gateway.output.events import Content, Delta, Event, Failed, Finished, Warning
+from gateway.output.events import (
+    Content,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Reasoning,
+    ToolArguments,
+    Warning,
+)
 from protocol.errors import ServingError
 
 
@@ -78,11 +87,17 @@ class ChunkStream:
         self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def delta(self, choice: Choice, delta: Delta) -> None:
-        if delta.events and isinstance(delta.events[0], Failed):  # it is told by `fail`
+        events = delta.events
+        if len(events) == 1 and self._is_plain and self.told.has_begun:
+            members = self._plain_members(events[0])
+            if members is not None:  # as nearly always
+                self._write(self._heads[choice.index] + members + self._plain_tail)
+                return
+        if events and isinstance(events[0], Failed):  # it is told by `fail`
             return
         frames = self._openings()
         num_openings = len(frames)
-        for event in delta.events:
+        for event in events:
             if type(event) is Finished:
                 frames.append(self._finished(choice, event, delta))
                 continue
@@ -105,6 +120,13 @@ class ChunkStream:
             return []
         self.told.has_begun = True
         return list(filter(None, map(self._opening, self._answer.choices)))
+
+    def _plain_members(self, event: Event) -> bytes | None:
+        """Of an event that is told as it is, and at once."""
+        kind = type(event)
+        if kind is Content:
+            return self._dialect.said(event.text)  # type: ignore[union-attr]
+        return self._dialect.told(event) if kind in _BITS else None
 
     def _members(self, choice: Choice, event: Event) -> bytes | None:
         """None: nothing is told now. Warnings wait for the end of their choice."""
@@ -190,5 +212,6 @@ class ChunkStream:
         return b"%b%b]%b%b}\n\n" % (self._heads[choice.index], inner, on_top, usage)
 
 
+_BITS = (Reasoning, ToolArguments)
 _TOLD = Delta()
 """A delta whose tokens have been told with an earlier chunk."""

@@ -137,18 +137,17 @@ class ChatDialect:
         return b'"delta":{"content":%b}' % encode(text)
 
     def told(self, event: Event) -> bytes | None:
-        match event:
-            case Reasoning(text):
-                bit = encode(text)
-                return b'"delta":{"reasoning":%b,"reasoning_content":%b}' % (bit, bit)
-            case ToolArguments(index, fragment):
-                return b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
-                    index,
-                    encode(fragment),
-                )
-            case ToolCall():
-                call = {"index": event.index, **call_of(event, "")}
-                return b'"delta":{"tool_calls":[%b]}' % encode(call)
+        if type(event) is Reasoning:
+            bit = encode(event.text)
+            return b'"delta":{"reasoning":%b,"reasoning_content":%b}' % (bit, bit)
+        if type(event) is ToolArguments:
+            return b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
+                event.index,
+                encode(event.fragment),
+            )
+        if type(event) is ToolCall:
+            call = {"index": event.index, **call_of(event, "")}
+            return b'"delta":{"tool_calls":[%b]}' % encode(call)
         return None
 
     def opening(self, choice: Choice) -> bytes | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.output.events import Content, Event
+from gateway.output.events import Content, Event, Reasoning
 from gateway.output.machine import (
     Context,
     Machine,
@@ -106,12 +106,25 @@ class Answer(Machine):
         }
 
     def push(self, piece: Piece) -> list[Event]:
-        """As any machine; with a shortcut for what nearly every piece is: more content."""
-        if self.s.at == CONTENT and isinstance(piece, str) and piece:
-            scanner = self._scanner
-            if (scanner is None or scanner.lets_through(piece)) and self.teller.passes(piece):
-                return [Content(piece)]
+        """As any machine; with a shortcut for what nearly every piece is: more of the same."""
+        if type(piece) is str and piece:
+            event = self._more(piece)
+            if event is not None:
+                return [event]
         return super().push(piece)
+
+    def _more(self, text: str) -> Event | None:
+        """What `text` is told as, where it changes nothing that is remembered; else None."""
+        at, scanner = self.s.at, self._scanner
+        if at == CALLS:
+            assert self.section is not None
+            return self.section.more(text)
+        if scanner is not None and not scanner.lets_through(text):
+            return None
+        if at == CONTENT and self.teller.passes(text):
+            return Content(text)
+        is_told_as_it_comes = at == REASONING and not self.reasoning.force_content
+        return Reasoning(text) if is_told_as_it_comes and self.teller.passes_thought(text) else None
 
     # ---- transitions
 

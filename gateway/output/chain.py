@@ -31,6 +31,7 @@ class Chain:
 
     __slots__ = (
         "_detokenizer",
+        "_is_plain",
         "_many",
         "_min_tokens",
         "_pieces",
@@ -64,6 +65,7 @@ class Chain:
         self._min_tokens = min_tokens if stop is not None else 0
         self._thoughts = thoughts
         self._many = many
+        self._is_plain = stop is None and thoughts and many  # all is told, and nothing looked for
         self.machine = machine
         self.num_tokens = 0
         self.completed = 0
@@ -79,6 +81,10 @@ class Chain:
         return token_id in self._pieces
 
     def push(self, ids: Sequence[int]) -> list[Event]:
+        if self._is_plain and self._read_by_id.isdisjoint(ids):  # as nearly always
+            self.num_tokens += len(ids)
+            text = self._detokenizer.push(ids)
+            return self._counted(self.machine.push(text)) if text else []
         unsearched = self._min_tokens - self.num_tokens
         self.num_tokens += len(ids)
         if unsearched <= 0:
@@ -116,16 +122,19 @@ class Chain:
     def _told(self, events: list[Event], *, search: bool) -> list[Event]:
         """What the client is told of `events`; no more than that, once the answer has ended."""
         if not search and self._thoughts and self._many:
-            for event in events:
-                if type(event) is ToolCallEnd:
-                    self.completed += 1
-            return events
+            return self._counted(events)
         told: list[Event] = []
         for event in events:
             self._tell(event, told, search)
             if self.ended:
                 break
         return told
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if type(event) is ToolCallEnd:
+                self.completed += 1
+        return events
 
     def _tell(self, event: Event, told: list[Event], search: bool) -> None:
         if isinstance(event, Content):

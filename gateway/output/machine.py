@@ -305,6 +305,11 @@ class Section(Machine):
     def on_open(self, marker: str) -> None:
         raise NotImplementedError
 
+    def more(self, text: str) -> Event | None:
+        """What `text` is told as, where it changes nothing that is remembered; None where it has to
+        be read. A shortcut, for syntaxes whose arguments are worth one."""
+        return None
+
     def _give_back(self, why: str) -> None:
         """What was read is no call after all: it is content, with a warning."""
         self.teller.give_back("".join(self.s.raw), why)

@@ -209,8 +209,9 @@ class Reader:
         return self._delta(events)
 
     def _push_formatted(self, chain: Chain, output: Output) -> Delta:
-        is_marker = chain.is_marker(output.stop_token)  # some formats end a call with a stop token
-        events = chain.push(output.tokens if is_marker else self._textual(output))
+        # Some formats end a call with a stop token.
+        is_whole = output.stop_token is None or chain.is_marker(output.stop_token)
+        events = chain.push(output.tokens if is_whole else self._textual(output))
         if output.finish is None and not chain.ended:
             return self._delta(events) if events else _NOTHING
         if not chain.ended:

@@ -31,7 +31,7 @@ from gateway.output.events import (
     ToolCallEnd,
     Warning,
 )
-from gateway.output.json_object import ObjectScan
+from gateway.output.json_object import BROKEN, PLAIN, STRING, ObjectScan
 
 INVALID_ARGUMENTS = "invalid_tool_arguments"
 UNKNOWN_TOOL = "unknown_tool"
@@ -109,6 +109,11 @@ class Teller:
         """`text`, which is not empty, would be told as it stands, and alone."""
         s = self.s
         return not s.blanks and not s.dropping and s.said and text[-1] not in BLANKS
+
+    def passes_thought(self, text: str) -> bool:
+        """The same of reasoning."""
+        s = self.s
+        return not s.blanks and not s.dropping and text[-1] not in NEWLINES
 
     def _content_with_blanks(self, text: str) -> None:
         s = self.s
@@ -199,6 +204,14 @@ class Teller:
         if text:
             self.out.append(ToolArguments(self.s.num_calls - 1, text))
             self.s.arguments.push(text)
+
+    def more(self, text: str) -> ToolArguments | None:
+        """What `fragment` would tell of text that only goes on with a JSON string, or with what is
+        no JSON anyway; None where it has to be read."""
+        at = self.s.arguments.at
+        if at == BROKEN or (at == STRING and PLAIN.fullmatch(text)):
+            return ToolArguments(self.s.num_calls - 1, text)
+        return None
 
     def end(self) -> None:
         """The open call is complete."""

@@ -14,7 +14,18 @@ from gateway.openai.chunks import ChunkStream
 from gateway.openai.errors import error_body
 from gateway.openai.shapes import ChatDialect, CompletionDialect, Dialect, Origin
 from gateway.openai.whole import whole_response
-from gateway.output.events import Content, Delta, Failed, Finished
+from gateway.output.events import (
+    Content,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    Warning,
+)
 from gateway.output.reader import ReaderFactory, ReadOptions
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import (
@@ -228,3 +239,30 @@ def test_an_error_says_whose_fault_it_is(
         assert "secret" not in body["message"]
     else:
         assert body["message"] == "m"
+
+
+@pytest.mark.parametrize("includes_usage", [False, True])
+def test_a_bit_that_comes_alone_is_the_chunk_that_it_is_among_others(includes_usage: bool) -> None:
+    """Alone it takes a shorter way."""
+    bits: list[Event] = [
+        Reasoning('"hm"\n'),
+        Content("well — so"),
+        ToolCall(0, "call_1", "f"),
+        ToolArguments(0, '{"a": "\\u00e9'),
+        ToolArguments(0, '"}'),
+        ToolCallEnd(0),
+        Warning("odd", "an odd thing"),
+        Content("x"),
+        Finished("stop"),
+    ]
+    both = []
+    for deltas in ([Delta([bit]) for bit in bits], [Delta(bits)]):
+        answer = an_answer()
+        told = Told(answer, chat_dialect(), includes_usage=includes_usage)
+        told.stream.begin()
+        for delta in deltas:
+            told.stream.delta(answer.choices[0], delta)
+        told.stream.end()
+        both.append(told.data)
+    assert both[0] == both[1]
+    assert both[0].count(b"\n\n") == len(bits) - 1 - 1 + 2 + includes_usage

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.output.events import Event
 from gateway.output.machine import Context, MachineState, Section, SectionSyntax
 from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
 from gateway.output.tools.json_value import SPACE, CallKeys, CallScan
@@ -129,6 +130,12 @@ class JsonTagsSection(Section):
             self._in_call(marker)
 
     # ---- text
+
+    def more(self, text: str) -> Event | None:
+        s = self.s
+        if s.at == "call" and s.call.passes(text):
+            return self.teller.more(text)
+        return None
 
     def on_text(self, text: str) -> str:
         match self.s.at:

@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from gateway.output.json_object import PLAIN
 from gateway.output.teller import Teller, is_json_object
 
 Status = Literal["more", "end", "broken"]
@@ -160,6 +161,18 @@ class CallScan(msgspec.Struct):
     def quoted(self) -> bool:
         """Inside a string: whatever comes, is text."""
         return self.value.quoted
+
+    def passes(self, text: str) -> bool:
+        """`text` goes on with a string in arguments that are told as they come, and does not end
+        it: `scan` would tell it, and remember nothing of it."""
+        value = self.value
+        return (
+            self.tells
+            and value.quoted
+            and not value.escaped
+            and self.phase == "in_value"
+            and PLAIN.fullmatch(text) is not None
+        )
 
     def scan(self, text: str, keys: CallKeys, teller: Teller) -> tuple[int, Status]:
         """Read on; (where it stopped, why). "end" is behind the closing brace: the call has been

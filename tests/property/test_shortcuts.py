@@ -1,0 +1,91 @@
+"""A machine's shortcuts: every piece told, and everything remembered, as without them."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import pytest
+
+from gateway.output.answer import Answer
+from gateway.output.formats import format_of
+from gateway.output.machine import Lexicon, Machine, Piece, Special
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+CALL = '\n{"name": "note", "arguments": {"text": "'
+WORDS = (
+    *(
+        "word ",
+        "two words",
+        " ",
+        "\n",
+        "\n\n",
+        "é",
+        "語",
+        "<",
+        "</",
+        "<thi",
+        "nk>",
+        "{",
+        "}",
+        "[",
+        "]",
+    ),
+    *('"', '\\"', "\\", "\\n", "\\u00e9", "\\u00", '": "', '", "', '"}', '"}}', '"}}\n', ":", ","),
+    *("12", "true", "nul", "\x00", "\x1f", "\t", "—"),
+)
+FORMATS = (
+    ("hermes", "qwen3"),
+    ("hermes", None),
+    ("llama3_json", "deepseek_r1"),
+    ("jamba", "qwen3"),
+    (None, "qwen3"),
+    ("qwen3_coder", "qwen3"),
+)
+
+
+def a_text(chance: random.Random) -> list[str]:
+    """Pieces of an answer, sound or not: some of what models write, and some of anything."""
+    pieces = []
+    for _ in range(chance.randrange(1, 60)):
+        pieces.append(
+            chance.choices((*WORDS, *MARKERS, CALL), (*[1] * len(WORDS), 2, 2, 2, 2, 4))[0]
+        )
+        if pieces[-1] == CALL:
+            pieces += chance.choices(WORDS[:6], k=chance.randrange(6))
+    return pieces
+
+
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "spelt"])
+@pytest.mark.parametrize("names", FORMATS, ids=lambda names: "-".join(map(str, names)))
+def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembered(
+    names: tuple[str | None, str | None], has_tokens: bool
+) -> None:
+    shortcuts = 0
+    for seed in range(150):
+        chance = random.Random(seed)
+        lexicon = Lexicon(dict(enumerate(MARKERS)) if has_tokens else {})
+        quick, plain = (
+            cast(Answer, format_of(*names).machine(lexicon, new_id=lambda: "id")) for _ in range(2)
+        )
+        for text in a_text(chance):
+            piece: Piece = text
+            if has_tokens and text in MARKERS:
+                piece = Special(MARKERS.index(text), text)
+            else:
+                shortcuts += quick._more(text) is not None
+            assert quick.push(piece) == Machine.push(plain, piece)
+            assert quick.state() == plain.state()
+            assert quick.teller.state() == plain.teller.state()
+        assert quick.finish() == plain.finish()
+    assert shortcuts > 100
+
+
+def test_all_that_are_worth_one_have_one() -> None:
+    """Content, reasoning, and a string in arguments."""
+    machine = cast(Answer, format_of("hermes", "qwen3").machine(Lexicon()))
+    told = []
+    for text in ("<think>", "Hm", ".", "</think>", "Well", " then", "<tool_call>", CALL, "a", "b"):
+        told.append(machine._more(text) is not None)
+        machine.push(text)
+    assert told == [False, False, True, False, False, True, False, False, True, True]
