@@ -14,8 +14,9 @@
 
 namespace {
 
-constexpr int BLOCK_ROWS = 96; // rows for which a run of weights is unpacked once
-constexpr int RUN = 8;         // groups unpacked at a time: they stay in the first cache
+constexpr int BLOCK_ROWS = 132; // rows for which a run of weights is unpacked once
+constexpr int RUN = 4;          // groups unpacked at a time: they stay in the first cache
+constexpr int FETCHED = 8192;   // bytes of weights: what is fetched early
 constexpr int AT_ONCE = LANES == 16 ? 12 : 6; // rows whose sums the registers hold
 constexpr int ABREAST = 2;                     // vectors of outputs, likewise
 
@@ -128,68 +129,90 @@ INLINE void multiply_group(const typename By::Weight *w, const X *x, int64_t ldx
     }
 }
 
-// A run of groups of weights that have scales; sums [ROWS, PANEL] go on. xsums: of each row's groups.
-template <int ROWS, class By, bool MINIMA, class X>
-INLINE void multiply_scaled(const typename By::Weight *weights, const uint8_t *packed,
-                            int64_t groups, const X *x, int64_t ldx, const float *xsums,
-                            int64_t ldsums, float *sums) {
+// What a tile of rows is multiplied with: a run of groups, and where it goes on.
+template <class By, class X> struct Run {
+    int64_t format, groups;
+    const typename By::Weight *weights; // unpacked
+    const uint8_t *packed;              // for the scales
+    const X *x;                         // of the run's first column
+    int64_t ldx;
+    const float *xsums;                 // of each row's groups
+    int64_t ldsums;
+    float *sums;                        // [rows, PANEL] go on
+    bool is_first;                      // of the tiles: it fetches what comes after the run
+};
+
+// Weights are read once, and from far away: while a group is multiplied, what will be unpacked
+// FETCHED bytes later is fetched. The hardware's own guesses stop while nothing is read.
+template <class By, class X> INLINE void fetch_ahead(const Run<By, X> &run, int64_t g) {
+    if (!run.is_first) return;
+    const int64_t size = GROUP_BYTES[run.format];
+    for (int64_t line = 0; line < size; line += 64)
+        __builtin_prefetch(run.packed + g * size + FETCHED + line);
+}
+
+// Weights that have scales.
+template <int ROWS, bool MINIMA, class By, class X> INLINE void multiply_scaled(const Run<By, X> &run) {
     for (int o = 0; o < PANEL; o += ABREAST * LANES)
-        for (int64_t g = 0; g < groups; g++) {
+        for (int64_t g = 0; g < run.groups; g++) {
             Floats part[ROWS][ABREAST] = {};
-            multiply_group<ROWS, By>(weights + g * (GROUP / By::COLUMNS * PANEL) + o, x + g * GROUP,
-                                     ldx, part);
-            const uint8_t *group = packed + g * GROUP_BYTES[MINIMA ? Q4 : Q8];
+            if (o == 0) fetch_ahead(run, g);
+            multiply_group<ROWS, By>(run.weights + g * (GROUP / By::COLUMNS * PANEL) + o,
+                                     run.x + g * GROUP, run.ldx, part);
+            forget_memory(); // or the compiler keeps sums in registers that the parts need
+            const uint8_t *group = run.packed + g * GROUP_BYTES[MINIMA ? Q4 : Q8];
             for (int j = 0; j < ABREAST; j++) {
                 const uint16_t *scales = (const uint16_t *)group + o + j * LANES;
                 const Floats scale = load_f16(scales);
                 const Floats minimum = MINIMA ? load_f16(scales + PANEL) : Floats{};
                 for (int m = 0; m < ROWS; m++) {
-                    float *at = sums + m * PANEL + o + j * LANES;
+                    float *at = run.sums + m * PANEL + o + j * LANES;
                     Floats total = load(at) + scale * part[m][j];
-                    if (MINIMA) total += minimum * xsums[m * ldsums + g];
+                    if (MINIMA) total += minimum * run.xsums[m * run.ldsums + g];
                     store(at, total);
                 }
             }
         }
 }
 
-// The same for weights without scales.
-template <int ROWS, class By, class X>
-INLINE void multiply_plain(const typename By::Weight *weights, int64_t groups, const X *x,
-                           int64_t ldx, float *sums) {
+// Weights without scales.
+template <int ROWS, class By, class X> INLINE void multiply_plain(const Run<By, X> &run) {
     for (int o = 0; o < PANEL; o += ABREAST * LANES) {
         Floats part[ROWS][ABREAST];
         for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < ABREAST; j++) part[m][j] = load(sums + m * PANEL + o + j * LANES);
-        for (int64_t g = 0; g < groups; g++)
-            multiply_group<ROWS, By>(weights + g * (GROUP / By::COLUMNS * PANEL) + o, x + g * GROUP,
-                                     ldx, part);
+            for (int j = 0; j < ABREAST; j++)
+                part[m][j] = load(run.sums + m * PANEL + o + j * LANES);
+        for (int64_t g = 0; g < run.groups; g++) {
+            if (o == 0) fetch_ahead(run, g);
+            multiply_group<ROWS, By>(run.weights + g * (GROUP / By::COLUMNS * PANEL) + o,
+                                     run.x + g * GROUP, run.ldx, part);
+        }
         for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < ABREAST; j++) store(sums + m * PANEL + o + j * LANES, part[m][j]);
+            for (int j = 0; j < ABREAST; j++)
+                store(run.sums + m * PANEL + o + j * LANES, part[m][j]);
     }
 }
 
-template <int ROWS, class By, class X>
-INLINE void multiply_as(int64_t format, const typename By::Weight *weights, const uint8_t *packed,
-                        int64_t groups, const X *x, int64_t ldx, const float *xsums, int64_t ldsums,
-                        float *sums) {
-    if (format == Q4)
-        multiply_scaled<ROWS, By, true>(weights, packed, groups, x, ldx, xsums, ldsums, sums);
-    else if (format == Q8)
-        multiply_scaled<ROWS, By, false>(weights, packed, groups, x, ldx, xsums, ldsums, sums);
-    else multiply_plain<ROWS, By>(weights, groups, x, ldx, sums);
+// A tile of at most ROWS rows.
+template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, const Run<By, X> &run) {
+    if (rows == ROWS) {
+        if (run.format == Q4) multiply_scaled<ROWS, true>(run);
+        else if (run.format == Q8) multiply_scaled<ROWS, false>(run);
+        else multiply_plain<ROWS>(run);
+    } else if constexpr (ROWS > 1) multiply_tile<ROWS - 1>(rows, run);
 }
 
-// Any number of rows, AT_ONCE at a time.
-template <class By, int ROWS = AT_ONCE, class X>
-INLINE void multiply_rows(int64_t rows, int64_t format, const typename By::Weight *weights,
-                          const uint8_t *packed, int64_t groups, const X *x, int64_t ldx,
-                          const float *xsums, int64_t ldsums, float *sums) {
-    for (; rows >= ROWS; rows -= ROWS, x += ROWS * ldx, xsums += ROWS * ldsums, sums += ROWS * PANEL)
-        multiply_as<ROWS, By>(format, weights, packed, groups, x, ldx, xsums, ldsums, sums);
-    if constexpr (ROWS > 1)
-        if (rows)
-            multiply_rows<By, ROWS - 1>(rows, format, weights, packed, groups, x, ldx, xsums, ldsums, sums);
+// Any number of rows, in tiles as even as can be: of few rows the multiplication waits for itself.
+template <class By, class X> INLINE void multiply_rows(int64_t rows, Run<By, X> run) {
+    for (int64_t tiles = (rows + AT_ONCE - 1) / AT_ONCE; tiles > 0; tiles--) {
+        const int64_t count = (rows + tiles - 1) / tiles;
+        multiply_tile<AT_ONCE>(count, run);
+        rows -= count;
+        run.x += count * run.ldx;
+        run.xsums += count * run.ldsums;
+        run.sums += count * PANEL;
+        run.is_first = false;
+    }
 }
 
 // ---- the whole of it
@@ -256,8 +279,8 @@ void linear_item(const Linear<X, Y> &l, int64_t panel, int64_t first, int64_t co
                 unpack(l.weight.format, from + i * stride, to + i * (GROUP / By::COLUMNS * PANEL));
             weights = to;
         }
-        multiply_rows<By>(count, l.weight.format, weights, from, some, x + g * GROUP, l.weight.inputs,
-                          s.xsums.data() + g, groups, s.sums);
+        multiply_rows(count, Run<By, N>{l.weight.format, some, weights, from, x + g * GROUP,
+                                        l.weight.inputs, s.xsums.data() + g, groups, s.sums, true});
     }
     for (int64_t m = 0; m < count; m++) finish(l, first + m, panel * PANEL, s.sums + m * PANEL);
 }

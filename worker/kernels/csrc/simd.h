@@ -23,6 +23,9 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
+// What was read before is read again: a hint to the compiler, no instruction.
+INLINE void forget_memory() { asm volatile("" ::: "memory"); }
+
 struct bf16 {
     uint16_t bits;
 };
