@@ -7,8 +7,9 @@ library that will read them lives in another process.
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+import msgspec
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
@@ -29,7 +30,7 @@ def tokenizer_json(fields: Fields) -> bytes:
     else:
         raise UnusableModel(f"tokenizer model {kind!r} is not supported, only 'gpt2' and 'llama'")
     whole = {"version": "1.0", "truncation": None, "padding": None, **parts}
-    return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+    return msgspec.json.encode(whole)
 
 
 def _byte_level(fields: Fields) -> Part:
@@ -98,8 +99,10 @@ def _vocab(tokens: list[str]) -> dict[str, int]:
 def _check_merges(merges: list[list[str]], vocab: dict[str, int]) -> None:
     """Every merge is of two tokens into a token: the gateway's library refuses anything else."""
     for merge in merges:
-        if len(merge) != 2 or not all(piece in vocab for piece in (*merge, "".join(merge))):
-            raise UnusableModel(f"merge {' '.join(merge)!r} is not of two tokens into a third")
+        match merge:
+            case [left, right] if left in vocab and right in vocab and left + right in vocab:
+                continue
+        raise UnusableModel(f"merge {' '.join(merge)!r} is not of two tokens into a third")
 
 
 def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
