@@ -15,6 +15,7 @@ from functools import partial
 import gevent
 from gevent import get_hub
 
+from gateway import heap
 from gateway.access.keyring import KeyWatch
 from gateway.admin.told import EngineState
 from gateway.answering import Answer, Ask
@@ -188,6 +189,7 @@ class Service:
             self._unservable = card, error
             log.error("the engine's model cannot be served: %s", error)
             raise
+        heap.give_back()
         took_s = time.monotonic() - started_at
         log.info("serving %s after %.2f s of preparation", served.names[0], took_s)
         log.info("formats: %s", served.reading.why)
