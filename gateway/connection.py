@@ -2,8 +2,9 @@
 
 Both are done from gevent's hub, so nothing here blocks except in the request's own greenlet
 (`SocketOutlet.run`). A client that closes, resets, or closes its sending half is gone. A client
-that does not read is cut off when more than MAX_BUFFERED_BYTES wait for it, or after STALL_S
-without progress.
+that does not read is cut off when more than MAX_BUFFERED_BYTES wait for it, or when it has taken
+nothing of what waits for `send_timeout_s`. What waits for one client waits in its own outlet: the
+others' bytes go past it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from gevent.socket import wait_write
 
 MAX_BUFFERED_BYTES = 1 << 20
 """A single write may be longer, where nothing waits before it: an echoed prompt is one."""
-STALL_S = 60.0
 ROOM_POLL_S = 0.01
 LINGER_S = 3.0
 
@@ -113,17 +113,24 @@ class IdleConnections:
 class Outlet:
     """Where a stream's bytes go. `write` and `finish` may be called from the hub; `run` drives it.
 
-    on_overflow   called when the client is cut off because it does not read
-    keep_alive    what `run` writes after `keep_alive_s` of silence
+    on_overflow     called when the client is cut off because it does not read
+    keep_alive      what `run` writes after `keep_alive_s` of silence
+    send_timeout_s  how long it may take nothing of what waits for it
     """
 
     def __init__(
-        self, on_overflow: Callable[[], None], *, keep_alive: bytes, keep_alive_s: float
+        self,
+        on_overflow: Callable[[], None],
+        *,
+        keep_alive: bytes,
+        keep_alive_s: float,
+        send_timeout_s: float,
     ) -> None:
         self.is_cut = False
         self._on_overflow = on_overflow
         self._keep_alive = keep_alive
         self._keep_alive_s = keep_alive_s
+        self._send_timeout_s = send_timeout_s
         self._buffer = bytearray()
         self._wake = Event()
         self._is_finished = False
@@ -215,7 +222,7 @@ class SocketOutlet(Outlet):
     def _flush(self) -> None:
         while self._buffer:
             try:
-                wait_write(self._socket.fileno(), timeout=STALL_S)
+                wait_write(self._socket.fileno(), timeout=self._send_timeout_s)
                 del self._buffer[: self._send(self._buffer)]
             except BlockingIOError:
                 continue

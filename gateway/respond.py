@@ -127,6 +127,7 @@ def stream(
         close=end,
         closing=service.is_draining,
         keep_alive_s=service.config.keep_alive_s,
+        send_timeout_s=service.config.send_timeout_s,
         keep_alive=keep_alive,
     )
     opened.hang_up.then = response.hang_up
@@ -182,6 +183,7 @@ def listening(service: Service, source: Listened, *, owns_exchange: bool = True)
         close=end,
         closing=service.is_draining,
         keep_alive_s=service.config.keep_alive_s,
+        send_timeout_s=service.config.send_timeout_s,
     )
     hang_up.then = response.hang_up
     return response

@@ -35,6 +35,7 @@ class EventStream(flask.Response):
     close       called when all is over: sent, cut off or gone
     closing     asked at the end: whether the connection is to be closed, too
     keep_alive  what is sent after `keep_alive_s` of silence
+    send_timeout_s   a client that takes nothing for so long is cut off
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class EventStream(flask.Response):
         close: Callable[[], None],
         closing: Callable[[], bool],
         keep_alive_s: float,
+        send_timeout_s: float,
         keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         super().__init__(content_type="text/event-stream; charset=utf-8")
@@ -59,6 +61,7 @@ class EventStream(flask.Response):
             "on_overflow": abandon,
             "keep_alive": keep_alive,
             "keep_alive_s": keep_alive_s,
+            "send_timeout_s": send_timeout_s,
         }
 
     def hang_up(self) -> None:

@@ -323,6 +323,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     keep_alive_s: Annotated[
         float, about("a comment is sent on a stream that was silent for so long", ge=0.1, le=3600)
     ] = 15.0
+    send_timeout_s: Annotated[
+        float,
+        about("a client that takes nothing of its stream for so long is cut off", ge=0.1, le=3600),
+    ] = 60.0
     drain_s: Annotated[
         float, about("how long open streams may go on after SIGTERM", ge=0, le=86400)
     ] = 30.0

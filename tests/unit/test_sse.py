@@ -31,7 +31,10 @@ class Wire:
 
 def an_iterator_outlet(overflows: list[str], keep_alive_s: float = 60) -> IteratorOutlet:
     return IteratorOutlet(
-        lambda: overflows.append("cut"), keep_alive=sse.KEEP_ALIVE, keep_alive_s=keep_alive_s
+        lambda: overflows.append("cut"),
+        keep_alive=sse.KEEP_ALIVE,
+        keep_alive_s=keep_alive_s,
+        send_timeout_s=60,
     )
 
 
@@ -42,6 +45,7 @@ def a_socket_outlet(wire: Wire, overflows: list[str]) -> SocketOutlet:
         on_overflow=lambda: overflows.append("cut"),
         keep_alive=sse.KEEP_ALIVE,
         keep_alive_s=60,
+        send_timeout_s=60,
     )
 
 
