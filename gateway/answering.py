@@ -181,7 +181,6 @@ class Answer:
                 meter = ask.new_meter() if ask.new_meter else None
                 choice = Choice(len(self.choices), place, ask, params, ask.readers.new(), meter)
                 self.choices.append(choice)
-        self.detokenize_s: float | None = None  # where it is measured
         self._has_spoken = False
         self.finish: str | None = None  # for the log: the last choice's reason, or our own word
         self.is_gone = False

@@ -47,7 +47,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     finish        of the last choice: stop, length, tool_calls, abort; or error, disconnected,
                   cancelled; refused: the engine did not accept it
     choices       where it was refused, those that it would have had
-    tokenize_s    templates and tokenizer;  detokenize_s: reading what came; None: not measured
+    tokenize_s    templates and tokenizer
     first_token_s   since the request began;  answered_s: until the answer was over
     """
 
@@ -62,7 +62,6 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int
     preemptions: int
     tokenize_s: float
-    detokenize_s: float | None
     first_token_s: float | None
     answered_s: float
     times: Times
@@ -143,7 +142,6 @@ def answer_record(journal: Journal, answer: Answer) -> AnswerRecord:
         accepted_tokens=accepted,
         preemptions=sum(usage.preemptions for usage in usages),
         tokenize_s=journal.tokenize_s,
-        detokenize_s=answer.detokenize_s,
         first_token_s=journal.at_s(Moment.FIRST_TOKEN),
         answered_s=now_s,
         times=slowest(choice.times for choice in choices if choice.times is not None),

@@ -21,6 +21,7 @@ from gateway.connection import HangUp, Outlet
 from gateway.exchange import Exchange
 from gateway.service import Service
 from gateway.sse import KEEP_ALIVE, EventStream
+from gateway.timings import measure
 from protocol.errors import ServingError
 
 S = TypeVar("S", bound=Sink)
@@ -33,11 +34,13 @@ class Terms:
     salt       cached prompts are shared only between requests of one caller with an equal one
     priority   lower goes first
     label      the answer's id, as the client is told; the request's own id need not be said
+    timings    where the time went is measured, to be told (timings.py)
     """
 
     salt: str = ""
     priority: int = 0
     label: str = ""
+    timings: bool = False
 
 
 class OpenAnswer:
@@ -64,6 +67,8 @@ class OpenAnswer:
             account=caller.account,
             journal=exchange.journal,
         )
+        if terms.timings:
+            measure(self.answer)
         exchange.begin(self.answer)
         self.hang_up = HangUp(request.environ if needs_client else {}, self.answer.abandon)
         try:

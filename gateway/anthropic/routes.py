@@ -44,7 +44,10 @@ def messages(service: Service) -> Response:
         ask = preparation.ask(prompt)
         origin = _origin(preparation, prompt, translation, warnings)
         terms = any_api.Terms(
-            salt=body.cache_salt or "", priority=body.priority or 0, label=origin.id
+            salt=body.cache_salt or "",
+            priority=body.priority or 0,
+            label=origin.id,
+            timings=bool(body.timings),
         )
         try:
             if body.stream:

@@ -39,6 +39,7 @@ class CountBody(SamplingFields, frozen=True, kw_only=True):
     output_format                           an older place of `output_config.format`
     return_effective_kwargs                 also tell what the template was told
     strict_params                           fields without effect are an error
+    timings                                 also tell where the time went
     """
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -68,6 +69,7 @@ class CountBody(SamplingFields, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
     return_effective_kwargs: bool | None = None
     strict_params: bool | None = None
+    timings: bool | None = None
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):

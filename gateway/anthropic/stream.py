@@ -5,9 +5,9 @@
 
 `message_start` is sent as soon as the engine has accepted the request: a silent stream is kept
 alive with `ping`, which no client expects before it. It cannot know yet what was found in the
-cache; `message_delta` has the final usage, and the warnings. After an error one `error` event ends
-the stream. JSON is put together from parts encoded once per block: in the common case only the new
-text is encoded.
+cache; `message_delta` has the final usage, the warnings and the timings. After an error one `error`
+event ends the stream. JSON is put together from parts encoded once per block: in the common case
+only the new text is encoded.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from gateway.anthropic.shapes import (
 )
 from gateway.faults import fault_of
 from gateway.output.events import Delta, ToolCall
+from gateway.timings import told_timings
 from protocol.errors import ServingError
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -91,6 +92,7 @@ class EventWriter:
             delta=end_of(finished, self._answer),
             usage=usage_of(self._answer),
             **warnings,
+            **told_timings(self._answer),
         )
         self._write(last + event("message_stop"))
         self._finish()

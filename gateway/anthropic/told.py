@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.openai.told import Effective
+from gateway.timings import Timings
 
 StopReason = Literal[
     "end_turn",
@@ -106,6 +107,7 @@ class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     warnings: list[MessagesWarning] | UnsetType = UNSET
     ignored_params: list[str] | UnsetType = UNSET
     effective: Effective | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
@@ -159,6 +161,7 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag="message_delta
     delta: MessageEnd
     usage: MessagesUsage
     warnings: list[MessagesWarning] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):

@@ -18,6 +18,7 @@ from gateway.anthropic.shapes import (
     usage_of,
 )
 from gateway.output.events import Event, ToolCall
+from gateway.timings import told_timings
 
 
 class _Content:
@@ -54,4 +55,4 @@ def whole_message(answer: Answer, events: Iterable[Event], origin: Origin) -> by
     message = origin.message(
         content.blocks, end_of(blocks.finished, answer), usage_of(answer)
     ) | told_warnings([*origin.warnings, *blocks.warnings])
-    return encode(message)
+    return encode(message | told_timings(answer))

@@ -1,6 +1,6 @@
 """An answer as a stream of chunks, in OpenAI's order.
 
-    [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage chunk]  [DONE]
+    [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage, timings]  [DONE]
 
 A chunk brings a bit of content or reasoning, the head of a tool call (id, name, no arguments yet),
 or a bit of its arguments. Warnings come with the finish chunk of their choice. Choices interleave
@@ -13,6 +13,7 @@ per answer: in the common case only the new text is encoded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,7 @@ from gateway.output.events import (
     ToolArguments,
     Warning,
 )
+from gateway.timings import told_timings
 from protocol.errors import ServingError
 
 
@@ -138,10 +140,12 @@ class ChunkStream:
         return self._dialect.told(event)
 
     def end(self) -> None:
-        usage = b""
+        more: dict[str, Any] = {}
         if self._includes_usage:
-            usage = self._head + b'],"usage":%b}\n\n' % encode(usage_of(self._answer))
-        self._write(usage + sse.DONE)
+            more["usage"] = usage_of(self._answer)
+        more |= told_timings(self._answer)
+        last = self._head + b"],%b}\n\n" % encode(more)[1:-1] if more else b""
+        self._write(last + sse.DONE)
         self._finish()
 
     def fail(self, error: ServingError) -> None:

@@ -96,6 +96,7 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     kv_transfer_params  for routers: do_remote_decode, or do_remote_prefill with a handle; see
                         docs/api-tokens.md
     strict_params       fields without effect are an error
+    timings             also tell where the time went
     """
 
     model: str | None = None
@@ -108,6 +109,7 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     logprob_token_ids: LogprobTokenIds | None = None
     strict_params: bool | None = None
+    timings: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     user: str | None = None

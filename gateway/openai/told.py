@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.text.logprobs import ChatLogprob, CompletionLogprobs
+from gateway.timings import Timings
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
@@ -81,6 +82,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
     system_fingerprint  the server's version and the digest of the weights
     ignored_params      fields of the request that had no effect
+    timings             where the time went, if asked; in a stream with the last chunk, as the usage
     """
 
     id: str
@@ -91,6 +93,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     ignored_params: list[str] | UnsetType = UNSET
     effective: Effective | list[Effective] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

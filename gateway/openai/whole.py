@@ -10,6 +10,7 @@ from gateway.openai.shapes import Dialect, Origin, encode, joined, usage_of
 from gateway.output.events import Delta
 from gateway.text.logprobs import prompt_chances
 from gateway.text.tokenizer import Tokenizer
+from gateway.timings import told_timings
 
 
 def whole_response(
@@ -48,7 +49,7 @@ def whole_response(
     body = origin.fields(dialect.kind) | {"choices": choices, "usage": usage_of(answer)}
     if warnings:
         body["warnings"] = warnings
-    return encode(body | beside | origin.asides)
+    return encode(body | beside | origin.asides | told_timings(answer))
 
 
 def _choice(choice: Choice, message: Message, delta: Delta, dialect: Dialect) -> dict[str, Any]:

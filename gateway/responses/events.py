@@ -205,6 +205,7 @@ class ResponseEvents:
         usage: Told | None = None,
         error: Told | None = None,
         incomplete: str | None = None,
+        timings: Told | None = None,
     ) -> Told:
         """Close what is open: the response as it is in the end. Its last event is `last_frame`."""
         whole = status == COMPLETED and not isinstance(self._open, _Call)
@@ -216,6 +217,7 @@ class ResponseEvents:
             error=error,
             incomplete=incomplete,
             warnings=self._warnings,
+            timings=timings,
         )
 
     def taken(self) -> list[Frame]:

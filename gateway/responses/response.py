@@ -50,6 +50,7 @@ class Head:
         error: Told | None = None,
         incomplete: str | None = None,
         warnings: Sequence[Warning] = (),
+        timings: Told | None = None,
     ) -> Told:
         """The response as it is now."""
         response = {
@@ -66,7 +67,7 @@ class Head:
         }
         if warnings:
             response["warnings"] = [warning_of(warning, None) for warning in warnings]
-        return response
+        return response | (timings or {})
 
 
 def fields_of(

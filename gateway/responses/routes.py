@@ -113,7 +113,10 @@ class _Created:
     def terms(self) -> any_api.Terms:
         body = self.body
         return any_api.Terms(
-            salt=body.cache_salt or "", priority=body.priority or 0, label=self.head.id
+            salt=body.cache_salt or "",
+            priority=body.priority or 0,
+            label=self.head.id,
+            timings=bool(body.timings),
         )
 
     def sink(self, answer: Answer, taker: Taker, *, queued: bool = False) -> ResponseSink:

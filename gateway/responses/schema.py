@@ -74,6 +74,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     prompt_cache_key      accepted without effect: equal prompts are found without it
     service_tier          accepted without effect: there is one
     max_tool_calls        accepted: it is about tools that run in the server, and none do
+    timings               also tell where the time went
     """
 
     input: Input
@@ -103,6 +104,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     service_tier: str | None = None
     stop: Stop | None = None
     strict_params: bool | None = None
+    timings: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     structured_outputs: Any = None

@@ -18,6 +18,7 @@ from gateway.responses.events import ENDS, IN_PROGRESS, Frame, ResponseEvents
 from gateway.responses.response import Told, error_of, usage_of
 from gateway.text.logprobs import chat_logprobs
 from gateway.text.tokenizer import Tokenizer
+from gateway.timings import told_timings
 from protocol.errors import ServingError
 from protocol.messages import TokenLogprobs
 
@@ -147,7 +148,8 @@ class ResponseSink:
         if not self._is_over:
             self._is_over = True
             events = self._events
-            response = events.end(status, usage=usage_of(self._answer), **why)
+            usage, timings = usage_of(self._answer), told_timings(self._answer)
+            response = events.end(status, usage=usage, timings=timings, **why)
             if frames := events.taken():
                 self._taker.write(frames)
             self._taker.close(response, events.next_number)

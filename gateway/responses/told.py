@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.openai.told import AnswerWarning, Effective
 from gateway.text.logprobs import ChatLogprob
+from gateway.timings import Timings
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -139,6 +140,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, rename={"object_
     warnings: list[AnswerWarning] | UnsetType = UNSET
     ignored_params: list[str] | UnsetType = UNSET
     effective: Effective | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -104,6 +104,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params   for routers: do_remote_decode, or do_remote_prefill with a handle; see
                      docs/api-tokens.md
     strict_params    fields without effect are an error
+    timings          also tell where the time went
     """
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
@@ -123,6 +124,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     kv_transfer_params: Object | None = None
     strict_params: bool | None = None
+    timings: bool | None = None
     ec_transfer_params: Any = None
     features: Any = None
     content_parts: Any = None

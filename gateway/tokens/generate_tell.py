@@ -1,6 +1,6 @@
 """The answers of the token endpoint: a stream of chunks, and the whole, which is the stream folded.
 
-    [chunk of one choice ...]  [usage chunk]  [DONE]
+    [chunk of one choice ...]  [usage, timings]  [DONE]
 
 A chunk brings the tokens of one piece of news of one choice; its last chunk also why it ended. In
 mode "tokens", where no logprobs are told, a chunk is the encoding of `GenerateChunk` around the new
@@ -27,6 +27,7 @@ from gateway.output.events import Content, Delta, Event, Finished
 from gateway.served import ServedModel
 from gateway.text.logprobs import chat_logprobs, prompt_chances, shown
 from gateway.text.tokenizer import Tokenizer
+from gateway.timings import told_timings
 from gateway.tokens.generate_schema import GenerateBody
 from gateway.tokens.generated import (
     ChosenToken,
@@ -160,6 +161,7 @@ def whole_response(answer: Answer, fold: Fold, telling: Telling) -> bytes:
         "kv_transfer_params": handing.told(answer),
         "ignored_params": telling.ignored_params,
         "choices": parts,
+        **told_timings(answer),
     }
     kind = GenerateTextResponse if telling.tells_text else GenerateResponse
     return encode(kind(**fields))
@@ -217,11 +219,10 @@ class GenerateStream:
             self._write(self._chunk(choice, delta, is_last=isinstance(last, Finished)))
 
     def end(self) -> None:
-        last = b""
+        more = told_timings(self._answer)
         if self._telling.body.includes_usage:
-            last = self._frame(
-                [], usage=usage_of(self._answer), kv_transfer_params=None, **self._identity()
-            )
+            more |= {"usage": usage_of(self._answer), "kv_transfer_params": None}
+        last = self._frame([], **more, **self._identity()) if more else b""
         self._write(last + sse.DONE)
         self._finish()
 

@@ -19,6 +19,7 @@ from gateway.openai.told import (
     PromptTokensDetails,
     TokenChance,
 )
+from gateway.timings import Timings
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -100,6 +101,7 @@ class GenerateResponse(
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     ignored_params: list[str] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     choices: list[GeneratedChoice]
 
 
@@ -125,6 +127,7 @@ class GenerateChunk(
     prompt_token_ids: list[int] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
     ignored_params: list[str] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     choices: list[GeneratedChoice]
 
 

@@ -1,0 +1,121 @@
+"""`timings`: told by every API, whole and in a stream, to whoever asks and to nobody else; they are
+what the engine said, in milliseconds, and what the gateway measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+
+from gateway.timings import Timings
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import events_of
+from tests.support.scripted_engine import ScriptedEngine, says
+
+HI = [{"role": "user", "content": "hi"}]
+TEXT = "Hello, world!"
+NUM_TOKENS = len(TEXT) + 1
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/messages": {"messages": HI, "max_tokens": 99},
+    "/v1/responses": {"input": "hi", "store": False},
+    "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
+    with ScriptedEngine(address, script=lambda generate: says(TEXT)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address, response_store="none") as gateway:
+        yield gateway.await_ready()
+
+
+def last_typed(response: requests.Response) -> list[dict[str, Any]]:
+    """The events of a stream whose events have names."""
+    lines = response.content.decode().splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+
+def of_messages(response: requests.Response) -> dict[str, Any]:
+    (delta,) = [event for event in last_typed(response) if event["type"] == "message_delta"]
+    return delta
+
+
+def of_responses(response: requests.Response) -> dict[str, Any]:
+    whole: dict[str, Any] = last_typed(response)[-1]["response"]
+    return whole
+
+
+def of_chunks(response: requests.Response) -> dict[str, Any]:
+    chunk: dict[str, Any] = events_of(response.content)[-1]
+    return chunk
+
+
+LAST: dict[str, Callable[[requests.Response], dict[str, Any]]] = {
+    "/v1/messages": of_messages,
+    "/v1/responses": of_responses,
+}
+
+
+def asked(gateway: GatewayProcess, path: str, **more: Any) -> dict[str, Any]:
+    """Where timings would be told."""
+    response = gateway.post(path, {**BODIES[path], **more})
+    assert response.status_code == 200, response.text
+    if more.get("stream"):
+        return LAST.get(path, of_chunks)(response)
+    body: dict[str, Any] = response.json()
+    return body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_every_api_tells_whole_and_in_a_stream(
+    gateway: GatewayProcess, path: str, stream: bool
+) -> None:
+    told = msgspec.convert(asked(gateway, path, timings=True, stream=stream)["timings"], Timings)
+    assert (told.queue_ms, told.prompt_ms, told.predicted_ms) == (250, 500, 2000)
+    assert told.predicted_n == NUM_TOKENS
+    assert told.predicted_per_second == (NUM_TOKENS - 1) / 2
+    assert told.cache_n == 2
+    assert told.prompt_n > 0
+    assert told.grammar_ms == told.preempted_ms == told.fetch_ms == 0
+    assert 0 < told.detokenize_ms < told.total_ms
+    assert told.first_token_ms is not None
+    assert 0 <= told.tokenize_ms < told.first_token_ms <= told.total_ms
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_nobody_is_told_who_has_not_asked(gateway: GatewayProcess, path: str) -> None:
+    assert "timings" not in asked(gateway, path)
+    assert "timings" not in asked(gateway, path, stream=True)
+
+
+def test_they_come_with_the_usage_where_both_are_asked_for(gateway: GatewayProcess) -> None:
+    for path in ("/v1/chat/completions", "/inference/v1/generate"):
+        options = {"include_usage": True}
+        last = asked(gateway, path, timings=True, stream=True, stream_options=options)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == last["timings"]["predicted_n"]
+
+
+def test_tokens_of_all_choices_are_counted(gateway: GatewayProcess) -> None:
+    told = asked(gateway, "/v1/chat/completions", timings=True, n=3)["timings"]
+    assert told["predicted_n"] == 3 * NUM_TOKENS
+    assert told["predicted_per_second"] == 3 * (NUM_TOKENS - 1) / 2
+
+
+def test_what_is_no_flag_is_refused(gateway: GatewayProcess) -> None:
+    response = gateway.post("/v1/completions", {"prompt": "x", "timings": "yes"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "timings"
