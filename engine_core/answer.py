@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import astuple
+
 from engine_core.outcome import Outcome, failure_of
 from engine_core.request import Request
 from protocol.errors import ServingError
-from protocol.messages import FinishReason, Output, TokenLogprobs, Usage
+from protocol.messages import FinishReason, Output, RequestView, TokenLogprobs, Usage
 from protocol.model_card import ModelCard
 
 
@@ -141,3 +143,21 @@ def _stop_token(request: Request, model: ModelCard) -> int | None:
     token = request.tokens[-1]
     is_end = token in request.stop_ids or token in model.eos_token_ids
     return token if is_end else None
+
+
+def seen(request: Request) -> RequestView:
+    """As others may see it. Who its client is, the loop knows."""
+    times = request.watch.times()
+    return RequestView(
+        name=request.name,
+        account=request.account.name if request.account is not None else "",
+        stage=request.watch.stage,
+        age_s=sum(astuple(times)),
+        decode_s=times.decode_s,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.num_cached,
+        computed_tokens=request.num_computed,
+        generated_tokens=request.num_generated,
+        most_tokens=request.end - request.prompt_tokens,
+        preemptions=request.num_preemptions,
+    )

@@ -11,6 +11,7 @@ class Clients:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._heard: dict[bytes, float] = {}
+        self._names: dict[bytes, str] = {}
 
     def __len__(self) -> int:
         return len(self._heard)
@@ -21,9 +22,14 @@ class Clients:
     def all(self) -> list[bytes]:
         return list(self._heard)
 
-    def greet(self, client: bytes, now: float) -> None:
+    def greet(self, client: bytes, now: float, name: str = "") -> None:
         """It said Hello: known from now on."""
         self._heard[client] = now
+        self._names[client] = name
+
+    def name_of(self, client: bytes) -> str:
+        """As it said; "" of one that is not known."""
+        return self._names.get(client, "")
 
     def hear(self, client: bytes, now: float) -> None:
         """It said something; a client that never said Hello stays unknown."""
@@ -32,10 +38,11 @@ class Clients:
 
     def drop(self, client: bytes) -> None:
         self._heard.pop(client, None)
+        self._names.pop(client, None)
 
     def expire(self, now: float) -> list[bytes]:
         """Forget, and name, those whose lease has run out."""
         gone = [client for client, heard in self._heard.items() if now - heard > self._lease_s]
         for client in gone:
-            del self._heard[client]
+            self.drop(client)
         return gone

@@ -3,7 +3,7 @@
     add(client, Generate)   -> Accepted or Refused, at once; None: its grammar is a job to be done
     settle(Compiled)        -> what became of such a job: Accepted or Refused for all who waited
     abort(client, numbers)  -> the ends of those that were open
-    abort_named(names)      -> the ends of those that have one of these labels, and which names
+    abort_named(names)      -> the ends of those that are called so, and which names
     plan()                  -> the next StepPlan, or None if there is nothing to compute
     masks()                 -> what the plan's masked rows may say, while it is being computed
     commit(StepResult)      -> news per client
@@ -27,10 +27,10 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from engine_core.accounts import Accounts
-from engine_core.answer import NOTHING, Taken, end_of, news_of, take
+from engine_core.answer import NOTHING, Taken, end_of, news_of, seen, take
 from engine_core.block_hash import ContentHashes
 from engine_core.block_pool import BlockPool
 from engine_core.door import Door
@@ -63,6 +63,7 @@ from protocol.messages import (
     Output,
     Outputs,
     Refused,
+    RequestView,
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats
@@ -162,9 +163,9 @@ class Engine:
     def abort_named(
         self, names: Iterable[str]
     ) -> tuple[dict[bytes, list[Output]], dict[str, bool]]:
-        """End every request that has one of these labels: what to tell the client of each, and
-        whether any had it, by name. Two names of one request are both known."""
-        found = {name: self._open.labelled(name) for name in names}
+        """End every request that is called so: what to tell the client of each, and whether any
+        was, by name. Two names of one request are both known."""
+        found = {name: self._open.named(name) for name in names}
         ends: dict[bytes, list[Output]] = {}
         for request in dict.fromkeys(chain.from_iterable(found.values())):
             ends.setdefault(request.client, []).append(self._end(request, "abort"))
@@ -363,10 +364,25 @@ class Engine:
 
     # ---- what others may know
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    @property
+    def names(self) -> list[str]:
+        """One of each request that is open: `abort_named` knows them."""
+        return [request.name for request in self._open]
+
+    def view(self, most: int) -> list[tuple[bytes, RequestView]]:
+        """(client, request) of the `most` that have been open for longest."""
+        return [(request.client, seen(request)) for request in islice(self._open, max(0, most))]
+
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
         scheduler, leases = self._scheduler, self._exchange.leases
         fetches, tiers = self._exchange.fetches, self._exchange.tiers
         return EngineStats(
+            draining=self.is_draining,
             running=sum(request.slot is not None for request in self._open),
             waiting=self._door.num_waiting,
             waiting_tokens=scheduler.waiting.tokens,

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 
 import zmq
+from msgspec.structs import replace
 
 from engine_core.clients import Clients
 from engine_core.engine import Engine
@@ -39,6 +40,7 @@ from protocol.messages import (
     Hello,
     KeepKV,
     Limits,
+    Look,
     Message,
     Outputs,
     Ping,
@@ -47,6 +49,7 @@ from protocol.messages import (
     Refused,
     ReleaseKV,
     ToEngine,
+    View,
     Welcome,
 )
 from protocol.model_card import ModelCard
@@ -168,12 +171,14 @@ class Loop:
                     self._drop(client)  # it begins anew: what it had open it has forgotten
                 else:
                     log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
-                self._clients.greet(client, now)
+                self._clients.greet(client, now, message.name)
                 self._welcome(client)
             case Generate():
                 self._generate(client, message)
             case Profile():
                 self._profile(client, message)
+            case Look():
+                self._tell(client, self._view(message, now))
             case Abort(requests=requests):
                 self._profiling.leave(client, requests)
                 if self._engine is not None:
@@ -227,6 +232,8 @@ class Loop:
         """Those whose requests end hear it first, so an answer that says so is true."""
         found = dict.fromkeys(message.names, False)
         if self._engine is not None:
+            if message.everything:
+                found = dict.fromkeys(self._engine.names, False)
             ends, found = self._engine.abort_named(found)
             for owner, outputs in ends.items():
                 self._tell(owner, Outputs(step=0, outputs=outputs))
@@ -395,9 +402,22 @@ class Loop:
     # ---- the engine's own state
 
     def _drain(self) -> None:
+        """Everybody hears of it now, not with the next heartbeat, and sends us nothing new."""
         self._is_draining = True
         if self._engine is not None:
             self._engine.drain()
+            for client in self._clients.all():
+                self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
+
+    def _view(self, asked: Look, now: float) -> View:
+        rows = [] if self._engine is None else self._engine.view(asked.most)
+        return View(
+            request=asked.request,
+            now_s=now,
+            stats=self._stats(),
+            num_open=0 if self._engine is None else self._engine.num_open,
+            rows=[replace(row, client=self._clients.name_of(owner)) for owner, row in rows],
+        )
 
     def _stats(self) -> EngineStats:
         if self._engine is None:

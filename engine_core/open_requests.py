@@ -7,10 +7,15 @@ open.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 from engine_core.request import Request
+
+MAX_DIGITS = 20
+"""A number of a request has no more; what has, is none."""
+_HEX = re.compile(r"([0-9a-f]{2})+")
 
 
 class OpenRequests:
@@ -52,8 +57,15 @@ class OpenRequests:
     def of(self, client: bytes) -> list[Request]:
         return [request for request in self if request.client == client]
 
-    def labelled(self, label: str) -> list[Request]:
-        return list(self._by_label.get(label, ()))
+    def named(self, name: str) -> list[Request]:
+        """Those that have this label, or this name."""
+        if name in self._by_label:
+            return list(self._by_label[name])
+        client, _, number = name.partition(".")
+        if not (_HEX.fullmatch(client) and number.isascii() and number.isdecimal()):
+            return []
+        found = self.find(bytes.fromhex(client), int(number[:MAX_DIGITS]))
+        return [] if found is None or found.labels else [found]
 
     def num_of(self, account: str) -> int:
         return self._by_account[account]

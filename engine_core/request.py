@@ -166,6 +166,11 @@ class Request:
         return self.share.served + self.lead
 
     @property
+    def name(self) -> str:
+        """By which anybody may abort it: its first label, or its client and number."""
+        return self.labels[0] if self.labels else f"{self.client.hex()}.{self.number}"
+
+    @property
     def num_ahead(self) -> int:
         """Tokens that will be known when all plans that are out have been committed."""
         return len(self.tokens) + self.num_pending

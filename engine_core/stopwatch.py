@@ -59,6 +59,11 @@ class Stopwatch:
         self._has_spoken = True
         self.enter(self._stage)
 
+    @property
+    def stage(self) -> str:
+        """Which of the Times grows now, without its unit; "" when it is over."""
+        return "" if self._stage is None else self._stage.value.removesuffix("_s")
+
     def times(self) -> Times:
         """So far."""
         self.enter(self._stage)

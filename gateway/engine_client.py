@@ -25,7 +25,7 @@ from gateway.backlog import as_told
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey
-from protocol.errors import EngineNotReady, ServingError, WireError, error_from
+from protocol.errors import Draining, EngineNotReady, ServingError, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.messages import (
     Aborted,
@@ -45,6 +45,7 @@ from protocol.messages import (
     ReleaseKV,
     ToClient,
     ToEngine,
+    View,
     Welcome,
 )
 from protocol.model_card import ModelCard
@@ -54,7 +55,7 @@ from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-Report = Accepted | Refused | Output | Aborted | Profiled
+Report = Accepted | Refused | Output | Aborted | Profiled | View
 Subscriber = Callable[[Report], None]
 
 MAX_MESSAGES_PER_CALLBACK = 512
@@ -211,7 +212,11 @@ class EngineClient:
 
     def trouble(self) -> ServingError | None:
         """Why no request can be opened now; None where one can."""
-        return None if self.session.is_ready else self.session.trouble
+        if not self.session.is_ready:
+            return self.session.trouble
+        if self.stats is not None and self.stats.draining:
+            return Draining("it finishes what it has, and takes nothing new")
+        return None
 
     @property
     def lines(self) -> list[Line]:

@@ -74,6 +74,7 @@ def engine_series(
 _UP = "1 while the engine takes requests"
 _USAGE = "Of all KV blocks, the share that requests or leases hold"
 _GAUGES = {
+    "draining": "1 while the engine takes nothing new",
     "running": "Requests that hold a slot",
     "waiting": "Requests that wait for a slot",
     "waiting_tokens": "Prompt tokens of the requests that wait",

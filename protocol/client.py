@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,16 +32,19 @@ from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_fro
 from protocol.grammar import Grammar
 from protocol.messages import (
     Aborted,
+    AbortNamed,
     Accepted,
     Drain,
     Hello,
     Limits,
+    Look,
     Output,
     Ping,
     Profiled,
     Refused,
     ToClient,
     ToEngine,
+    View,
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -167,18 +170,34 @@ class Engine:
         self._wake()
         return Generation(message.request, news, self._abort)
 
-    def abort_named(self, names: Sequence[str]) -> Aborted:
-        """End every request that has one of these labels, whichever client asked for it.
+    def abort_named(self, names: Sequence[str], *, everything: bool = False) -> Aborted:
+        """End every request that is called so (a label, or its name in a View), or all there are,
+        whichever client asked for it.
 
         Raises EngineError where there is no engine, or it is lost before it has answered.
         """
+        report = self._ask(lambda: self._session.abort_named(names, everything=everything))
+        assert isinstance(report, Aborted)
+        return report
+
+    def look(self, most: int = 100) -> View:
+        """What the engine does now, with `most` of the requests that have been open for longest.
+
+        Raises EngineError where there is no engine, or it is lost before it has answered.
+        """
+        report = self._ask(lambda: self._session.look(most))
+        assert isinstance(report, View)
+        return report
+
+    def _ask(self, message_of: Callable[[], AbortNamed | Look]) -> Any:
+        """A question that the engine answers at once: its answer. Raises what it says instead."""
         with self._lock:
-            message = self._session.abort_named(names)
+            message = message_of()
             news = self._queues[message.request] = queue.SimpleQueue()
             self._outbox.append(message)
         self._wake()
         report = news.get()
-        if isinstance(report, Aborted):
+        if isinstance(report, Aborted | View):
             return report
         raise error_from(report.error)
 

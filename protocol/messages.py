@@ -100,14 +100,16 @@ class Abort(Message, frozen=True, kw_only=True):
 
 
 class AbortNamed(Message, frozen=True, kw_only=True):
-    """Client -> engine. Stop every request that has one of these as a label, whoever asked for it;
-    each ends with finish="abort". Answered by Aborted.
+    """Client -> engine. Stop every request that has one of these as a label, or is called so in a
+    View, whoever asked for it; each ends with finish="abort". Answered by Aborted.
 
-    request    the client's number for this, as for a Generate
+    request     the client's number for this, as for a Generate
+    everything  stop all that is open, of every client; `names` do not matter
     """
 
     request: int
-    names: list[str]
+    names: list[str] = []
+    everything: bool = False
 
 
 class KeepKV(Message, frozen=True, kw_only=True):
@@ -135,6 +137,18 @@ class Profile(Message, frozen=True, kw_only=True):
     request: int
     steps: int
     directory: str
+
+
+class Look(Message, frozen=True, kw_only=True):
+    """Client -> engine. What is it that you do? Answered by View. An engine that nobody looks at
+    spends nothing on it.
+
+    request   the client's number for this, as for a Generate
+    most      rows, at most: of the requests that have been open for longest
+    """
+
+    request: int
+    most: int = 100
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -204,6 +218,46 @@ class Aborted(Message, frozen=True, kw_only=True):
     request: int
     aborted: list[str] = []
     unknown: list[str] = []
+
+
+class RequestView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One open request, as others may see it: neither its words nor its tokens.
+
+    name             what to call it in AbortNamed: its first label, which its own client was told
+    client           its client's name, as of Hello
+    account          who pays for it
+    stage            the part of Times that grows now, without its unit: "queued", "decode", ...
+    age_s            since it came;  decode_s: being computed since its first token
+    computed_tokens  of prompt and answer: those whose K/V is there
+    most_tokens      the length of its answer, at most
+    """
+
+    name: str
+    client: str = ""
+    account: str = ""
+    stage: str = ""
+    age_s: float = 0.0
+    decode_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    most_tokens: int = 0
+    preemptions: int = 0
+
+
+class View(Message, frozen=True, kw_only=True):
+    """Engine -> client, answering Look.
+
+    now_s      seconds of the engine's clock: rates are differences of counters by it
+    num_open   requests, of which `rows` are the oldest
+    """
+
+    request: int
+    now_s: float
+    stats: EngineStats
+    num_open: int = 0
+    rows: list[RequestView] = []
 
 
 class Profiled(Message, frozen=True, kw_only=True):
@@ -327,6 +381,16 @@ class Gone(Message, frozen=True, kw_only=True):
 
 
 ToEngine = (
-    Hello | Generate | Abort | AbortNamed | KeepKV | ReleaseKV | Profile | Drain | Ping | Goodbye
+    Hello
+    | Generate
+    | Abort
+    | AbortNamed
+    | KeepKV
+    | ReleaseKV
+    | Profile
+    | Look
+    | Drain
+    | Ping
+    | Goodbye
 )
-ToClient = Welcome | Accepted | Refused | Aborted | Profiled | Outputs | Freed | Pong | Gone
+ToClient = Welcome | Accepted | Refused | Aborted | Profiled | View | Outputs | Freed | Pong | Gone

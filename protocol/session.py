@@ -33,6 +33,7 @@ from protocol.messages import (
     Goodbye,
     Hello,
     Limits,
+    Look,
     Output,
     Outputs,
     Ping,
@@ -42,6 +43,7 @@ from protocol.messages import (
     Refused,
     ToClient,
     ToEngine,
+    View,
     Welcome,
 )
 from protocol.model_card import ModelCard
@@ -51,13 +53,14 @@ from protocol.stats import EngineStats
 PING_EVERY_S = 1.0
 LEASE_S = 4.0
 
-News = tuple[int, Accepted | Refused | Output | Aborted | Profiled]
+News = tuple[int, Accepted | Refused | Output | Aborted | Profiled | View]
 """(request, what happened to it)"""
 
 Answers = tuple[type, ...]
 GENERATED: Answers = (Accepted, Refused, Output)
 ABORTED: Answers = (Aborted,)
 PROFILED: Answers = (Profiled, Refused)
+SEEN: Answers = (View,)
 
 
 class Session:
@@ -117,14 +120,15 @@ class Session:
         self.open[message.request] = GENERATED
         return message
 
-    def abort_named(self, names: Sequence[str]) -> AbortNamed:
-        """The message that ends requests by their labels, whose ever they are. It opens a request
-        of its own, whose only news is an Aborted; or, with the engine, it is lost as any other.
+    def abort_named(self, names: Sequence[str], *, everything: bool = False) -> AbortNamed:
+        """The message that ends requests by their names, or all, whose ever they are. It opens a
+        request of its own, whose only news is an Aborted; or, with the engine, it is lost as any
+        other.
 
         Raises EngineNotReady or EngineLost when there is no engine.
         """
         self._check_ready()
-        message = AbortNamed(request=self._next_request, names=list(names))
+        message = AbortNamed(request=self._next_request, names=list(names), everything=everything)
         self._next_request += 1
         self.open[message.request] = ABORTED
         return message
@@ -135,6 +139,14 @@ class Session:
         message = Profile(request=self._next_request, steps=steps, directory=directory)
         self._next_request += 1
         self.open[message.request] = PROFILED
+        return message
+
+    def look(self, most: int) -> Look:
+        """The message that asks what the engine does. As `abort_named`, but its news is a View."""
+        self._check_ready()
+        message = Look(request=self._next_request, most=most)
+        self._next_request += 1
+        self.open[message.request] = SEEN
         return message
 
     def abort(self, request: int) -> Abort | None:
@@ -167,8 +179,8 @@ class Session:
                 # Greeting it anew makes it forget all of that.
                 self._said_at = float("-inf")
                 return self._lose(f"the engine did not understand this client: {error.message}")
-            case Refused(request=request) | Aborted(request=request) | Profiled(request=request):
-                return self._end(request, message)
+            case Refused() | Aborted() | Profiled() | View():
+                return self._end(message)
             case Freed():
                 return []  # of requests that have ended
             case Welcome():
@@ -215,11 +227,11 @@ class Session:
                     del self.open[output.request]
         return news
 
-    def _end(self, request: int, report: Refused | Aborted | Profiled) -> list[News]:
-        if not self._is_answer(request, report):
+    def _end(self, report: Refused | Aborted | Profiled | View) -> list[News]:
+        if not self._is_answer(report.request, report):
             return []
-        del self.open[request]
-        return [(request, report)]
+        del self.open[report.request]
+        return [(report.request, report)]
 
     def _is_answer(self, request: int, report: object) -> bool:
         return isinstance(report, self.open.get(request, ()))

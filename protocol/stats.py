@@ -8,6 +8,7 @@ import msgspec
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A snapshot of one engine. Counters (`num_*` below the line) only grow within an epoch."""
 
+    draining: bool = False  # what is new is refused
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tools import chat, doctor, engine, key, keys, models, profile, serve, status
+from tools import abort, chat, doctor, drain, engine, key, keys, models, profile, serve, status
 from tools.bench import command as bench
 from tools.bench import step as bench_step
 from tools.failure import Failure
 from tools.flags import OneLineParser
+from tools.top import command as top
 
 DESCRIPTION = (
     "Tidegate serves language models: on a plain CPU with one command, over the OpenAI API."
@@ -29,6 +30,7 @@ a first minute:
   tidegate serve                  fetch the default model, start, say where it listens
   tidegate chat                   in another terminal: talk to it
   tidegate status                 is it ready, what is running
+  tidegate top                    watch what it does
   tidegate doctor                 if something is not as it should be
   tidegate bench                  how fast it answers, and how many
   tidegate models                 which models it knows by name, and where they are kept
@@ -38,14 +40,14 @@ each command explains itself: tidegate serve --help
 
 
 def parser() -> argparse.ArgumentParser:
-    top = OneLineParser(
+    whole = OneLineParser(
         prog="tidegate",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
+    whole.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")
+    commands = whole.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
 
     def command(
         name: str, summary: str, description: str = "", examples: str = ""
@@ -62,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
         (serve, command("serve", "start a server", serve.DESCRIPTION, serve.EXAMPLES)),
         (chat, command("chat", "talk to a server", chat.DESCRIPTION, chat.EXAMPLES)),
         (status, command("status", "show whether a server is ready and what it does")),
+        (top, command("top", "watch an engine", top.DESCRIPTION, top.EXAMPLES)),
+        (abort, command("abort", "end requests", abort.DESCRIPTION, abort.EXAMPLES)),
+        (drain, command("drain", "let an engine finish", drain.DESCRIPTION, drain.EXAMPLES)),
         (
             engine,
             command(
@@ -95,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
         tool.add_arguments(made)
         made.set_defaults(run=tool.run)
     command("models", "list the models known by name").set_defaults(run=models.run)
-    return top
+    return whole
 
 
 def _commands(arguments: Sequence[str]) -> list[str]:

@@ -7,7 +7,6 @@ a server with engines of two kinds, which may be elsewhere, only the gateway kno
 from __future__ import annotations
 
 import argparse
-import time
 from http import HTTPStatus
 from typing import Any
 
@@ -15,7 +14,8 @@ import msgspec
 
 from protocol.client import Engine
 from protocol.config import GatewayConfig
-from protocol.errors import EngineNotReady
+from protocol.errors import EngineError
+from protocol.messages import Limits
 from protocol.sockets import engine_address, run_directory
 from protocol.stats import EngineStats
 from tools.failure import Failure
@@ -24,7 +24,6 @@ from tools.run_lock import holder
 from tools.web import Server, local_url
 
 WAIT_S = 3.0
-LOOK_EVERY_S = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             flag.name, default=flag.default, type=flag.read, metavar=flag.metavar, help=flag.help
         )
+    parser.add_argument("--json", action="store_true", help="print it as one JSON line")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,20 +44,60 @@ def run(options: argparse.Namespace) -> int:
         raise Failure(f"no server runs on port {options.port}; start one: tidegate serve")
     answer = Server(local_url(options.host, options.port)).get("/readyz", timeout_s=WAIT_S)
     status, body = answer or (None, b"")
-    print(f"server   pid {pid}")
-    print(f"http     {_http(status)}")
-    is_ready = status == HTTPStatus.OK
-    several = _several(body)
-    if several:
-        print("\n".join(_one_of_several(role, state) for role, state in several))
-        return 0 if is_ready and all(state["ready"] for _, state in several) else 1
+    looked = _look(pid, status, body, engine_address(options.port))
+    print(msgspec.json.encode(looked).decode() if options.json else _told(looked))
+    return 0 if looked.ready else 1
+
+
+class Looked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one look has found; `--json` prints it.
+
+    http      status of /readyz; None: it does not answer
+    engines   of a server that has several: role, and what /readyz says of each
+    why       the engine cannot be asked
+    """
+
+    pid: int
+    ready: bool
+    http: int | None
+    engines: list[tuple[str, dict[str, Any]]] = []
+    why: str | None = None
+    model: str | None = None
+    architecture: str | None = None
+    dtype: str | None = None
+    limits: Limits | None = None
+    stats: EngineStats | None = None
+
+
+def _look(pid: int, http: int | None, body: bytes, address: str) -> Looked:
+    is_ready = http == HTTPStatus.OK
+    if several := _several(body):
+        is_ready = is_ready and all(state["ready"] for _, state in several)
+        return Looked(pid=pid, ready=is_ready, http=http, engines=several)
     try:
-        with Engine(engine_address(options.port), name="status", wait_s=WAIT_S) as engine:
-            print(_engine(engine, _stats(engine)))
-    except EngineNotReady as error:
-        print(f"engine   not ready: {error}")
-        return 1
-    return 0 if is_ready else 1
+        with Engine(address, name="status", wait_s=WAIT_S) as engine:
+            return Looked(
+                pid=pid,
+                ready=is_ready,
+                http=http,
+                model=engine.model.name,
+                architecture=engine.model.architecture,
+                dtype=engine.model.dtype,
+                limits=engine.limits,
+                stats=engine.look(0).stats,
+            )
+    except EngineError as error:
+        return Looked(pid=pid, ready=False, http=http, why=str(error))
+
+
+def _told(looked: Looked) -> str:
+    lines = [f"server   pid {looked.pid}", f"http     {_http(looked.http)}"]
+    lines += [_one_of_several(role, state) for role, state in looked.engines]
+    if looked.why is not None:
+        lines.append(f"engine   not ready: {looked.why}")
+    if looked.stats is not None and looked.limits is not None:
+        lines.append(_engine(looked, looked.limits, looked.stats))
+    return "\n".join(lines)
 
 
 def _several(body: bytes) -> list[tuple[str, dict[str, Any]]]:
@@ -79,25 +119,18 @@ def _one_of_several(role: str, state: dict[str, Any]) -> str:
     )
 
 
-def _stats(engine: Engine) -> EngineStats:
-    """The first heartbeat's; before it, all is zero, which no engine with a cache can be."""
-    give_up = time.monotonic() + WAIT_S
-    while engine.stats.total_blocks == 0 and time.monotonic() < give_up:
-        time.sleep(LOOK_EVERY_S)
-    return engine.stats
-
-
 def _http(status: int | None) -> str:
     if status is None:
         return "does not answer"
     return "ready" if status == HTTPStatus.OK else f"not ready (status {status})"
 
 
-def _engine(engine: Engine, stats: EngineStats) -> str:
+def _engine(looked: Looked, limits: Limits, stats: EngineStats) -> str:
     used = stats.total_blocks - stats.free_blocks
+    draining = "\nengine   draining: it takes nothing new" if stats.draining else ""
     return f"""\
-model    {engine.model.name} ({engine.model.architecture}, {engine.model.dtype})
-running  {stats.running} of {engine.limits.max_slots}
+model    {looked.model} ({looked.architecture}, {looked.dtype})
+running  {stats.running} of {limits.max_slots}
 waiting  {stats.waiting} ({stats.waiting_tokens} tokens)
-blocks   {used} of {stats.total_blocks} hold tokens ({engine.limits.block_tokens} tokens each)
-clients  {stats.clients}"""
+blocks   {used} of {stats.total_blocks} hold tokens ({limits.block_tokens} tokens each)
+clients  {stats.clients}{draining}"""

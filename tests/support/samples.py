@@ -59,6 +59,7 @@ from protocol.messages import (
     Hello,
     KeepKV,
     Limits,
+    Look,
     Message,
     Output,
     Outputs,
@@ -68,9 +69,11 @@ from protocol.messages import (
     Profiled,
     Refused,
     ReleaseKV,
+    RequestView,
     Times,
     TokenLogprobs,
     Usage,
+    View,
     Welcome,
 )
 from protocol.model_card import ModelCard, SamplingDefaults
@@ -144,6 +147,7 @@ CARD = ModelCard(
 )
 ERROR = ErrorInfo(code="overloaded", message="later", param="prompt", retry_after_s=2.5)
 STATS = EngineStats(
+    draining=True,
     running=1,
     waiting=2,
     waiting_tokens=3,
@@ -213,10 +217,11 @@ MESSAGES: list[Message] = [
         is_first=False,
     ),
     Abort(requests=[1, 2]),
-    AbortNamed(request=3, names=["7", "8"]),
+    AbortNamed(request=3, names=["7", "8"], everything=True),
     KeepKV(handles=["aGFuZGxl"]),
     ReleaseKV(handles=["aGFuZGxl"]),
     Profile(request=4, steps=20, directory="/var/tmp/traces"),
+    Look(request=5, most=20),
     Drain(),
     Ping(),
     Goodbye(),
@@ -264,6 +269,28 @@ MESSAGES: list[Message] = [
                 ),
                 error=ERROR,
                 kv_handle="aGFuZGxl",
+            )
+        ],
+    ),
+    View(
+        request=5,
+        now_s=1000.5,
+        stats=STATS,
+        num_open=2,
+        rows=[
+            RequestView(
+                name="cmpl-7",
+                client="gateway-42",
+                account="alice",
+                stage="decode",
+                age_s=2.5,
+                decode_s=1.5,
+                prompt_tokens=20,
+                cached_tokens=16,
+                computed_tokens=29,
+                generated_tokens=10,
+                most_tokens=64,
+                preemptions=1,
             )
         ],
     ),

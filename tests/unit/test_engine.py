@@ -11,7 +11,7 @@ from engine_core.admission import new_request
 from engine_core.request import NEXT_PHASE, Event, Phase
 from engine_core.stopwatch import Clock
 from protocol.arrays import Float32, Int32
-from protocol.messages import Generate, Refused
+from protocol.messages import Account, Generate, Refused, RequestView
 from protocol.steps import Logprobs, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, a_card, answer, next_token
 
@@ -386,3 +386,42 @@ def some_logprobs(count: int) -> Logprobs:
         top_ids=Int32.of([], (count, 0)),
         top_logprobs=Float32.of([], (count, 0)),
     )
+
+
+def test_a_view_tells_of_each_request_what_others_may_know() -> None:
+    bench = Bench(token_budget=64, max_slots=1, prefix_cache=False)
+    account = Account(name="alice")
+    bench.engine.tick(10.0)
+    bench.add([5, 6, 7], labels=["chat-1"], account=account, max_tokens=9, ignore_eos=True)
+    bench.add([5, 6], client=b"\x01other")
+    bench.step()
+    bench.engine.tick(12.0)
+    bench.step()
+    (mine, first), (theirs, second) = bench.engine.view(10)
+    assert (mine, theirs) == (CLIENT, b"\x01other")
+    assert first == RequestView(
+        name="chat-1",
+        account="alice",
+        stage="decode",
+        age_s=2.0,
+        decode_s=2.0,
+        prompt_tokens=3,
+        computed_tokens=4,
+        generated_tokens=2,
+        most_tokens=9,
+    )
+    assert (second.name, second.stage) == ("016f74686572.2", "queued")
+    assert [row for _, row in bench.engine.view(1)] == [first]
+    assert bench.engine.view(0) == bench.engine.view(-1) == []
+
+
+def test_a_request_without_labels_is_aborted_by_the_name_that_a_view_tells() -> None:
+    bench = Bench()
+    number = bench.add([5, 6], client=b"\x01\x02", ignore_eos=True)
+    labelled = bench.add([5, 6], client=b"\x01\x02", labels=["x"], ignore_eos=True)
+    assert bench.engine.names == ["0102.1", "x"]
+    strange = ["0102.3", "0102.", ".1", "zz.1", "012.1", "0102.x", "0102.٣", "0102." + "9" * 5000]
+    assert not any(bench.abort_named("0102.2", *strange).values()), "of one that has a label, too"
+    assert bench.abort_named("0102.1") == {"0102.1": True}
+    assert bench.end(number, b"\x01\x02").finish == "abort"
+    assert not bench.news[b"\x01\x02", labelled]

@@ -7,14 +7,10 @@ does what it is for, rightly.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from random import Random
 
 import msgspec
@@ -37,31 +33,15 @@ from protocol.messages import (
 from tests.support.fuzz.frames import BATCH, Frames, Nonsense, batches
 from tests.support.fuzz.outcome import PATIENCE_S, Outcome, watched
 from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import Program, eventually
+from tests.support.processes import eventually
 from tests.support.raw_client import RawClient
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.tiny_engine import tiny_engine
 
 LAST = 1 << 40
 
 
 # ---- the engine
-
-
-@contextmanager
-def tiny_engine() -> Iterator[tuple[Program, str]]:
-    """An engine_core with a real worker and a tiny model, ready; its process and its address."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "run").mkdir(mode=0o700)
-        address = f"ipc://{folder}/run/engine.sock"
-        model = write_tiny_llama(folder, max_position_embeddings=400)
-        worker = {"model": str(model), "dtype": "float32", "poison_slots": "wild", "threads": 1}
-        worker |= {"max_slots": 8, "kv_blocks": 129}
-        config = {"address": address, "max_waiting": 64, "lease_s": 60, "worker": worker}
-        with Program(["-P", "-m", "engine_core", "--config", json.dumps(config)]) as program:
-            Engine(address, wait_s=PATIENCE_S).close()
-            yield program, address
 
 
 def engine_clients(count: int, seed: int) -> Outcome:

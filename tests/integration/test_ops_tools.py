@@ -1,0 +1,192 @@
+"""Tools that speak to a running engine: top, abort, drain. There is no HTTP here at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+import requests
+from msgspec.structs import replace
+
+from protocol.client import Engine
+from protocol.messages import Pong
+from tests.support.gateway_process import GatewayProcess
+from tests.support.processes import ROOT, Program, eventually
+from tests.support.raw_client import RawClient
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.tiny_engine import tiny_engine
+
+TOOL = [sys.executable, "-P", "-m", "tools"]
+HI = [{"role": "user", "content": "hi"}]
+CONTEXT = 65_536
+LONG = {"max_tokens": 60_000, "ignore_eos": True}
+"""Far longer than any test: so many steps take half a minute at the very least."""
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[Program, str]]:
+    with tiny_engine(context_tokens=CONTEXT) as running:
+        yield running
+
+
+def tool(address: str, *words: str, code: int = 0) -> str:
+    command = [*TOOL, *words, "--engine", address]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, ""), done.stderr
+    return done.stdout
+
+
+def busy(client: Engine, count: int) -> list[object]:
+    """Requests that are open for long: more than there are slots."""
+    return [client.generate([3, 4], labels=[f"job-{i}"], **LONG) for i in range(count)]
+
+
+def test_requests_are_seen_aborted_and_let_finish(engine: tuple[Program, str]) -> None:
+    program, address = engine
+    with Engine(address, name="a program") as client:
+        kept = busy(client, 12)
+        told = json.loads(tool(address, "top", "--json", "--every-s", "0.1"))
+        rows = told["view"]["rows"]
+        assert len(rows) == 12
+        assert {row["client"] for row in rows} == {"a program"}
+        assert [row["name"] for row in rows] == [f"job-{i}" for i in range(12)]
+        assert [row["stage"] for row in rows].count("queued") >= 4
+        assert told["limits"]["max_slots"] == 8
+        text = tool(address, "top", "--once", "--every-s", "0.1")
+        assert "slots" in text
+        assert "\x1b" not in text
+        last = rows[-1]["name"]
+        assert tool(address, "abort", last) == f"aborted  {last}\n"
+        assert "no open request" in tool(address, "abort", last, code=1)
+        assert "aborted  job-" in tool(address, "abort", "--all")
+        assert client.look().num_open == 0
+        assert tool(address, "abort", "--all") == "nothing was open\n"
+        del kept
+        answer = client.generate([3], max_tokens=50, ignore_eos=True)
+        assert "draining" in tool(address, "drain", "--wait")
+        assert len(answer.tokens()) == 50, "what was open has finished"
+    assert program.end() == 0
+
+
+def test_all_clients_hear_of_a_drain_at_once(engine: tuple[Program, str]) -> None:
+    program, address = engine
+    watcher = RawClient(address)
+    watcher.greet()
+    with Engine(address) as client:
+        answer = client.generate([3], max_tokens=300, ignore_eos=True)
+        client.drain()
+        told = watcher.hear_all(Pong)
+        assert isinstance(told, Pong)
+        assert told.stats.draining
+        assert len(answer.tokens()) == 300
+    watcher.close()
+    assert program.end() == 0
+
+
+def test_a_gateway_before_an_engine_that_drains_is_not_ready(tmp_path: Path) -> None:
+    with (
+        ScriptedEngine(f"ipc://{tmp_path}/engine") as scripted,
+        GatewayProcess(engine=scripted.address) as gateway,
+    ):
+        gateway.await_ready()
+        scripted.stats = replace(scripted.stats, draining=True)
+        body = gateway.await_status("/readyz", 503).json()
+        assert "takes nothing new" in body["why"]
+        refused = gateway.post("/v1/chat/completions", {"messages": HI})
+        assert refused.status_code == 503
+        scripted.stats = replace(scripted.stats, draining=False)
+        gateway.await_ready()
+        assert requests.get(gateway.url + "/livez", timeout=5).ok
+
+
+class Terminal:
+    """A program at a terminal of its own; `text` is what it wrote."""
+
+    def __init__(self, command: list[str], columns: int, lines: int) -> None:
+        self.text = ""
+        self._ours, theirs = pty.openpty()
+        os.set_blocking(self._ours, False)
+        self._theirs = theirs
+        self.resize(columns, lines)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs)
+
+    def resize(self, columns: int, lines: int) -> None:
+        ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def shows(self, words: str) -> bool:
+        try:
+            self.text += os.read(self._ours, 1 << 20).decode(errors="replace")
+        except BlockingIOError:
+            time.sleep(0.01)
+        return words in self.text
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._theirs)
+        os.close(self._ours)
+
+
+def test_at_a_terminal_it_draws_until_it_is_left_and_leaves_no_trace(
+    engine: tuple[Program, str],
+) -> None:
+    _, address = engine
+    terminal = Terminal([*TOOL, "top", "--engine", address, "--every-s", "60"], 100, 30)
+    try:
+        assert eventually(lambda: terminal.shows("busy"), within_s=60)
+        assert terminal.shows("\x1b[?1049h")
+        terminal.resize(50, 20)
+        terminal.process.send_signal(signal.SIGWINCH)
+        assert eventually(lambda: terminal.shows("promp…"), within_s=60), "drawn anew, to fit"
+        terminal.press(b"q")
+        assert terminal.process.wait(60) == 0
+        assert eventually(lambda: terminal.shows("\x1b[?1049l"))
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["abort"], "name requests, or say --all"),
+        (["abort", "x", "--all"], "name requests, or say --all"),
+        (["top", "--every-s", "0"], "--every-s"),
+        (["top", "--engine", "tcp://a:5600"], "cluster key"),
+        (["top", "--engine", "http://a"], "only ipc"),
+    ],
+)
+def test_a_command_line_that_cannot_be_meant_is_told_in_one_line(
+    words: list[str], complaint: str
+) -> None:
+    done = subprocess.run([*TOOL, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_where_there_is_no_server_it_is_said(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [*TOOL, "top", "--port", "8123"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.returncode == 1
+    assert "no server runs on port 8123" in done.stderr

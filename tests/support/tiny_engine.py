@@ -1,0 +1,32 @@
+"""An engine_core process with a real worker and a tiny model."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from protocol.client import Engine
+from tests.support.processes import Program
+from tests.support.tiny_checkpoint import write_tiny_llama
+
+START_S = 60.0
+
+
+@contextmanager
+def tiny_engine(*, context_tokens: int = 400, **config: Any) -> Iterator[tuple[Program, str]]:
+    """Ready; its process and its address. config: fields of EngineConfig."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run").mkdir(mode=0o700)
+        address = f"ipc://{folder}/run/engine.sock"
+        model = write_tiny_llama(folder, max_position_embeddings=context_tokens)
+        worker = {"model": str(model), "dtype": "float32", "poison_slots": "wild", "threads": 1}
+        worker |= {"max_slots": 8, "kv_blocks": max(129, context_tokens // 16 + 2)}
+        told = {"address": address, "max_waiting": 64, "lease_s": 60, "worker": worker} | config
+        with Program(["-P", "-m", "engine_core", "--config", json.dumps(told)]) as program:
+            Engine(address, wait_s=START_S).close()
+            yield program, address

@@ -1,0 +1,113 @@
+"""`tidegate top` as a picture: what it shows, that it fits, that no name commands a terminal."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from protocol.messages import Limits, RequestView, View
+from protocol.stats import EngineStats
+from tools.printable import clean
+from tools.top.picture import Paper, Scene, age, bar, curve, picture
+from tools.top.rates import Rates, rates
+
+LIMITS = Limits(
+    max_len=512, max_slots=8, block_tokens=16, num_blocks=101, token_budget=64, prefix_cache=True
+)
+INK = re.compile(r"\x1b\[\d+m")
+
+
+def a_view(now_s: float = 10.0, *rows: RequestView, num_open: int | None = None, **stats) -> View:
+    told = EngineStats(**{"running": 2, "total_blocks": 100, "free_blocks": 50, **stats})
+    count = len(rows) if num_open is None else num_open
+    return View(request=1, now_s=now_s, stats=told, num_open=count, rows=list(rows))
+
+
+def a_row(name: str = "chatcmpl-1", **more) -> RequestView:
+    fields = {"client": "gateway-7", "account": "alice", "stage": "decode", "age_s": 2.5}
+    return RequestView(name=name, **{**fields, **more})
+
+
+def drawn(*views: View, **paper) -> list[str]:
+    return picture(Scene("tiny", LIMITS, views), Paper(**paper))
+
+
+def test_rates_are_differences_by_the_engines_own_clock() -> None:
+    before = a_view(10.0, num_generated_tokens=100, num_prompt_tokens=10, num_finished={"stop": 1})
+    now = a_view(
+        12.0,
+        num_generated_tokens=150,
+        num_prompt_tokens=50,
+        num_cached_tokens=30,
+        num_steps=20,
+        num_finished={"stop": 2, "length": 3},
+        busy_s=1.0,
+    )
+    assert rates(before, now) == Rates(
+        tokens_per_s=25.0, steps_per_s=10.0, requests_per_s=2.0, cache_hits=0.75, busy=0.5
+    )
+    assert rates(now, now) == rates(now, before) == Rates()
+
+
+def test_the_picture_says_what_the_engine_does_and_who_waits_for_it() -> None:
+    row = a_row(prompt_tokens=20, cached_tokens=16, generated_tokens=30, decode_s=2.0)
+    view = a_view(11.0, row, waiting=3, waiting_tokens=1234, num_generated_tokens=50)
+    text = "\n".join(drawn(a_view(10.0), view, width=120))
+    assert "\x1b" not in text
+    for words in ("tiny  serving", "2/8", "waiting 3 (1,234 tokens)", "50/100", "50/s answered"):
+        assert words in text
+    (line,) = [line for line in text.splitlines() if "chatcmpl-1" in line]
+    assert line.split() == ["chatcmpl-1", "decode", "2.5", "s", "20", "16", "30/0", "15.0", *END]
+
+
+END = ["alice", "gateway-7"]
+
+
+def test_an_engine_that_drains_or_is_lost_says_so_first() -> None:
+    assert "draining" in drawn(a_view(draining=True))[0]
+    scene = Scene("tiny", LIMITS, [a_view()], "the engine has been silent for 4.0 s")
+    assert "silent for 4.0 s" in picture(scene, Paper())[0]
+
+
+@pytest.mark.parametrize("width", [10, 40, 61, 80, 200])
+@pytest.mark.parametrize("height", [5, 9, 12, 37, 38])
+def test_it_fits_whatever_the_size_is(width: int, height: int) -> None:
+    rows = [a_row("x" * 90, account="y" * 90, client="z" * 90) for _ in range(30)]
+    views = [a_view(s, *rows, num_generated_tokens=s * s, num_draft_tokens=s) for s in range(90)]
+    lines = drawn(*views, width=width, height=height, has_colours=True)
+    assert len(lines) <= height
+    assert max(len(INK.sub("", line)) for line in lines) <= max(width, 40)
+    shown = sum("xxx" in line for line in lines)
+    assert shown == {5: 0, 9: 0, 12: 3, 37: 28, 38: 30}[height]
+    assert height == 5 or (f"and {30 - shown} more" in lines[-1]) == (shown < 30)
+
+
+def test_what_is_not_shown_is_counted() -> None:
+    rows = [a_row(f"r{i}") for i in range(5)]
+    assert drawn(a_view(1.0, *rows, num_open=12))[-1] == "and 7 more"
+    assert "more" not in drawn(a_view(1.0, *rows))[-1]
+
+
+def test_no_name_commands_the_terminal() -> None:
+    evil = "a\x1b[2Jb\rc\x07d\u202ee\u0301f語"
+    assert clean(evil) == "a?[2Jb?c?d?e?f?"
+    lines = drawn(a_view(1.0, a_row(evil, account=evil, client=evil)), width=200)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_bars_and_curves_grow_with_what_they_show() -> None:
+    bars = [bar(share / 80, 10) for share in range(81)]
+    assert (bars[0], bars[40], bars[80]) == ("░" * 10, "█" * 5 + "░" * 5, "█" * 10)
+    assert len(set(bars)) == 81
+    assert {len(each) for each in bars} == {10}
+    assert bar(7.0, 3) == "███"
+    line = curve([1, 2, 3, 4], 3)
+    assert len(line) == 3
+    assert all(a < b for a, b in pairwise(line))
+    assert curve([0, 0], 5) == curve([], 5) == ""
+
+
+def test_ages_are_short() -> None:
+    assert [age(s) for s in (0.04, 99.0, 600.0, 90_000.0)] == ["0.0 s", "99.0 s", "10 min", "25 h"]

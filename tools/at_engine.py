@@ -1,0 +1,52 @@
+"""How tools find an engine: the options that say where it is, and a connection to it.
+
+They speak to the engine itself, so they work when HTTP is down. Who may: whoever can enter the run
+directory, which is its owner alone, or has the cluster's key.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from protocol.client import Engine
+from protocol.config import GatewayConfig
+from protocol.errors import EngineNotReady
+from protocol.sockets import engine_address, run_directory
+from tools.failure import Failure
+from tools.flags import flags_of
+from tools.run_lock import holder
+
+WAIT_S = 3.0
+
+
+def add_port(parser: argparse.ArgumentParser) -> None:
+    (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
+    parser.add_argument(
+        port.name, default=port.default, type=port.read, metavar=port.metavar, help=port.help
+    )
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """--port, or --engine and what that may need."""
+    add_port(parser)
+    parser.add_argument(
+        "--engine",
+        metavar="ADDRESS",
+        help="an engine by its address (ipc://PATH, tcp://HOST:PORT), instead of a port",
+    )
+    parser.add_argument(
+        "--cluster-key", default="", metavar="FILE", help="the key of its cluster, for TCP"
+    )
+
+
+def connect(options: argparse.Namespace, name: str) -> Engine:
+    """Raises Failure where there is none, or it is not ready."""
+    if options.engine is None and holder(run_directory(options.port)) is None:
+        raise Failure(f"no server runs on port {options.port}; start one: tidegate serve")
+    address = options.engine or engine_address(options.port)
+    try:
+        return Engine(address, name=name, wait_s=WAIT_S, cluster_key=options.cluster_key)
+    except EngineNotReady as error:
+        raise Failure(f"the engine is not ready: {error}") from None
+    except ValueError as error:
+        raise Failure(str(error), exit_code=2) from None
