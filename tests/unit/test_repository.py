@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOP = {
-    *("protocol", "gateway", "engine_core", "worker", "tools", "tests", "docs", ".ci"),
+    *("protocol", "gateway", "engine_core", "worker", "tools", "tests", "docs", "deploy", ".ci"),
     *("README.md", "SECURITY.md", "LICENSE", "Makefile", "setup.py", "setup.cfg"),
     *("pyproject.toml", "MANIFEST.in", ".gitignore"),
 }

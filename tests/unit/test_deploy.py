@@ -1,0 +1,137 @@
+"""What stands in deploy/ can be used as it is: the dashboard asks for series that exist, and the
+unit starts a command with options that exist."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.metrics import Metrics
+from protocol.config import GatewayConfig
+from protocol.exit_codes import ExitCode
+from tests.unit.test_metrics_docs import SERIES, every_name
+from tools.__main__ import main
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNIT = DEPLOY / "tidegate.service"
+GRACE_S = 5.0
+"""Of a drain, as docs/operations.md has it."""
+_HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
+_LABELS = re.compile(r"\bby \(([^)]*)\)")
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
+    return told
+
+
+def expressions(dashboard: dict[str, Any]) -> Iterator[str]:
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"]
+
+
+def kinds() -> dict[str, str]:
+    """Our series that are no gauges of the engine -> what they are."""
+    return {metric.name: metric.type for metric in Metrics(list)._registry.collect()}
+
+
+def test_every_expression_names_series_that_exist(dashboard: dict[str, Any]) -> None:
+    known, histograms = every_name(), {n for n, kind in kinds().items() if kind == "histogram"}
+    asked = [name for text in expressions(dashboard) for name in SERIES.findall(text)]
+    assert len(asked) > 30
+    for name in asked:
+        if (bare := _HISTOGRAM.sub("", name)) in histograms:
+            assert bare != name, f"{name} is a histogram: it has _bucket, _sum and _count"
+        else:
+            assert name in known, name
+    (variable,) = [v for v in dashboard["templating"]["list"] if v["name"] == "job"]
+    assert set(SERIES.findall(variable["query"])) <= known
+
+
+def test_every_expression_sums_over_labels_that_exist(dashboard: dict[str, Any]) -> None:
+    registry = Metrics(list)._registry
+    labels = {"le"} | {
+        label
+        for collector in set(registry._collector_to_names)
+        for label in getattr(collector, "_labelnames", ())
+    }
+    for text in expressions(dashboard):
+        assert text.count("(") == text.count(")")
+        assert text.count("{") == text.count("}")
+        for names in _LABELS.findall(text):
+            assert set(names.split(", ")) <= labels, text
+
+
+def test_panels_have_ids_and_places_of_their_own(dashboard: dict[str, Any]) -> None:
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        across, down = range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])
+        cells = set(product(across, down))
+        assert not cells & places, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        places |= cells
+
+
+class Unit(configparser.RawConfigParser):
+    """systemd's files may say a key several times; the last is kept here."""
+
+    def __init__(self) -> None:
+        super().__init__(strict=False, delimiters=("=",), comment_prefixes=("#",))
+
+    def optionxform(self, optionstr: str) -> str:
+        return optionstr
+
+
+@pytest.fixture(scope="module")
+def service() -> configparser.SectionProxy:
+    unit = Unit()
+    unit.read_string(UNIT.read_text())
+    assert unit.sections() == ["Unit", "Service", "Install"]
+    return unit["Service"]
+
+
+def test_the_unit_starts_a_command_with_options_that_exist(
+    service: configparser.SectionProxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, command, *options = service["ExecStart"].split()
+    assert (Path(program).name, command) == ("tidegate", "serve")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    told = capsys.readouterr().out
+    for option in options:
+        if option.startswith("--"):
+            assert re.search(rf"^  {option}\b", told, re.MULTILINE), option
+
+
+def test_the_unit_lets_a_drain_end_and_knows_our_exit_codes(
+    service: configparser.SectionProxy,
+) -> None:
+    assert float(service["TimeoutStopSec"]) > GatewayConfig().drain_s + GRACE_S
+    hopeless = {ExitCode.USAGE, ExitCode.BAD_MODEL, ExitCode.IN_USE}
+    assert set(map(int, service["RestartPreventExitStatus"].split())) == hopeless
+
+
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    verifier = shutil.which("systemd-analyze")
+    if verifier is None:
+        pytest.skip("systemd-analyze is not here")
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/opt/tidegate/.venv/bin/tidegate", sys.executable))
+    ran = subprocess.run([verifier, "verify", "--man=no", copy], capture_output=True, text=True)
+    about_it = [line for line in ran.stderr.splitlines() if UNIT.name in line]
+    assert about_it == []
