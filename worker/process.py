@@ -131,7 +131,7 @@ class Connection:
     def wait(self, *wakeups: int) -> bool:
         """Until there is a message, or until one of the file descriptors can be read; True if there
         is a message. Raises ParentGone as `receive` does."""
-        if self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             return True
         poller = self._poller(wakeups)
         while not (ready := dict(poller.poll(PARENT_CHECK_MS))):

@@ -44,7 +44,8 @@ LIGHT_ENTRANCES = {
     "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
     "tools.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
-    "worker.card": {"torch", "transformers"},
+    "worker.card": {"torch", "transformers", "gguf"},
+    "worker.assembly": {"transformers", "gguf"},
 }
 """What people and processes enter by -> what must not have been loaded then, however indirectly."""
 

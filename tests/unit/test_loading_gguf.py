@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,7 @@ from protocol.model_card import SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, write_gguf
 from worker.loading import gguf_llama
 from worker.loading.errors import UnusableModel
+from worker.loading.ggml_types import GGMLType
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_llama import read_tensor
 from worker.models.load import load_model
@@ -39,7 +40,7 @@ def raw_tensor(kind: Kind, rows: int, columns: int) -> Any:
     if kind not in K_QUANTS:
         values = generator.standard_normal((rows, columns)).astype(np.float32)
         return quants.quantize(values, kind)
-    block_items, block_bytes = gguf_llama.GGML_QUANT_SIZES[kind]
+    block_items, block_bytes = GGMLType(kind).block
     blocks = generator.integers(0, 256, (rows * columns // block_items, block_bytes), np.uint8)
     scales = np.frombuffer(np.float16([0.5, 0.25]).tobytes(), np.uint8)
     at_end = kind in (Kind.Q3_K, Kind.Q6_K)
@@ -66,6 +67,11 @@ def test_every_kind_of_weight_is_read_as_the_gguf_package_reads_it(
     expected = torch.from_numpy(quants.dequantize(raw, kind).copy()).to(dtype)
     assert expected.isfinite().all()
     assert torch.equal(target, expected)
+
+
+def test_the_types_are_those_of_the_gguf_package() -> None:
+    ours = {each.name: (each.value, each.block) for each in GGMLType}
+    assert ours == {each.name: (each.value, GGML_QUANT_SIZES[each]) for each in Kind}
 
 
 def test_metadata_and_tensors_are_those_that_the_gguf_package_sees(tiny: Path) -> None:

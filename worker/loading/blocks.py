@@ -48,3 +48,15 @@ def stacked(parts: list[Blocks | None]) -> Blocks | None:
     if len(found) < len(parts) or len({part.kind for part in found}) != 1:
         return None
     return Blocks(found[0].kind, np.concatenate([part.raw for part in found]))
+
+
+def dequantized(kind: BlockKind, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """raw [N, bytes of a block] -> [N, 32], as the package `gguf` has them, to the bit."""
+    head = 2 * kind.num_scales
+    scales = np.ascontiguousarray(raw[:, :head]).view(np.float16).astype(np.float32)
+    if kind is BlockKind.Q8_0:
+        return scales * raw[:, head:].view(np.int8)
+    integers = np.concatenate([raw[:, head:] & 15, raw[:, head:] >> 4], axis=1).view(np.int8)
+    if kind is BlockKind.Q4_0:
+        return scales * (integers - np.int8(8))
+    return scales[:, :1] * integers + scales[:, 1:]

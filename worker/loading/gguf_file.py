@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from worker.loading.errors import UnusableModel
+from worker.loading.ggml_types import GGMLType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -36,7 +36,7 @@ STRING, ARRAY = 8, 9
 class TensorInfo:
     """shape: as torch has it, slowest axis first; offset: bytes from the start of the file."""
 
-    kind: GGMLQuantizationType
+    kind: GGMLType
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
@@ -118,10 +118,10 @@ class _Header:
 
     def _tensor(self, name: str, shape: tuple[int, ...], code: int, offset: int) -> TensorInfo:
         try:
-            kind = GGMLQuantizationType(code)
+            kind = GGMLType(code)
         except ValueError:
             raise self._damaged(f"tensor {name!r} has unknown type {code}") from None
-        block_items, block_bytes = GGML_QUANT_SIZES[kind]
+        block_items, block_bytes = kind.block
         num_items = 1
         for size in shape:
             num_items *= size

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.layers.rope import FactorScaling, LinearScaling, NoScaling, RopeConfig, Scaling
-from worker.loading.blocks import BLOCK_WEIGHTS, BlockKind, Blocks
+from worker.loading.blocks import BLOCK_WEIGHTS, BlockKind, Blocks, dequantized
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.loading.files import ModelFiles
+from worker.loading.ggml_types import GGMLType
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_text import gguf_text
 from worker.models.config import LlamaConfig
@@ -44,9 +44,9 @@ ROPE_FREQS = "rope_freqs.weight"
 PIECE_ITEMS = 1 << 18
 """Items dequantised at once: few enough to stay in cache, enough to keep Python out of the way."""
 PLAIN_DTYPES = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLType.F32: torch.float32,
+    GGMLType.F16: torch.float16,
+    GGMLType.BF16: torch.bfloat16,
 }
 
 
@@ -108,20 +108,33 @@ def read_tensor(file: GGUFFile, name: str, target: Tensor) -> None:
     if kind in PLAIN_DTYPES:
         flat.copy_(torch.from_numpy(raw).view(PLAIN_DTYPES[kind]))
         return
-    block_items, block_bytes = GGML_QUANT_SIZES[kind]
+    block_items, block_bytes = kind.block
     step = PIECE_ITEMS // block_items
     blocks = raw.reshape(-1, block_bytes)
     for first in range(0, len(blocks), step):
+        # A damaged scale gives infinities or NaN. That is no fault of the arithmetic, and shows
+        # where it matters: rows whose logits are not finite fail.
+        with np.errstate(all="ignore"):
+            values = _dequantized(blocks[first : first + step], kind)
+        if values is None:
+            raise UnusableModel(f"{file.path}: {kind.name} (of {name}) is not supported")
+        flat[first * block_items :][: values.size].copy_(torch.from_numpy(values))
+
+
+def _dequantized(blocks: NDArray[np.uint8], kind: GGMLType) -> NDArray[np.float32] | None:
+    """blocks [N, bytes of a block] -> their numbers, flat; None where nobody can."""
+    if kind.name in BlockKind.__members__:
+        return dequantized(BlockKind[kind.name], blocks).reshape(-1)
+    from gguf.constants import GGMLQuantizationType  # late: it takes long, and is seldom needed
+    from gguf.quants import dequantize
+
+    try:
         # As one long row: the package walks over rows in Python, 16 at a time.
-        piece = blocks[first : first + step].reshape(1, -1)
-        try:
-            # A damaged scale gives infinities or NaN. That is no fault of the arithmetic, and shows
-            # where it matters: rows whose logits are not finite fail.
-            with np.errstate(all="ignore"):
-                values = torch.from_numpy(dequantize(piece, kind))[0]
-        except NotImplementedError:
-            raise UnusableModel(f"{file.path}: {kind.name} (of {name}) is not supported") from None
-        flat[first * block_items :][: len(values)].copy_(values)
+        row: NDArray[np.float32]
+        (row,) = dequantize(blocks.reshape(1, -1), GGMLQuantizationType(kind))
+    except NotImplementedError:
+        return None
+    return row
 
 
 def _our_name(name: str) -> str:
