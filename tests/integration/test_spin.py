@@ -1,0 +1,30 @@
+"""Peers that are killed leave nobody spinning, and no message is missed: a bounded part of it.
+
+All of it: `python -m tests.support.spin`.
+"""
+
+from __future__ import annotations
+
+from tests.support.spin import (
+    IDLE_CPU,
+    clients_killed,
+    engines_killed,
+    messages_to_engine,
+    messages_to_gateway,
+)
+
+
+def test_an_engine_whose_clients_were_killed_forgets_them_and_is_idle() -> None:
+    assert clients_killed(4) < IDLE_CPU
+
+
+def test_a_gateway_whose_engines_were_killed_serves_with_the_next_and_is_idle() -> None:
+    assert engines_killed(4) < IDLE_CPU
+
+
+def test_no_message_to_a_gateway_is_missed_whatever_the_bursts_are() -> None:
+    messages_to_gateway(30_000)
+
+
+def test_an_engine_answers_every_heartbeat_once() -> None:
+    messages_to_engine(5_000)
