@@ -18,7 +18,7 @@ from tools.bench.answers import Answer, UsageTold
 from tools.bench.config import BenchConfig, Load, turns
 from tools.bench.load import arrivals, body_of
 from tools.bench.page import page
-from tools.bench.plot import Line, Point, axis, svg
+from tools.bench.plot import Line, Point, axis, decades, svg
 from tools.bench.report import METRICS, ratios, table, warnings
 from tools.bench.stats import Run, Summary, percentile, spread, summarize
 from tools.failure import Failure
@@ -360,6 +360,19 @@ def test_a_plot_is_xml_whose_points_lie_where_their_values_are() -> None:
     assert places[2][1] == pytest.approx((places[0][1] + places[1][1]) / 2)
     assert places[1][1] < places[0][1]
     assert "b & c" in [text.text for text in drawn.findall("{*}text")]
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [([3, 40], [2, 5, 10, 20, 50]), ([1], [1, 2]), ([0.02, 0.1], [0.02, 0.05, 0.1]), ([], [1, 2])],
+)
+def test_decades_hold_all_values_and_no_more(values: list[float], ticks: list[float]) -> None:
+    assert decades(values).ticks == ticks
+
+
+def test_equal_ratios_are_equal_distances_on_a_logarithmic_axis() -> None:
+    made = decades([1, 100])
+    assert [made.share(value) for value in (1, 10, 100)] == [0, pytest.approx(0.5), 1]
 
 
 def test_the_page_is_one_file_that_loads_nothing_and_hides_no_error() -> None:

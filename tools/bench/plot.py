@@ -1,6 +1,7 @@
-"""A plot as SVG text: several lines of points, both axes from zero, nothing but what it is given.
+"""A plot as SVG text: several lines of points, nothing but what it is given.
 
-The geometry is a function of the values; there is no library and no script.
+The geometry is a function of the values; there is no library and no script. Axes begin at zero,
+unless values too far apart for that are to be seen: then the vertical one counts in decades.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Protocol
 
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 40, 56
@@ -35,6 +37,15 @@ class Line:
     dashed: bool = False
 
 
+class Scale(Protocol):
+    @property
+    def ticks(self) -> list[float]: ...
+
+    def share(self, value: float) -> float:
+        """How far along the axis a value lies, from 0 to 1."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """From 0 to `top`, a tick every `step`; both are round numbers."""
@@ -45,6 +56,20 @@ class Axis:
     @property
     def ticks(self) -> list[float]:
         return [self.step * number for number in range(round(self.top / self.step) + 1)]
+
+    def share(self, value: float) -> float:
+        return value / self.top
+
+
+@dataclass(frozen=True, slots=True)
+class Decades:
+    """Logarithmic, between two of `ticks`, which are 1, 2 or 5 times powers of ten."""
+
+    ticks: list[float]
+
+    def share(self, value: float) -> float:
+        bottom, top = self.ticks[0], self.ticks[-1]
+        return math.log(value / bottom) / math.log(top / bottom)
 
 
 def axis(largest: float) -> Axis:
@@ -57,11 +82,24 @@ def axis(largest: float) -> Axis:
     return Axis(step * math.ceil(largest / step), step)
 
 
-def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
-    """The whole picture."""
+def decades(values: Sequence[float]) -> Decades:
+    """The shortest that holds all `values`, which are above 0."""
+    low, high = min(values, default=1.0), max(values, default=1.0)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+    first = max(index for index, step in enumerate(steps) if step <= low)
+    last = min(index for index, step in enumerate(steps) if step >= high)
+    return Decades(steps[first : max(last, first + 1) + 1])
+
+
+def svg(
+    title: str, x_name: str, y_name: str, lines: Sequence[Line], *, logarithmic: bool = False
+) -> str:
+    """The whole picture. logarithmic: upwards."""
     points = [point for line in lines for point in line.points]
     across = axis(max((point.x for point in points), default=0))
-    up = axis(max((point.y for point in points), default=0))
+    heights = [point.y for point in points]
+    up: Scale = decades(heights) if logarithmic else axis(max(heights, default=0))
     height = HEIGHT + LEGEND_ROW * len(lines)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -80,7 +118,7 @@ def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def _grid(across: Axis, up: Axis) -> list[str]:
+def _grid(across: Scale, up: Scale) -> list[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     drawn = []
     for tick in across.ticks:
@@ -94,7 +132,7 @@ def _grid(across: Axis, up: Axis) -> list[str]:
     return drawn
 
 
-def _line(line: Line, across: Axis, up: Axis) -> list[str]:
+def _line(line: Line, across: Scale, up: Scale) -> list[str]:
     colour = COLOURS[line.colour % len(COLOURS)]
     places = [(_x(point.x, across), _y(point.y, up)) for point in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -126,12 +164,12 @@ def _legend(lines: Sequence[Line]) -> list[str]:
     return drawn
 
 
-def _x(value: float, across: Axis) -> float:
-    return LEFT + value / across.top * (WIDTH - LEFT - RIGHT)
+def _x(value: float, across: Scale) -> float:
+    return LEFT + across.share(value) * (WIDTH - LEFT - RIGHT)
 
 
-def _y(value: float, up: Axis) -> float:
-    return HEIGHT - BOTTOM - value / up.top * (HEIGHT - TOP - BOTTOM)
+def _y(value: float, up: Scale) -> float:
+    return HEIGHT - BOTTOM - up.share(value) * (HEIGHT - TOP - BOTTOM)
 
 
 def _stroke(x1: float, y1: float, x2: float, y2: float) -> str:
