@@ -59,6 +59,12 @@ def last_frame(number: int, response: Told) -> Frame:
     return frame(LAST_EVENTS[response["status"]], number, response=response)
 
 
+def _delta_head(event: str, at: Told) -> bytes:
+    """Of a frame that brings a bit, up to the bit."""
+    head = encode({"type": event + ".delta", **at})[:-1]
+    return b"event: %b.delta\ndata: %b" % (event.encode(), head)
+
+
 class _Text:
     """A message, or a piece of reasoning: one part, whose text comes bit by bit."""
 
@@ -71,8 +77,7 @@ class _Text:
         self._id = item_id(kind, events.head.id, self._place)
         self._seals = events.seals
         self._at = {"item_id": self._id, "output_index": self._place, "content_index": 0}
-        head = encode({"type": self._event + ".delta", **self._at})[:-1]
-        self._head = b"event: %b.delta\ndata: %b" % (self._event.encode(), head)
+        self._head = _delta_head(self._event, self._at)
         item = self._item(IN_PROGRESS, [])
         events.tell("response.output_item.added", output_index=self._place, item=item)
         events.tell("response.content_part.added", **self._at, part=self._told_part())
@@ -126,12 +131,14 @@ class _Call:
         self._place = len(events.output)
         self._id = item_id(self.kind, events.head.id, self._place)
         self._at = {"item_id": self._id, "output_index": self._place}
+        self._head = _delta_head("response.function_call_arguments", self._at)
         item = self._item(IN_PROGRESS, "")
         events.tell("response.output_item.added", output_index=self._place, item=item)
 
     def say(self, events: ResponseEvents, fragment: str) -> None:
         self._bits.append(fragment)
-        events.tell("response.function_call_arguments.delta", **self._at, delta=fragment)
+        data = self._head, encode(fragment), events.next_number
+        events.put(b'%b,"delta":%b,"sequence_number":%d}\n\n' % data)
 
     def close(self, events: ResponseEvents, status: str) -> Item:
         arguments = "".join(self._bits)

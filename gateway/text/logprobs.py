@@ -57,6 +57,8 @@ def likely(entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]) -> list
     """(id, logprob) of the most likely tokens, best first, and of those asked for that are not
     among them."""
     top = dict(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False))
+    if not asked_ids:
+        return list(top.items())
     asked = zip(asked_ids, entry.asked_logprobs, strict=False)
     return [*top.items(), *((i, logprob) for i, logprob in asked if i not in top)]
 
