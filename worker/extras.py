@@ -30,7 +30,7 @@ def extras_of(init: SlotInit) -> int:
         COUNTS: params.frequency_penalty != 0 or params.presence_penalty != 0,
         ALLOWED: params.allowed_token_ids,
         BAD_WORDS: params.bad_words,
-        LATER_END: params.min_tokens and init.stop_ids,
+        LATER_END: params.min_tokens != 0,
         LOGPROBS: params.logprobs is not None or params.logprob_token_ids,
         PROMPT_LOGPROBS: params.prompt_logprobs is not None,
     }

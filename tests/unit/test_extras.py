@@ -8,7 +8,6 @@ from protocol.sampling import SamplingParams
 from tests.support.plans import slot_init
 from worker import extras
 
-ENDS = [7]
 NOTHING = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 4}
 
 
@@ -31,9 +30,4 @@ NOTHING = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_toke
 )
 def test_what_a_request_asks_for_has_its_bit(params: dict[str, object], bits: int) -> None:
     asked = SamplingParams(**{**NOTHING, **params})  # type: ignore[arg-type]
-    assert extras.extras_of(slot_init(0, [1], stop_ids=ENDS, params=asked)) == bits
-
-
-def test_without_an_end_there_is_none_to_hold_back() -> None:
-    params = SamplingParams(temperature=0.0, min_tokens=3)
-    assert extras.extras_of(slot_init(0, [1], stop_ids=[], params=params)) == 0
+    assert extras.extras_of(slot_init(0, [1], params=asked)) == bits
