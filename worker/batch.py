@@ -159,9 +159,9 @@ def stage_drafts(plan: StepPlan, slots: SlotTable) -> None:
     slots.stage_items("len", rows.slots[drafted], np.zeros_like(drafted), rows.known[drafted])
 
 
-def build_batch(plan: StepPlan, slots: SlotTable, *, block_tokens: int) -> StepBatch:
-    """For a plan of at least one row, whose slots are bound and flushed."""
-    rows = read_rows(plan)
+def build_batch(plan: StepPlan, rows: Rows, slots: SlotTable, *, block_tokens: int) -> StepBatch:
+    """For a plan of at least one row, whose slots are bound and flushed; rows: as `read_rows` reads
+    them."""
     max_len = slots.fields["token_ids"].width
     if rows.known.max() > max_len or (
         len(rows.sampled) and rows.known[rows.sampled].max() >= max_len
@@ -183,7 +183,10 @@ def build_batch(plan: StepPlan, slots: SlotTable, *, block_tokens: int) -> StepB
 
 
 def extras_of_rows(slots: SlotTable, rows: Ints) -> int:
-    """The union of what the requests in these slots [R] ask for (extras.py)."""
+    """The union of what the requests in these slots [R] ask for (extras.py). Raises ValueError
+    where one is no slot."""
+    if rows.min() < 0 or rows.max() >= slots.max_slots:
+        raise ValueError(f"a row's slot is none of {slots.max_slots}")
     return int(np.bitwise_or.reduce(slots.host("extras").numpy()[rows]))
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protocol.sampling import MAX_LOGPROBS
-from worker.batch import StepBatch
+from worker.batch import Sampled, StepBatch
 from worker.columns import Columns
 from worker.extras import LOGPROBS, PROMPT_LOGPROBS
 from worker.sampler import drawn_from
@@ -66,36 +66,36 @@ def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None
 
 
 def sampled_logprobs(
-    logits: Tensor, processed: Tensor, tokens: Tensor, slots: SlotTable, batch: StepBatch
+    logits: Tensor, processed: Tensor, tokens: Tensor, slots: SlotTable, sampled: Sampled
 ) -> Columns | None:
     """Of the tokens [S] just sampled, for rows that asked; None if none did.
 
     logits [S, V] are the model's own, processed [S, V] what parameters have made of them
     """
-    if not batch.sampled.extras & LOGPROBS:
+    if not sampled.extras & LOGPROBS:
         return None
-    counts = slots.host("num_logprobs")[batch.sampled.host_slots].numpy()
+    counts = slots.host("num_logprobs")[sampled.host_slots].numpy()
     rows = np.flatnonzero(counts >= 0)
     if not len(rows):
         return None
     (of,) = upload([rows], slots.device)
-    kinds = slots.host("logprobs_of")[batch.sampled.host_slots].numpy()[rows]
+    kinds = slots.host("logprobs_of")[sampled.host_slots].numpy()[rows]
     is_drawn = kinds == LOGPROBS_OF.index("sampling")
 
     def logits_of(start: int, stop: int) -> Tensor:
         some, part = rows[start:stop], logits.index_select(0, of[start:stop])
-        return _with_drawn(part, is_drawn[start:stop], some, processed, slots, batch)
+        return _with_drawn(part, is_drawn[start:stop], some, processed, slots, sampled)
 
-    asked_ids, chosen = _asked_ids(slots, batch, rows), tokens.index_select(0, of)
+    asked_ids, chosen = _asked_ids(slots, sampled, rows), tokens.index_select(0, of)
     scored = _scored(rows, counts[rows], chosen, logits_of, asked_ids)
     if asked_ids is not None:
-        asked_counts = slots.host("num_asked")[batch.sampled.host_slots].numpy()[rows]
+        asked_counts = slots.host("num_asked")[sampled.host_slots].numpy()[rows]
         scored = replace(scored, asked_counts=asked_counts)
     both = np.flatnonzero(kinds == LOGPROBS_OF.index("both"))
     if not len(both):
         return scored
     told = _told_ids(scored, asked_ids, both)
-    values = _drawn(told, rows[both], processed, slots, batch)
+    values = _drawn(told, rows[both], processed, slots, sampled)
     return replace(scored, drawn_at=both, drawn=values)
 
 
@@ -135,13 +135,13 @@ def _with_drawn(
     rows: NDArray[np.int64],
     processed: Tensor,
     slots: SlotTable,
-    batch: StepBatch,
+    sampled: Sampled,
 ) -> Tensor:
     """The model's logits `part` [n, V] of sampled rows [n], where not is_drawn [n]; else what the
     row drew from."""
     at = np.flatnonzero(is_drawn)
     if len(at):
-        filtered = _drawn_from(processed, slots, batch, rows[at])
+        filtered = _drawn_from(processed, slots, sampled, rows[at])
         part.index_copy_(0, upload_one(torch.from_numpy(at), slots.device), filtered)
     return part
 
@@ -156,13 +156,13 @@ def _told_ids(scored: Columns, asked_ids: Tensor | None, at: NDArray[np.int64]) 
 
 
 def _drawn(
-    ids: Tensor, rows: NDArray[np.int64], processed: Tensor, slots: SlotTable, batch: StepBatch
+    ids: Tensor, rows: NDArray[np.int64], processed: Tensor, slots: SlotTable, sampled: Sampled
 ) -> Tensor:
     """Of the tokens ids [D, I], the first of which was chosen, in what these rows [D] drew from."""
     parts = []
     for start in range(0, len(rows), CHUNK):
         some = slice(start, start + CHUNK)
-        filtered = _drawn_from(processed, slots, batch, rows[some])
+        filtered = _drawn_from(processed, slots, sampled, rows[some])
         size = rows_at_once(filtered.device)
         pairs = zip(torch.split(filtered, size), torch.split(ids[some], size), strict=True)
         parts += [score(part, told[:, 0], 0, told).asked for part, told in pairs]
@@ -170,15 +170,15 @@ def _drawn(
 
 
 def _drawn_from(
-    processed: Tensor, slots: SlotTable, batch: StepBatch, rows: NDArray[np.int64]
+    processed: Tensor, slots: SlotTable, sampled: Sampled, rows: NDArray[np.int64]
 ) -> Tensor:
-    return drawn_from(processed, slots, batch.sampled, torch.from_numpy(rows))
+    return drawn_from(processed, slots, sampled, torch.from_numpy(rows))
 
 
-def _asked_ids(slots: SlotTable, batch: StepBatch, rows: NDArray[np.int64]) -> Tensor | None:
+def _asked_ids(slots: SlotTable, sampled: Sampled, rows: NDArray[np.int64]) -> Tensor | None:
     """The ids [N, A] that the requests of these sampled rows named; 0 beyond a row's own list, and
     None where there are none."""
-    host_slots = batch.sampled.host_slots[torch.from_numpy(rows)]
+    host_slots = sampled.host_slots[torch.from_numpy(rows)]
     longest = int(slots.host("num_asked")[host_slots].max())
     if not longest:
         return None

@@ -10,7 +10,7 @@ Legend: T tokens in the step, S sampled places, P rows that sample, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -21,7 +21,17 @@ from protocol.arrays import Int32
 from protocol.steps import StepPlan, StepResult
 from worker.attention.base import Attention
 from worker.bans import row_masks
-from worker.batch import Ints, StepBatch, build_batch, stage_drafts
+from worker.batch import (
+    Ints,
+    Rows,
+    Sampled,
+    StepBatch,
+    build_batch,
+    extras_of_rows,
+    read_rows,
+    stage_drafts,
+)
+from worker.decode import Decode, is_plain
 from worker.drafting import DraftModel
 from worker.kv_cache import KVCache
 from worker.launched import Launched, Said
@@ -71,6 +81,7 @@ class Runner:
         self._attention = attention
         self.drafting = drafting
         self._mark = mark
+        self._decode = Decode.of(model, slots, cache)
 
     @property
     def parts(self) -> Parts:
@@ -92,11 +103,15 @@ class Runner:
         self._prepare(plan)
         said, of_prompt, proposed = None, None, None
         if len(plan.row_slots):
-            batch = build_batch(plan, self._slots, block_tokens=self._cache.block_tokens)
-            hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
-            of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
-            said = self._sample(hidden, batch, plan, await_masks)
-            proposed = self._follow(plan, batch, said)
+            rows = read_rows(plan)
+            if self._decode is not None and is_plain(plan, rows):
+                said = self._decoded(self._decode, rows, plan, await_masks)
+            else:
+                batch = build_batch(plan, rows, self._slots, block_tokens=self._cache.block_tokens)
+                hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
+                of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
+                said = self._sample(hidden, batch, plan, await_masks)
+                proposed = self._follow(plan, batch, said)
         return Launched.of(plan.step, started, readback, said, of_prompt, proposed)
 
     @torch.inference_mode()
@@ -125,44 +140,69 @@ class Runner:
             if self.drafting is not None:
                 self.drafting.cache.zero(blocks)
 
+    def _decoded(
+        self, decode: Decode, rows: Rows, plan: StepPlan, await_masks: Callable[[], object]
+    ) -> Said:
+        """What is said in a plain step. Where nobody asks for more than the likeliest token, the
+        call that computes the logits has said it."""
+        extras = extras_of_rows(self._slots, rows.slots)
+        choose = not extras and plan.masked is None
+        logits, choice = decode(rows.slots, rows.starts, choose=choose)
+        if choice is not None:
+            return Said(choice.tokens, choice.finite, None, None)
+        slots, known, last = map(torch.from_numpy, (rows.slots, rows.known, rows.sampled))
+        sampled = Sampled(slots, known, slots, known, last, extras)
+        return self._say(logits, sampled, rows, plan, await_masks)
+
     def _sample(
         self, hidden: Tensor, batch: StepBatch, plan: StepPlan, await_masks: Callable[[], object]
     ) -> Said | None:
-        """What is said at the sampled places, written where it will be read from."""
-        sampled, slots = batch.sampled, self._slots
-        if not len(sampled.host_slots):
+        """What is said at the sampled places."""
+        if not len(batch.sampled.host_slots):
             return None
-        logits = self._model.logits(sampled.of(hidden))
-        masks = None
+        logits = self._model.logits(batch.sampled.of(hidden))
+        return self._say(logits, batch.sampled, batch.rows, plan, await_masks)
+
+    def _say(
+        self,
+        logits: Tensor,
+        sampled: Sampled,
+        rows: Rows,
+        plan: StepPlan,
+        await_masks: Callable[[], object],
+    ) -> Said:
+        """What is said at the sampled places, written where it will be read from."""
+        slots, masks = self._slots, None
         if plan.masked is not None:
-            masks = row_masks(plan, batch.rows, await_masks(), logits.shape[1], logits.device)
+            masks = row_masks(plan, rows, await_masks(), logits.shape[1], logits.device)
         processed = process_logits(logits, slots, sampled, masks)
         choice = sample(processed, slots, sampled)
         if plan.row_drafts is not None:
-            return self._verified(logits, processed, choice, batch)
+            return self._verified(logits, processed, choice, sampled, rows)
         slots.append_tokens(sampled.slots, sampled.known, choice.tokens)
-        logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, batch)
+        logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, sampled)
         return Said(choice.tokens, choice.finite, None, logprobs)
 
     def _verified(
-        self, logits: Tensor, processed: Tensor, choice: Choice, batch: StepBatch
+        self, logits: Tensor, processed: Tensor, choice: Choice, sampled: Sampled, rows: Rows
     ) -> Said:
         """Of what was sampled, the answers' part. Drafts that are, stand where they should. Waits
         for the device."""
         tokens, finite = choice.tokens.cpu().numpy(), choice.finite.cpu().numpy()
-        kept = verify(tokens, finite, batch.rows.guesses)
+        kept = verify(tokens, finite, rows.guesses)
         of, last = upload([kept.places, kept.places[kept.last]], self._slots.device)
-        ends = batch.sampled.only(kept.places[kept.last])
+        ends = sampled.only(kept.places[kept.last])
         self._slots.append_tokens(ends.slots, ends.known, choice.tokens.index_select(0, last))
         logits, processed, kept_tokens = (
             tensor.index_select(0, of) for tensor in (logits, processed, choice.tokens)
         )
-        batch = replace(batch, sampled=batch.sampled.only(kept.places))
         return Said(
             kept_tokens,
             choice.finite.index_select(0, last),
             torch.from_numpy(kept.counts),
-            sampled_logprobs(logits, processed, kept_tokens, self._slots, batch),
+            sampled_logprobs(
+                logits, processed, kept_tokens, self._slots, sampled.only(kept.places)
+            ),
         )
 
     def _follow(self, plan: StepPlan, batch: StepBatch, said: Said | None) -> Tensor | None:

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from protocol.steps import StepPlan
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import BLOCK_TOKENS, MAX_LEN, tiny_slots
-from worker.batch import StepBatch, build_batch
+from worker.batch import StepBatch, read_rows
+from worker.batch import build_batch as build
 from worker.slots import Poison, SlotTable
 
 
@@ -72,6 +74,10 @@ def as_naive(batch: StepBatch) -> Naive:
         block_table=attention.block_table.tolist(),
         sampled=list(zip(*columns, strict=True)),
     )
+
+
+def build_batch(plan: StepPlan, table: SlotTable, *, block_tokens: int) -> StepBatch:
+    return build(plan, read_rows(plan), table, block_tokens=block_tokens)
 
 
 def bound(rows: list[Row]) -> SlotTable:

@@ -19,7 +19,7 @@ from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 """Of signatures and structs: `kernels_version` in csrc/kernels.cpp."""
 FOLDER = Path(__file__).parent
 ENTRY_POINT = "GOMP_parallel"

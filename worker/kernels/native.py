@@ -33,11 +33,15 @@ SIGNATURES = {
     "linear_to_float": "iipipp",
     "linear_same": "iipippp",
     "forward": "iip",
+    "logits": "iippipp",
+    "decode": "iip",
     "packed_bytes": "iii",
     "pack_blocks": "iipiip",
     "pack_dense": "iipiip",
 }
 """By kernels.cpp: i int64, p an address, d double."""
+TELLING = {"packed_bytes", "decode"}
+"""Those that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 
 
@@ -46,7 +50,7 @@ def declare(library: ctypes.CDLL) -> None:
     for name, letters in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in letters]
-        function.restype = ctypes.c_int64 if name == "packed_bytes" else None
+        function.restype = ctypes.c_int64 if name in TELLING else None
 
 
 def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) -> bool:

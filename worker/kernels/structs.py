@@ -61,14 +61,41 @@ class Forward(Structure):
         ("inner", c_int64),
         ("heads", Heads),
         ("rows", Rows),
+        ("ids", c_void_p),
+        ("positions", c_void_p),
         ("slot_mapping", c_void_p),
+        ("embedding", c_void_p),
+        ("turns", c_void_p),
+        ("x", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
-        ("x", c_void_p),
         ("normed", c_void_p),
         ("qkv", c_void_p),
         ("seen", c_void_p),
         ("gate_up", c_void_p),
         ("active", c_void_p),
         ("eps", c_double),
+        ("rope_factor", c_double),
+    ]
+
+
+class Head(Structure):
+    _fields_ = [("norm", c_void_p), ("weight", Packed), ("eps", c_double)]
+
+
+class Decode(Structure):
+    _fields_ = [
+        ("forward", Forward),
+        ("head", Head),
+        ("slots", c_void_p),
+        ("starts", c_void_p),
+        ("token_ids", c_void_p),
+        ("lens", c_void_p),
+        ("block_table", c_void_p),
+        ("max_tokens", c_int64),
+        ("max_blocks", c_int64),
+        ("vocab", c_int64),
+        ("logits", c_void_p),
+        ("tokens", c_void_p),
+        ("finite", c_void_p),
     ]

@@ -47,7 +47,8 @@ class LlamaWeights:
 class Llama:
     """Weights and the two things done with them. Holds no state of any request.
 
-    whole   all layers in one call, where kernels and weights allow it; None: one after the other
+    whole   all of it in one call, where kernels and weights allow it; what comes out of the layers
+            is float32 then. None: one layer after the other
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Llama:
         self.kernels = kernels or TorchKernels()
         self._inv_freq = inverse_frequencies(config.head_dim, config.rope).to(weights.norm.device)
         self._rope_factor = attention_factor(config.rope)
-        self.whole = WholePass.of(config, weights.layers, self.kernels)
+        self.whole = WholePass.of(config, weights, self.kernels)
 
     @torch.inference_mode()
     def __call__(
@@ -68,11 +69,11 @@ class Llama:
 
         Writes this step's keys and values to the cache.
         """
-        x = self.weights.embedding.index_select(0, token_ids)
-        turn = rotation(batch.positions, self._inv_freq, x.dtype, self._rope_factor)
         plan = attention.plan(batch)
         if self.whole is not None and isinstance(plan, NativePlan):
-            return self.whole(x, turn, plan, cache)
+            return self.whole(token_ids, plan, cache)
+        x = self.weights.embedding.index_select(0, token_ids)
+        turn = rotation(batch.positions, self._inv_freq, x.dtype, self._rope_factor)
         kernels, eps = self.kernels, self.config.norm_eps
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
@@ -86,5 +87,7 @@ class Llama:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, hidden], as the forward pass returns it -> [S, V] float32."""
+        if self.whole is not None and hidden.dtype == torch.float32:
+            return self.whole.logits(hidden)
         normed = self.kernels.add_norm(hidden, None, self.weights.norm, self.config.norm_eps)
         return self.weights.head.to_float(normed)

@@ -1,6 +1,6 @@
-"""All layers of a step in one call of the compiled kernels: csrc/forward.h has the lines of
-llama.py, for packed weights. Between its linears nobody returns to Python, and threads are woken
-once a step.
+"""A Llama model in one call of the compiled kernels a step, where all its linears are packed:
+csrc/forward.h and decode.h have the lines of llama.py. Between its linears nobody returns to
+Python, and threads are woken once a step.
 
 Legend in llama.py.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref
+from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -19,80 +20,135 @@ from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels, address, numbers
-from worker.kernels.packed import PackedLinear
+from worker.kernels.packed import PackedLinear, PackedMatrix
 from worker.kv_cache import KVCache
+from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.models.config import LlamaConfig
 
 if TYPE_CHECKING:
-    from worker.models.llama import Layer
+    from worker.models.llama import Layer, LlamaWeights
 
+ALIGNMENT = 64
+KEPT_BYTES = 64 << 20
 LINEARS = ("qkv", "output", "gate_up", "down")
 
 
 class WholePass:
-    """Keeps the layers, whose addresses it holds. The caches' are filled in when one is met."""
+    """Keeps the weights, whose addresses it holds. The caches' are filled in when one is met."""
 
     def __init__(
-        self, config: LlamaConfig, layers: Sequence[Layer], kernels: NativeKernels
+        self, config: LlamaConfig, weights: LlamaWeights, head: PackedMatrix, kernels: NativeKernels
     ) -> None:
         self._config = config
-        self._layers = layers
-        self._kernels = kernels
+        self._weights = weights
+        self.kernels = kernels
+        self.numbers = numbers(weights.embedding, weights.norm)
+        self._turns = inverse_frequencies(config.head_dim, config.rope)
         self._heads = structs.Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        self._told = (structs.Layer * len(layers))(*map(_layer, layers))
+        self._layers = (structs.Layer * len(weights.layers))(*map(_layer, weights.layers))
+        self.head = structs.Head(address(weights.norm), head.struct, config.norm_eps)
+        self._memory = Memory()
         self._cache = 0
+        self.vocab = len(weights.embedding)
 
     @classmethod
-    def of(cls, config: LlamaConfig, layers: Sequence[Layer], kernels: Kernels) -> Self | None:
+    def of(cls, config: LlamaConfig, weights: LlamaWeights, kernels: Kernels) -> Self | None:
         """None where the kernels are not compiled ones, or a linear is not packed."""
-        linears = (getattr(layer, name) for layer in layers for name in LINEARS)
-        if not isinstance(kernels, NativeKernels):
+        linears = (getattr(layer, name) for layer in weights.layers for name in LINEARS)
+        if not isinstance(kernels, NativeKernels) or not isinstance(weights.head, PackedLinear):
             return None
         if not all(isinstance(linear, PackedLinear) for linear in linears):
             return None
-        return cls(config, layers, kernels)
+        return cls(config, weights, weights.head.matrix, kernels)
 
-    def __call__(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], plan: NativePlan, cache: KVCache
-    ) -> Tensor:
-        """x [T, hidden] -> the same after all layers, which add to it in float32. turn: as
-        `rotation` gives it. Writes to the cache."""
-        config, tokens = self._config, len(x)
-        self._meet(cache)
+    def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
+        """As Llama does, but hidden [T, hidden] is float32. Writes to the cache."""
+        count, batch = len(token_ids), plan.batch
+        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab:
+            raise ValueError("a token is not in the vocabulary")
+        assert count == len(batch.positions) == len(batch.slot_mapping)
+        assert token_ids.dtype == batch.positions.dtype == torch.int64
+        hidden = torch.empty(count, self._config.hidden)
+        step = self.forward(count, cache, self._memory)
+        step.x = address(hidden)
+        step.rows = plan.rows
+        step.ids, step.positions = address(token_ids), address(batch.positions)
+        step.slot_mapping = address(batch.slot_mapping)
+        self.kernels.library.forward(self.numbers, torch.get_num_threads(), byref(step))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, hidden] float32, as the pass returns it -> [S, V] float32."""
+        assert hidden.dtype == torch.float32
+        assert hidden.shape[1:] == (self._config.hidden,)
+        logits = torch.empty(len(hidden), self.head.weight.outputs)
+        (normed,) = self._memory.take([hidden.numel() * self._weights.norm.itemsize])
+        self.kernels.library.logits(
+            self.numbers,
+            torch.get_num_threads(),
+            byref(self.head),
+            address(hidden),
+            len(hidden),
+            normed,
+            address(logits),
+        )
+        return logits
+
+    def forward(self, count: int, cache: KVCache, memory: Memory) -> structs.Forward:
+        """What does not depend on which tokens and rows they are, for `count` tokens."""
+        config, size = self._config, self._weights.embedding.itemsize
+        self.meet(cache)
         q_width = config.num_heads * config.head_dim
-        scratch = [
-            x.new_empty(tokens, width)
-            for width in (
-                config.hidden,
-                q_width + 2 * config.num_kv_heads * config.head_dim,
-                q_width,
-                2 * config.intermediate,
-                config.intermediate,
-            )
-        ]
-        added = x.float()
-        step = structs.Forward(
-            ctypes.addressof(self._told),
-            len(self._layers),
-            tokens,
+        widths = (
+            config.head_dim,
+            config.head_dim,
             config.hidden,
+            q_width + 2 * config.num_kv_heads * config.head_dim,
+            q_width,
+            2 * config.intermediate,
             config.intermediate,
-            self._heads,
-            plan.rows,
-            *map(address, (plan.batch.slot_mapping, *turn, added, *scratch)),
-            config.norm_eps,
         )
-        self._kernels.library.forward(
-            numbers(x, cache.k, *turn), torch.get_num_threads(), byref(step)
+        names = ("cos", "sin", "normed", "qkv", "seen", "gate_up", "active")
+        scratch = memory.take([count * width * size for width in widths])
+        return structs.Forward(
+            layers=ctypes.addressof(self._layers),
+            num_layers=len(self._layers),
+            tokens=count,
+            hidden=config.hidden,
+            inner=config.intermediate,
+            heads=self._heads,
+            embedding=address(self._weights.embedding),
+            turns=address(self._turns),
+            eps=config.norm_eps,
+            rope_factor=attention_factor(config.rope),
+            **dict(zip(names, scratch, strict=True)),
         )
-        return added.to(x.dtype)
 
-    def _meet(self, cache: KVCache) -> None:
+    def meet(self, cache: KVCache) -> None:
+        """From now on this is the cache that is read and written."""
         if self._cache == cache.k.data_ptr():
             return
-        for index, told in enumerate(self._told):
+        assert numbers(cache.k, cache.v) == self.numbers
+        for index, told in enumerate(self._layers):
             told.k_cache, told.v_cache = map(address, cache.layer(index))
         self._cache = cache.k.data_ptr()
+
+
+class Memory:
+    """What a step works in. Kept for the next one, whose pages are then there already, unless it is
+    very large."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, sizes: Sequence[int]) -> list[int]:
+        """Addresses of so many bytes each, valid until the next call."""
+        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+        needed = ends[-1] + ALIGNMENT
+        if not needed <= len(self._bytes) <= max(needed, KEPT_BYTES):
+            self._bytes = torch.empty(needed, dtype=torch.uint8)
+        start = -(-self._bytes.data_ptr() // ALIGNMENT) * ALIGNMENT
+        return [start + end for end in (0, *ends[:-1])]
 
 
 def _layer(layer: Layer) -> structs.Layer:

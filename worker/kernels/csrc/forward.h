@@ -1,4 +1,4 @@
-// All layers of a Llama model for one step, in one call: the team is woken once.
+// A Llama model from token ids to what comes out of its last layer, in one call: the team is woken once.
 //
 // The lines are those of models/llama.py, on packed weights; but x, to which every layer adds, is of
 // floats: some of its numbers are so large that bfloat16 would lose what is added. Legend: T tokens, H query heads, H_kv
@@ -23,11 +23,13 @@ struct Forward {
     int64_t num_layers, tokens, hidden, inner;
     Heads heads;
     Rows rows;
-    const int64_t *slot_mapping;   // [T]
-    const void *cos, *sin;         // [T, D]
-    float *x;                      // [T, hidden], changed in place
-    void *normed, *qkv, *seen, *gate_up, *active; // scratch of the step
-    double eps;
+    const int64_t *ids, *positions, *slot_mapping; // [T]
+    const void *embedding;         // [V, hidden]
+    const float *turns;            // [D / 2]: radians that a pair turns by from position to position
+    float *x;                      // [T, hidden]: what comes out
+    void *cos, *sin;               // [T, D]: scratch of the step, and so are these:
+    void *normed, *qkv, *seen, *gate_up, *active;
+    double eps, rope_factor;
 };
 
 template <class N> struct Pass {
@@ -42,8 +44,29 @@ template <class N> struct Pass {
     N *normed() const { return (N *)f.normed; }
     float *x() const { return f.x; }
 
-    // Five of attention and its linears, four of the MLP; and rows of several pieces are joined.
-    int64_t num_phases() const { return f.num_layers * 10; }
+    // What begins it. Five of attention and its linears, four of the MLP; and rows of several pieces
+    // are joined.
+    int64_t num_phases() const { return 1 + f.num_layers * 10; }
+
+    // A token's row of x, and how its queries and keys turn (layers/rope.py).
+    INLINE void begin_row(int64_t t) {
+        const N *row = (const N *)f.embedding + f.ids[t] * f.hidden;
+        for (int64_t i = 0; i < f.hidden; i += LANES) store(x() + t * f.hidden + i, load(row + i));
+        const int64_t half = f.heads.dim / 2;
+        N *cos = (N *)f.cos + t * f.heads.dim, *sin = (N *)f.sin + t * f.heads.dim;
+        alignas(64) float c[MAX_DIM / 2], s[MAX_DIM / 2];
+        for (int64_t i = 0; i < half; i++) {
+            const float angle = (float)f.positions[t] * f.turns[i];
+            c[i] = std::cos(angle) * (float)f.rope_factor;
+            s[i] = std::sin(angle) * (float)f.rope_factor;
+        }
+        for (int64_t i = 0; i < half; i += LANES) {
+            store(cos + i, load(c + i));
+            store(cos + half + i, load(c + i));
+            store(sin + i, -load(s + i));
+            store(sin + half + i, load(s + i));
+        }
+    }
 
     INLINE void norm(Team &team, const void *weight) {
         team.share(f.tokens, [&](int64_t t) {
@@ -75,6 +98,7 @@ template <class N> struct Pass {
     }
 
     void run(Team &team) {
+        team.share(f.tokens, [&](int64_t t) { begin_row(t); });
         for (int64_t i = 0; i < f.num_layers; i++) {
             attention(team, f.layers[i]);
             mlp(team, f.layers[i]);

@@ -3,7 +3,7 @@
 // This file is compiled once for each instruction set, into a library of its own: code of a set that
 // the processor lacks is never even loaded.
 
-#include "forward.h"
+#include "decode.h"
 
 namespace {
 
@@ -21,7 +21,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Counts up when a signature or struct changes: a library of another count is not used.
-EXPORT int64_t kernels_version() { return 3; }
+EXPORT int64_t kernels_version() { return 4; }
 
 // Of the OpenMP runtime that torch has loaded: its GOMP_parallel.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -108,6 +108,23 @@ EXPORT void forward(int64_t numbers, int64_t threads, const Forward *step) {
         Pass<decltype(zero)> pass(*step);
         together(threads, pass.num_phases(), [&](Team &team) { pass.run(team); });
     });
+}
+
+// x [rows, hidden], as it comes out of `forward` -> y [rows, outputs]. normed: [rows, hidden].
+EXPORT void logits(int64_t numbers, int64_t threads, const Head *head, const float *x, int64_t rows,
+                   void *normed, float *y) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        together(threads, 2, [&](Team &team) { project(team, *head, x, rows, (N *)normed, y); });
+    });
+}
+
+// The position of the first token that the model has not, and then nothing is done; or -1.
+EXPORT int64_t decode(int64_t numbers, int64_t threads, const Decode *step) {
+    const Placed placed(*step);
+    if (placed.bad_row >= 0) return placed.bad_row;
+    in_numbers(numbers, [&](auto zero) { decode_as<decltype(zero)>(*step, placed, threads); });
+    return -1;
 }
 
 // Bytes of a packed matrix.

@@ -1,0 +1,175 @@
+"""A plain step in one call, and the same computed in pieces: the same news, the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.arrays import Int32
+from protocol.sampling import SamplingParams
+from protocol.steps import Masks, StepPlan, StepResult
+from tests.support.checkpoints import VOCAB, random_llama, write_directory
+from tests.support.kernels import NAMES, native_kernels
+from tests.support.plans import GREEDY, slot_init, step_plan
+from worker.attention.select import select_attention
+from worker.kernels.native import NativeKernels
+from worker.kv_cache import KVCache
+from worker.models.llama import Llama
+from worker.models.load import load_model
+from worker.runner import Runner
+from worker.slot_fields import slot_fields
+from worker.slots import Poison, SlotTable
+
+CPU = torch.device("cpu")
+MAX_LEN, BLOCK_TOKENS, SLOTS, BLOCKS_EACH = 40, 4, 6, 10
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, logprobs=2)
+BENT = SamplingParams(temperature=0.4, repetition_penalty=1.4, logprobs=1, logprobs_of="both")
+
+
+class InPieces:
+    """A model of which nobody knows that it computes a step in one call."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        self.logits = model.logits
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self._model(*args)
+
+
+def runner_of(model: Llama, dtype: torch.dtype, *, pieces: bool) -> Runner:
+    config = model.config
+    shape = (config.num_layers, 1 + SLOTS * BLOCKS_EACH, BLOCK_TOKENS, config.num_kv_heads)
+    cache = KVCache(*shape, config.head_dim, dtype, CPU)
+    slots = SlotTable(slot_fields(MAX_LEN, BLOCKS_EACH), SLOTS, CPU, poison=Poison.WILD)
+    attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
+    return Runner(InPieces(model) if pieces else model, slots, cache, attention)
+
+
+def prompt_of(slot: int) -> list[int]:
+    return [(31 * slot + 7 * at) % VOCAB for at in range(2 + 5 * slot)]
+
+
+def first_step(params: Sequence[SamplingParams]) -> StepPlan:
+    """Prompts of several lengths, so that rows come to stand in different blocks."""
+    inits = [
+        slot_init(
+            slot,
+            prompt_of(slot),
+            blocks=range(1 + slot * BLOCKS_EACH, 1 + (slot + 1) * BLOCKS_EACH),
+            seed=slot,
+            stop_ids=[3],
+            params=each,
+        )
+        for slot, each in enumerate(params)
+    ]
+    return step_plan(bind=inits, rows=[(s, 0, len(prompt_of(s)), True) for s in range(len(inits))])
+
+
+def plain_step(number: int, slots: Sequence[int], **more: Any) -> StepPlan:
+    """The `number`th behind the first one."""
+    rows = [(slot, len(prompt_of(slot)) + number - 1, 1, True) for slot in slots]
+    return step_plan(number, rows=rows, **more)
+
+
+def told(result: StepResult) -> list[object]:
+    return [getattr(result, name) for name in result.__struct_fields__ if name != "compute_s"]
+
+
+def load(folder: Path, kernels: NativeKernels, dtype: torch.dtype) -> Llama:
+    return load_model(folder, dtype=dtype, device=CPU, kernels=kernels, weights="packed").model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every token has a twin 160 ids later, which is as likely: the first of the two is chosen."""
+    model = random_llama()
+    with torch.no_grad():
+        model.lm_head.weight[VOCAB // 2 :] = model.lm_head.weight[: VOCAB // 2]
+    return write_directory(tmp_path_factory.mktemp("llama"), model)
+
+
+def beside(model: Llama, dtype: torch.dtype, params: Sequence[SamplingParams]) -> list[Runner]:
+    runners = [runner_of(model, dtype, pieces=pieces) for pieces in (False, True)]
+    for runner in runners:
+        runner.step(first_step(params))
+    return runners
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [[GREEDY] * 4, [GREEDY, DRAWN, BENT, DRAWN], [DRAWN]],
+    ids=["greedy", "mixed", "one that draws"],
+)
+def test_one_call_says_and_leaves_behind_what_the_pieces_do(
+    folder: Path, name: str, dtype: torch.dtype, params: list[SamplingParams]
+) -> None:
+    model = load(folder, native_kernels(name), dtype)
+    one, other = beside(model, dtype, params)
+    slots = list(range(len(params)))
+    for step in range(1, 7):
+        plan = plain_step(step, slots[::-1])
+        assert told(one.step(plan)) == told(other.step(plan))
+    for key in ("token_ids", "len"):
+        assert torch.equal(one.parts.slots[key], other.parts.slots[key])
+    assert torch.equal(one.parts.cache.k, other.parts.cache.k)
+    assert torch.equal(one.parts.cache.v, other.parts.cache.v)
+
+
+def test_of_equally_likely_tokens_the_first_is_chosen(folder: Path) -> None:
+    model = load(folder, native_kernels(), torch.float32)
+    runner = runner_of(model, torch.float32, pieces=False)
+    runner.step(first_step([GREEDY] * 4))
+    said = [t for n in range(1, 9) for t in runner.step(plain_step(n, range(4))).tokens.tolist()]
+    assert max(said) < VOCAB // 2
+
+
+def test_a_row_whose_logits_are_no_numbers_fails_alone(folder: Path) -> None:
+    model = load(folder, native_kernels(), torch.float32)
+    runners = beside(model, torch.float32, [GREEDY] * 3)
+    bad = int(runners[0].parts.slots["token_ids"][1, len(prompt_of(1))])
+    with torch.inference_mode():
+        model.weights.embedding[bad] = float("nan")
+    results = [runner.step(plain_step(1, range(3))) for runner in runners]
+    assert told(results[0]) == told(results[1])
+    assert 1 in results[0].failed.tolist()
+    assert results[0].tokens.tolist()[1] == 0
+
+
+def test_masks_hold_in_a_plain_step(folder: Path) -> None:
+    model = load(folder, native_kernels(), torch.float32)
+    one, other = beside(model, torch.float32, [GREEDY] * 2)
+    bits = [0] * (VOCAB // 32)
+    bits[200 // 32] = 1 << 200 % 32
+    plan = plain_step(1, range(2), masked=[1])
+    masks = Masks(step=1, bits=Int32.of(bits, (1, len(bits))))
+    results = [runner.step(plan, lambda: masks) for runner in (one, other)]
+    assert told(results[0]) == told(results[1])
+    assert results[0].tokens.tolist()[1] == 200
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ((SLOTS, 1, 1, True), "slot is none of 6"),
+        ((-1, 1, 1, True), "slot is none of 6"),
+        ((0, MAX_LEN - 1, 1, True), "beyond 40 tokens"),
+        ((0, -1, 1, True), "beyond 40 tokens"),
+        ((0, 20, 1, True), "slot 0 holds a token that is none of 320"),
+    ],
+)
+def test_what_no_slot_holds_is_refused(
+    folder: Path, row: tuple[int, int, int, bool], why: str
+) -> None:
+    """The last: beyond what slot 0 knows there is poison."""
+    runner = runner_of(load(folder, native_kernels(), torch.float32), torch.float32, pieces=False)
+    runner.step(first_step([GREEDY]))
+    with pytest.raises(ValueError, match=why):
+        runner.step(step_plan(1, rows=[row]))
