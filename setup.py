@@ -31,6 +31,10 @@ WORKER = [
     "safetensors>=0.5,<1",
     "torch>=2.11,<2.14",
 ]
+OTEL = [  # traces of requests (docs/metrics.md)
+    "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
+    "opentelemetry-sdk>=1.27,<2",
+]
 TEST = [
     "accelerate>=1.7,<2",
     "anthropic>=2.11,<3",
@@ -39,6 +43,7 @@ TEST = [
     "msgpack>=1.1,<2",
     "mypy>=1.16,<3",
     "openai>=1.80,<4",
+    "opentelemetry-sdk>=1.27,<2",
     "psutil>=7,<8",
     "pytest>=8.4,<10",
     "pytest-timeout>=2.4,<3",
@@ -75,6 +80,7 @@ setup(
         "worker": WORKER,
         # The package `nixl` has builds for several CUDA versions as its requirements; this is one.
         "nixl": ["nixl-cu12>=1.5,<2"],
+        "otel": OTEL,
         "all": GATEWAY + ENGINE + WORKER,
         "test": GATEWAY + ENGINE + WORKER + TEST,
     },

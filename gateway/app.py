@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import flask
@@ -33,6 +34,7 @@ from gateway.responses.kept import routes as kept_responses
 from gateway.resume import routes as streams
 from gateway.service import Service
 from gateway.tokens import routes as tokens
+from gateway.tracing import HEADERS
 from protocol.config import GatewayConfig
 from protocol.errors import ServingError
 
@@ -122,7 +124,11 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
 def _listeners(service: Service) -> list[Callable[[Record], None]]:
     """Who hears of the request at hand when it is over."""
     logs = service.config.log_requests and request.endpoint not in QUIET
-    return [access_log.tell] if logs else []
+    hear: list[Callable[[Record], None]] = [access_log.tell] if logs else []
+    if service.tracing is not None:
+        carrier = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        hear.append(partial(service.tracing.tell, carrier))
+    return hear
 
 
 def _visit() -> Visit:

@@ -38,6 +38,8 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     finish: str
     generated_tokens: int
     max_tokens: int | None
+    temperature: float
+    top_p: float
     times: Times | None
 
 
@@ -48,7 +50,8 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
                   cancelled; refused: the engine did not accept it
     choices       where it was refused, those that it would have had
     tokenize_s    templates and tokenizer
-    first_token_s   since the request began;  answered_s: until the answer was over
+    asked_s, first_token_s, answered_s   since the request began, until the engine was asked, until
+                  the first token came, and until the answer was over
     """
 
     finish: str
@@ -62,6 +65,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int
     preemptions: int
     tokenize_s: float
+    asked_s: float | None
     first_token_s: float | None
     answered_s: float
     times: Times
@@ -142,6 +146,7 @@ def answer_record(journal: Journal, answer: Answer) -> AnswerRecord:
         accepted_tokens=accepted,
         preemptions=sum(usage.preemptions for usage in usages),
         tokenize_s=journal.tokenize_s,
+        asked_s=journal.at_s(Moment.ASKED),
         first_token_s=journal.at_s(Moment.FIRST_TOKEN),
         answered_s=now_s,
         times=slowest(choice.times for choice in choices if choice.times is not None),
@@ -160,6 +165,8 @@ def _choice_record(choice: Choice, finish: str, now_s: float) -> ChoiceRecord:
         finish=choice.finish or finish,
         generated_tokens=choice.num_generated,
         max_tokens=choice.params.max_tokens,
+        temperature=choice.params.temperature,
+        top_p=choice.params.top_p,
         times=times,
     )
 

@@ -29,6 +29,7 @@ from gateway.pairs import PairedEngine
 from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
 from gateway.threads import result_of
+from gateway.tracing import tracing_to
 from protocol.cluster_key import read_cluster_key
 from protocol.config import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
@@ -84,6 +85,7 @@ class Service:
         self.engine: AnyEngine = _engine_of(config, self.metrics)
         self.is_draining: Callable[[], bool] = lambda: False
         self.give_up: Callable[[str], None] = lambda why: None
+        self.tracing = tracing_to(config.otlp_traces_endpoint, self._model_name)
         self.idle_connections = IdleConnections()
         self.keeping = Keeping.of(config)
         self._answers: set[Answer] = set()
@@ -111,6 +113,8 @@ class Service:
         if self.keeping is not None:
             self.keeping.close()
         self.engine.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     def _keep_watch(self) -> None:
         """Prepare a model as soon as the engine tells of it, not when the first request comes; see

@@ -339,6 +339,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         bool,
         about("log what failures say in full, which may be parts of what people wrote"),
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str,
+        about(
+            "URL to which traces of requests are sent (OpenTelemetry, OTLP over HTTP: "
+            "http://127.0.0.1:4318/v1/traces); needs the extra otel"
+        ),
+    ] = ""
     chat_template: Annotated[
         str, about("a file with the chat template to use; default: the model's own")
     ] = ""

@@ -18,7 +18,7 @@ LIBRARIES = {
     "protocol": {"msgspec", "zmq"},
     "gateway": {
         *("msgspec", "zmq", "gevent", "flask", "jinja2", "tokenizers"),
-        *("prometheus_client", "gunicorn", "werkzeug", "markupsafe"),
+        *("prometheus_client", "gunicorn", "werkzeug", "markupsafe", "opentelemetry"),
     },
     "engine_core": {"msgspec", "zmq", "llguidance"},
     "worker": {"msgspec", "zmq", "numpy", "torch", "safetensors", "gguf"},
