@@ -12,7 +12,21 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tools import abort, chat, doctor, drain, engine, key, keys, models, profile, serve, status
+from tools import (
+    abort,
+    chat,
+    doctor,
+    drain,
+    engine,
+    key,
+    keys,
+    models,
+    profile,
+    ps,
+    serve,
+    status,
+    stop,
+)
 from tools.bench import command as bench
 from tools.bench import step as bench_step
 from tools.failure import Failure
@@ -66,6 +80,8 @@ def parser() -> argparse.ArgumentParser:
         (status, command("status", "show whether a server is ready and what it does")),
         (top, command("top", "watch an engine", top.DESCRIPTION, top.EXAMPLES)),
         (abort, command("abort", "end requests", abort.DESCRIPTION, abort.EXAMPLES)),
+        (ps, command("ps", "list servers and leftovers", ps.DESCRIPTION, ps.EXAMPLES)),
+        (stop, command("stop", "stop servers, clear leftovers", stop.DESCRIPTION, stop.EXAMPLES)),
         (drain, command("drain", "let an engine finish", drain.DESCRIPTION, drain.EXAMPLES)),
         (
             engine,

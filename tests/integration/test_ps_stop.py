@@ -1,0 +1,154 @@
+"""`tidegate ps` and `stop`: whose processes are whose, and what happens to what was left behind.
+
+Servers are small programs here that hold a run directory as servers do, with a child that has
+inherited the lock and a grandchild that has not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.processes import ROOT, Program, eventually, is_alive
+from tools.places import Found, Place, look
+
+SERVER = """
+import subprocess, sys, time
+from pathlib import Path
+from tools import run_lock
+sleeper = "import time; time.sleep(600)"
+child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeper!r}]); {sleeper}"
+lock = run_lock.hold(Path(sys.argv[1]))
+subprocess.Popen([sys.executable, "-c", child], pass_fds=[lock])
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+class Machine:
+    """A user's run directories, with what runs in them."""
+
+    def __init__(self, runtime: Path, stack: ExitStack) -> None:
+        self.base = runtime / f"tidegate-{os.getuid()}"
+        self._environment = {"XDG_RUNTIME_DIR": str(runtime), "PYTHONPATH": str(ROOT)}
+        self._stack = stack
+
+    def serve(self, name: str) -> Program:
+        arguments = ["-c", SERVER, str(self.base / name)]
+        program = self._stack.enter_context(Program(arguments, environment=self._environment))
+        program.line_with("holds")
+        assert eventually(lambda: len(self.place(name).processes) == 3)
+        self._stack.callback(self.kill, pids(self.place(name)))
+        return program
+
+    def leave_socket(self, name: str) -> Path:
+        path = self.base / name / "engine.sock"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+        return path
+
+    def tool(self, *words: str, code: int = 0) -> str:
+        command = [sys.executable, "-P", "-m", "tools", *words]
+        environment = {**os.environ, **self._environment}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    def places(self) -> dict[str, Place]:
+        return {place.name: place for place in look(self.base).places}
+
+    def place(self, name: str) -> Place:
+        return self.places()[name]
+
+    def kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    runtime = tmp_path / "r"
+    runtime.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        yield Machine(runtime, stack)
+
+
+def pids(place: Place) -> list[int]:
+    return [process.pid for process in place.processes]
+
+
+def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(machine: Machine) -> None:
+    first, second = machine.serve("8001"), machine.serve("8002")
+    found = machine.places()
+    assert found["8001"].pid == first.process.pid
+    assert first.process.pid in pids(found["8001"])
+    assert not set(pids(found["8001"])) & set(pids(found["8002"]))
+    assert f"8001: serves (pid {first.process.pid})" in machine.tool("ps")
+    told = msgspec.json.decode(machine.tool("ps", "--json"), type=Found)
+    assert {place.name: place for place in told.places} == found
+    told = machine.tool("stop", "8001", "--kill")
+    assert "stopped  8001 (3 processes)" in told
+    assert not any(map(is_alive, pids(found["8001"])))
+    assert all(map(is_alive, pids(found["8002"])))
+    assert second.process.poll() is None
+
+
+def test_who_is_asked_and_stays_is_named_and_not_killed(machine: Machine) -> None:
+    """A real supervisor sees to its children; this one is none."""
+    server = machine.serve("8001")
+    found = machine.place("8001")
+    told = machine.tool("stop", "8001", "--wait-s", "0.2", code=1)
+    assert "still there after 0.2 s" in told
+    assert server.end() == -signal.SIGTERM, "it was asked"
+    children = [pid for pid in pids(found) if pid != server.process.pid]
+    assert all(map(is_alive, children))
+
+
+def test_what_a_killed_supervisor_left_behind_is_found_and_stopped(machine: Machine) -> None:
+    server = machine.serve("8001")
+    path = machine.leave_socket("8001")
+    left = [pid for pid in pids(machine.place("8001")) if pid != server.process.pid]
+    server.signal(signal.SIGKILL)
+    server.end()
+    assert pids(machine.place("8001")) == left
+    assert "lost its supervisor" in machine.tool("ps")
+    told = machine.tool("stop", "--all")
+    assert "stopped  8001 (2 processes)" in told
+    assert "removed  8001/engine.sock" in told
+    assert not path.exists()
+    assert not any(map(is_alive, left))
+    assert machine.place("8001").pid is None
+
+
+def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_none(
+    machine: Machine,
+) -> None:
+    assert machine.places() == {}
+    assert "nothing runs at 8001" in machine.tool("stop", "8001", code=1)
+    server = machine.serve("8001")
+    everybody = pids(machine.place("8001"))
+    path = machine.leave_socket("8001")
+    machine.kill(everybody)
+    server.end()
+    assert "sockets without anybody behind them: engine.sock" in machine.tool("ps")
+    assert machine.tool("stop", "8001") == "removed  8001/engine.sock\n"
+    assert not path.exists()
+    assert "8001" not in machine.tool("ps")
+    assert machine.place("8001").processes == []
+
+
+def test_it_has_to_be_said_what_is_to_stop(machine: Machine) -> None:
+    for words in (["stop"], ["stop", "8001", "--all"]):
+        assert "name ports, or say --all" in machine.tool(*words, code=2)

@@ -1,0 +1,60 @@
+"""What `tidegate ps` says of what it has found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tools.places import Found, Place, Process, look
+from tools.ps import told
+from tools.stop import asked, chosen
+
+SUPERVISOR, ENGINE = Process(10, 1, 5, "tools"), Process(11, 10, 6, "engine_core")
+
+
+def place(**fields) -> Place:
+    more = {"name": "8000", "pid": 10, "leads": True, "processes": [SUPERVISOR, ENGINE]}
+    return Place(**{**more, "sockets": ["engine.sock"], **fields})
+
+
+def test_each_state_of_a_place_is_told() -> None:
+    lost = place(leads=False, processes=[ENGINE])
+    stale = place(name="engine-ab", pid=None, leads=False, processes=[])
+    free = place(name="8002", pid=None, leads=False, processes=[], sockets=[])
+    text = told(Found([place(), lost, stale, free], [Process(12, 1, 7, "worker")]))
+    assert text.splitlines() == [
+        "port     8000: serves (pid 10)",
+        "         tools (pid 10)",
+        "         engine_core (pid 11)",
+        "port     8000: lost its supervisor (pid 10)",
+        "         engine_core (pid 11)",
+        "engine   engine-ab: left behind",
+        "         sockets without anybody behind them: engine.sock",
+        "stray    worker (pid 12), of no server: kill 12",
+    ]
+
+
+def test_the_first_process_is_asked_and_the_others_where_it_is_gone() -> None:
+    assert asked(place(), everybody=False) == [SUPERVISOR]
+    assert asked(place(), everybody=True) == [SUPERVISOR, ENGINE]
+    assert asked(place(leads=False, processes=[ENGINE]), everybody=False) == [ENGINE]
+    one, other = place(), place(name="8001")
+    assert chosen(Found([one, other], []), ["8001", "8001"]) == [other]
+    assert chosen(Found([one, other], []), []) == [one, other]
+
+
+def test_strays_are_rooms_of_ours_whose_parent_is_gone(tmp_path: Path) -> None:
+    for pid, parent, state, words in [
+        (7, 1, "S", "python\0-m\0worker\0"),
+        (8, 1, "Z", "python\0-m\0worker\0"),
+        (9, 6, "S", "python\0-m\0engine_core\0"),
+        (10, 1, "S", "sshd\0"),
+    ]:
+        folder = tmp_path / "proc" / str(pid)
+        folder.mkdir(parents=True)
+        rest = " ".join(["0"] * 17 + [str(pid * 100)])
+        (folder / "stat").write_text(f"{pid} (a (b) c) {state} {parent} {rest}")
+        (folder / "cmdline").write_bytes(words.encode())
+    found = look(tmp_path / "none", tmp_path / "proc")
+    assert found == Found([], [Process(7, 1, 700, "worker")])
+    assert os.getuid() == (tmp_path / "proc").stat().st_uid
