@@ -74,6 +74,7 @@ def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: C
             from worker.kv.exchange import Exchange
             from worker.kv.layout import KVLayout
             from worker.loop import Loop
+        gc.freeze()  # of a million objects nobody need look at again, whatever is collected later
         runner, ready = assemble(config, phases)
         gc.collect()
         gc.freeze()  # what was loaded stays: later collections need not look at it
