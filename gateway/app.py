@@ -98,6 +98,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
             path=printable(path_in(visit.target)),
             route=visit.rule or "other",
             request_id=request_id_from(request.headers.get(REQUEST_ID_HEADER)),
+            is_probe=request.endpoint in QUIET,
             hear=_listeners(service),
         )
         if gate.answers_preflight(visit):

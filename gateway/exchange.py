@@ -24,6 +24,7 @@ class Exchange:
     """From the first look at a request to its end. Of several calls of `close` the first counts.
 
     route   the rule that matched ("/v1/models/<name>"), so that label values are few
+    is_probe   see Record
     hear    are told of it when it is over, beside the metrics
     """
 
@@ -35,6 +36,7 @@ class Exchange:
         path: str,
         route: str,
         request_id: str,
+        is_probe: bool = False,
         hear: Sequence[Callable[[Record], None]] = (),
     ) -> None:
         self.request_id = request_id
@@ -44,6 +46,7 @@ class Exchange:
         self.caller = ""  # the name of its key
         self._metrics = metrics
         self._method, self._path, self._route = method, path, route
+        self._is_probe = is_probe
         self._hear = hear
         self._is_closed = False
 
@@ -68,6 +71,7 @@ class Exchange:
             route=self._route,
             status=status,
             key=self.caller,
+            is_probe=self._is_probe,
         )
         self._metrics.count(record)
         for tell in self._hear:

@@ -68,7 +68,7 @@ class Metrics:
             multiprocess_mode="livesum",
         )
         self.requests = self._counter("requests", "HTTP requests", "route", "status")
-        self.ends = self._counter("request_ends", "HTTP requests by how they ended", "end")
+        self.ends = self._counter("request_ends", "HTTP requests, without probes", "end")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of accepted prompts")
         self.cached_tokens = self._counter("cached_tokens", "Of these, tokens found in a cache")
         self.generated_tokens = self._counter(
@@ -147,7 +147,8 @@ class Metrics:
     def count(self, record: Record) -> None:
         """A request that is over, once."""
         self.requests.labels(record.route, str(record.status)).inc()
-        self.ends.labels(record.end).inc()
+        if not record.is_probe:
+            self.ends.labels(record.end).inc()
         if record.answer is None:
             return
         self.finishes.labels(record.answer.finish).inc()

@@ -74,6 +74,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """route   the rule that matched ("/v1/models/<name>"), so that there are few
     key     the name of its key; "" where it has none
+    is_probe   a health check or a scrape: machines ask every few seconds
     end     however it ended; what is no inference request is finished if it was answered
     """
 
@@ -83,6 +84,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     route: str
     status: int
     key: str
+    is_probe: bool = False
     end: End
     began_ns: int
     took_s: float
@@ -99,6 +101,7 @@ def record_of(
     route: str,
     status: int,
     key: str,
+    is_probe: bool,
 ) -> Record:
     told = answer_record(journal, answer) if answer is not None else None
     return Record(
@@ -108,6 +111,7 @@ def record_of(
         route=route,
         status=status,
         key=key,
+        is_probe=is_probe,
         end=_end(status, told),
         began_ns=journal.began_ns,
         took_s=journal.now_s,

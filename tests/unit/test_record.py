@@ -1,0 +1,145 @@
+"""The record of a request: what counts as accepted, how it ended, where its time went."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.answering import Answer
+from gateway.journal import Journal, Moment
+from gateway.record import Record, answer_record, record_of, slowest
+from gateway.timings import timings_of
+from protocol.errors import ErrorInfo
+from protocol.messages import Accepted, Output, Refused, Times, Usage
+from tests.unit.test_chunks import an_answer
+
+FIRST = Times(queued_s=1.0, prefill_s=2.0)
+
+
+def usage(times: Times) -> Usage:
+    return Usage(prompt_tokens=3, generated_tokens=1, times=times)
+
+
+def told(answer: Answer, status: int = 200) -> Record:
+    return record_of(
+        answer.journal,
+        answer,
+        request_id="1",
+        method="POST",
+        path="/x",
+        route="/x",
+        status=status,
+        key="",
+        is_probe=False,
+    )
+
+
+def accepted(n: int = 1) -> Answer:
+    answer = an_answer(n=n)
+    for choice in answer.choices:
+        answer.take(choice, Accepted(request=0))
+    return answer
+
+
+def test_what_the_engine_refused_was_no_prompt() -> None:
+    answer = an_answer(n=2)
+    answer.take(answer.choices[0], Accepted(request=0))
+    error = ErrorInfo(code="overloaded", message="full")
+    answer.take(answer.choices[1], Refused(request=0, error=error))
+    record = told(answer, 429)
+    assert record.end == "refused"
+    assert record.answer is not None
+    assert (record.answer.finish, record.answer.prompt_tokens) == ("refused", 0)
+    assert not record.answer.is_accepted
+
+
+def test_who_leaves_before_it_is_accepted_has_hung_up_and_used_nothing() -> None:
+    answer = an_answer()
+    answer.abandon()
+    record = told(answer, 499)
+    assert record.answer is not None
+    assert (record.end, record.answer.is_accepted) == ("disconnected", False)
+    assert record.answer.prompt_tokens == 0
+
+
+def test_each_choice_ends_in_its_own_way() -> None:
+    answer = accepted(n=3)
+    one, two, _ = answer.choices
+    answer.take(one, Output(request=0, tokens=[72], finish="length"))
+    answer.take(two, Output(request=0, tokens=[72, 257], finish="stop", stop_token=257))
+    answer.abandon()
+    record = told(answer)
+    assert record.answer is not None
+    assert [c.finish for c in record.answer.choices] == ["length", "stop", "disconnected"]
+    assert (record.answer.finish, record.answer.generated_tokens) == ("disconnected", 3)
+    assert record.answer.prompt_tokens == 3
+
+
+def test_the_engines_last_word_is_the_time_it_took() -> None:
+    answer = accepted()
+    (choice,) = answer.choices
+    answer.take(choice, Output(request=0, tokens=[72], usage=usage(FIRST)))
+    whole = Times(queued_s=1.0, prefill_s=2.0, decode_s=4.0)
+    answer.take(choice, Output(request=0, tokens=[72], finish="length", usage=usage(whole)))
+    record = told(answer)
+    assert record.answer is not None
+    assert record.answer.times == whole
+
+
+def test_who_left_early_decoded_until_then_by_the_gateways_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("gateway.journal.time.monotonic", lambda: now)
+    answer = accepted()
+    now = 103.0
+    first = Output(request=0, tokens=[72], usage=usage(FIRST))
+    answer.take(answer.choices[0], first)
+    now = 108.5
+    answer.abandon()
+    now = 120.0
+    answer.journal.note(Moment.ENDED)
+    record = told(answer)
+    assert record.took_s == 20.0
+    assert record.answer is not None
+    assert (record.answer.first_token_s, record.answer.answered_s) == (3.0, 8.5)
+    assert record.answer.times == Times(queued_s=1.0, prefill_s=2.0, decode_s=5.5)
+
+
+@pytest.mark.parametrize(
+    ("status", "end"),
+    [(200, "finished"), (404, "refused"), (503, "refused"), (500, "error"), (499, "disconnected")],
+)
+def test_what_asks_for_no_answer_ends_as_its_status_says(status: int, end: str) -> None:
+    fields = {"request_id": "1", "method": "GET", "path": "/", "route": "/", "key": ""}
+    record = record_of(Journal(), None, status=status, is_probe=False, **fields)
+    assert (record.end, record.answer) == (end, None)
+
+
+def test_of_several_choices_each_stage_is_that_of_the_slowest() -> None:
+    one, two = Times(queued_s=1.0, decode_s=5.0), Times(queued_s=3.0, decode_s=4.0)
+    assert slowest([one, two]) == Times(queued_s=3.0, decode_s=5.0)
+    assert slowest([]) == Times()
+
+
+def test_nothing_is_divided_by_nothing() -> None:
+    answer = accepted()
+    timings = timings_of(answer_record(answer.journal, answer), 0.0)
+    assert timings.predicted_per_second is None
+    assert timings.prompt_per_token_ms is None
+    assert timings.first_token_ms is None
+
+
+def test_a_moment_comes_once_and_time_stops_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("gateway.journal.time.monotonic", lambda: now)
+    journal = Journal()
+    now = 11.0
+    journal.note(Moment.FIRST_TOKEN)
+    with journal.tokenizing():
+        now = 14.0
+    journal.note(Moment.FIRST_TOKEN)
+    journal.note(Moment.ENDED)
+    now = 99.0
+    assert journal.at_s(Moment.FIRST_TOKEN) == 1.0
+    assert journal.at_s(Moment.ACCEPTED) is None
+    assert (journal.tokenize_s, journal.now_s) == (3.0, 4.0)
