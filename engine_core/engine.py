@@ -66,7 +66,7 @@ from protocol.messages import (
     RequestView,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import EngineStats
+from protocol.stats import EngineStats, WorkerView
 from protocol.steps import Masks, StepPlan, StepResult
 
 
@@ -377,6 +377,20 @@ class Engine:
     def view(self, most: int) -> list[tuple[bytes, RequestView]]:
         """(client, request) of the `most` that have been open for longest."""
         return [(request.client, seen(request)) for request in islice(self._open, max(0, most))]
+
+    def at_work(self) -> WorkerView:
+        """What the worker computes, as far as its plans say; the times are for others to fill in,
+        but for what is expected."""
+        flight = self._flights.oldest
+        if flight is None:
+            return WorkerView()
+        rate = self._speed.tokens_per_s
+        return WorkerView(
+            step=flight.plan.step,
+            expected_s=flight.num_tokens / rate if rate else 0.0,
+            prompt_tokens=sum(request.prompt_tokens for request in flight.prompts),
+            computed_tokens=sum(request.num_computed for request in flight.prompts),
+        )
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
         scheduler, leases = self._scheduler, self._exchange.leases

@@ -31,6 +31,15 @@ class Flight:
     needs_masks: bool
     is_decisive: bool
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count in self.work)
+
+    @property
+    def prompts(self) -> list[Request]:
+        """Those of which it computes a part of the prompt."""
+        return [each for each, _ in self.work if each.num_computed < each.prompt_tokens - 1]
+
 
 class Flights:
     """The plans that are out, oldest first; at most `depth` of them."""

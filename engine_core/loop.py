@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from engine_core.clients import Clients
 from engine_core.engine import Engine
 from engine_core.grammar.service import GrammarService
+from engine_core.health import Health
 from engine_core.kv.peers import Cluster
 from engine_core.profiling import Profiling
 from engine_core.workers import WorkerLost, Workers
@@ -53,7 +54,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import EngineStats
+from protocol.stats import EngineStats, WorkerView
 from protocol.steps import StepResult, Traced, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class Loop:
         self._sent_at: deque[float] = deque()  # of the steps that are out
         self._free_at = 0.0  # when the worker was done with the last one that has come back
         self._wire_errors = 0
+        self._health = Health(config.stopped_timeout_s)
+        self._look_at = 0.0
         self._grammars = GrammarService(config.grammar_timeout_s)
         self._profiling = Profiling()
 
@@ -124,6 +127,7 @@ class Loop:
         if self._workers.death in ready:
             self._hear_worker(now)  # its last words, if any, say more than its exit code
             raise self._workers.lost()
+        self._look_at_worker(now)
         if self._socket in ready:
             self._hear_clients(now)
         for client in self._clients.expire(now):
@@ -419,8 +423,29 @@ class Loop:
             rows=[replace(row, client=self._clients.name_of(owner)) for owner, row in rows],
         )
 
+    def _look_at_worker(self, now: float) -> None:
+        """Whoever asks us is told when it gets on no more, or again, and need not ask."""
+        if now < self._look_at:
+            return
+        self._look_at = now + TICK_MS / 1000
+        is_news = self._health.look(self._at_work(now), self._workers.is_stopped, now)
+        if self._health.is_lost(now):
+            raise WorkerLost(self._health.trouble)
+        if is_news:
+            log.warning("%s", self._health.trouble or "the worker gets on again")
+            for client in self._clients.all():
+                self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
+
+    def _at_work(self, now: float) -> WorkerView:
+        view = WorkerView() if self._engine is None else self._engine.at_work()
+        step_s = now - self._begun_at() if self._sent_at else 0.0
+        trouble = self._health.trouble
+        pids = {"engine_pid": os.getpid(), "pid": self._workers.pid}
+        return replace(view, **pids, step_s=step_s, trouble=trouble)
+
     def _stats(self) -> EngineStats:
-        if self._engine is None:
-            return EngineStats(clients=len(self._clients))
-        wire_errors = self._wire_errors + self._workers.num_strange
-        return self._engine.stats(clients=len(self._clients), wire_errors=wire_errors)
+        own = EngineStats(clients=len(self._clients))
+        if self._engine is not None:
+            wire_errors = self._wire_errors + self._workers.num_strange
+            own = self._engine.stats(clients=len(self._clients), wire_errors=wire_errors)
+        return replace(own, worker=self._at_work(time.monotonic()))

@@ -47,7 +47,9 @@ LEAVE_BODY = (408, 413)
 NOT_READ = (400, 401, 403, 404, 405)
 """What may be answered before the body has been read. One of more than so many bytes is left."""
 UNREAD_BODY_BYTES = 1 << 16
-QUIET = frozenset({"admin.livez", "admin.readyz", "admin.health", "admin.metrics"})
+QUIET = frozenset(
+    {"admin.livez", "admin.startupz", "admin.readyz", "admin.health", "admin.metrics"}
+)
 """Asked every few seconds by machines: counted, not logged."""
 
 

@@ -204,11 +204,11 @@ class EngineClient:
 
     def keep_kv(self, handles: Sequence[str]) -> None:
         """What these stand for is still wanted; see messages.KeepKV."""
-        self._try_to_say(KeepKV(handles=list(handles)) if self.is_ready else None)
+        self._try_to_say(KeepKV(handles=list(handles)) if self.session.is_ready else None)
 
     def release_kv(self, handles: Sequence[str]) -> None:
         """Nobody will come for these (any more)."""
-        self._try_to_say(ReleaseKV(handles=list(handles)) if self.is_ready else None)
+        self._try_to_say(ReleaseKV(handles=list(handles)) if self.session.is_ready else None)
 
     def trouble(self) -> ServingError | None:
         """Why no request can be opened now; None where one can."""
@@ -216,7 +216,8 @@ class EngineClient:
             return self.session.trouble
         if self.stats is not None and self.stats.draining:
             return Draining("it finishes what it has, and takes nothing new")
-        return None
+        trouble = self.stats.worker.trouble if self.stats else ""
+        return EngineNotReady(trouble) if trouble else None
 
     @property
     def lines(self) -> list[Line]:
@@ -225,7 +226,7 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        return self.session.is_ready
+        return self.trouble() is None
 
     @property
     def model(self) -> ModelCard | None:

@@ -17,7 +17,8 @@ from gevent import get_hub
 
 from gateway import heap
 from gateway.access.keyring import KeyWatch
-from gateway.admin.told import EngineState
+from gateway.admin.doing import doing
+from gateway.admin.told import EngineFacts, EngineState, GatewayFacts
 from gateway.answering import Answer, Ask
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
@@ -35,7 +36,6 @@ from protocol.config import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
 from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard
-from protocol.session import PING_EVERY_S
 from protocol.sockets import engine_address
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.1
 AnyEngine = EngineClient | PairedEngine | Engineless
 KEYS_LOOK_S = 1.0
-FRESH_S = 3 * PING_EVERY_S
-"""A heartbeat is older than this: not ready, though the lease may still hold."""
+FRESH_S = 1.9
+"""A heartbeat is older than this: not ready, though the lease may still hold. They come about every
+PING_EVERY_S."""
 
 
 def offload(work: Callable[[], list[int]]) -> list[int]:
@@ -88,6 +89,7 @@ class Service:
         self.tracing = tracing_to(config.otlp_traces_endpoint, self._model_name)
         self.idle_connections = IdleConnections()
         self.keeping = Keeping.of(config)
+        self._since = time.monotonic()
         self._answers: set[Answer] = set()
         self._watch: gevent.Greenlet[..., None] | None = None
         self._served: ServedModel | None = None
@@ -233,16 +235,29 @@ class Service:
         why = trouble.message if trouble is not None else None
         if why is None and silence_s is not None and silence_s > FRESH_S:
             why = f"the engine has been silent for {silence_s:.1f} s"
-        facts: dict[str, object] = {
-            "ready": why is None,
-            "why": why,
-            "gateway": {"pid": os.getpid(), "draining": self.is_draining()},
-            "engine": {"epoch": self.engine.epoch, "silence_s": _rounded(silence_s)},
-        }
+        facts: dict[str, object] = {"ready": why is None, "why": why, **self.processes()}
         for role in dict.fromkeys(line.role for line in self.engine.lines if line.role):
             lines = [line for line in self.engine.lines if line.role == role]
             facts[role] = [_state_of(line.engine) for line in lines]
         return why is None, facts
+
+    def startup(self) -> tuple[bool, dict[str, object]]:
+        """Whether there has ever been a model to serve; and then for good."""
+        has_begun = self._served is not None
+        trouble = None if has_begun else self.trouble()
+        why = None if trouble is None else trouble.message
+        return has_begun, {"started": has_begun, "why": why, **self.processes()}
+
+    def processes(self) -> dict[str, object]:
+        """Who we are, and what we know of the engine and its worker."""
+        age_s = time.monotonic() - self._since
+        engine = EngineFacts(
+            epoch=self.engine.epoch,
+            silence_s=_rounded(self.engine.silence_s),
+            **doing(self.engine.stats, self.engine.limits),
+        )
+        own = GatewayFacts(pid=os.getpid(), draining=self.is_draining(), age_s=round(age_s, 3))
+        return {"gateway": own, "engine": engine}
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -240,6 +240,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     step_timeout_s: Annotated[
         float, about("a worker silent for so long within one step has failed", ge=1, le=86400)
     ] = 300.0
+    stopped_timeout_s: Annotated[
+        float,
+        about("a worker that was stopped by a signal for so long is lost", ge=0.5, le=86400),
+    ] = 4.0
 
     def __post_init__(self) -> None:
         if (self.speculation == "model") != bool(self.worker.draft_model):

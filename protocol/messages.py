@@ -156,7 +156,7 @@ class Drain(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Client -> engine, about once a second: I live. Answered by Pong."""
+    """Client -> engine, about twice a second: I live. Answered by Pong."""
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
@@ -366,8 +366,8 @@ class Freed(Message, frozen=True, kw_only=True):
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Ping. Another epoch than Welcome's: all earlier requests are
-    lost.
+    """Engine -> client, answering Ping, and unasked when it can compute no more, or again. Another
+    epoch than Welcome's: all earlier requests are lost.
     """
 
     epoch: str

@@ -50,7 +50,7 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
 
-PING_EVERY_S = 1.0
+PING_EVERY_S = 0.5
 LEASE_S = 4.0
 
 News = tuple[int, Accepted | Refused | Output | Aborted | Profiled | View]
@@ -201,7 +201,7 @@ class Session:
         return self._lose("the connection to the engine broke") if self.is_ready else []
 
     def tick(self, now: float) -> tuple[list[ToEngine], list[News]]:
-        """Call about once a second: what to send (at most a greeting or a ping), and news of
+        """Call a few times a second: what to send (at most a greeting or a ping), and news of
         losses.
         """
         news: list[News] = []

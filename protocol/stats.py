@@ -5,10 +5,32 @@ from __future__ import annotations
 import msgspec
 
 
+class WorkerView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What the worker does at the moment, as its engine sees it. Seconds of durations.
+
+    step             the oldest that it has not finished; 0: it has nothing to do
+    step_s           how long it has been at it
+    expected_s       how long it should take at the speed of late; 0: nobody knows yet
+    prompt_tokens    of the prompts of which the step computes a chunk
+    computed_tokens  of these, before the step
+    trouble          why nothing is computed; "": all is well
+    """
+
+    engine_pid: int = 0
+    pid: int = 0
+    step: int = 0
+    step_s: float = 0.0
+    expected_s: float = 0.0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    trouble: str = ""
+
+
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A snapshot of one engine. Counters (`num_*` below the line) only grow within an epoch."""
 
     draining: bool = False  # what is new is refused
+    worker: WorkerView = WorkerView()
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0

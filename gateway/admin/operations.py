@@ -17,6 +17,13 @@ _NAME = Parameter("name", "One of the served names.", place="path")
 OPERATIONS = (
     _public(rule="/livez", about="Whether this process answers at all.", gives=told.Live),
     _public(
+        rule="/startupz",
+        about="Whether there has been a model to serve since this process began.",
+        gives=told.Startup,
+        statuses=(405, 500),
+        otherwise={503: told.Startup},
+    ),
+    _public(
         rule="/readyz",
         about="Whether requests can be served now, and if not, why.",
         gives=told.Readiness,

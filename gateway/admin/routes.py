@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import flask
@@ -16,13 +17,17 @@ from gateway.service import Service
 def blueprint(service: Service) -> Blueprint:
     """
     /livez      200 while this process answers at all
+    /startupz   200 once there has been a model to serve, and from then on
     /readyz     200 when requests can be served now; the body says who, since when, and why not
     /health     the same, as clients of other servers expect it
     """
     routes = Blueprint("admin", __name__)
-    routes.get("/livez", endpoint="livez")(lambda: _json({"live": True}))
-    routes.get("/readyz", endpoint="readyz")(lambda: ready(service))
-    routes.get("/health", endpoint="health")(lambda: ready(service))
+    routes.get("/livez", endpoint="livez")(
+        lambda: _json({"live": True, "gateway": service.processes()["gateway"]})
+    )
+    routes.get("/startupz", endpoint="startupz")(lambda: _health(*service.startup()))
+    routes.get("/readyz", endpoint="readyz")(lambda: _health(*service.readiness()))
+    routes.get("/health", endpoint="health")(lambda: _health(*service.readiness()))
     routes.get("/version", endpoint="version")(lambda: _json({"version": version()}))
     routes.get("/metrics", endpoint="metrics")(
         lambda: flask.Response(service.metrics.text(), content_type=CONTENT_TYPE)
@@ -32,10 +37,9 @@ def blueprint(service: Service) -> Blueprint:
     return routes
 
 
-def ready(service: Service) -> Response:
-    is_ready, facts = service.readiness()
-    response = _json(facts, 200 if is_ready else 503)
-    if not is_ready:
+def _health(is_well: bool, facts: dict[str, object]) -> Response:
+    response = _json(facts, 200 if is_well else 503)
+    if not is_well:
         response.headers["Retry-After"] = "1"
     return response
 
@@ -63,7 +67,7 @@ def _model(served: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def _json(value: dict[str, Any], status: int = 200) -> Response:
+def _json(value: Mapping[str, Any], status: int = 200) -> Response:
     return flask.Response(
         msgspec.json.encode(value), status=status, content_type="application/json"
     )

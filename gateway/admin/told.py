@@ -8,24 +8,32 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
-class Live(msgspec.Struct, frozen=True):
-    live: Literal[True]
-
-
 class Version(msgspec.Struct, frozen=True):
     version: str
 
 
 class GatewayFacts(msgspec.Struct, frozen=True):
+    """The process that answers. age_s  since it began"""
+
     pid: int
     draining: bool
+    age_s: float
 
 
-class EngineFacts(msgspec.Struct, frozen=True):
-    """silence_s  since its last heartbeat"""
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """As of its last heartbeat, which is `silence_s` old; null where there is none.
+
+    steps            that it has planned: the count of a server that computes grows
+    doing            what the worker computes, in words; its step's age is `worker_step_s`
+    """
 
     epoch: str | None
     silence_s: float | None
+    pid: int | None = None
+    steps: int | None = None
+    doing: str | None = None
+    worker_pid: int | None = None
+    worker_step_s: float | None = None
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +66,20 @@ class Readiness(msgspec.Struct, frozen=True):
     engine: EngineFacts
     prefill: list[EngineState] | UnsetType = UNSET
     decode: list[EngineState] | UnsetType = UNSET
+
+
+class Live(msgspec.Struct, frozen=True):
+    live: Literal[True]
+    gateway: GatewayFacts
+
+
+class Startup(msgspec.Struct, frozen=True):
+    """why  there is no model to serve yet; null when there was one"""
+
+    started: bool
+    why: str | None
+    gateway: GatewayFacts
+    engine: EngineFacts
 
 
 class Formats(msgspec.Struct, frozen=True):

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import requests
+from msgspec.structs import replace
 
+from protocol.stats import WorkerView
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, folded, read_body, read_head, send_post
+from tests.support.processes import eventually
 from tests.support.scripted_engine import ScriptedEngine, says, scripted_card
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -42,6 +45,9 @@ def test_before_the_engine_is_ready_everything_says_so_and_when_to_come_back(add
         for path in ("/health", "/readyz"):
             assert requests.get(gateway.url + path, timeout=5).status_code == 503
         assert "tidegate_engine_up 0.0" in requests.get(gateway.url + "/metrics", timeout=5).text
+        started = requests.get(gateway.url + "/startupz", timeout=5)
+        assert (started.status_code, started.json()["started"]) == (503, False)
+        assert "not answered yet" in started.json()["why"]
         with ScriptedEngine(address, welcomes=False) as engine:  # it is there, but still loads
             time.sleep(0.2)
             assert requests.get(gateway.url + "/readyz", timeout=5).status_code == 503
@@ -50,6 +56,37 @@ def test_before_the_engine_is_ready_everything_says_so_and_when_to_come_back(add
             assert facts["engine"]["epoch"] == engine.epoch
             assert facts["gateway"]["pid"] != gateway.process.pid
             assert gateway.post(CHAT, {"messages": HI}).status_code == 200
+        gateway.await_status("/readyz", 503)
+        started = requests.get(gateway.url + "/startupz", timeout=5)
+        assert (started.status_code, started.json()["started"]) == (200, True)
+        alive = requests.get(gateway.url + "/livez", timeout=5).json()
+        assert alive["gateway"]["pid"] == facts["gateway"]["pid"]
+
+
+def test_what_an_engine_tells_of_its_worker_is_told_and_trouble_is_not_ready(address: str) -> None:
+    busy = WorkerView(
+        pid=8, step=3, step_s=9.0, expected_s=8.0, prompt_tokens=700, computed_tokens=256
+    )
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:
+        gateway.await_ready()
+        stats = engine.stats
+
+        def doing() -> str:
+            answer = requests.get(gateway.url + "/readyz", timeout=5)
+            facts = answer.json()
+            assert answer.status_code == (200 if facts["ready"] else 503)
+            return f"{facts['ready']} {facts['engine']['doing']}"
+
+        engine.stats = replace(stats, worker=busy)
+        wanted = "True computing step 3 for 9.0 s (8.0 s expected): chunk 2 of 3"
+        assert eventually(lambda: doing() == wanted)
+        engine.stats = replace(stats, worker=replace(busy, trouble="the worker is stuck"))
+        assert eventually(lambda: doing() == "False the worker is stuck")
+        refused = gateway.post(COMPLETIONS, {"prompt": "x"})
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert "the worker is stuck" in refused.json()["error"]["message"]
+        engine.stats = stats
+        gateway.await_ready()
 
 
 def test_a_model_that_cannot_be_served_is_not_ready_and_never_500(address: str) -> None:

@@ -52,7 +52,7 @@ class GatewayProcess(Program):
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 response = requests.get(self.url + path, timeout=5)
-            except requests.ConnectionError as error:
+            except (requests.ConnectionError, requests.Timeout) as error:  # it still starts
                 last = error
             else:
                 if response.status_code == status:

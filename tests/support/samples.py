@@ -78,7 +78,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.sampling import SamplingParams
-from protocol.stats import EngineStats
+from protocol.stats import EngineStats, WorkerView
 from protocol.steps import (
     Logprobs,
     Masks,
@@ -148,6 +148,16 @@ CARD = ModelCard(
 ERROR = ErrorInfo(code="overloaded", message="later", param="prompt", retry_after_s=2.5)
 STATS = EngineStats(
     draining=True,
+    worker=WorkerView(
+        engine_pid=33,
+        pid=34,
+        step=35,
+        step_s=0.5,
+        expected_s=0.25,
+        prompt_tokens=36,
+        computed_tokens=37,
+        trouble="stopped",
+    ),
     running=1,
     waiting=2,
     waiting_tokens=3,

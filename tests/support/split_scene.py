@@ -32,6 +32,8 @@ from tests.support.tiny_checkpoint import VOCAB
 from tests.support.tiny_side import START_S, TinySide
 
 KV_LEASE_S, KV_TIMEOUT_S, CLIENT_LEASE_S = 1.0, 3.0, 3.0
+STOPPED_S = 600.0
+"""Here nobody is lost because the scene stands still."""
 FREE_WITHIN_S = 5.0
 ANSWER_WITHIN_S = 20.0
 """Silence, then a slot, then a fetch that fails; and then it is computed."""
@@ -109,6 +111,7 @@ class Split:
             "kv_lease_s": KV_LEASE_S,
             "kv_timeout_s": KV_TIMEOUT_S,
             "lease_s": CLIENT_LEASE_S,
+            "stopped_timeout_s": STOPPED_S,
             "prefix_cache": False,
         }
         worker = {"kv_blocks": 513, "kv_mover": "zmq"}

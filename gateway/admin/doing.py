@@ -1,0 +1,47 @@
+"""What an engine and its worker do at the moment, as /readyz tells it. Pure."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from protocol.messages import Limits
+from protocol.stats import EngineStats, WorkerView
+
+
+class Doing(TypedDict, total=False):
+    """Those fields of `told.EngineFacts` that a heartbeat brings."""
+
+    pid: int
+    steps: int
+    doing: str
+    worker_pid: int
+    worker_step_s: float
+
+
+def doing(stats: EngineStats | None, limits: Limits | None) -> Doing:
+    """Nothing where there is no heartbeat of the engine's present life."""
+    if stats is None or limits is None:
+        return {}
+    worker = stats.worker
+    return {
+        "pid": worker.engine_pid,
+        "steps": stats.num_steps,
+        "doing": in_words(worker, limits.token_budget),
+        "worker_pid": worker.pid,
+        "worker_step_s": round(worker.step_s, 3),
+    }
+
+
+def in_words(worker: WorkerView, token_budget: int) -> str:
+    """ "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12"; a prompt's chunks are at most
+    as long as a step's budget, so their count is the least that there can be."""
+    if worker.trouble:
+        return worker.trouble
+    if not worker.step:
+        return "idle"
+    expected = f" ({worker.expected_s:.1f} s expected)" if worker.expected_s else ""
+    told = f"computing step {worker.step} for {worker.step_s:.1f} s{expected}"
+    if not worker.prompt_tokens:
+        return told
+    chunk = worker.computed_tokens // token_budget + 1
+    return f"{told}: chunk {chunk} of {max(chunk, -(-worker.prompt_tokens // token_budget))}"

@@ -1,0 +1,88 @@
+"""Whether the worker gets on: a long step that is no longer than it should be does."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_core.health import LATE_S, Health
+from gateway.admin.doing import doing, in_words
+from protocol.messages import Limits
+from protocol.stats import EngineStats, WorkerView
+
+STOPPED_S = 4.0
+LIMITS = Limits(
+    max_len=9000, max_slots=1, block_tokens=16, num_blocks=9, token_budget=256, prefix_cache=True
+)
+
+
+def computing(step_s: float, expected_s: float, **more: int) -> WorkerView:
+    return WorkerView(pid=7, step=8, step_s=step_s, expected_s=expected_s, **more)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        WorkerView(pid=7),
+        computing(0.5, 0.01),
+        computing(LATE_S - 0.1, 0.01),
+        computing(60.0, 59.0),
+        computing(120.0, 0.0),  # the first of all: nobody knows
+    ],
+)
+def test_who_has_nothing_to_do_or_takes_its_time_is_well(view: WorkerView) -> None:
+    health = Health(STOPPED_S)
+    assert not health.look(view, False, 5.0)
+    assert health.trouble == ""
+
+
+def test_a_step_that_takes_many_times_as_long_as_it_should_is_told_until_it_comes() -> None:
+    health = Health(STOPPED_S)
+    assert health.look(computing(LATE_S, 0.5), False, 5.0)
+    assert health.trouble == (
+        "the worker (pid 7) has been computing step 8 for 10.0 s; 0.5 s were expected"
+    )
+    assert not health.look(computing(LATE_S + 1, 0.5), False, 6.0)
+    assert not health.is_lost(1e9)
+    assert health.look(WorkerView(pid=7), False, 7.0)
+    assert health.trouble == ""
+
+
+def test_a_stopped_worker_is_told_at_once_and_lost_after_a_while() -> None:
+    health = Health(STOPPED_S)
+    assert health.look(WorkerView(pid=7), True, 5.0)
+    assert health.trouble == "the worker (pid 7) has been stopped by a signal for 0.0 s"
+    assert not health.look(WorkerView(pid=7), True, 6.5)
+    assert "for 1.5 s" in health.trouble
+    assert not health.is_lost(5.0 + STOPPED_S - 0.1)
+    assert health.is_lost(5.0 + STOPPED_S)
+
+
+def test_a_worker_that_goes_on_again_was_never_lost() -> None:
+    health = Health(STOPPED_S)
+    health.look(WorkerView(pid=7), True, 5.0)
+    assert health.look(WorkerView(pid=7), False, 6.0)
+    assert not health.look(WorkerView(pid=7), False, 7.0)
+    assert not health.is_lost(5.0 + STOPPED_S)
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        (WorkerView(pid=7), "idle"),
+        (computing(0.5, 0.0), "computing step 8 for 0.5 s"),
+        (
+            computing(1.2, 1.5, prompt_tokens=3000, computed_tokens=512),
+            "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12",
+        ),
+        (WorkerView(pid=7, trouble="stopped"), "stopped"),
+    ],
+)
+def test_what_is_being_done_is_told_in_words(view: WorkerView, words: str) -> None:
+    assert in_words(view, 256) == words
+
+
+def test_where_no_heartbeat_has_come_nothing_is_told() -> None:
+    assert doing(None, LIMITS) == doing(EngineStats(), None) == {}
+    told = doing(EngineStats(num_steps=9, worker=computing(0.5, 0.0, engine_pid=6)), LIMITS)
+    assert (told["pid"], told["steps"]) == (6, 9)
+    assert (told["worker_pid"], told["worker_step_s"]) == (7, 0.5)
