@@ -11,8 +11,9 @@ of events that it comes in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from protocol.messages import Output, Outputs
@@ -43,9 +44,9 @@ def _joined(outputs: Sequence[Output]) -> Output:
     told = [output.usage for output in outputs if output.usage is not None]
     return Output(
         request=last.request,
-        tokens=_all(outputs, lambda output: output.tokens),
-        logprobs=_all(outputs, lambda output: output.logprobs),
-        prompt_logprobs=_all(outputs, lambda output: output.prompt_logprobs),
+        tokens=_all(outputs, "tokens"),
+        logprobs=_all(outputs, "logprobs"),
+        prompt_logprobs=_all(outputs, "prompt_logprobs"),
         finish=last.finish,
         stop_token=last.stop_token,
         usage=told[-1] if told else None,
@@ -54,5 +55,5 @@ def _joined(outputs: Sequence[Output]) -> Output:
     )
 
 
-def _all(outputs: Sequence[Output], part: Callable[[Output], list[Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(part, outputs)))
+def _all(outputs: Sequence[Output], field: str) -> list[Any]:
+    return list(chain.from_iterable(map(attrgetter(field), outputs)))

@@ -17,13 +17,14 @@ from types import FrameType
 from typing import Any
 
 from gateway.answering import Answer, Ask
+from gateway.backlog import as_told
 from gateway.engine_client import EngineClient
 from gateway.openai.chunks import ChunkStream
 from gateway.openai.shapes import ChatDialect, Origin
 from gateway.output.formats import bind, format_of
 from gateway.output.reader import AnswerOptions, ReaderFactory
 from gateway.text.tokenizer import Tokenizer
-from protocol.messages import Output
+from protocol.messages import Output, Outputs
 from protocol.sampling import SamplingParams
 from tests.support.engines import Bench
 from tests.support.plans import GREEDY, slot_init, step_plan
@@ -88,8 +89,11 @@ THINKING = (
 )
 
 
-def stream(ids: Sequence[int], readers: ReaderFactory, counted: Counted) -> int:
-    """A chat's stream, a token at a time, from the engine's news to its frames. Per token."""
+def stream(
+    ids: Sequence[int], readers: ReaderFactory, counted: Counted, *, is_late: bool = False
+) -> int:
+    """A chat's stream, from the engine's news, a token a step, to its frames. Per token. `is_late`:
+    all steps have come before the first is told."""
     answer = Answer(EngineClient("ipc:///nowhere"), [Ask([1, 2, 3], [SamplingParams()], readers)])
     (choice,) = answer.choices
     frames: list[bytes] = []
@@ -101,16 +105,26 @@ def stream(ids: Sequence[int], readers: ReaderFactory, counted: Counted) -> int:
         finish=lambda: None,
     )
     answer.attach(sink)
+    steps = [
+        Outputs(step=step, outputs=[Output(request=1, tokens=[token])])
+        for step, token in enumerate(ids)
+    ]
     with counted():
-        for token in ids:
-            answer.take(choice, Output(request=1, tokens=[token]))
+        for step in as_told(steps) if is_late else steps:
+            for output in step.outputs:
+                answer.take(choice, output)
     answer.close()
-    assert len(frames) > len(ids) / 4
+    assert frames
+    assert is_late or len(frames) > len(ids) / 4
     return len(ids)
 
 
 def plain_stream(counted: Counted) -> int:
     return stream(ids_of(PLAIN), ReaderFactory(Tokenizer(scripted_card())), counted)
+
+
+def late_stream(counted: Counted) -> int:
+    return stream(ids_of(PLAIN), ReaderFactory(Tokenizer(scripted_card())), counted, is_late=True)
 
 
 def formatted_stream(counted: Counted) -> int:
@@ -186,6 +200,7 @@ def drawn_steps(counted: Counted) -> int:
 
 SCENARIOS = [
     Scenario("gateway, a chat's stream", "token", plain_stream),
+    Scenario("gateway, behind its engine", "token", late_stream),
     Scenario("gateway, reasoning and tool calls", "token", formatted_stream),
     Scenario("engine, 8 streams", "token", engine_answers),
     Scenario("engine, 8 streams with guesses", "token", guessed_answers),
