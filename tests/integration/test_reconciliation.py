@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ ABORT = "/inference/v1/abort_requests"
 FREED = "tidegate_disconnect_to_free_seconds_count"
 """Told by the engine, after all else."""
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+OPTIONS: dict[str, Any] = {"log_format": "json", "response_store": "none"}
 NUM_CLIENTS, ROUNDS = 4, 3
 
 
@@ -190,15 +192,13 @@ class Told:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    options: dict[str, Any] = {"log_format": "json", "response_store": "none"}
     with (
         ScriptedEngine(address, script=script) as engine,
-        GatewayProcess(engine=address, **options) as gateway,
+        GatewayProcess(engine=address, **OPTIONS) as gateway,
     ):
         gateway.await_ready()
         clients = storm(gateway)
-        total = sum(sum(client.seen.values()) for client in clients)
-        assert eventually(lambda: len(request_lines(gateway)) == total), len(request_lines(gateway))
+        await_lines(gateway, clients)
         gone = sum(client.ends["disconnected"] for client in clients)
         assert eventually(lambda: scraped(gateway).get((FREED, frozenset())) == gone)
         yield Told(clients, request_lines(gateway), scraped(gateway), engine)
@@ -216,6 +216,12 @@ def storm(gateway: GatewayProcess) -> list[Client]:
         for done in [pool.submit(live, *pair) for pair in zip(clients, dices, strict=True)]:
             done.result()
     return clients
+
+
+def await_lines(gateway: GatewayProcess, clients: list[Client]) -> None:
+    """Until the log has one for each request."""
+    total = sum(sum(client.seen.values()) for client in clients)
+    assert eventually(lambda: len(request_lines(gateway)) == total), len(request_lines(gateway))
 
 
 def request_lines(gateway: GatewayProcess) -> list[dict[str, Any]]:
@@ -237,12 +243,38 @@ def summed(lines: list[dict[str, Any]], name: str) -> float:
     return float(sum(line.get(name, 0) for line in lines))
 
 
-def test_each_request_has_one_line_and_is_counted_by_route_and_status(told: Told) -> None:
+def check_lines(told: Told) -> None:
     seen = sum((client.seen for client in told.clients), Counter())
     assert Counter((line["route"], line["status"]) for line in told.lines) == seen
     assert len({line["request_id"] for line in told.lines}) == len(told.lines)
     for (route, status), count in seen.items():
         assert told.metric("tidegate_requests_total", route=route, status=str(status)) == count
+
+
+def check_tokens(told: Told, count: int) -> None:
+    lines = {line["request_id"]: line for line in told.lines}
+    told_usage = {name: usage for client in told.clients for name, usage in client.usage.items()}
+    assert len(told_usage) == count
+    for name, usage in told_usage.items():
+        assert (lines[name]["prompt_tokens"], lines[name]["generated_tokens"]) == usage
+
+
+def check_totals(told: Told) -> None:
+    for name in ("prompt_tokens", "generated_tokens", "cached_tokens"):
+        assert told.metric(f"tidegate_{name}_total") == summed(told.lines, name)
+    for name in ("prompt_tokens", "generated_tokens"):
+        assert told.metric(f"tidegate_request_{name}_sum") == summed(told.accepted, name)
+        assert told.metric(f"tidegate_request_{name}_count") == len(told.accepted)
+    refused = [line for line in told.lines if line["end"] == "refused"]
+    assert summed(refused, "prompt_tokens") == summed(refused, "generated_tokens") == 0
+
+
+def check_open(told: Told) -> None:
+    assert told.metric("tidegate_open_answers") == 0
+
+
+def test_each_request_has_one_line_and_is_counted_by_route_and_status(told: Told) -> None:
+    check_lines(told)
 
 
 def test_ends_are_those_that_clients_brought_about(told: Told) -> None:
@@ -253,21 +285,15 @@ def test_ends_are_those_that_clients_brought_about(told: Told) -> None:
 
 
 def test_the_log_has_the_tokens_that_clients_were_told(told: Told) -> None:
-    lines = {line["request_id"]: line for line in told.lines}
-    told_usage = {name: usage for client in told.clients for name, usage in client.usage.items()}
-    assert len(told_usage) == 5 * NUM_CLIENTS * ROUNDS
-    for name, usage in told_usage.items():
-        assert (lines[name]["prompt_tokens"], lines[name]["generated_tokens"]) == usage
+    check_tokens(told, 5 * NUM_CLIENTS * ROUNDS)
 
 
 def test_totals_are_the_sums_over_requests(told: Told) -> None:
-    for name in ("prompt_tokens", "generated_tokens", "cached_tokens"):
-        assert told.metric(f"tidegate_{name}_total") == summed(told.lines, name)
-    for name in ("prompt_tokens", "generated_tokens"):
-        assert told.metric(f"tidegate_request_{name}_sum") == summed(told.accepted, name)
-        assert told.metric(f"tidegate_request_{name}_count") == len(told.accepted)
-    refused = [line for line in told.lines if line["end"] == "refused"]
-    assert summed(refused, "prompt_tokens") == summed(refused, "generated_tokens") == 0
+    check_totals(told)
+
+
+def test_nothing_is_open_when_all_is_over(told: Told) -> None:
+    check_open(told)
 
 
 def test_answers_and_choices_are_counted_by_how_they_ended(told: Told) -> None:
@@ -312,3 +338,36 @@ def test_other_names_say_the_same(told: Told) -> None:
 def test_a_line_has_no_words(told: Told) -> None:
     text = json.dumps(told.lines)
     assert not re.search("endless|a{12}|refuse\\b(?!d)|some prompts|three", text)
+
+
+def test_it_is_so_when_the_engine_dies_and_comes_back(tmp_path: Path) -> None:
+    """Answers that were open fail, those that come meanwhile are refused, those after are given."""
+    address = f"ipc://{tmp_path / 'engine.sock'}"
+    with GatewayProcess(engine=address, **OPTIONS) as gateway:
+        clients = [Client(gateway) for _ in range(NUM_CLIENTS)]
+        with ScriptedEngine(address, script=script) as engine:
+            gateway.await_ready()
+            with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+                lost = [pool.submit(endless, client) for client in clients]
+                engine.await_generates(NUM_CLIENTS)
+                engine.kill()
+                assert [done.result() for done in lost] == [503] * NUM_CLIENTS
+        assert endless(clients[0]) == 503
+        with ScriptedEngine(address, script=script):
+            gateway.await_ready()
+            for client in clients:
+                whole_chat(client, random.Random(7))
+        await_lines(gateway, clients)
+        told = Told(clients, request_lines(gateway), scraped(gateway), engine)
+    check_lines(told)
+    check_tokens(told, NUM_CLIENTS)
+    check_totals(told)
+    check_open(told)
+    ends = {"error": NUM_CLIENTS, "refused": 1, "finished": NUM_CLIENTS}
+    assert Counter(line["end"] for line in told.lines) == ends
+    assert told.counted("tidegate_request_ends_total", "end") == ends
+
+
+def endless(client: Client) -> int:
+    """Its status, in the end."""
+    return client.post(CHAT, {"messages": messages_of("endless")}, "").status_code
