@@ -7,9 +7,11 @@ requests, and its client has not heard of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from engine_core.accounts import Accounts
-from engine_core.admission import check_load, check_request, new_request
+from engine_core.admission import check_load, check_request, new_request, retry_after
+from engine_core.deadlines import Deadlines, hopeless
 from engine_core.grammar.book import Compiled, GrammarBook, Job
 from engine_core.kv.exchange import Exchange
 from engine_core.open_requests import OpenRequests
@@ -45,6 +47,7 @@ class Door:
         shares: Shares,
         draw_seed: Callable[[], int],
         clock: Clock,
+        deadlines: Deadlines,
     ) -> None:
         self.is_draining = False
         self.num_accepted = 0
@@ -61,6 +64,7 @@ class Door:
         self._shares = shares
         self._draw_seed = draw_seed
         self._clock = clock
+        self._deadlines = deadlines
         self._grammars = GrammarBook()
         self._order = 0
 
@@ -87,6 +91,7 @@ class Door:
         for request in self._grammars.settle(compiled):
             if isinstance(compiled.result, ServingError):
                 self._open.remove(request)
+                self._deadlines.forget(request)
                 request.move(Event.FINISH)
                 news.append((request.client, self._refuse(request.number, compiled.result)))
             else:
@@ -110,6 +115,7 @@ class Door:
         if template is None:
             self._grammars.wait(request, request.grammar, grammar)
             self._open.add(request)
+            self._deadlines.watch(request)
             return None
         request.matcher = template.start()
         return self._accept(request)
@@ -118,6 +124,7 @@ class Door:
         request.move(Event.ACCEPT)
         self._speculation.start(request)
         self._open.add(request)
+        self._deadlines.watch(request)
         self._waiting.push(request)
         self.num_accepted += 1
         return Accepted(request=request.number)
@@ -151,14 +158,36 @@ class Door:
             self._limits,
             self._clock,
         )
-        request.share = share
-        request.place = self._clock.now + bent(message.priority) * self._config.priority_s
-        request.lead = bent(message.priority) * self._shares.burst
+        self._place(request, message, share)
+        self._check_time(request)
         if message.kv_handle:
             request.handle = self._exchange.read(message.kv_handle, request)
         if message.account is not None:
             self._accounts.take_in(message.account, len(prompt), is_first=message.is_first)
         return request
+
+    def _place(self, request: Request, message: Generate, share: Share) -> None:
+        """In which order it is served, and until when."""
+        now = self._clock.now
+        request.share = share
+        request.place = now + bent(message.priority) * self._config.priority_s
+        request.lead = bent(message.priority) * self._shares.burst
+        request.arrived_at = now
+        request.begin_by = now + message.queue_timeout_s if message.queue_timeout_s else inf
+        request.end_by = now + message.timeout_s if message.timeout_s else inf
+
+    def _check_time(self, request: Request) -> None:
+        """Raises QueueTimeout where it cannot be begun in time, as fast as the queue moves: what
+        its own account has asked for before is waited for in any case."""
+        per_s = self._speed.queue_per_s
+        in_time = per_s * (min(request.begin_by, request.end_by) - request.arrived_at)
+        own = self._waiting.load_of(request.share).tokens
+        if per_s and own > in_time and (before := self._waiting.tokens_before(request)) > in_time:
+            raise hopeless(request, before / per_s, self.retry_after_s)
+
+    @property
+    def retry_after_s(self) -> float:
+        return retry_after(self._waiting.tokens, self._speed.queue_per_s)
 
     def _check_load(self, num_tokens: int, share: Share) -> None:
         waiting, config = self._waiting, self._config
@@ -169,5 +198,5 @@ class Door:
             own,
             Load(config.max_waiting, config.max_waiting_tokens),
             waiting.num_shares + (not own.requests),
-            self._speed.tokens_per_s,
+            self._speed.queue_per_s,
         )

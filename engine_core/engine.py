@@ -7,7 +7,7 @@
     plan()                  -> the next StepPlan, or None if there is nothing to compute
     masks()                 -> what the plan's masked rows may say, while it is being computed
     commit(StepResult)      -> news per client
-    tick(now)               -> what is over by time, ends
+    tick(now)               -> what is over by time, ends: news per client
     freed                   -> what aborted requests owned and is free again, for the caller to take
     take_orders()           -> what the worker is to do with K/V, before the next plan (kv/)
     hear(KVReport)          -> news per client: what became of that
@@ -33,6 +33,7 @@ from engine_core.accounts import Accounts
 from engine_core.answer import NOTHING, Taken, end_of, news_of, seen, take
 from engine_core.block_hash import ContentHashes
 from engine_core.block_pool import BlockPool
+from engine_core.deadlines import Deadlines, has_begun, lateness_of
 from engine_core.door import Door
 from engine_core.flight import Flights
 from engine_core.grammar.book import Compiled, Job
@@ -113,6 +114,9 @@ class Engine:
         self._finished: Counter[str] = Counter()
         self._accounts = Accounts()
         self._clock = Clock()
+        self._deadlines = Deadlines()
+        self._timeouts: Counter[str] = Counter()
+        self._num_admitted_tokens = 0  # since the last commit
         self._door = Door(
             config,
             model,
@@ -126,6 +130,7 @@ class Engine:
             shares=self._scheduler.shares,
             draw_seed=draw_seed,
             clock=self._clock,
+            deadlines=self._deadlines,
         )
 
     # ---- add
@@ -202,6 +207,7 @@ class Engine:
         for request in schedule.admitted:
             assert request.slot is not None
             self._generations[request.slot] += 1
+            self._num_admitted_tokens += len(request.tokens)
             if not request.num_preemptions:
                 self._counts["prompt_tokens"] += request.prompt_tokens
                 self._counts["cached_tokens"] += request.num_cached
@@ -248,6 +254,9 @@ class Engine:
         num_computed = sum(count for _, count in work)
         self._counts["computed_tokens"] += num_computed
         self._speed.measure(num_computed, elapsed_s)
+        if len(self._scheduler.waiting):
+            self._speed.admitted.measure(self._num_admitted_tokens, elapsed_s)
+        self._num_admitted_tokens = 0
         self._let_go()
         news: dict[bytes, list[Output]] = {}
         for (request, count), outcome in zip(work, outcomes, strict=True):
@@ -301,6 +310,7 @@ class Engine:
             self._exchange.retract(request)
         last = end_of(request, finish, taken, self._model)
         self._open.remove(request)
+        self._deadlines.forget(request)
         self._door.leave(request)
         self._finished[finish] += 1
         is_fetching = request.phase is Phase.FETCHING
@@ -315,10 +325,23 @@ class Engine:
 
     # ---- K/V that changes hands
 
-    def tick(self, now: float) -> None:
-        """It is `now`, in seconds of a steady clock."""
+    @property
+    def next_deadline(self) -> float:
+        """Of all requests: `tick` ends none before."""
+        return self._deadlines.next_at
+
+    def tick(self, now: float) -> dict[bytes, Outputs]:
+        """It is `now`, in seconds of a steady clock: the ends of requests that are too late."""
         self._exchange.tick(now)
         self._accounts.now = self._clock.now = now
+        news: dict[bytes, list[Output]] = {}
+        for request in self._deadlines.over(now):
+            self._timeouts["running" if has_begun(request) else "queued"] += 1
+            error = lateness_of(request, now, self._door.retry_after_s)
+            news.setdefault(request.client, []).append(
+                self._end(request, "error", Taken(error=error))
+            )
+        return {client: Outputs(step=0, outputs=outputs) for client, outputs in news.items()}
 
     def take_orders(self) -> list[Order]:
         """What to tell the worker, in this order, before any later plan, and before clients hear
@@ -416,6 +439,7 @@ class Engine:
             num_fetched_tokens=fetches.num_tokens,
             num_fetched_bytes=fetches.num_bytes,
             num_fetches_failed=dict(fetches.num_failed),
+            num_timeouts=dict(self._timeouts),
             num_leases_ended=dict(leases.num_ended),
             tier_blocks=tiers.told(lambda tier: tier.num_blocks),
             tier_bytes=tiers.told(lambda tier: tier.num_bytes),

@@ -8,6 +8,7 @@ free. The loop sleeps in poll; it never spins.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -60,7 +61,7 @@ from protocol.steps import StepResult, Traced, WorkerFailed, WorkerReady
 log = logging.getLogger(__name__)
 
 TICK_MS = 250
-"""Leases and the step's deadline are looked at so often."""
+"""Leases and the step's deadline are looked at so often, those of requests when they come."""
 MESSAGES_PER_TURN = 1000
 
 
@@ -106,7 +107,7 @@ class Loop:
             poller.register(source, zmq.POLLIN)
         try:
             while not self._is_done():
-                ready = dict(poller.poll(TICK_MS))
+                ready = dict(poller.poll(self._patience_ms(time.monotonic())))
                 self._turn(ready, time.monotonic())
         except BaseException as error:
             self._say_gone(str(error) or type(error).__name__)
@@ -118,7 +119,7 @@ class Loop:
 
     def _turn(self, ready: dict[object, int], now: float) -> None:
         if self._engine is not None:
-            self._engine.tick(now)
+            self._tell_all(self._engine.tick(now))
         if self._wakeup in ready:
             os.read(self._wakeup, 4096)
             self._drain()
@@ -137,6 +138,13 @@ class Loop:
         self._next_step(now)
         if self._engine is not None and self._engine.freed:
             self._say_freed(self._engine)
+
+    def _patience_ms(self, now: float) -> int:
+        """How long to sleep, if nothing happens; a deadline is not slept through."""
+        if self._engine is None:
+            return TICK_MS
+        left_s = min(self._engine.next_deadline - now, TICK_MS / 1000)
+        return math.ceil(max(left_s, 0.0) * 1000)
 
     def _is_done(self) -> bool:
         if not self._is_draining or (self._engine is not None and not self._engine.is_idle):

@@ -68,6 +68,12 @@ class WaitingQueue:
         line = self._lines.get(share)
         return Load(0, 0) if line is None else Load(line.num, line.tokens)
 
+    def tokens_before(self, request: Request) -> int:
+        """Of its own account, what goes before it, were it to wait here. O(those that wait)."""
+        line = self._lines.get(request.share)
+        ahead = {other for rank, other in line.heap if rank < request.rank} if line else set()
+        return sum(len(other.tokens) for other in ahead & self._waiting)
+
     def push(self, request: Request) -> None:
         line = self._lines.get(request.share)
         if line is None:

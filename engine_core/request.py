@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.matcher import Matcher
@@ -81,6 +82,8 @@ class Request:
     client, number   who asked, and the client's number for it
     place            when it came, in seconds, later or earlier for its priority; the order among
                      the requests of one account
+    arrived_at       in seconds of the engine's clock
+    begin_by         it has no slot by then: too late;  end_by  has not ended
     lead             what its priority is worth against other accounts, in tokens
     share            whose it is, and what this one was served
     tokens           [known] int32: prompt, then sampled
@@ -125,6 +128,9 @@ class Request:
     stop_ids: frozenset[int]
     phase: Phase = Phase.ARRIVED
     place: float = 0.0
+    arrived_at: float = 0.0
+    begin_by: float = inf
+    end_by: float = inf
     lead: float = 0.0
     share: Share = field(default_factory=Share)
     slot: int | None = None

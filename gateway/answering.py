@@ -27,6 +27,7 @@ from gateway.engine_client import Report, Subscriber
 from gateway.journal import Journal, Moment
 from gateway.metering import ThinkingMeter
 from gateway.output.events import Delta, Failed, Finished, ToolCall, ToolCallEnd, Warning
+from gateway.patience import UNLIMITED, Patience
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.grammar import Grammar
@@ -139,6 +140,8 @@ class Engine(Protocol):
         kv_handle: str,
         account: Account | None,
         is_first: bool,
+        timeout_s: float,
+        queue_timeout_s: float,
     ) -> int: ...
     def abort(self, request: int, freed: Callable[[], None] | None) -> None: ...
 
@@ -159,6 +162,7 @@ class Answer:
     journal  of its request
     on_free  is told how long it took until the engine had back what a choice owned whose client
              had gone
+    patience  how long it may take
     """
 
     def __init__(
@@ -172,6 +176,7 @@ class Answer:
         account: Account | None = None,
         journal: Journal | None = None,
         on_free: Callable[[float], None] = lambda seconds: None,
+        patience: Patience = UNLIMITED,
     ) -> None:
         self.asks = asks
         self.journal = journal or Journal()
@@ -190,12 +195,14 @@ class Answer:
         self._labels = labels
         self._account = account
         self._on_free = on_free
+        self._patience = patience
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
         self._sink: Sink | None = None
         self._early: list[Callable[[Sink], None]] = []
         self._accepted = Event()
+        self._begun = Event()
         self._ended = Event()
 
     # ---- for the request's greenlet
@@ -220,9 +227,17 @@ class Answer:
                 kv_handle=choice.ask.kv_handle,
                 account=self._account,
                 is_first=choice.index == 0,
+                timeout_s=self._patience.timeout_s,
+                queue_timeout_s=self._patience.queue_timeout_s,
             )
         self._accepted.wait()
-        self._raise_troubles()
+        self._raise_refusal()
+
+    def wait_begun(self) -> None:
+        """Until the engine has told the first token of any choice, or the end. Raises what the
+        engine says instead of a token, or ClientGone."""
+        self._begun.wait()
+        self._raise_refusal()
 
     def attach(self, sink: Sink) -> None:
         """Tell `sink` what was said so far, and from now on everything at once.
@@ -241,6 +256,11 @@ class Answer:
         self._ended.wait()
         self._raise_troubles()
 
+    def _raise_refusal(self) -> None:
+        """What failed later has tokens, and its sink tells them."""
+        if self.is_gone or self._num_unaccepted or not self._has_spoken:
+            self._raise_troubles()
+
     def _raise_troubles(self) -> None:
         if self.is_gone:
             raise ClientGone
@@ -256,6 +276,7 @@ class Answer:
                 choice.is_ended = True
                 self._engine.abort(choice.request, freed)
         self._accepted.set()
+        self._begun.set()
         self._ended.set()
 
     def _note_free(self, gone_at: float) -> None:
@@ -361,6 +382,7 @@ class Answer:
             if not self._has_spoken:
                 self._has_spoken = True
                 self.journal.note(Moment.FIRST_TOKEN)
+                self._begun.set()
         if output.usage is not None:
             choice.usage = output.usage
             choice.told_s = None if output.finish else self.journal.now_s

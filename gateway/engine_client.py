@@ -152,6 +152,8 @@ class EngineClient:
         kv_handle: str = "",
         account: Account | None = None,
         is_first: bool = True,
+        timeout_s: float = 0.0,
+        queue_timeout_s: float = 0.0,
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
@@ -169,6 +171,8 @@ class EngineClient:
             kv_handle=kv_handle,
             account=account,
             is_first=is_first,
+            timeout_s=timeout_s,
+            queue_timeout_s=queue_timeout_s,
         )
         self._open(message, subscriber)
         return message.request

@@ -111,6 +111,11 @@ _COUNTERS = {
 _LABELLED = {
     "num_finished": ("finished", "Requests ended, by reason", "reason"),
     "num_fetches_failed": ("fetches_failed", "K/V fetches that failed, by kind", "kind"),
+    "num_timeouts": (
+        "timeouts",
+        "where",
+        "Requests that were too late: waiting in the queue, or running",
+    ),
     "num_leases_ended": (
         "leases_ended",
         "Prompts that were kept for other engines, by what ended that",

@@ -21,8 +21,10 @@ from protocol.errors import (
     LimitReached,
     NoEngine,
     Overloaded,
+    QueueTimeout,
     RequestError,
     ServingError,
+    TimedOut,
     UnknownModel,
 )
 
@@ -37,6 +39,8 @@ _STATUS: dict[type[ServingError], int] = {
     ContextTooLong: 400,
     UnknownModel: 404,
     Overloaded: 429,
+    QueueTimeout: 429,
+    TimedOut: 504,
     LimitReached: 429,
     EngineNotReady: 503,
     NoEngine: 501,
@@ -69,6 +73,8 @@ class Fault:
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"WWW-Authenticate": CHALLENGE}
+        if self.code == TimedOut.code:  # as much time would go again: SDKs obey this
+            return {"X-Should-Retry": "false"}
         return {"Retry-After": str(self.retry_after_s)} if self.retry_after_s is not None else {}
 
 

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,9 @@ from protocol.errors import (
     ErrorInfo,
     InvalidRequest,
     LimitReached,
+    QueueTimeout,
     ServingError,
+    TimedOut,
 )
 from protocol.grammar import Grammar
 from protocol.kv import KV_FIELD
@@ -49,6 +51,9 @@ log = logging.getLogger(__name__)
 
 KEEP_EVERY_S = 0.25
 """Leases are looked at so often; they last a second at least."""
+LIMITS = (LimitReached.code, QueueTimeout.code, TimedOut.code)
+MIN_LEFT_S = 0.001
+"""0 would be no limit."""
 MIN_PROMPT = 2
 """The last token of a prompt is always D's."""
 
@@ -72,6 +77,7 @@ class _Request:
     d: EngineClient | None = None
     asked: int = 0
     freed: Callable[[], None] | None = None
+    came_at: float = field(default_factory=time.monotonic)
 
 
 class PairedEngine:
@@ -174,6 +180,8 @@ class PairedEngine:
         kv_handle: str = "",
         account: Account | None = None,
         is_first: bool = True,
+        timeout_s: float = 0.0,
+        queue_timeout_s: float = 0.0,
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
@@ -187,6 +195,7 @@ class PairedEngine:
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
         shared: dict[str, Any] = {"namespace": namespace, "priority": priority}
         shared |= {"labels": labels, "account": account}
+        shared |= {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s}
         is_worth_it = self._is_worth_it(ids, params)
         produce = self._produce(ids, shared, is_first) if is_worth_it else None
         handover = Handover(State.GOING if produce is None else State.COMPUTING)
@@ -302,7 +311,7 @@ class PairedEngine:
         error = _error_of(report)
         if error is None or not self._recomputes:  # aborted by name, or as the policy has it
             return Event.STOPPED, ""
-        if error.code == LimitReached.code:  # it would be no limit if D helped out
+        if error.code in LIMITS:  # it would be no limit if D helped out
             return Event.STOPPED, ""
         causes = {True: "refused", False: "failed"}
         is_lost = error.code == EngineLost.code
@@ -380,9 +389,19 @@ class PairedEngine:
             request.params,
             partial(self._hear, request),
             kv_handle=handle,
-            **request.options,
+            **request.options | self._time_left(request, has_begun=bool(handle)),
         )
         request.d = d
+
+    def _time_left(self, request: _Request, *, has_begun: bool) -> dict[str, float]:
+        """Of its limits, which count from when it came. What P has computed waits no more for its
+        beginning."""
+        gone_s = time.monotonic() - request.came_at
+        return {
+            name: max(limit_s - gone_s, MIN_LEFT_S) if limit_s else 0.0
+            for name in ("timeout_s", "queue_timeout_s")
+            for limit_s in [request.options[name]]
+        } | ({"queue_timeout_s": 0.0} if has_begun else {})
 
 
 def _error_of(report: Report) -> ErrorInfo | None:

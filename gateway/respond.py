@@ -19,12 +19,28 @@ from gateway.access.caller import Caller
 from gateway.answering import Answer, Ask, ClientGone, Fold, Sink
 from gateway.connection import HangUp, Outlet
 from gateway.exchange import Exchange
+from gateway.patience import Patience
 from gateway.service import Service
 from gateway.sse import KEEP_ALIVE, EventStream
 from gateway.timings import measure
 from protocol.errors import ServingError
 
 S = TypeVar("S", bound=Sink)
+
+
+class Wishes(Protocol):
+    """The part of a body that is the same in every API."""
+
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def timeout_s(self) -> float | None: ...
+    @property
+    def queue_timeout_s(self) -> float | None: ...
+    @property
+    def timings(self) -> bool | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +51,52 @@ class Terms:
     priority   lower goes first
     label      the answer's id, as the client is told; the request's own id need not be said
     timings    where the time went is measured, to be told (timings.py)
+    timeout_s, queue_timeout_s   see Patience; None: not said
     """
 
     salt: str = ""
     priority: int = 0
     label: str = ""
     timings: bool = False
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+
+    @classmethod
+    def of(cls, body: Wishes, label: str, salt: str | None = None) -> Terms:
+        """`salt`: instead of the body's."""
+        return cls(
+            salt=body.cache_salt or "" if salt is None else salt,
+            priority=body.priority or 0,
+            label=label,
+            timeout_s=body.timeout_s,
+            queue_timeout_s=body.queue_timeout_s,
+            timings=bool(body.timings),
+        )
 
 
 class OpenAnswer:
     """An answer, and its client, who is watched where it matters. `close` it, whatever happens."""
 
     def __init__(
-        self, service: Service, asks: Sequence[Ask], terms: Terms, *, needs_client: bool = True
+        self,
+        service: Service,
+        asks: Sequence[Ask],
+        terms: Terms,
+        *,
+        needs_client: bool = True,
+        is_whole: bool = False,
     ) -> None:
-        """Raises what the engine says against it, before any header is sent."""
+        """Raises what the engine says against it, before any header is sent. Where that may be
+        that it was not begun in time, so long nothing is sent to a client that listens.
+
+        is_whole   the client waits for all of it
+        """
         self.service = service
         exchange: Exchange = g.exchange
         caller: Caller = g.caller
         caller.check_wishes(max(len(ask.choices) for ask in asks), terms.priority)
+        headers = request.headers if is_whole else None
+        patience = Patience.of(terms.timeout_s, terms.queue_timeout_s, service.config, headers)
         self.answer: Answer = service.answer(
             asks,
             namespace=caller.namespace(terms.salt),
@@ -66,6 +109,7 @@ class OpenAnswer:
             ],
             account=caller.account,
             journal=exchange.journal,
+            patience=patience,
         )
         if terms.timings:
             measure(self.answer)
@@ -73,6 +117,8 @@ class OpenAnswer:
         self.hang_up = HangUp(request.environ if needs_client else {}, self.answer.abandon)
         try:
             self.answer.open()
+            if needs_client and patience.queue_timeout_s:
+                self.answer.wait_begun()
         except BaseException:
             self.close()
             raise
@@ -93,7 +139,7 @@ def heard(
 ) -> tuple[Answer, S]:
     """The answer when it has ended, and the sink that was told all of it. Raises what made it
     fail."""
-    opened = OpenAnswer(service, asks, terms)
+    opened = OpenAnswer(service, asks, terms, is_whole=True)
     try:
         sink = sink_of(opened.answer)
         opened.answer.attach(sink)

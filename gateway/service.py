@@ -27,6 +27,7 @@ from gateway.journal import Journal
 from gateway.keeping import Keeping
 from gateway.metrics import Metrics
 from gateway.pairs import PairedEngine
+from gateway.patience import Patience
 from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
 from gateway.threads import result_of
@@ -210,6 +211,7 @@ class Service:
         labels: Sequence[str],
         account: Account | None,
         journal: Journal,
+        patience: Patience,
     ) -> Answer:
         """A new answer, not yet opened; `forget` it when it is over."""
         answer = Answer(
@@ -221,6 +223,7 @@ class Service:
             account=account,
             journal=journal,
             on_free=self.metrics.free_s.observe,
+            patience=patience,
         )
         self._answers.add(answer)
         return answer

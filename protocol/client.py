@@ -144,6 +144,8 @@ class Engine:
         priority: int = 0,
         grammar: Grammar | None = None,
         labels: Sequence[str] = (),
+        timeout_s: float = 0.0,
+        queue_timeout_s: float = 0.0,
         **options: Any,
     ) -> Generation:
         """Start a generation; `options` are fields of SamplingParams, as an alternative to
@@ -164,6 +166,8 @@ class Engine:
                 priority=priority,
                 grammar=grammar,
                 labels=labels,
+                timeout_s=timeout_s,
+                queue_timeout_s=queue_timeout_s,
             )
             news = self._queues[message.request] = queue.SimpleQueue()
             self._outbox.append(message)

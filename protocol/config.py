@@ -331,6 +331,23 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         float,
         about("a client that takes nothing of its stream for so long is cut off", ge=0.1, le=3600),
     ] = 60.0
+    timeout_s: Annotated[
+        float,
+        about(
+            "a request that does not say timeout_s itself ends after so long; 0: no limit",
+            ge=0,
+            le=86400,
+        ),
+    ] = 0.0
+    queue_timeout_s: Annotated[
+        float,
+        about(
+            "a request that does not say queue_timeout_s itself is refused with 429 when it was "
+            "not begun after so long; 0: no limit",
+            ge=0,
+            le=86400,
+        ),
+    ] = 0.0
     drain_s: Annotated[
         float, about("how long open streams may go on after SIGTERM", ge=0, le=86400)
     ] = 30.0

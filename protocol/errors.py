@@ -6,6 +6,8 @@ ServingError
 │   ├── ContextTooLong      "context_length_exceeded"   the message gives both counts
 │   ├── UnknownModel        "model_not_found"
 │   ├── Overloaded          "overloaded"                try again after `retry_after_s`
+│   ├── QueueTimeout        "queue_timeout"             not begun in the time it had; the same
+│   ├── TimedOut            "timeout"                   not done in the time it had
 │   └── LimitReached        "rate_limit_exceeded"       the caller's own limit; the same
 ├── EngineError           ours: the message is for the log and for operators
 │   ├── EngineLost          "engine_lost"               the engine died, restarted or fell silent
@@ -77,6 +79,14 @@ class Overloaded(RequestError):
     code = "overloaded"
 
 
+class QueueTimeout(RequestError):
+    code = "queue_timeout"
+
+
+class TimedOut(RequestError):
+    code = "timeout"
+
+
 class LimitReached(RequestError):
     code = "rate_limit_exceeded"
 
@@ -116,6 +126,8 @@ _BY_CODE: dict[str, type[ServingError]] = {
         ContextTooLong,
         UnknownModel,
         Overloaded,
+        QueueTimeout,
+        TimedOut,
         LimitReached,
         EngineError,
         EngineLost,

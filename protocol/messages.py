@@ -10,9 +10,10 @@ requests.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from protocol.arrays import Int32
 from protocol.errors import ErrorInfo
@@ -24,6 +25,8 @@ from protocol.stats import EngineStats
 PROTOCOL_VERSION = 1
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_TIMEOUT_S = 86400.0
+Seconds = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 
 
 class Message(
@@ -74,6 +77,8 @@ class Generate(Message, frozen=True, kw_only=True):
     kv_handle  go on from what this handle stands for; the prompt is the one that it was made of
     account    whose it is; None: nobody counts
     is_first   of the requests that make up one answer: it counts as a request of its account
+    timeout_s  it ends with an error where it has not ended after so long
+    queue_timeout_s   the same, where it has not been begun; 0, of both: there is no such limit
     """
 
     request: int
@@ -87,6 +92,8 @@ class Generate(Message, frozen=True, kw_only=True):
     kv_handle: str = ""
     account: Account | None = None
     is_first: bool = True
+    timeout_s: Seconds = 0.0
+    queue_timeout_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:

@@ -97,6 +97,8 @@ class Session:
         kv_handle: str = "",
         account: Account | None = None,
         is_first: bool = True,
+        timeout_s: float = 0.0,
+        queue_timeout_s: float = 0.0,
     ) -> Generate:
         """The message that opens a request.
 
@@ -115,6 +117,8 @@ class Session:
             kv_handle=kv_handle,
             account=account,
             is_first=is_first,
+            timeout_s=timeout_s,
+            queue_timeout_s=queue_timeout_s,
         )
         self._next_request += 1
         self.open[message.request] = GENERATED

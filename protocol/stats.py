@@ -53,6 +53,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_fetched_tokens: int = 0  # of the prompts, whose K/V came from elsewhere
     num_fetched_bytes: int = 0
     num_fetches_failed: dict[str, int] = {}  # by kind (kv.KVFailure)
+    num_timeouts: dict[str, int] = {}  # queued: never begun; running
     num_leases_ended: dict[str, int] = {}  # taken, released, expired, yielded
     num_tier_stored: dict[str, int] = {}  # blocks, by tier
     num_tier_dropped: dict[str, int] = {}

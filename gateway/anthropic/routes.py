@@ -43,12 +43,7 @@ def messages(service: Service) -> Response:
         preparation, prompt, warnings = _prepare(service, translation)
         ask = preparation.ask(prompt)
         origin = _origin(preparation, prompt, translation, warnings)
-        terms = any_api.Terms(
-            salt=body.cache_salt or "",
-            priority=body.priority or 0,
-            label=origin.id,
-            timings=bool(body.timings),
-        )
+        terms = any_api.Terms.of(body, origin.id)
         try:
             if body.stream:
                 return any_api.stream(

@@ -22,6 +22,7 @@ from gateway.openai.schema import (
     Priority,
     SamplingFields,
     StopString,
+    Timeout,
 )
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.sampling import (
@@ -61,6 +62,8 @@ class CountBody(SamplingFields, frozen=True, kw_only=True):
     structured_outputs: Any = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
+    timeout_s: Timeout | None = None
+    queue_timeout_s: Timeout | None = None
     chat_template: str | None = None
     chat_template_kwargs: Object | None = None
     documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None

@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.faults import Fault
 
-_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
 def error_body(fault: Fault) -> bytes:

@@ -56,12 +56,7 @@ def respond(
     config, limits = service.config, service.model(body.model).limits
     asks = handed(asks, wish_of(body.kv_transfer_params), limits, streams=bool(body.stream))
     check_counts(asks, body, config.max_n, max(config.max_n, config.max_prompts))
-    terms = any_api.Terms(
-        salt=body.cache_salt or "",
-        priority=body.priority or 0,
-        label=origin.id,
-        timings=bool(body.timings),
-    )
+    terms = any_api.Terms.of(body, origin.id)
     if body.stream:
         sink_of = partial(_chunk_stream, body=body, dialect=dialect, origin=origin)
         stream = resume.resumable if resume.is_wanted() else any_api.stream

@@ -19,6 +19,7 @@ from gateway.chat.kwargs import ThinkingFields
 from gateway.openai.documented import Message, Tool
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.errors import InvalidRequest
+from protocol.messages import MAX_TIMEOUT_S
 from protocol.sampling import (
     MAX_BAD_WORDS,
     MAX_TOKENS,
@@ -48,6 +49,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 Count = Annotated[int, Meta(ge=1, le=1024)]
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=128)]
 Object = dict[str, Any]
 
@@ -90,6 +92,7 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     n                   answers per prompt; answer i is drawn with `seed` + i
     cache_salt          cached prompts are shared only between requests with an equal salt
     priority            lower goes first
+    timeout_s, queue_timeout_s   how long it may take, and wait: docs/load.md
     return_token_ids    also give the ids of prompt and answer
     prompt_logprobs     also give logprobs of the prompt's tokens, and of so many likelier ones
     logprob_token_ids   tokens whose logprobs are told beside the most likely ones
@@ -112,6 +115,8 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     timings: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
+    timeout_s: Timeout | None = None
+    queue_timeout_s: Timeout | None = None
     user: str | None = None
     kv_transfer_params: Object | None = None
     best_of: Any = None

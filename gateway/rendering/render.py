@@ -66,6 +66,8 @@ def _rendered(
         stream_options=body.stream_options,
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
+        timeout_s=body.timeout_s,
+        queue_timeout_s=body.queue_timeout_s,
         grammar=ask.grammar,
         kv_transfer_params=carried.kv_transfer_params,
     )

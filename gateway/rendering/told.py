@@ -34,6 +34,8 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
     grammar: Grammar | None = None
     kv_transfer_params: dict[str, Any] | None = None
 

@@ -111,13 +111,7 @@ class _Created:
 
     @property
     def terms(self) -> any_api.Terms:
-        body = self.body
-        return any_api.Terms(
-            salt=body.cache_salt or "",
-            priority=body.priority or 0,
-            label=self.head.id,
-            timings=bool(body.timings),
-        )
+        return any_api.Terms.of(self.body, self.head.id)
 
     def sink(self, answer: Answer, taker: Taker, *, queued: bool = False) -> ResponseSink:
         events = ResponseEvents(self.head, seals=self.body.tells_encrypted)

@@ -20,6 +20,7 @@ from gateway.openai.schema import (
     Priority,
     SamplingFields,
     Stop,
+    Timeout,
 )
 from gateway.responses.documented import Item, Tool
 from protocol.sampling import (
@@ -107,6 +108,8 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     timings: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
+    timeout_s: Timeout | None = None
+    queue_timeout_s: Timeout | None = None
     structured_outputs: Any = None
     documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template: str | None = None

@@ -21,6 +21,7 @@ from gateway.openai.schema import (
     SamplingFields,
     Stop,
     StreamOptions,
+    Timeout,
 )
 from protocol.grammar import Grammar
 from protocol.sampling import (
@@ -100,6 +101,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     output_mode      "text": also tell the text
     cache_salt       cached prompts are shared only between requests with an equal salt
     priority         lower goes first
+    timeout_s, queue_timeout_s   how long it may take, and wait: docs/load.md
     grammar          what the answer must look like, complete; instead of structured_outputs
     kv_transfer_params   for routers: do_remote_decode, or do_remote_prefill with a handle; see
                      docs/api-tokens.md
@@ -121,6 +123,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
+    timeout_s: Timeout | None = None
+    queue_timeout_s: Timeout | None = None
     grammar: Grammar | None = None
     kv_transfer_params: Object | None = None
     strict_params: bool | None = None

@@ -77,12 +77,7 @@ def generate(service: Service) -> Response:
     if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
         exchange.request_id = body.request_id
     telling = Telling.of(body, model, exchange.request_id, g.ignored)
-    terms = respond.Terms(
-        salt=asking.namespace_of(body),
-        priority=body.priority or 0,
-        label=telling.id,
-        timings=bool(body.timings),
-    )
+    terms = respond.Terms.of(body, telling.id, asking.namespace_of(body))
     try:
         asks = [asking.ask_of(body, model)]
         if body.stream:

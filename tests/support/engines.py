@@ -268,10 +268,12 @@ class Bench:
         draft_cost: float = 0.0,
         place: Place | None = None,
         tiers: Sequence[str] = (),
+        checks: bool = True,
         **config: Any,
     ) -> None:
         """guess: what the draft model says; None: as `say`. place: in a cluster, where there is
-        one. tiers: that the worker has. config: further fields of EngineConfig."""
+        one. tiers: that the worker has. checks: every invariant, all the time. config: further
+        fields of EngineConfig."""
         self.limits = Limits(
             max_len=min(max_len, (num_blocks - 1) * block_tokens),
             max_slots=max_slots,
@@ -307,6 +309,11 @@ class Bench:
         self.jobs: list[Job] = []
         self.refusals: dict[tuple[bytes, int], Refused] = {}  # of those who waited for a grammar
         self._next = 0
+        self._checks = checks
+
+    def check(self) -> None:
+        if self._checks:
+            self.engine.check()
 
     def add(
         self,
@@ -320,6 +327,8 @@ class Bench:
         kv_handle: str = "",
         account: Account | None = None,
         is_first: bool = True,
+        timeout_s: float = 0.0,
+        queue_timeout_s: float = 0.0,
         **params: object,
     ) -> int | Refused:
         """The new request's number, or the refusal. A new grammar is for `compile` to compile."""
@@ -336,6 +345,8 @@ class Bench:
             kv_handle=kv_handle,
             account=account,
             is_first=is_first,
+            timeout_s=timeout_s,
+            queue_timeout_s=queue_timeout_s,
         )
         reply = self.engine.add(client, message)
         self.jobs += self.engine.take_jobs()
@@ -358,19 +369,19 @@ class Bench:
             if isinstance(reply, Refused):
                 del self.news[client, reply.request]
                 self.refusals[client, reply.request] = reply
-        self.engine.check()
+        self.check()
         return {reply.request: reply for _, reply in told}
 
     def abort(self, *numbers: int, client: bytes = CLIENT) -> None:
         self.take(client, self.engine.abort(client, numbers))
-        self.engine.check()
+        self.check()
 
     def abort_named(self, *names: str) -> dict[str, bool]:
         """Which of them any open request had."""
         ends, known = self.engine.abort_named(names)
         for client, outputs in ends.items():
             self.take(client, outputs)
-        self.engine.check()
+        self.check()
         return known
 
     def plan(self) -> StepPlan | None:
@@ -381,7 +392,7 @@ class Bench:
             self.out.append(plan)
             if len(self.out) == 1:
                 self.masks = self.engine.masks()
-        self.engine.check()
+        self.check()
         return plan
 
     def finish(self) -> None:
@@ -395,7 +406,7 @@ class Bench:
             self.take(client, outputs.outputs)
         self.masks = self.engine.masks()
         self.send_orders()
-        self.engine.check()
+        self.check()
 
     def send_orders(self) -> None:
         """What the engine has decided about K/V since the last time."""
@@ -410,16 +421,17 @@ class Bench:
                     self.mover.obey(order)
 
     def tick(self, now: float) -> None:
-        self.engine.tick(now)
+        for client, outputs in self.engine.tick(now).items():
+            self.take(client, outputs.outputs)
         self.send_orders()
-        self.engine.check()
+        self.check()
 
     def hear(self, report: KVReport) -> None:
         """What the worker reports of K/V."""
         self.send_orders()
         for client, outputs in self.engine.hear(report).items():
             self.take(client, outputs.outputs)
-        self.engine.check()
+        self.check()
 
     def step(self) -> dict[int, int] | None:
         """Plan what can be planned, and finish the oldest: {row's slot: tokens}, or None where

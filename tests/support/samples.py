@@ -225,6 +225,8 @@ MESSAGES: list[Message] = [
             max_len=512,
         ),
         is_first=False,
+        timeout_s=30.0,
+        queue_timeout_s=2.5,
     ),
     Abort(requests=[1, 2]),
     AbortNamed(request=3, names=["7", "8"], everything=True),

@@ -1,0 +1,117 @@
+"""Requests with little time, over HTTP: what the engine is told, and how an end for lateness is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from protocol.errors import ErrorInfo
+from tests.support.gateway_process import GatewayProcess
+from tests.support.http import events_of, exchange
+from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says
+
+HI = [{"role": "user", "content": "hi"}]
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/messages": {"messages": HI, "max_tokens": 8},
+    "/v1/responses": {"input": "hi"},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {}},
+}
+QUEUED = ErrorInfo(
+    code="queue_timeout", message="queue_timeout_s: busy", param="queue_timeout_s", retry_after_s=7
+)
+RUNNING = ErrorInfo(code="timeout", message="timeout_s: over", param="timeout_s")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address, timeout_s=50.0) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(engine: ScriptedEngine) -> Iterator[None]:
+    engine.generates.clear()
+    engine.script = lambda generate: says("Hello")
+    yield
+    engine.await_idle()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_api_takes_both_limits_and_the_operators_where_it_is_silent(
+    route: str, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    said = {"timeout_s": 4.5, "queue_timeout_s": 2}
+    assert gateway.post(route, ROUTES[route] | said).status_code == 200
+    assert gateway.post(route, ROUTES[route]).status_code == 200
+    told = [(generate.timeout_s, generate.queue_timeout_s) for generate in engine.generates]
+    assert told == [(4.5, 2.0), (50.0, 0.0)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("field", ["timeout_s", "queue_timeout_s"])
+def test_what_is_no_time_is_refused_by_name(
+    route: str, field: str, gateway: GatewayProcess
+) -> None:
+    for odd in (0, -1, 1e9, "5"):
+        refused = gateway.post(route, ROUTES[route] | {field: odd})
+        assert refused.status_code == 400
+        assert field in refused.text
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_not_begun_in_time_is_a_429_before_any_header_of_a_stream(
+    route: str, stream: bool, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: Says([[]], "error", None, QUEUED)
+    body = ROUTES[route] | {"stream": stream, "queue_timeout_s": 1}
+    status, headers, data = exchange(gateway.port, route, body)
+    assert (status, headers["retry-after"]) == (429, "7")
+    assert b"queue_timeout_s" in data
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_whole_answer_that_is_not_done_in_time_is_a_504_that_no_sdk_repeats(
+    route: str, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: Says([ids_of("He")], "error", None, RUNNING)
+    status, headers, data = exchange(gateway.port, route, ROUTES[route])
+    assert (status, headers["x-should-retry"]) == (504, "false")
+    assert "timeout_error" in data.decode()
+
+
+def test_a_stream_that_is_not_done_in_time_has_its_tokens_and_then_says_so(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: Says([ids_of("He"), ids_of("llo"), []], "error", None, RUNNING)
+    body = {"messages": HI, "stream": True, "queue_timeout_s": 3}
+    status, _, data = exchange(gateway.port, "/v1/chat/completions", body)
+    assert status == 200
+    events = events_of(data)
+    text = "".join(c["delta"].get("content") or "" for e in events[:-1] for c in e["choices"])
+    assert text == "Hello"
+    assert events[-1]["error"]["code"] == "timeout"
+
+
+def test_an_sdks_own_timeout_is_the_limit_of_a_whole_answer_and_of_no_stream(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    base = f"http://127.0.0.1:{gateway.port}"
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="x", timeout=7.5, max_retries=0) as client:
+        client.chat.completions.create(model="scripted", messages=HI)  # type: ignore[arg-type]
+        list(client.chat.completions.create(model="scripted", messages=HI, stream=True))  # type: ignore[arg-type]
+    with anthropic.Anthropic(base_url=base, api_key="x", timeout=8.5, max_retries=0) as claude:
+        claude.messages.create(model="scripted", max_tokens=5, messages=HI)  # type: ignore[arg-type]
+    assert [generate.timeout_s for generate in engine.generates] == [7.5, 50.0, 8.5]

@@ -1,0 +1,110 @@
+"""An engine whose worker takes simulated time: what clients wait for, without waiting.
+
+A step takes `STEP_S`, and `TOKEN_S` for each of its tokens. Steps go out as far ahead as they do in
+the engine's own loop; what comes meanwhile is heard when the worker is done with the oldest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from protocol.messages import Account, Output, Refused
+from tests.support.engines import CLIENT, Bench
+
+STEP_S, TOKEN_S = 0.004, 0.0005
+
+
+@dataclass
+class Asked:
+    """One request, as its client sees it. Times are of the simulated clock; None: not yet."""
+
+    at: float
+    prompt_tokens: int
+    refused: Refused | None = None
+    first_at: float | None = None
+    ended_at: float | None = None
+    outputs: list[Output] = field(default_factory=list)
+
+    @property
+    def wait_s(self) -> float:
+        """Until the first token."""
+        assert self.first_at is not None
+        return self.first_at - self.at
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer, where that has come to its end."""
+        if self.ended_at is None or self.outputs[-1].finish != "length":
+            return 0
+        return self.prompt_tokens + sum(len(output.tokens) for output in self.outputs)
+
+
+class Paced:
+    """`now` begins at 0. `options`: of Bench."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now = 0.0
+        self.bench = Bench(say=_endless, checks=False, **options)
+        self.asked: list[Asked] = []
+        self._open: dict[int, Asked] = {}
+        self._coming: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = count()
+
+    def at(self, when: float, do: Callable[[], object]) -> None:
+        heapq.heappush(self._coming, (when, next(self._numbers), do))
+
+    def ask(
+        self, prompt_tokens: int, answer: int, account: Account | None = None, **terms: Any
+    ) -> Asked:
+        """Now. No two prompts begin alike."""
+        number = next(self._numbers)
+        prompt = [1 + number % 90, 1 + number // 90 % 90, 1 + number // 8100] + [7] * prompt_tokens
+        asked = Asked(self.now, prompt_tokens)
+        self.asked.append(asked)
+        reply = self.bench.add(
+            prompt[:prompt_tokens], account=account, max_tokens=answer, ignore_eos=True, **terms
+        )
+        if isinstance(reply, Refused):
+            asked.refused = reply
+        else:
+            self._open[reply] = asked
+        return asked
+
+    def run(self, until: float) -> None:
+        """Until then; what is open stays so."""
+        while self.now < until:
+            self._happen()
+            while self.bench.plan() is not None:
+                pass
+            if self.bench.out:
+                tokens = sum(self.bench.out[0].row_tokens.tolist())
+                self._tick(self.now + STEP_S + tokens * TOKEN_S)
+                self.bench.finish()
+            else:
+                self._tick(min(self._coming[0][0], until) if self._coming else until)
+            self._hear()
+
+    def _happen(self) -> None:
+        while self._coming and self._coming[0][0] <= self.now:
+            heapq.heappop(self._coming)[2]()
+
+    def _tick(self, now: float) -> None:
+        self.now = now
+        self.bench.tick(now)
+
+    def _hear(self) -> None:
+        for number, asked in list(self._open.items()):
+            asked.outputs = self.bench.news[CLIENT, number]
+            if asked.first_at is None and any(output.tokens for output in asked.outputs):
+                asked.first_at = self.now
+            if asked.outputs and asked.outputs[-1].finish is not None:
+                asked.ended_at = self.now
+                del self._open[number]
+
+
+def _endless(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
+    return 1 + (tokens[-1] + 1) % 90

@@ -1,0 +1,95 @@
+"""More work than there is time for, on a simulated clock: what is refused, what is done, and what a
+flood of one account does to another. With real processes: `python -m tests.support.overload`."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.messages import Account
+from tests.support.paced import STEP_S, TOKEN_S, Asked, Paced
+
+ALICE, BOB = Account(name="alice"), Account(name="bob")
+PROMPT, ANSWER = 20, 8
+BUDGET = 32
+MAX_WAITING = 16
+STEP = STEP_S + BUDGET * TOKEN_S
+OPTIONS = {"token_budget": BUDGET, "steps_in_flight": 2, "num_blocks": 129}
+
+
+def offered(
+    per_s: float, seconds: float, max_waiting: int = MAX_WAITING, **terms: float
+) -> tuple[Paced, list[Asked]]:
+    """Requests at even distances, of accounts in turn."""
+    paced = Paced(**OPTIONS, max_waiting=max_waiting)
+    for place in range(int(per_s * seconds)):
+        account = (ALICE, BOB)[place % 2]
+        paced.at(place / per_s, lambda who=account: paced.ask(PROMPT, ANSWER, who, **terms))  # type: ignore[misc]
+    paced.run(seconds)
+    return paced, paced.asked
+
+
+def done_per_s(asked: list[Asked], seconds: float) -> float:
+    """Tokens of requests that came to their end."""
+    return sum(one.num_tokens for one in asked) / seconds
+
+
+def peak_per_s() -> float:
+    """The most tokens per second, of two rates of arrival about what can be done."""
+    return max(done_per_s(offered(per_s, 4.0)[1], 4.0) for per_s in (40, 60))
+
+
+def test_at_ten_times_the_load_as_much_is_done_and_the_rest_is_refused_with_a_time() -> None:
+    paced, asked = offered(400, 4.0)
+    assert done_per_s(asked, 4.0) >= 0.9 * peak_per_s()
+    refused = [one.refused for one in asked if one.refused is not None]
+    assert len(refused) > 0.8 * len(asked)
+    assert {one.error.code for one in refused} == {"overloaded"}
+    assert all((one.error.retry_after_s or 0) >= 1 for one in refused)
+    stats = paced.bench.engine.stats()
+    assert stats.waiting <= 2 * MAX_WAITING
+    assert all(one.ended_at is not None or one.at > 2.0 for one in asked if one.refused is None)
+
+
+def test_what_would_be_too_late_is_refused_or_ended_and_never_computed_in_vain() -> None:
+    """Where nothing else bounds the queue."""
+    paced, asked = offered(400, 4.0, max_waiting=10_000, queue_timeout_s=0.1)
+    assert done_per_s(asked, 4.0) >= 0.9 * peak_per_s()
+    begun = [one for one in asked if one.first_at is not None]
+    assert max(one.wait_s for one in begun) <= 0.1 + 5 * STEP
+    codes = {one.refused.error.code for one in asked if one.refused is not None}
+    assert "queue_timeout" in codes
+    assert not any(o.usage and o.tokens for one in asked if not one.first_at for o in one.outputs)
+    assert paced.bench.engine.stats().num_timeouts.keys() <= {"queued"}
+
+
+def flooded(length: int, *, flood: bool, times: int = 5) -> list[float]:
+    """Bob's times to the first token, asking now and then, while Alice asks for all she can."""
+    paced = Paced(**OPTIONS, max_len=180, max_slots=8, max_waiting=MAX_WAITING)
+    mine: list[Asked] = []
+
+    def more() -> None:
+        """Always as many of Alice's as the queue takes."""
+        while paced.ask(150, 20, ALICE).refused is None:
+            pass
+        paced.at(paced.now + STEP, more)
+
+    if flood:
+        paced.at(0.0, more)
+    for place in range(times):
+        paced.at(1.0 + 1.37 * place, lambda: mine.append(paced.ask(length, 8, BOB)))
+    paced.run(1.0 + 1.37 * times)
+    assert all(one.refused is None for one in mine)
+    return [one.wait_s for one in mine]
+
+
+@pytest.mark.parametrize("length", [4 * BUDGET, 5 * BUDGET])
+def test_a_flood_does_not_double_another_accounts_time_to_the_first_token(length: int) -> None:
+    alone, beside = flooded(length, flood=False), flooded(length, flood=True)
+    assert max(beside) <= 2 * max(alone)
+
+
+@pytest.mark.parametrize("length", [3, BUDGET // 2, BUDGET, 2 * BUDGET])
+def test_a_short_prompt_waits_for_the_steps_that_are_out_and_for_no_more(length: int) -> None:
+    alone, beside = flooded(length, flood=False), flooded(length, flood=True)
+    steps = -(-length // (BUDGET - 8))  # eight may stream
+    assert max(beside) <= max(max(alone), steps * STEP) + 3 * STEP

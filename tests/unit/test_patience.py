@@ -1,0 +1,52 @@
+"""How long a request may take: its own word, its client's, the operator's."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.patience import Patience, client_timeout_s
+from protocol.config import GatewayConfig
+
+READ, ANY = "X-Stainless-Read-Timeout", "X-Stainless-Timeout"
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, 0.0),
+        ({READ: "600"}, 600.0),
+        ({READ: "2.5", ANY: "600"}, 2.5),
+        ({ANY: "30.0"}, 30.0),
+        ({READ: "7", ANY: "NOT_GIVEN"}, 7.0),
+        ({READ: "None", ANY: "8"}, 8.0),
+        *[({READ: odd}, 0.0) for odd in ("nan", "inf", "-1", "0", "1e99", "soon", "9" * 400)],
+    ],
+)
+def test_what_a_client_says_of_its_own_patience(headers: dict[str, str], seconds: float) -> None:
+    assert client_timeout_s(headers) == seconds
+
+
+@pytest.mark.parametrize(
+    ("own", "operator", "client", "expected"),
+    [
+        (None, 0.0, "", 0.0),
+        (None, 60.0, "", 60.0),
+        (5.0, 60.0, "", 5.0),
+        (90.0, 60.0, "", 90.0),
+        (None, 60.0, "30", 30.0),
+        (90.0, 60.0, "30", 30.0),
+        (5.0, 0.0, "30", 5.0),
+        (None, 0.0, "30", 30.0),
+    ],
+)
+def test_the_requests_own_word_goes_before_the_operators_and_nobody_waits_longer_than_he_does(
+    own: float | None, operator: float, client: str, expected: float
+) -> None:
+    config = GatewayConfig(timeout_s=operator, queue_timeout_s=2.0)
+    found = Patience.of(own, None, config, {READ: client})
+    assert found == Patience(expected, 2.0)
+    assert Patience.of(own, 3.0, config, {READ: client}).queue_timeout_s == 3.0
+
+
+def test_of_a_client_that_hears_a_stream_no_header_counts() -> None:
+    assert Patience.of(None, None, GatewayConfig(), None) == Patience(0.0, 0.0)
