@@ -70,9 +70,16 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         WeightForm,
         about(
             "packed: as the file has them, quantised or not, for our kernels; dense: as numbers "
-            "of dtype, for torch; auto: what is faster here"
+            "of dtype, for torch; auto: packed, and beside them dense for steps of many rows, "
+            "where measuring shows that this is faster and there is room"
         ),
     ] = "auto"
+    measurements: Annotated[
+        str,
+        about(
+            "folder where it is kept how fast this machine computes; none: measured", wiring=True
+        ),
+    ] = ""
     max_slots: Annotated[int, about("requests computed at once", ge=1, le=4096)] = 64
     max_len: Annotated[
         int,

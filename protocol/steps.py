@@ -182,6 +182,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     phases       seconds per start-up phase, in order, to be shown
     draft_cost   time that the draft model takes for a token, as a part of what the model takes;
                  None: there is no draft model
+    step_costs   (rows, seconds), by growing rows: what the linears of a step of so many tokens take
+                 here; empty: nobody knows
     kv           how it hands over K/V (kv.py); None: it does not
     kv_tiers     which tiers it has, the nearest first; a KVReport with what they hold follows
     """
@@ -194,6 +196,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     rank: int = 0
     phases: list[tuple[str, float]] = []
     draft_cost: float | None = None
+    step_costs: list[tuple[int, float]] = []
     kv: KVEndpoint | None = None
     kv_tiers: list[str] = []
 

@@ -20,6 +20,7 @@ import msgspec
 from protocol import sockets
 from protocol.config import EngineConfig, GatewayConfig, ServeConfig
 from tools.failure import Failure
+from tools.fetch import home
 
 RUN_KEY = "cluster.key"
 """In the run directory: the key of `--split`, new with each run."""
@@ -82,7 +83,9 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
 
 
 def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> EngineConfig:
-    return _with_worker(engine, model=str(path), draft_model=str(draft or ""))
+    measurements = str(home() / "measurements")
+    draft_path = str(draft or "")
+    return _with_worker(engine, model=str(path), draft_model=draft_path, measurements=measurements)
 
 
 def check_reachable(address: str, option: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -94,6 +95,7 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
         num_blocks=budget.num_blocks,
         phases=phases.told,
         draft_cost=None if draft is None else _cost(draft.card, loaded.card),
+        step_costs=loaded.step_costs,
     )
     return Runner(loaded.model, slots, caches[0], attention, drafting=drafting), ready
 
@@ -106,7 +108,14 @@ def _load(
     kernels: Kernels,
 ) -> tuple[LoadedModel, LoadedModel | None]:
     """The model, and the one that guesses for it."""
-    load = partial(load_model, dtype=dtype, device=device, kernels=kernels, weights=config.weights)
+    load = partial(
+        load_model,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        weights=config.weights,
+        measurements=Path(config.measurements) if config.measurements else None,
+    )
     with phases("load weights"):
         loaded = load(config.model)
     if not config.draft_model:

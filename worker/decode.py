@@ -62,6 +62,9 @@ class Decode:
             return None
         return cls(model.whole, slots, cache)
 
+    def is_for(self, plan: StepPlan, rows: Rows) -> bool:
+        return is_plain(plan, rows) and self._whole.is_for(len(rows.slots))
+
     def __call__(self, slots: Ints, starts: Ints, *, choose: bool) -> tuple[Tensor, Choice | None]:
         """Compute the positions `starts` [R] of these slots [R]: logits [R, V] float32, valid until
         the next call; and, if asked to choose, the likeliest tokens, which now stand behind.

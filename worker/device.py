@@ -50,15 +50,26 @@ def set_threads(threads: int) -> None:
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Of the first core; empty where the system does not say."""
+    return frozenset(_first_of(cpuinfo, "flags", "Features").split())
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Of the first core, and what it can do; empty where the system does not say."""
+    names = (_first_of(cpuinfo, name) for name in ("model name", "cpu family", "model", "flags"))
+    return ", ".join(name for name in names if name)
+
+
+def _first_of(cpuinfo: Path, *names: str) -> str:
+    """What is told by the first line that has one of the names."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return frozenset()
+        return ""
     for line in lines:
-        name, _, flags = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(flags.split())
-    return frozenset()
+        name, _, told = line.partition(":")
+        if name.strip() in names:
+            return told.strip()
+    return ""
 
 
 def allowed_cores() -> int:

@@ -31,7 +31,7 @@ from worker.batch import (
     read_rows,
     stage_drafts,
 )
-from worker.decode import Decode, is_plain
+from worker.decode import Decode
 from worker.drafting import DraftModel
 from worker.kv_cache import KVCache
 from worker.launched import Launched, Said
@@ -104,7 +104,7 @@ class Runner:
         said, of_prompt, proposed = None, None, None
         if len(plan.row_slots):
             rows = read_rows(plan)
-            if self._decode is not None and is_plain(plan, rows):
+            if self._decode is not None and self._decode.is_for(plan, rows):
                 said = self._decoded(self._decode, rows, plan, await_masks)
             else:
                 batch = build_batch(plan, rows, self._slots, block_tokens=self._cache.block_tokens)

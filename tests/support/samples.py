@@ -374,6 +374,7 @@ MESSAGES: list[Message] = [
         rank=1,
         phases=[("load weights", 0.5)],
         draft_cost=0.125,
+        step_costs=[(1, 0.004), (8, 0.0075)],
         kv=KVEndpoint(
             address="tcp://here:7000", layout=b"d" * 32, told="tiny, bfloat16", mover="shm"
         ),

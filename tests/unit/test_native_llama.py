@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import random_llama, write_directory
-from tests.support.kernels import NAMES, assert_near, native_kernels
+from tests.support.kernels import NAMES, assert_near, native_kernels, randn
 from tests.support.paged import Row, attention_batch, scattered
 from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
@@ -18,12 +19,18 @@ from worker.device import cpu_flags
 from worker.kernels import library
 from worker.kernels.base import Kernels
 from worker.kernels.library import NoKernels, runnable
+from worker.kernels.packed import PackedLinear
 from worker.kernels.select import select_kernels
 from worker.kernels.sets import INSTRUCTION_SETS
 from worker.kernels.twin import TorchKernels
 from worker.kv_cache import KVCache
+from worker.layers.by_rows import NEVER
 from worker.loading.errors import UnusableModel
-from worker.models.load import LoadedModel, load_model
+from worker.loading.weights import load_llama
+from worker.models.forms import maker
+from worker.models.llama import Llama
+from worker.models.llama_native import LINEARS
+from worker.models.load import LoadedModel, load_model, read_files
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -76,6 +83,41 @@ def test_the_kernels_say_what_torch_says(
             assert_near(one, other)
         else:  # every layer rounds; what comes out differs by some of their last places
             torch.testing.assert_close(one, other, rtol=0, atol=0.03 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("from_rows", [1, 10, 100])
+def test_steps_of_many_rows_compute_with_dense_weights_and_say_the_same(
+    directory: Path, from_rows: int
+) -> None:
+    """The first step has 14 rows, the second 9: both, one or none of them is for dense weights."""
+    kernels = native_kernels()
+    files = read_files(directory)
+    make = maker(kernels, "auto")
+    weights = load_llama(files.config, files.weights, dtype=torch.bfloat16, device=CPU, make=make)
+    linears = [getattr(layer, name) for layer in weights.layers for name in LINEARS]
+    for linear in linears:
+        assert linear.settle(from_rows) is linear
+    weights.head = weights.head.settle(NEVER)
+    packed = load(directory, kernels, torch.bfloat16, "packed")
+    both = replace(packed, model=Llama(files.config, weights, kernels))
+    ours, theirs = answers(both), answers(packed)
+    assert torch.equal(ours[0], theirs[0]) == (from_rows > 14)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.03 * float(other.abs().max()))
+    x = randn(20, files.config.hidden, dtype=torch.bfloat16)
+    first = linears[0]
+    for rows in (1, 9, 10, 20):
+        expected = first.dense if rows >= from_rows else first.packed
+        assert torch.equal(first(x[:rows]), expected(x[:rows]))
+
+
+def test_a_model_too_small_to_measure_is_packed_alone(directory: Path) -> None:
+    loaded = load(directory, native_kernels(), torch.bfloat16)
+    assert loaded.step_costs == []
+    assert all(isinstance(layer.qkv, PackedLinear) for layer in loaded.model.weights.layers)
+    assert isinstance(loaded.model.weights.head, PackedLinear)
+    assert loaded.model.whole is not None
+    assert loaded.model.whole.is_for(1 << 20)
 
 
 def test_a_model_that_kernels_are_not_made_for_is_served_by_torch(tmp_path: Path) -> None:

@@ -1,18 +1,39 @@
-"""In what form weights are held: packed for the compiled kernels, or dense for torch."""
+"""In what form weights are held: packed for the compiled kernels, dense for torch, or both: then
+the number of rows chooses, by what was measured (row_times.py)."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
 from protocol.config import WeightForm
-from worker.kernels import native, packed
+from worker import device as machine
+from worker.kernels import native, packed, prepacked
 from worker.kernels.base import Kernels
+from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear
 from worker.kernels.twin import TorchKernels
+from worker.layers.by_rows import NEVER, ByRows
 from worker.layers.linear import Linear
 from worker.loading.blocks import stacked
 from worker.loading.errors import UnusableModel
 from worker.loading.weights import MakeLinear, Matrix, dense
+from worker.memory import FREE_SHARE, free_bytes
 from worker.models.config import LlamaConfig
+from worker.models.llama import LlamaWeights
+from worker.models.llama_native import LINEARS
+from worker.models.measured import ROWS, row_times
+from worker.models.row_times import dense_from, in_words, step_costs
+
+log = logging.getLogger(__name__)
+
+LEAST_WEIGHTS = 1 << 20
+"""Of a layer: smaller ones have nothing to gain, and their times say little."""
 
 
 def fitting(kernels: Kernels, config: LlamaConfig) -> Kernels:
@@ -27,12 +48,116 @@ def fitting(kernels: Kernels, config: LlamaConfig) -> Kernels:
 
 
 def maker(kernels: Kernels, form: WeightForm) -> MakeLinear:
-    """Raises UnusableModel where packed weights are asked for and there are no kernels for them."""
-    if isinstance(kernels, NativeKernels) and form != "dense":
+    """Raises UnusableModel where packed weights are asked for and there are no kernels for them.
+
+    auto   packed until `settle` says otherwise
+    """
+    if isinstance(kernels, NativeKernels) and form == "packed":
         return lambda matrix: pack(kernels, matrix)
+    if isinstance(kernels, NativeKernels) and form == "auto":
+        return lambda matrix: by_rows(pack(kernels, matrix), matrix)
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")
     return dense
+
+
+def by_rows(linear: Linear, matrix: Matrix) -> Linear:
+    """What is packed can be dense as well."""
+    if not isinstance(linear, PackedLinear):
+        return linear
+    return ByRows(linear, lambda: prepacked.Prepacked(matrix.values(), matrix.bias))
+
+
+def settle(
+    config: LlamaConfig,
+    weights: LlamaWeights,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    folder: Path | None,
+) -> list[tuple[int, float]]:
+    """Measure a layer, let each linear know from how many rows on it is dense, and make the copies.
+    -> what the linears of a step cost by its rows, in seconds; none where nothing is measured.
+
+    folder   where measurements are kept
+    """
+    layer = [getattr(weights.layers[0], name) for name in LINEARS]
+    num_weights = sum(linear.num_weights for linear in layer)
+    costs: list[tuple[int, float]] = []
+    from_rows = NEVER
+    if weights.norm.device.type == "cpu" and num_weights >= LEAST_WEIGHTS:
+        twice = [each for each in layer if isinstance(each, ByRows)]
+        may_be = len(twice) == len(layer) and may_be_dense(twice, dtype, len(weights.layers))
+        inputs = _inputs(config, dtype)
+        table = row_times(
+            [*map(str, _circumstances(layer, inputs, dtype, kernels, may_be))],
+            layer,
+            _reader(twice) if may_be else None,
+            inputs,
+            folder,
+        )
+        costs = step_costs(table, len(weights.layers))
+        from_rows = dense_from(table) or NEVER
+        log.info("linears of a step: %s", in_words(table))
+    _settle(weights, from_rows)
+    return costs
+
+
+def may_be_dense(layer: Sequence[ByRows], dtype: torch.dtype, layers: int) -> bool:
+    """In float32 packed weights are exact, and stay alone; copies are for those who have room."""
+    if dtype != torch.bfloat16 or not prepacked.is_possible():
+        return False
+    needed = layers * sum(each.dense_bytes for each in layer)
+    has_room = needed <= free_bytes(torch.device("cpu")) // FREE_SHARE
+    if not has_room:
+        log.info("no room for dense weights as well: %d MiB", needed >> 20)
+    return has_room
+
+
+def _settle(weights: LlamaWeights, from_rows: int) -> None:
+    """Layers are dense from so many rows on; the head, whose rows are those that are sampled, never
+    is."""
+    copied = 0
+    with torch.inference_mode():
+        for layer in weights.layers:
+            for name in LINEARS:
+                linear = getattr(layer, name)
+                if isinstance(linear, ByRows):
+                    setattr(layer, name, linear.settle(from_rows))
+                    copied += linear.dense_bytes
+        if isinstance(weights.head, ByRows):
+            weights.head = weights.head.settle(NEVER)
+    if copied and from_rows < NEVER:
+        log.info("dense weights beside the packed ones: %d MiB", copied >> 20)
+
+
+def _reader(layer: Sequence[ByRows]) -> Callable[[], list[Linear]]:
+    reads = [each.read_dense for each in layer]
+    return lambda: [read() for read in reads if read is not None]
+
+
+def _inputs(config: LlamaConfig, dtype: torch.dtype) -> list[Tensor]:
+    """Noise for each linear of LINEARS."""
+    seen = config.num_heads * config.head_dim
+    widths = (config.hidden, seen, config.hidden, config.intermediate)
+    noise = torch.Generator().manual_seed(0)
+    return [torch.randn(max(ROWS), width, generator=noise).to(dtype) for width in widths]
+
+
+def _circumstances(
+    layer: Sequence[Linear],
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    kernels: Kernels,
+    may_be: bool,
+) -> list[object]:
+    """All that the times depend on."""
+    sizes = [
+        (x.shape[1], linear.num_weights, sum(tensor.nbytes for tensor in linear.tensors()))
+        for x, linear in zip(inputs, layer, strict=True)
+    ]
+    forms = [type(linear).__name__ for linear in layer]
+    about = (machine.cpu_name(), torch.get_num_threads(), torch.__version__, VERSION)
+    return [*about, kernels.name, dtype, may_be, *forms, *sizes]
 
 
 def pack(kernels: NativeKernels, matrix: Matrix) -> Linear:

@@ -70,7 +70,8 @@ class Llama:
         Writes this step's keys and values to the cache.
         """
         plan = attention.plan(batch)
-        if self.whole is not None and isinstance(plan, NativePlan):
+        count = len(token_ids)
+        if self.whole is not None and isinstance(plan, NativePlan) and self.whole.is_for(count):
             return self.whole(token_ids, plan, cache)
         x = self.weights.embedding.index_select(0, token_ids)
         turn = rotation(batch.positions, self._inv_freq, x.dtype, self._rope_factor)

@@ -1,6 +1,7 @@
 """A Llama model in one call of the compiled kernels a step, where all its linears are packed:
 csrc/forward.h and decode.h have the lines of llama.py. Between its linears nobody returns to
-Python, and threads are woken once a step.
+Python, and threads are woken once a step. Steps of so many rows that dense weights win are not for
+it (layers/by_rows.py).
 
 Legend in llama.py.
 """
@@ -22,6 +23,7 @@ from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels, address, numbers
 from worker.kernels.packed import PackedLinear, PackedMatrix
 from worker.kv_cache import KVCache
+from worker.layers.by_rows import NEVER, ByRows
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.models.config import LlamaConfig
 
@@ -47,6 +49,7 @@ class WholePass:
         self._heads = structs.Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._layers = (structs.Layer * len(weights.layers))(*map(_layer, weights.layers))
         self.head = structs.Head(address(weights.norm), head.struct, config.norm_eps)
+        self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = Memory()
         self._cache = 0
         self.vocab = len(weights.embedding)
@@ -57,9 +60,13 @@ class WholePass:
         linears = (getattr(layer, name) for layer in weights.layers for name in LINEARS)
         if not isinstance(kernels, NativeKernels) or not isinstance(weights.head, PackedLinear):
             return None
-        if not all(isinstance(linear, PackedLinear) for linear in linears):
+        if not all(isinstance(linear, PackedLinear | ByRows) for linear in linears):
             return None
         return cls(config, weights, weights.head.matrix, kernels)
+
+    def is_for(self, tokens: int) -> bool:
+        """Whether a step of so many tokens is computed with packed weights."""
+        return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
         """As Llama does, but hidden [T, hidden] is float32. Writes to the cache."""
@@ -152,10 +159,19 @@ class Memory:
 
 
 def _layer(layer: Layer) -> structs.Layer:
-    linears: list[PackedLinear] = [getattr(layer, name) for name in LINEARS]
+    linears = [_packed(getattr(layer, name)) for name in LINEARS]
     return structs.Layer(
         address(layer.attention_norm),
         address(layer.mlp_norm),
         *(linear.matrix.struct for linear in linears),
         *(address(linear.bias) for linear in linears),
     )
+
+
+def _packed(linear: PackedLinear | ByRows) -> PackedLinear:
+    return linear.packed if isinstance(linear, ByRows) else linear
+
+
+def _from_rows(layer: Layer) -> int:
+    linears = [getattr(layer, name) for name in LINEARS]
+    return min(each.from_rows if isinstance(each, ByRows) else NEVER for each in linears)

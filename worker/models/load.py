@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,15 +20,18 @@ from worker.loading.gguf_llama import read_gguf
 from worker.loading.huggingface import PICKLES, read_directory
 from worker.loading.weights import load_llama
 from worker.models.config import LlamaConfig
-from worker.models.forms import fitting, maker
+from worker.models.forms import fitting, maker, settle
 from worker.models.llama import Llama, LlamaWeights
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """step_costs: see WorkerReady."""
+
     model: Llama
     card: ModelCard
     config: LlamaConfig
+    step_costs: list[tuple[int, float]] = field(default_factory=list)
 
 
 def load_model(
@@ -38,17 +41,20 @@ def load_model(
     device: torch.device,
     kernels: Kernels | None = None,
     weights: WeightForm = "auto",
+    measurements: Path | None = None,
 ) -> LoadedModel:
     """From a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line.
 
-    kernels   torch's, if none are given; they must fit the model, or torch's are used
+    kernels        torch's, if none are given; they must fit the model, or torch's are used
+    measurements   folder where those of other starts are kept
     """
     files = read_files(Path(path))
     kernels = fitting(kernels or TorchKernels(), files.config)
     make = maker(kernels, weights)
     loaded = load_llama(files.config, files.weights, dtype=dtype, device=device, make=make)
+    costs = settle(files.config, loaded, dtype, kernels, measurements)
     card = _card(files, loaded, dtype)
-    return LoadedModel(Llama(files.config, loaded, kernels), card, files.config)
+    return LoadedModel(Llama(files.config, loaded, kernels), card, files.config, costs)
 
 
 def read_files(path: Path) -> ModelFiles:
