@@ -12,11 +12,12 @@ PYTEST := $(BIN)/python -m pytest -ra --durations=10
 DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check clean
+.PHONY: help serve test torture check clean
 
 help:
 	@echo 'make serve   install what is needed and serve the default model;  ARGS="--port 8001" passes options on'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
+	@echo 'make torture kill and stop every process of a server at every moment, and print what comes of it (half an hour)'
 	@echo 'make check   format, lint, types and unit tests: what a change must pass first'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
 
@@ -30,6 +31,11 @@ test: $(VENV)/.installed-test
 	@$(PYTEST) --numprocesses auto tests/unit tests/property $(ARGS) || test $$? -eq 5
 	@echo '== Integration, differential and end-to-end tests: real processes, the real model'
 	@$(PYTEST) -v tests/integration tests/differential tests/e2e $(ARGS) || test $$? -eq 5
+
+# The whole table; `make test` runs a few of its cells.
+torture: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.support.torture $(ARGS)
+	@$(BIN)/python -m tests.support.kill_storm
 
 check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check $(ARGS)

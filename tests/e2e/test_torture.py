@@ -1,0 +1,105 @@
+"""A server whose processes are killed and stopped: some cells of the table, and a storm.
+
+`make torture` runs all cells and a storm of ten thousand requests.
+
+One server for those cells that it survives, so that it is started once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product, starmap
+from pathlib import Path
+
+import pytest
+
+from tests.support.kill_storm import FAILED, FINISHED, end_of_stream, storm
+from tests.support.torture import (
+    DECODE,
+    ENGINE,
+    GATEWAY,
+    IDLE,
+    KILL,
+    MOMENTS,
+    PREFILL,
+    SIGNALS,
+    START,
+    STOP,
+    SUPERVISOR,
+    VICTIMS,
+    WORKER,
+    Cell,
+    Row,
+    Scene,
+    fate_of,
+    write_model,
+)
+
+SLACK = 5.0
+"""The machine that tests us may have little time for us; the command asserts what is promised."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_whoever_dies_the_server_serves_on_its_clients_are_told_and_nothing_is_left(
+    model: Path,
+) -> None:
+    cells = [
+        Cell(GATEWAY, IDLE, KILL),
+        Cell(ENGINE, PREFILL, KILL),
+        Cell(WORKER, DECODE, STOP),
+        Cell(SUPERVISOR, DECODE, KILL),
+    ]
+    rows: list[Row] = []
+    with Scene(model) as scene:
+        for cell in cells:
+            rows.append(scene.strike(cell))
+            assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
+        scene.stop(rows[-1])
+        assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
+
+
+def test_who_asks_while_the_engine_is_killed_gets_exactly_one_end_and_is_counted_once(
+    model: Path,
+) -> None:
+    weather, found = storm(model, num_requests=200, num_kills=1)
+    assert not found
+    assert weather.tally.ends[FINISHED] >= 50
+    assert weather.tally.ends[FAILED] >= 1
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [b"data: [DONE]"],
+        [b'data: {"choices": [{"finish_reason": "stop"}]}'],
+        [b'data: {"error": {}}', b'data: {"error": {}}', b"data: [DONE]"],
+        [b'data: {"error": {}}', b"data: [DONE]", b'data: {"error": {}}'],
+    ],
+)
+def test_a_stream_without_exactly_one_end_is_found(lines: list[bytes]) -> None:
+    with pytest.raises(ValueError, match="end"):
+        end_of_stream(lines)
+
+
+def test_every_cell_has_a_fate_and_who_departs_from_it_is_complained_of() -> None:
+    for cell in starmap(Cell, product(VICTIMS, MOMENTS, SIGNALS)):
+        fate = fate_of(cell)
+        end = "" if cell.moment in (START, IDLE) else "error: the worker was killed"
+        well = Row(cell, end=end, end_s=0.5, unready_s=0.5, again_s=None if fate.codes else 2.0)
+        well.code = min(fate.codes, default=None)
+        assert well.complaints() == []
+        assert replace(well, orphans=[7]).complaints() == ["left behind: [7]"]
+        assert replace(well, code=77, again_s=None).complaints()
+        if fate.is_unready:
+            assert replace(well, unready_s=2.5).complaints() == ["unready after 2.50"]
+            assert replace(well, unready_s=2.5).complaints(slack=2) == []
+        if end:
+            assert replace(well, end="").complaints() == ["the open request never ended"]
+        if end and fate.is_told:
+            assert replace(well, end="broken: reset").complaints()
+            assert replace(well, end_s=5.5).complaints()

@@ -1,0 +1,126 @@
+"""Who looks at a server that is being tortured: one asks for its health, one has a stream open."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import requests
+
+LOOK_EVERY_S = 0.05
+PATIENCE_S = 1.0
+"""Who does not say within it that he is ready is not."""
+
+
+class Eye:
+    """Asks /readyz all the time while inside. `looks`: (when, ready, why or what is done)."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url + "/readyz"
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.looks: list[tuple[float, bool, str]] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.looks) and self.looks[-1][1]
+
+    def sees_chunk(self) -> bool:
+        """The worker computes a chunk of a prompt, and neither its first nor its last."""
+        words = self.looks[-1][2] if self.looks else ""
+        if "chunk" not in words:
+            return False
+        number, _, count = words.rpartition("chunk ")[2].partition(" of ")
+        return 1 < int(number) < int(count)
+
+    def unready_since(self, moment: float) -> tuple[float | None, str]:
+        """How long after it, and why."""
+        for when, is_ready, why in list(self.looks):
+            if when > moment and not is_ready:
+                return when - moment, why
+        return None, ""
+
+    def _run(self) -> None:
+        while not self._is_over.wait(LOOK_EVERY_S):
+            try:
+                facts = requests.get(self._url, timeout=PATIENCE_S).json()
+            except (requests.RequestException, ValueError) as error:
+                self.looks.append((time.monotonic(), False, f"no answer: {type(error).__name__}"))
+                continue
+            words = str(facts["why"] or facts["engine"]["doing"])
+            self.looks.append((time.monotonic(), facts["ready"], words))
+
+
+class Client:
+    """One streamed completion. `end` says how it ended: finished; error: ...; broken: ..."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url + "/v1/completions"
+        self._thread: threading.Thread | None = None
+        self._response: requests.Response | None = None
+        self._num_events = 0
+        self.end = ""
+        self.ended_at: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._thread is not None:
+            if self._response is not None and not self.end:
+                with contextlib.suppress(Exception):  # whatever became of it, we leave
+                    self._response.close()
+            self._thread.join(30)
+
+    def ask(self, num_words: int, max_tokens: int) -> None:
+        prompt = " ".join(f"w{number % 90 + 3}" for number in range(num_words))
+        body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self._thread = threading.Thread(target=self._run, args=(body,))
+        self._thread.start()
+
+    def has_begun(self) -> bool:
+        return self._num_events > 2
+
+    def _run(self, body: dict[str, Any]) -> None:
+        try:
+            end = self._read(body)
+        except (requests.RequestException, OSError) as error:
+            end = f"broken: {type(error).__name__}"
+        self.ended_at = time.monotonic()
+        self.end = end
+
+    def _read(self, body: dict[str, Any]) -> str:
+        end = "broken: no end"
+        with requests.post(self._url, json=body, stream=True, timeout=60) as response:
+            self._response = response
+            if not response.ok:
+                return f"error {response.status_code}: {response.json()['error']['message']}"
+            for line in response.iter_lines():
+                self._num_events += 1
+                if line == b"data: [DONE]" and end.startswith("broken"):
+                    end = "finished"
+                elif b'"error"' in line:
+                    end = f"error: {json.loads(line.removeprefix(b'data: '))['error']['message']}"
+        return end
