@@ -19,6 +19,7 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, StepPlan, WorkerReady
 from worker import device as machine
+from worker import heap
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.drafting import DraftModel
@@ -76,6 +77,7 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
         spare = SlotTable(fields, 1, device)
         runner = Runner(loaded.model, spare, caches[0], attention, drafting=drafting)
         _warm_up(runner, caches, budget.max_len)
+    heap.keep_pages()  # loading is over: what it needed for a moment has gone back
     log.info(
         "model %s dtype=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d max_len=%d",
         loaded.card.name,
