@@ -33,8 +33,10 @@ from worker.slots import SlotTable
 from worker.staging import upload_one
 from worker.weights import relative, rows_at_once, weigh
 
-NUCLEUS_GUESS = 512
-"""A nucleus is looked for among so many tokens before a row is sorted whole (on the CPU)."""
+DIGIT_BITS = 10
+SHIFTS = (20, 10, 0)
+"""Three digits of ten bits are a share as an integer: shares are not above 1, whose bits are below
+2**30, and shares that are not negative rise as their bits do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,30 +183,57 @@ def _kth(shares: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 
 def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
-    """The greatest bound [N] such that what is not below it holds at least top_p of the row's mass.
-
-    On the CPU the first guess nearly always holds; on a GPU asking whether it does would wait for
-    the device, and sorting is cheap. Both find the same bound: it is a value of the row, found
-    exactly.
+    """The greatest bound [N] such that what is not below it holds at least top_p of the row's mass:
+    a value of the row, found exactly, so both ways find the same. On a GPU sorting is cheap, and
+    looking for digits would wait for the device.
     """
-    vocab = shares.shape[1]
-    mass = weigh(shares, vocab).sum(-1)
+    weights = weigh(shares, shares.shape[1])
+    mass = weights.sum(-1)
     target = (mass * top_p.double()).ceil_().to(torch.int64).clamp_(min=1).minimum(mass)
-    if shares.device.type != "cpu" or vocab <= NUCLEUS_GUESS:
-        return _reach(shares.sort(-1, descending=True).values, target, vocab)[0]
-    bound, reached = _reach(shares.topk(NUCLEUS_GUESS).values, target, vocab)
-    missed = _where(~reached)
-    if len(missed):
-        best = shares[missed].sort(-1, descending=True).values
-        bound[missed] = _reach(best, target[missed], vocab)[0]
-    return bound
+    return (bound_by_digits if shares.device.type == "cpu" else bound_by_order)(
+        shares, weights, target
+    )
 
 
-def _reach(best: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Where falling shares best [N, K] together weigh target [N]: that share, and if they do."""
-    totals = weigh(best, vocab).cumsum(-1)
-    at = torch.searchsorted(totals, target[:, None]).clamp_(max=best.shape[1] - 1)
-    return best.gather(1, at).squeeze(1), totals[:, -1] >= target
+def bound_by_order(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """The share [N] where falling shares [N, V] together weigh target [N]."""
+    best, order = shares.sort(-1, descending=True)
+    totals = weights.gather(1, order).cumsum(-1)
+    at = torch.searchsorted(totals, target[:, None]).clamp_(max=shares.shape[1] - 1)
+    return best.gather(1, at).squeeze(1)
+
+
+def bound_by_digits(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """The same without sorting: its bits are found a digit at a time, from the highest, by what the
+    shares weigh that have a digit in this place, and all higher ones in common with the bound. Rows
+    that are not finite get any bound."""
+    size = 1 << DIGIT_BITS
+    keys = shares.contiguous().view(torch.int32)
+    digits = (keys >> SHIFTS[0]).clamp_(0, size - 1)
+    totals = torch.zeros(len(keys), size, dtype=torch.int64)
+    totals.scatter_add_(1, digits.long(), weights)
+    bits, target = _digit(totals, target)
+    kept = _where((digits == bits.int()[:, None]).view(-1))
+    rows = kept // keys.shape[1]
+    keys, weights = (each.view(-1).index_select(0, kept) for each in (keys, weights))
+    for shift in SHIFTS[1:]:
+        digits = (keys >> shift).bitwise_and_(size - 1)
+        totals.zero_().view(-1).scatter_add_(0, rows * size + digits, weights)
+        chosen, target = _digit(totals, target)
+        bits = bits * size + chosen
+        kept = _where(digits == chosen.index_select(0, rows))
+        rows, keys, weights = (each.index_select(0, kept) for each in (rows, keys, weights))
+    return bits.int().view(torch.float32)
+
+
+def _digit(totals: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """totals [N, digits]: what the shares with each digit weigh -> each row's greatest digit [N]
+    such that those with it or a greater one weigh target [N]; and what of it the greater ones
+    leave."""
+    falling = totals.flip(1).cumsum(1)
+    at = torch.searchsorted(falling, target[:, None]).clamp_(max=totals.shape[1] - 1)
+    before = torch.where(at > 0, falling.gather(1, (at - 1).clamp_(min=0)), 0)
+    return totals.shape[1] - 1 - at.squeeze(1), target - before.squeeze(1)
 
 
 def _invert(weights: Tensor, u: Tensor) -> Tensor:

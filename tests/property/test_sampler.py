@@ -13,10 +13,10 @@ from protocol.sampling import SamplingParams
 from tests.support.distributions import kept
 from tests.support.sampled_rows import Asker, asking
 from worker.randomness import uniform
-from worker.sampler import NUCLEUS_GUESS, Draws, draw, keep_from, sample
-from worker.weights import relative
+from worker.sampler import Draws, bound_by_digits, bound_by_order, draw, keep_from, sample
+from worker.weights import relative, weigh
 
-SMALL, LARGE = 61, 3 * NUCLEUS_GUESS + 7
+SMALL, LARGE = 61, 1543
 GREEDY = SamplingParams(temperature=0.0)
 PARAMS = [
     GREEDY,
@@ -209,3 +209,28 @@ def drawn(logits: torch.Tensor, params: SamplingParams, draws: int) -> torch.Ten
     seeds = torch.arange(draws)
     settings = replace(draws_of([params] * draws), u=uniform(seeds, torch.ones_like(seeds)))
     return draw(logits.expand(draws, -1), logits.amax(-1).expand(draws), settings)
+
+
+@pytest.mark.parametrize("vocab", [1, SMALL, LARGE])
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.5, 3.0, 40.0])
+def test_a_bound_is_found_by_digits_as_by_order(vocab: int, spread: float) -> None:
+    """Of equal shares, of nearly equal ones, and of those of which most weigh nothing."""
+    logits = logits_of(9, vocab, spread=spread, seed=vocab)
+    shares = relative(logits, logits.amax(-1)).masked_fill_(logits < -2 * spread, 0)
+    weights = weigh(shares, vocab)
+    mass = weights.sum(-1)
+    for part in (0.0, 1e-9, 0.3, 0.9, 0.999999, 1.0):
+        target = (mass.double() * part).to(torch.int64).clamp_(min=1).minimum(mass)
+        by_digits = bound_by_digits(shares, weights, target)
+        assert torch.equal(by_digits, bound_by_order(shares, weights, target))
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_their_bounds() -> None:
+    logits = logits_of(3, LARGE)
+    shares = relative(logits, logits.amax(-1))
+    target = weigh(shares, LARGE).sum(-1) // 2
+    expected = bound_by_digits(shares, weigh(shares, LARGE), target)
+    for odd in (float("nan"), -float("nan"), float("inf")):
+        shares[1] = odd
+        found = bound_by_digits(shares, weigh(shares, LARGE), target)
+        assert torch.equal(found[[0, 2]], expected[[0, 2]])
