@@ -146,6 +146,7 @@ class Door:
             self._accounts.check(message.account, num_open, is_first=message.is_first)
         account = "" if message.account is None else message.account.name
         share = self._shares.of(account, self._open.num_of)
+        self._shares.note(share, self._clock.now)
         self._check_load(len(prompt), share)
         self._order += 1
         request = new_request(

@@ -197,9 +197,10 @@ class Engine:
         is out must commit first."""
         if self._flights.is_full or not self._scheduler.has_work:
             return None
-        if self._flights and self._must_await():
+        is_shared = self._scheduler.shares.are_several(self._clock.now)
+        if self._flights and self._must_await(is_shared=is_shared):
             return None
-        schedule = self._scheduler.schedule()
+        schedule = self._scheduler.schedule(is_shared=is_shared)
         self._counts["preemptions"] += len(schedule.preempted)
         work = work_of(schedule)
         if not work:
@@ -224,12 +225,14 @@ class Engine:
         self._flights.depart(plan, work)
         return plan
 
-    def _must_await(self) -> bool:
-        """Whether the next step depends on what is out: it may have to preempt, or to draft."""
+    def _must_await(self, *, is_shared: bool) -> bool:
+        """Whether the next step depends on what is out: it may have to preempt, or to draft; or
+        prompts would be computed in it that somebody may still come before."""
         scheduler = self._scheduler
         return (
             not scheduler.can_continue()
             or self._flights.are_decisive
+            or (is_shared and self._flights.have_prompts)
             or self._speculation.awaits(scheduler.running, len(scheduler.running))
         )
 

@@ -60,6 +60,11 @@ class Flights:
         return any(flight.is_decisive for flight in self._out)
 
     @property
+    def have_prompts(self) -> bool:
+        """More than a token of a row, in any of them."""
+        return any(flight.plan.num_decodes < len(flight.work) for flight in self._out)
+
+    @property
     def oldest(self) -> Flight | None:
         return self._out[0] if self._out else None
 

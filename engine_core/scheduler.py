@@ -98,14 +98,17 @@ class Scheduler:
         growing = sum(map(self._must_grow, self.running))
         return growing <= self.pool.num_free and not self._yielding()
 
-    def schedule(self) -> Schedule:
-        """Decide one step and take what it needs. Empty if there is nothing to do."""
+    def schedule(self, *, is_shared: bool = False) -> Schedule:
+        """Decide one step and take what it needs. Empty if there is nothing to do. `is_shared`: of
+        late, by several accounts."""
         step = Schedule(budget=self.limits.token_budget)
         self._make_room(step)
         num_yielded = len(step.preempted)
         self._continue_decodes(step)
         self._bind_ready(step, most=1)  # these are about to stream, too
         admits = len(step.preempted) == num_yielded
+        if is_shared:
+            step.budget = min(step.budget, self.shares.part)
         self._continue_chunks(step, admits=admits)
         self._bind_ready(step, most=self.limits.max_len)
         if admits:
@@ -154,10 +157,14 @@ class Scheduler:
                 step.budget -= 1
 
     def _continue_chunks(self, step: Schedule, *, admits: bool) -> None:
-        """`admits`: newcomers of accounts that were served less go before."""
+        """`admits`: newcomers of accounts that were served less go before, in a step that has no
+        other prompts after them: it would take longer."""
         for request in prompts_of(self.running):
             if admits:
+                num_admitted = len(step.admitted)
                 self._admit(step, before=request)
+                if len(step.admitted) > num_admitted:
+                    step.budget = 0
             if step.budget == 0:
                 return
             self.shares.choose(request.share)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from protocol.messages import Limits
 
@@ -25,6 +26,10 @@ MAX_KEPT = 4096
 """With more, accounts that have nothing open are forgotten."""
 BURST_STEPS = 64
 """A burst is as long as the longest request, but no more than so many full steps."""
+RECENT_S = 30.0
+"""Two accounts that asked within so long of now share the engine, though one may be silent."""
+PART, LEAST_PART = 4, 64
+"""While they do, a step has a quarter of its prompt tokens; smaller ones take little less time."""
 
 
 def bent(priority: int) -> float:
@@ -42,25 +47,41 @@ class Share:
 
 
 class Shares:
-    """burst   in tokens"""
+    """burst   in tokens
+    part    most prompt tokens in a step, while accounts share the engine
+    """
 
     def __init__(self, limits: Limits) -> None:
         longest = min(limits.max_len, BURST_STEPS * limits.token_budget)
         self.burst = longest + limits.token_budget
+        self.part = max(limits.token_budget // PART, LEAST_PART)
         self._level = 0.0
+        self._last: Share | None = None  # that asked
+        self._last_at = self._other_at = -inf  # and when any other did
         self._by_name: dict[str, Share] = {}
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     def of(self, name: str, num_open: Callable[[str], int]) -> Share:
-        """`num_open`: requests of an account, by its name."""
+        """`num_open`: requests of an account, by its name, to know which are worth keeping."""
         share = self._by_name.get(name)
         if share is None:
             if len(self._by_name) >= MAX_KEPT:
                 self._by_name = {n: kept for n, kept in self._by_name.items() if num_open(n)}
             share = self._by_name[name] = Share(name)
         return share
+
+    def note(self, share: Share, now: float) -> None:
+        """It asks for something now, in seconds of a steady clock."""
+        if share is not self._last:
+            self._last, self._other_at = share, self._last_at
+        self._last_at = now
+
+    def are_several(self, now: float) -> bool:
+        """Whether more than one asked of late: then nobody's prompts fill whole steps, which the
+        next one to come would have to wait for."""
+        return now - self._other_at < RECENT_S
 
     def begin(self, share: Share) -> None:
         """From now on it has requests that wait."""

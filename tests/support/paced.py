@@ -53,6 +53,7 @@ class Paced:
         self._open: dict[int, Asked] = {}
         self._coming: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
+        self._due = 0.0  # of what happens now
 
     def at(self, when: float, do: Callable[[], object]) -> None:
         heapq.heappush(self._coming, (when, next(self._numbers), do))
@@ -60,10 +61,11 @@ class Paced:
     def ask(
         self, prompt_tokens: int, answer: int, account: Account | None = None, **terms: Any
     ) -> Asked:
-        """Now. No two prompts begin alike."""
+        """Now; where `at` has it asked, at that time, though a step was under way. No two prompts
+        begin alike."""
         number = next(self._numbers)
         prompt = [1 + number % 90, 1 + number // 90 % 90, 1 + number // 8100] + [7] * prompt_tokens
-        asked = Asked(self.now, prompt_tokens)
+        asked = Asked(self._due, prompt_tokens)
         self.asked.append(asked)
         reply = self.bench.add(
             prompt[:prompt_tokens], account=account, max_tokens=answer, ignore_eos=True, **terms
@@ -90,7 +92,8 @@ class Paced:
 
     def _happen(self) -> None:
         while self._coming and self._coming[0][0] <= self.now:
-            heapq.heappop(self._coming)[2]()
+            self._due, _, do = heapq.heappop(self._coming)
+            do()
 
     def _tick(self, now: float) -> None:
         self.now = now

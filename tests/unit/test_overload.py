@@ -3,6 +3,8 @@ flood of one account does to another. With real processes: `python -m tests.supp
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
 from protocol.messages import Account
@@ -86,6 +88,42 @@ def flooded(length: int, *, flood: bool, times: int = 5) -> list[float]:
 def test_a_flood_does_not_double_another_accounts_time_to_the_first_token(length: int) -> None:
     alone, beside = flooded(length, flood=False), flooded(length, flood=True)
     assert max(beside) <= 2 * max(alone)
+
+
+LARGE = {"token_budget": 256, "steps_in_flight": 2, "num_blocks": 400, "block_tokens": 16}
+
+
+def flooded_in_large_steps(length: int, *, flood: bool) -> list[float]:
+    """As `flooded`, with the steps and slots that a server has."""
+    paced = Paced(**LARGE, max_len=700, max_slots=16, max_waiting=MAX_WAITING)
+    mine: list[Asked] = []
+
+    def more() -> None:
+        while paced.ask(600, 20, ALICE).refused is None:
+            pass
+        paced.at(paced.now + 0.1, more)
+
+    if flood:
+        paced.at(0.0, more)
+    for place in range(9):
+        paced.at(2.0 + 1.37 * place, lambda: mine.append(paced.ask(length, 8, BOB)))
+    paced.run(2.0 + 1.37 * 9)
+    return sorted(one.wait_s for one in mine[1:])  # the first finds a step that is full
+
+
+@pytest.mark.parametrize("length", [64, 100, 256, 600])
+def test_nor_does_it_double_that_of_prompts_shorter_than_a_step(length: int) -> None:
+    alone, beside = (flooded_in_large_steps(length, flood=flood) for flood in (False, True))
+    assert median(beside) <= 2 * median(alone)
+    assert max(beside) <= max(alone) + 2 * (STEP_S + (64 + 16) * TOKEN_S) + 0.2 * max(alone)
+
+
+def test_one_account_alone_has_whole_steps() -> None:
+    paced = Paced(**LARGE, max_len=700, max_slots=16)
+    for place in range(4):
+        paced.at(0.1 * place, lambda: paced.ask(600, 20, ALICE))
+    paced.run(1.0)
+    assert max(sum(plan.row_tokens.tolist()) for plan in paced.bench.plans) == 256
 
 
 @pytest.mark.parametrize("length", [3, BUDGET // 2, BUDGET, 2 * BUDGET])
