@@ -52,6 +52,8 @@ from protocol.stats import EngineStats
 
 PING_EVERY_S = 0.5
 LEASE_S = 4.0
+ASLEEP_S = 1.0
+"""Who calls `tick` no more often has been asleep."""
 
 News = tuple[int, Accepted | Refused | Output | Aborted | Profiled | View]
 """(request, what happened to it)"""
@@ -78,6 +80,7 @@ class Session:
         self._lease_s = lease_s
         self._next_request = 1
         self._said_at = float("-inf")
+        self._ticked_at: float | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -208,6 +211,7 @@ class Session:
         """Call a few times a second: what to send (at most a greeting or a ping), and news of
         losses.
         """
+        self._forgive(now)
         news: list[News] = []
         if self.is_ready and self.heard_at is not None and now - self.heard_at > self._lease_s:
             news = self._lose(f"the engine has been silent for {now - self.heard_at:.1f} s")
@@ -217,6 +221,14 @@ class Session:
         if self.is_ready:
             return [Ping()], news
         return [Hello(protocol=PROTOCOL_VERSION, name=self._name, pid=os.getpid())], news
+
+    def _forgive(self, now: float) -> None:
+        """Silence counts while we ask and listen: not the time in which nobody called `tick`, for
+        this process had no time itself, or was stopped."""
+        slept_s = 0.0 if self._ticked_at is None else now - self._ticked_at
+        self._ticked_at = now
+        if self.heard_at is not None and slept_s > ASLEEP_S:
+            self.heard_at = min(now, self.heard_at + slept_s)
 
     def _check_ready(self) -> None:
         if not self.is_ready:
