@@ -21,6 +21,8 @@ from engine_core.clients import Clients
 from engine_core.engine import Engine
 from engine_core.grammar.service import GrammarService
 from engine_core.health import Health
+from engine_core.journal.file import Writer
+from engine_core.journal.recorder import RecordedEngine
 from engine_core.kv.peers import Cluster
 from engine_core.profiling import Profiling
 from engine_core.workers import WorkerLost, Workers
@@ -70,6 +72,7 @@ class Loop:
 
     wakeup  a file descriptor that becomes readable on a signal
     key     the cluster's, where there is one
+    journal where the engine writes down what it is told
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Loop:
         context: zmq.Context[zmq.Socket[bytes]],
         wakeup: int,
         key: ClusterKey | None = None,
+        journal: Writer | None = None,
     ) -> None:
         self._config = config
         self._wakeup = wakeup
@@ -98,6 +102,7 @@ class Loop:
         self._look_at = 0.0
         self._grammars = GrammarService(config.grammar_timeout_s)
         self._profiling = Profiling()
+        self._journal = journal
 
     def run(self) -> None:
         """Returns when drained. Raises WorkerLost when the worker is."""
@@ -326,15 +331,7 @@ class Loop:
             kv_lease_s=self._config.kv_lease_s if self._hands_over else 0.0,
         )
         self._model = ready.model
-        cluster = Cluster(self._key.derive("kv"), self._epoch, ready.kv) if self._key else None
-        self._engine = Engine(
-            self._config,
-            ready.model,
-            limits,
-            draft_cost=ready.draft_cost or 0.0,
-            cluster=cluster,
-            tiers=ready.kv_tiers,
-        )
+        self._engine = self._new_engine(ready, limits)
         if self._is_draining:
             self._engine.drain()
         if (ready.draft_cost or 0.0) >= 1:
@@ -352,6 +349,27 @@ class Loop:
         for client in self._clients.all():
             self._welcome(client)
         self._grammars.start(ready.model)  # now: clients are busy with what Welcome brought them
+
+    def _new_engine(self, ready: WorkerReady, limits: Limits) -> Engine:
+        draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
+        if self._journal is not None:
+            return RecordedEngine(
+                self._journal,
+                self._config,
+                ready.model,
+                limits,
+                draft_cost=draft_cost,
+                tiers=tiers,
+            )
+        cluster = Cluster(self._key.derive("kv"), self._epoch, ready.kv) if self._key else None
+        return Engine(
+            self._config,
+            ready.model,
+            limits,
+            draft_cost=draft_cost,
+            cluster=cluster,
+            tiers=tiers,
+        )
 
     @property
     def _hands_over(self) -> bool:

@@ -11,10 +11,12 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 import zmq
 
+from engine_core.journal.file import Writer
 from engine_core.loop import Loop
 from engine_core.workers import WorkerLost
 from protocol import sockets
@@ -50,13 +52,17 @@ def run(config: EngineConfig) -> int:
     try:
         key = read_cluster_key(config.cluster_key)
         sockets.check_address(config.address, key)
-    except ValueError as error:
+        journal = None
+        if config.journal:
+            journal = Writer(Path(config.journal), config.journal_mib << 20)
+            log.info("journal: %s", journal.path)
+    except (ValueError, OSError) as error:
         log.error("%s", error)
         return ExitCode.USAGE
     sockets.prepare(config.address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        Loop(config, context, wakeup, key).run()
+        Loop(config, context, wakeup, key, journal).run()
     except WorkerLost as error:
         log.error("%s", error)
         return error.exit_code
@@ -65,6 +71,8 @@ def run(config: EngineConfig) -> int:
         return ExitCode.FAILED
     finally:
         context.term()
+        if journal is not None:
+            journal.close()
     log.info("drained")
     return 0
 

@@ -251,8 +251,22 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         float,
         about("a worker that was stopped by a signal for so long is lost", ge=0.5, le=86400),
     ] = 4.0
+    journal: Annotated[
+        str,
+        about(
+            "directory for what `tidegate replay` reads: all that comes to the engine, with token "
+            "ids, which are what people wrote. Default: nothing is kept"
+        ),
+    ] = ""
+    journal_mib: Annotated[
+        int, about("largest journal; of several, the newest four are kept", ge=1, le=1 << 20)
+    ] = 256
 
     def __post_init__(self) -> None:
+        if self.journal and self.cluster_key:
+            raise ValueError("journal: an engine of a cluster, or of --split, has none")
+        if self.journal:  # the engine does not work where the user typed this
+            msgspec.structs.force_setattr(self, "journal", os.path.abspath(self.journal))
         if (self.speculation == "model") != bool(self.worker.draft_model):
             raise ValueError("speculation 'model' and draft_model need one another")
         if not self.prefix_cache and (self.worker.kv_host_gib or self.worker.kv_disk):

@@ -23,6 +23,7 @@ from tools import (
     models,
     profile,
     ps,
+    replay,
     serve,
     status,
     stop,
@@ -82,6 +83,10 @@ def parser() -> argparse.ArgumentParser:
         (abort, command("abort", "end requests", abort.DESCRIPTION, abort.EXAMPLES)),
         (ps, command("ps", "list servers and leftovers", ps.DESCRIPTION, ps.EXAMPLES)),
         (stop, command("stop", "stop servers, clear leftovers", stop.DESCRIPTION, stop.EXAMPLES)),
+        (
+            replay,
+            command("replay", "replay a journal", replay.DESCRIPTION, replay.EXAMPLES),
+        ),
         (drain, command("drain", "let an engine finish", drain.DESCRIPTION, drain.EXAMPLES)),
         (
             engine,

@@ -190,3 +190,28 @@ def test_where_there_is_no_server_it_is_said(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "no server runs on port 8123" in done.stderr
+
+
+def test_a_journal_of_an_engine_that_was_killed_is_replayed(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "journals"
+    with tiny_engine(journal=str(directory)) as (program, address):
+        with Engine(address) as client:
+            told = [client.generate([3, 4, i], max_tokens=9, temperature=1.0) for i in range(12)]
+            assert all([answer.tokens() for answer in told])
+            left = client.generate([3], max_tokens=300, ignore_eos=True)
+            next(left)
+        program.signal(signal.SIGKILL)
+        program.end()
+    (path,) = directory.iterdir()
+    done = replay(path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 accepted, 0 refused" in done.stdout
+    assert "all was decided as it had been" in done.stdout
+    assert replay(ROOT / "README.md").returncode == 2
+
+
+def replay(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [*TOOL, "replay", str(path), "--check"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

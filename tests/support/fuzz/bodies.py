@@ -28,6 +28,8 @@ CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/me
 RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
 PATIENCE_S = 60.0
 NUM_CLIENTS = 4
+UNREADY, STARVED = 503, b"engine_lost"
+"""The engine is a thread of this program, and had no CPU for seconds: it is asked again, once."""
 SAYS = (
     '<think>\nhm\n</think>\nHi\n<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
 )
@@ -226,6 +228,9 @@ def _ask(
             break
         data = _mutilated(body, chance)
         status, told = _post(connection, path, data)
+        if status == UNREADY and STARVED in told:
+            gateway.await_ready()
+            status, told = _post(connection, path, data)
         assert status == 200 or 400 <= status < 500, (path, data, status, told)
         statuses[status] += 1
     connection.close()

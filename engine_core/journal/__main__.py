@@ -1,0 +1,61 @@
+"""`python -P -m engine_core.journal FILE`: replay a journal, and tell what it was about.
+
+Exit codes: 0 everything was decided as it had been; 1 something was not; 2 this is no journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from engine_core.journal.file import read
+from engine_core.journal.replay import Differs, NoJournal, Replayed, replay
+from protocol.errors import WireError
+
+SAME, DIFFERS, NO_JOURNAL = 0, 1, 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tidegate replay")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    began = time.monotonic()
+    try:
+        done = replay(read(options.file), checks=options.check)
+    except Differs as error:
+        print(f"it differs: {error}")
+        return DIFFERS
+    except (NoJournal, WireError, OSError) as error:
+        print(f"tidegate: {options.file}: {error}", file=sys.stderr)
+        return NO_JOURNAL
+    except Exception:  # what the engine raised: it is what one has come for
+        traceback.print_exc()
+        print("it fails, as it may have failed then: see the traceback")
+        return DIFFERS
+    print(told(done))
+    print(f"\nreplayed in {time.monotonic() - began:.1f} s: all was decided as it had been")
+    return SAME
+
+
+def told(done: Replayed) -> str:
+    stats, began = done.stats, done.began
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began.at))
+    ends = ", ".join(f"{why} {number}" for why, number in sorted(stats.num_finished.items()))
+    full = "\nended    early: the journal was full" if done.is_full else ""
+    return f"""\
+engine   of {when} UTC, tidegate {began.version}
+model    {began.model.name} ({began.model.dtype}), {began.limits.num_blocks} blocks
+journal  {done.num_records:,} records of {done.seconds:,.1f} s
+requests {stats.num_accepted:,} accepted, {stats.num_refused:,} refused; ended: {ends or "none"}
+open     {stats.running} running, {stats.waiting} waiting at its end
+steps    {stats.num_steps:,}, {stats.num_preemptions:,} preemptions
+tokens   {stats.num_prompt_tokens:,} of prompts ({stats.num_cached_tokens:,} cached), \
+{stats.num_generated_tokens:,} of answers{full}"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

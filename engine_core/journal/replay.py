@@ -1,0 +1,171 @@
+"""A journal's engine again, without workers: told the same, does it decide the same?
+
+`replay` is the heart of a test that is made of an incident: it raises Differs at the first record
+whose answer is another one now.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import count
+
+from engine_core.engine import Engine
+from engine_core.grammar.book import Compiled, Job
+from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.matcher import Template
+from engine_core.journal.recorder import planned
+from engine_core.journal.records import (
+    FORMAT,
+    Aborted,
+    Added,
+    AnyRecord,
+    Began,
+    Committed,
+    Drained,
+    Dropped,
+    Full,
+    Heard,
+    Masked,
+    Named,
+    Planned,
+    Settled,
+    Ticked,
+    digest,
+)
+from protocol.errors import ServingError, error_from
+from protocol.stats import EngineStats
+
+
+class Differs(Exception):
+    """What the engine says now is not what it has said. The message names the record."""
+
+
+class NoJournal(Exception):
+    """These are no records of an engine's life."""
+
+
+@dataclass
+class Replayed:
+    """began     the first record;  stats: of the engine, at the end
+    seconds   of the engine's clock, from the first tick to the last
+    is_full   the journal had no room for all of it
+    """
+
+    began: Began
+    num_records: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    stats: EngineStats = field(default_factory=EngineStats)
+    is_full: bool = False
+
+
+def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> Replayed:
+    """Raises Differs; NoJournal; and whatever the engine raises, as it may have then.
+
+    checks   look at every law of slots, blocks and the cache after each record: slow
+    """
+    told = iter(records)
+    began = next(told, None)
+    if not isinstance(began, Began) or began.format != FORMAT:
+        raise NoJournal("this is no journal, or one of another version")
+    life = _Life(began)
+    done = Replayed(began)
+    first: float | None = None
+    for number, record in zip(count(1), told, strict=False):
+        life.live(number, record)
+        if checks:
+            life.engine.check()
+        done.num_records = number
+        done.kinds[type(record).__name__.lower()] += 1
+        done.is_full = isinstance(record, Full)
+        if isinstance(record, Ticked):
+            first = record.now if first is None else first
+            done.seconds = record.now - first
+    done.stats = life.engine.stats()
+    return done
+
+
+class _Life:
+    def __init__(self, began: Began) -> None:
+        self._seeds: list[int] = []
+        self._jobs: dict[bytes, Job] = {}
+        self._compiler = cache(partial(Compiler, began.model))  # some models have none
+        self._at = 0.0
+        self.engine = Engine(
+            began.config,
+            began.model,
+            began.limits,
+            draft_cost=began.draft_cost,
+            tiers=began.tiers,
+            draw_seed=lambda: self._seeds.pop(0),
+        )
+
+    def live(self, number: int, record: AnyRecord) -> None:
+        engine = self.engine
+        match record:
+            case Ticked(now=now):
+                self._at = now
+                news = engine.tick(now)
+                self._compare(number, record, digest(news) if news else b"")
+            case Added(client=client, message=message, seeds=seeds):
+                self._seeds = list(seeds)
+                self._compare(number, record, digest(engine.add(client, message)))
+                self._jobs |= {job.digest: job for job in engine.take_jobs()}
+            case Settled():
+                self._compare(number, record, digest(engine.settle(self._compiled(record))))
+            case Aborted(client=client, numbers=numbers):
+                self._compare(number, record, digest(engine.abort(client, numbers)))
+            case Named(names=names):
+                self._compare(number, record, digest(engine.abort_named(names)))
+            case Dropped(client=client):
+                engine.drop(client)
+            case Drained():
+                engine.drain()
+            case Planned():
+                self._plan(number, record)
+            case Masked():
+                self._compare(number, record, digest(engine.masks()))
+            case Committed(result=result, elapsed_s=elapsed_s):
+                self._compare(number, record, digest(engine.commit(result, elapsed_s)))
+            case Heard(report=report):
+                self._compare(number, record, digest(engine.hear(report)))
+        engine.take_orders()
+        engine.freed.clear()
+
+    def _plan(self, number: int, record: Planned) -> None:
+        plan = self.engine.plan()
+        now = Planned() if plan is None else planned(plan)
+        if now != record:
+            raise Differs(f"{self._where(number)}: was {_told(record)}, is {_told(now)}")
+
+    def _compare(
+        self,
+        number: int,
+        record: Ticked | Added | Settled | Aborted | Named | Masked | Committed | Heard,
+        said: bytes,
+    ) -> None:
+        if said != record.said:
+            what = type(record).__name__.lower()
+            raise Differs(f"{self._where(number)}: the answer to {what!r} is another one")
+
+    def _where(self, number: int) -> str:
+        return f"record {number}, at {self._at:.3f} s"
+
+    def _compiled(self, record: Settled) -> Compiled:
+        result: Template | ServingError
+        if record.error is not None:
+            result = error_from(record.error)
+        else:
+            result = self._compiler().compile(self._jobs.pop(record.digest).grammar)
+        return Compiled(record.digest, result)
+
+
+def _told(record: Planned) -> str:
+    if record.step is None:
+        return "no step"
+    return (
+        f"step {record.step} of {record.rows} rows and {record.tokens} tokens ({record.said.hex()})"
+    )
