@@ -82,17 +82,20 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped
     gguf = given.gguf or smollm2_gguf()
     all_of_them = competitors(given, gguf)
+    setting = f"{gguf.name}; {len(servers.cores())} cores, {_processor()}; {given.rounds} rounds"
     kept = {who.name: Turns() for who in all_of_them}
+    told = Comparison(setting, [])
     began = time.perf_counter()
     for number, order in enumerate(turns(all_of_them, given.rounds)):
         for who in order:
             print(f"{time.perf_counter() - began:6.0f} s  {who.name}", flush=True)
             pace = Pace(who.per_stream * given.share)
             take_turn(who, pace, given.streams, given.seed + number, kept[who.name])
-    setting = f"{gguf.name}; {len(servers.cores())} cores, {_processor()}; {given.rounds} rounds"
-    told = Comparison(setting, [Figures.of(name, shown) for name, shown in kept.items()])
-    if given.json:
-        Path(given.json).write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
+            shown = [Figures.of(name, seen) for name, seen in kept.items() if seen.ready_s]
+            told = Comparison(setting, shown)
+            if given.json:  # after each turn: what was measured is kept, whatever comes next
+                file = msgspec.json.format(msgspec.json.encode(told), indent=1)
+                Path(given.json).write_bytes(file)
     print(f"{time.perf_counter() - began:6.0f} s  done\n")
     tell(told, given.svg)
 
