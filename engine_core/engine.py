@@ -87,15 +87,16 @@ class Engine:
         limits: Limits,
         *,
         draft_cost: float = 0.0,
+        step_costs: Sequence[tuple[int, float]] = (),
         draw_seed: Callable[[], int] = draw_seed,
         cluster: Cluster | None = None,
         tiers: Sequence[str] = (),
     ) -> None:
-        """draft_cost: of a draft model, see WorkerReady."""
+        """draft_cost, step_costs: see WorkerReady."""
         self.limits = limits
         self._config = config
         self._model = model
-        self._speculation = Speculation(config, draft_cost)
+        self._speculation = Speculation(config, draft_cost, step_costs)
         hashes = ContentHashes(model.digest, limits.block_tokens)
         pool = BlockPool(limits.num_blocks, PrefixCache())
         peers = Peers(config, cluster, hashes, limits.block_tokens)

@@ -359,6 +359,7 @@ class Loop:
                 ready.model,
                 limits,
                 draft_cost=draft_cost,
+                step_costs=ready.step_costs,
                 tiers=tiers,
             )
         cluster = Cluster(self._key.derive("kv"), self._epoch, ready.kv) if self._key else None
@@ -367,6 +368,7 @@ class Loop:
             ready.model,
             limits,
             draft_cost=draft_cost,
+            step_costs=ready.step_costs,
             cluster=cluster,
             tiers=tiers,
         )

@@ -1,12 +1,12 @@
 """Who gets drafts, and how many: guesses at the next tokens, verified by a step that is due anyway.
 
 Drafts never change an answer (protocol/steps.py: what is sampled is what plain decoding samples),
-only its speed. A step takes the time of its weights and of its tokens: one of `width` tokens about
-twice that of one token. So, with B rows in a step, a draft costs 1 / width of the time that is
-fixed, and saves, if it is right, its row's share of a whole step, (1 + B / width) / B: it pays
-where its chance exceeds B / (B + width). A draft model's draft costs all rows together c steps,
-too, its chance must be greater by so much. Chances are counted per request: of the drafts that were
-looked at, the share that was right, p; that the i-th of a run is right, p ** i.
+only its speed. What a step costs by its tokens is measured where it is computed (step_costs.py):
+the first few more cost next to nothing, later ones as much as their multiplications. So as many
+drafts are made as give most tokens for their cost: n drafts in each of B rows give
+1 + p + ... + p ** n tokens a row for the cost of B * (1 + n) tokens. A draft model's draft costs
+all rows together c steps on top. Chances are counted per request: of the drafts that were looked
+at, the share that was right, p; that the i-th of a run is right, p ** i.
 
 What a request's drafts depend on must be known when its step is planned. So while drafts are out,
 or a request that does well with them could get some, no step is planned ahead of the result.
@@ -15,13 +15,13 @@ or a request that does well with them could get some, no step is planned ahead o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import log
 from typing import Protocol
 
 from engine_core.ngram import NgramDrafter
 from engine_core.request import Phase, Request
+from engine_core.step_costs import StepCosts
 from protocol.config import EngineConfig
 
 PRIOR = 0.5
@@ -122,11 +122,18 @@ class Speculation:
     """The policy of one engine, from its configuration.
 
     draft_cost   of a draft model's token, in steps
+    step_costs   (tokens, cost) of a step, as measured; empty: nobody has
     """
 
-    def __init__(self, config: EngineConfig, draft_cost: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        draft_cost: float = 0.0,
+        step_costs: Sequence[tuple[int, float]] = (),
+    ) -> None:
         self._config = config
         self._draft_cost = draft_cost
+        self._costs = StepCosts.of(config.draft_width, step_costs)
 
     def start(self, request: Request) -> None:
         """A request is accepted."""
@@ -187,11 +194,16 @@ class Speculation:
         guesses.awaited = guess[0] if guess else None
         return bool(guess)
 
-    def _worth(self, chance: float, rows: int, cost: float = 0.0) -> int:
-        """How many drafts in a row are likely enough to pay."""
-        least = max(LEAST_CHANCE, rows / (rows + self._config.draft_width) + cost)
-        if chance < least or least >= 1:
-            return 0
-        if chance >= 1:
-            return self._config.max_drafts
-        return min(self._config.max_drafts, int(log(least) / log(chance)))
+    def _worth(self, chance: float, rows: int, draft_cost: float = 0.0) -> int:
+        """How many drafts in a row give most tokens for what the step costs."""
+        costs, fixed = self._costs, self._costs[rows]
+        count, most, likely, tokens = 0, 1.0 / fixed, 1.0, 1.0
+        for drafts in range(1, self._config.max_drafts + 1):
+            likely *= chance
+            if likely < LEAST_CHANCE:
+                break
+            tokens += likely
+            gain = tokens / (costs[rows * (1 + drafts)] + drafts * draft_cost * fixed)
+            if gain > most:
+                count, most = drafts, gain
+        return count

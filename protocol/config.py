@@ -184,12 +184,13 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     draft_width: Annotated[
         int,
         about(
-            "tokens with which a step takes about twice as long as with one: few guesses are made "
-            "where that many are computed anyway",
-            ge=1,
+            "tokens with which a step takes about twice as long as with none: few guesses are made "
+            "where that many are computed anyway; 0: what a step costs is measured (32 where it "
+            "cannot be)",
+            ge=0,
             le=1 << 16,
         ),
-    ] = 32
+    ] = 0
     role: Annotated[
         Literal["both", "prefill", "decode"],
         about(

@@ -54,6 +54,7 @@ class RecordedEngine(Engine):
         limits: Limits,
         *,
         draft_cost: float = 0.0,
+        step_costs: Sequence[tuple[int, float]] = (),
         tiers: Sequence[str] = (),
     ) -> None:
         self._writer = writer
@@ -68,11 +69,18 @@ class RecordedEngine(Engine):
                 model=model,
                 limits=limits,
                 draft_cost=draft_cost,
+                step_costs=list(step_costs),
                 tiers=list(tiers),
             )
         )
         super().__init__(
-            config, model, limits, draft_cost=draft_cost, tiers=tiers, draw_seed=self._draw
+            config,
+            model,
+            limits,
+            draft_cost=draft_cost,
+            step_costs=step_costs,
+            tiers=tiers,
+            draw_seed=self._draw,
         )
 
     def _draw(self) -> int:

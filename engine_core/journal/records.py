@@ -39,6 +39,7 @@ class Began(Record, frozen=True, kw_only=True):
     model: ModelCard
     limits: Limits
     draft_cost: float
+    step_costs: list[tuple[int, float]] = []
     tiers: list[str] = []
 
 

@@ -99,6 +99,7 @@ class _Life:
             began.model,
             began.limits,
             draft_cost=began.draft_cost,
+            step_costs=began.step_costs,
             tiers=began.tiers,
             draw_seed=lambda: self._seeds.pop(0),
         )
