@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-CLEARLY = 0.7
+CLEARLY = 0.6
 """Dense is chosen where it takes no more than this part of packed's time, there and for all more
 rows: it takes memory, its calls are many where packed weights are one, and a row's bits are not
 the same in every batch any more."""
