@@ -59,8 +59,9 @@ Report = Accepted | Refused | Output | Aborted | Profiled | View
 Subscriber = Callable[[Report], None]
 
 MAX_MESSAGES_PER_CALLBACK = 512
-MAX_TOKENS_PER_CALLBACK = 2048
-"""Other greenlets, and the streams, wait for some milliseconds while so many are read."""
+MAX_TOKENS_PER_CALLBACK = 1024
+"""Other greenlets, and the streams, wait for some milliseconds while so many are read. A token with
+logprobs, which take longer to tell, counts as three."""
 TICK_S = 0.25
 
 _NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
@@ -304,7 +305,7 @@ class EngineClient:
                 continue
             if type(message) is Outputs:
                 steps.append(message)
-                num_tokens += sum([len(output.tokens) for output in message.outputs])
+                num_tokens += sum([len(o.tokens) + 2 * len(o.logprobs) for o in message.outputs])
                 if num_tokens >= MAX_TOKENS_PER_CALLBACK:
                     self._drain_soon()
                     break

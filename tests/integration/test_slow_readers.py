@@ -14,7 +14,7 @@ from tests.support.http import connect, events_of, exchange, read_head, send_pos
 from tests.support.scripted_engine import Says, ScriptedEngine, says, text_of
 
 COMPLETIONS = "/v1/completions"
-LONG = [1] * 1_000_000
+LONG = [1] * 800_000
 """A control character, six bytes of JSON each: more than the kernel keeps for one connection."""
 WORDS = "Others are told every word of it. " * 20
 
@@ -29,7 +29,7 @@ def engine(tmp_path: Path) -> Iterator[ScriptedEngine]:
 def answer(generate: Generate) -> Says:
     """To "long" a long text, and then nothing for as long as anybody listens."""
     if text_of(generate.prompt.tolist()) == "long":
-        return Says([LONG, *[[]] * 1_000_000], "length", None)
+        return Says([LONG, *[[]] * 100_000], "length", None)
     return says(WORDS)
 
 
