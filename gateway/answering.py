@@ -354,8 +354,8 @@ class Answer:
                 self._accepted.set()
 
     def _output(self, choice: Choice, output: Output) -> None:
-        self._count(choice, output)
         delta = choice.reader.push(output)
+        self._count(choice, output, delta.num_behind)
         events = delta.events
         if not events and not delta.token_ids:
             return
@@ -374,11 +374,12 @@ class Answer:
             choice.finish = "error"
             self.fail(error_from(last.error))
 
-    def _count(self, choice: Choice, output: Output) -> None:
+    def _count(self, choice: Choice, output: Output, num_behind: int) -> None:
         if output.tokens:
-            choice.num_generated += len(output.tokens)
+            tokens = output.tokens[: len(output.tokens) - num_behind]
+            choice.num_generated += len(tokens)
             if choice.meter is not None:
-                choice.meter.push(output.tokens)
+                choice.meter.push(tokens)
             if not self._has_spoken:
                 self._has_spoken = True
                 self.journal.note(Moment.FIRST_TOKEN)

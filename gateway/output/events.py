@@ -79,11 +79,15 @@ class Delta(msgspec.Struct, frozen=True):
     A token whose text is still held back travels with the delta that releases it, so tokens and
     text stay in step, and no token is ever lost: the last delta brings all that are left. Where
     nobody asks for text (`output.tokens`), tokens come without events.
+
+    num_behind   tokens that came together with the answer's end, and stand behind it: nobody has
+                 said them, wherever they were cut
     """
 
     events: list[Event] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    num_behind: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.events or self.token_ids)

@@ -8,13 +8,13 @@ choices of one request share and nothing that changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from gateway.output.chain import Chain
-from gateway.output.events import Content, Delta, Event, Failed, Finished
+from gateway.output.events import Content, Delta, Event, Failed, Finished, merged
 from gateway.output.finish import finish_reason
 from gateway.output.formats import BoundFormat, machine_state
 from gateway.output.teller import DeclaredTool, new_call_id
@@ -90,6 +90,9 @@ class ReaderFactory:
         self.options = options or ReadOptions()
         self.answer = answer
         self.stops = compile_stops(self.options.stop)
+        is_one_call = answer is not None and not answer.parallel_tool_calls
+        self.may_stop = self.stops is not None or is_one_call
+        """Answers may end by what they say, at any of their tokens."""
 
     def new(self, state: ReaderState | None = None) -> Reader:
         """A fresh reader, or one that goes on where `state` was taken."""
@@ -190,6 +193,8 @@ class Reader:
         """The news `output` brings. Empty (and false) while its text is held back."""
         if self.finished:
             return _NOTHING
+        if len(output.tokens) > 1 and self._factory.may_stop:
+            return self._push_each(output)
         self._waiting_ids += output.tokens
         self._waiting_logprobs += output.logprobs
         if self._chain is not None:
@@ -207,6 +212,21 @@ class Reader:
         events.append(self._end(output))
         self.finished = True
         return self._delta(events)
+
+    def _push_each(self, output: Output) -> Delta:
+        """One token after the other, so that an answer that ends by what it says has the same
+        tokens however they came."""
+        events: list[Event] = []
+        ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for place, piece in enumerate(_singly(output), start=1):
+            delta = self.push(piece)
+            events += delta.events
+            ids += delta.token_ids
+            logprobs += delta.logprobs
+            if self.finished:
+                return Delta(merged(events), ids, logprobs, len(output.tokens) - place)
+        return Delta(merged(events), ids, logprobs)
 
     def _push_formatted(self, chain: Chain, output: Output) -> Delta:
         # Some formats end a call with a stop token.
@@ -275,3 +295,14 @@ def end_of(
 
 _NOTHING = Delta()
 _UNEXPLAINED = ErrorInfo(code="engine_error", message="the engine failed and did not say why")
+
+
+def _singly(output: Output) -> Iterator[Output]:
+    """Its tokens one by one; all else that it tells comes with the last."""
+    for place in range(len(output.tokens) - 1):
+        yield Output(
+            request=output.request,
+            tokens=output.tokens[place : place + 1],
+            logprobs=output.logprobs[place : place + 1],
+        )
+    yield msgspec.structs.replace(output, tokens=output.tokens[-1:], logprobs=output.logprobs[-1:])

@@ -110,6 +110,10 @@ def test_a_stop_string_ends_the_tokens_and_the_engine_is_told(
     assert tokens_of(events) == {0: ids_of("one two")}
     assert events[-1]["choices"][0]["stop_reason"] == " two"
     engine.await_abort(engine.generates[0].request)
+    engine.script = lambda generate: Says([ids_of("one two three")])
+    whole = gateway.post(GENERATE, body({"stop": " two"})).json()
+    assert whole["choices"][0]["token_ids"] == ids_of("one two")
+    assert whole["usage"]["completion_tokens"] == len("one two")
 
 
 @pytest.mark.parametrize("before", [b"", b"some"], ids=["at once", "in the middle"])

@@ -66,13 +66,31 @@ def test_the_way_the_tokens_are_cut_never_changes_what_is_said(
 ) -> None:
     ids = [*ids_of(TEXT), EOS]
     readers = factory(**options)
-    whole = events(read(readers, outputs([ids], **end)))
-    assert whole
-    assert events(read(readers, outputs([[i] for i in ids], **end))) == whole
+
+    def said(pieces: list[list[int]]) -> tuple[list[Event], list[int], list[int]]:
+        deltas = read(readers, outputs(pieces, **end))
+        tokens = [i for delta in deltas for i in delta.token_ids]
+        return events(deltas), tokens, [lp.token_id for d in deltas for lp in d.logprobs]
+
+    whole = said([ids])
+    assert whole[0]
+    assert said([[i] for i in ids]) == whole
     for at in range(1, len(ids)):
-        assert events(read(readers, outputs([ids[:at], ids[at:]], **end))) == whole
+        assert said([ids[:at], ids[at:]]) == whole
     for seed in range(30):
-        assert events(read(readers, outputs(cuts(ids, seed), **end))) == whole
+        assert said(cuts(ids, seed)) == whole
+
+
+def test_what_stands_behind_the_end_is_not_counted() -> None:
+    ids = ids_of("One, two, three")
+    num_said = len(ids_of("One, two"))
+    for before in (0, 1, num_said - 1):
+        reader = factory(stop=["two"]).new()
+        reader.push(Output(request=1, tokens=ids[:before]))
+        delta = reader.push(Output(request=1, tokens=ids[before:]))
+        assert delta.num_behind == len(ids) - num_said
+    whole = factory().new().push(Output(request=1, tokens=ids, finish="length"))
+    assert whole.num_behind == 0
 
 
 def test_no_token_is_lost_and_each_travels_with_its_text() -> None:
