@@ -47,7 +47,7 @@ class Forgetful(Storm):
             self.bench.hear(tiers.news())
         elif choice < 0.4:
             kept = [(tier, content) for tier in tiers.kept for content in tiers.kept[tier]]
-            for tier, content in self.random.sample(kept, len(kept) // 100):
+            for tier, content in self.random.sample(kept, len(kept) // 20):
                 tiers.lose(tier, content)
         elif tiers.jobs:
             job = self.random.choice(list(tiers.jobs))
