@@ -75,6 +75,10 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
+MAX_SEEN = 10_000
+"""Rows of one view, whatever is asked for."""
+
+
 class Engine:
     """One replica's decisions. `draw_seed` is called for requests that bring no seed of their
     own.
@@ -402,8 +406,9 @@ class Engine:
         return [request.name for request in self._open]
 
     def view(self, most: int) -> list[tuple[bytes, RequestView]]:
-        """(client, request) of the `most` that have been open for longest."""
-        return [(request.client, seen(request)) for request in islice(self._open, max(0, most))]
+        """(client, request) of the `most` that have been open for longest, up to MAX_SEEN."""
+        longest = islice(self._open, min(max(most, 0), MAX_SEEN))
+        return [(request.client, seen(request)) for request in longest]
 
     def at_work(self) -> WorkerView:
         """What the worker computes, as far as its plans say; the times are for others to fill in,

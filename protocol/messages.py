@@ -151,7 +151,7 @@ class Look(Message, frozen=True, kw_only=True):
     spends nothing on it.
 
     request   the client's number for this, as for a Generate
-    most      rows, at most: of the requests that have been open for longest
+    most      rows, at most: of the requests that have been open for longest. 10,000 at most
     """
 
     request: int

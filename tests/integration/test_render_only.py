@@ -36,7 +36,8 @@ def test_what_needs_no_engine_is_served(gateway: GatewayProcess) -> None:
     models = requests.get(gateway.url + "/v1/models", timeout=5).json()
     assert [model["id"] for model in models["data"]] == ["scripted"]
     facts = gateway.await_status("/health", 200).json()
-    assert facts["engine"] == {"epoch": None, "silence_s": None}
+    assert facts["engine"].keys() >= {"epoch", "silence_s"}
+    assert set(facts["engine"].values()) == {None}
 
 
 @pytest.mark.parametrize(

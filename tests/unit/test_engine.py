@@ -413,6 +413,7 @@ def test_a_view_tells_of_each_request_what_others_may_know() -> None:
     assert (second.name, second.stage) == ("016f74686572.2", "queued")
     assert [row for _, row in bench.engine.view(1)] == [first]
     assert bench.engine.view(0) == bench.engine.view(-1) == []
+    assert len(bench.engine.view(1 << 63)) == 2
 
 
 def test_a_request_without_labels_is_aborted_by_the_name_that_a_view_tells() -> None:
