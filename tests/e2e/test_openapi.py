@@ -89,7 +89,13 @@ def test_answers_to_requests_made_from_the_document_are_what_it_says(server):
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in document.get_all_operations()]
     for operation in operations:
-        statuses = exercise(operation, required_by(operation, document.raw_schema))
+        try:
+            statuses = exercise(operation, required_by(operation, document.raw_schema))
+        except BaseException:
+            print(
+                f"{operation.label} failed; the server's last words:", *server.err[-80:], sep="\n"
+            )
+            raise
         told = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
         print(f"{operation.label:48} {told}")
         assert statuses[200] > 0 or "{" in operation.path or operation.path in PAIRED
