@@ -125,6 +125,9 @@ class GrammarService:
 
     def _compile(self, job: Job) -> Template | ServingError:
         started = perf_counter()
+        if self._compiler.exception() is not None:  # of no use to anybody, whatever is asked for
+            message = "the grammar: answers of this model cannot be constrained"
+            return InvalidRequest(message, param="grammar")
         try:
             return self._compiler.result().compile(job.grammar)
         except RequestError as error:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from engine_core.grammar.book import Compiled, Job
 from engine_core.grammar.matcher import Template
 from engine_core.grammar.service import NUM_THREADS, GrammarService
-from protocol.errors import EngineError, InvalidRequest
+from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, Regex
 from tests.support.grammars import signs_card
 from tests.support.processes import eventually
@@ -83,14 +83,14 @@ def test_a_job_is_refused_when_its_time_is_over_and_kept_when_it_comes_late(
     assert isinstance(waited(service, 1)["slow"].result, Template)
 
 
-def test_without_a_usable_tokenizer_the_fault_is_ours_and_everything_else_works(
+def test_without_a_usable_tokenizer_grammars_are_refused_and_everything_else_works(
     service: GrammarService,
 ) -> None:
     service.start(replace(signs_card(), tokenizer=b'{"model": "none"}'))
     service.submit(job("any", Regex(pattern="a")), 0.0)
     result = waited(service, 1)["any"].result
-    assert isinstance(result, EngineError)
-    assert "cannot constrain" in result.message
+    assert isinstance(result, InvalidRequest)
+    assert "this model cannot be constrained" in result.message
 
 
 def test_what_comes_after_the_end_is_for_nobody() -> None:
