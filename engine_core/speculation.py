@@ -34,6 +34,8 @@ MODEL_PRIOR = 0.7
 """The same of a draft model's, which somebody has chosen for the purpose."""
 MODEL_IDLE = 0.995
 """And it is tried again later: a guess of it costs more than one at the past."""
+TRY_EVERY = 16
+"""Of new requests, where a draft model did badly with those before: does it still?"""
 FORCED_PRIOR = 0.95
 """The same of a token that spells a grammar's only text in the usual way."""
 LEAST_CHANCE = 0.2
@@ -92,11 +94,13 @@ class Tally:
 class Guesses:
     """How one request does with drafts: the drafter's, and those that its grammar forces.
 
+    common     of all requests with such a drafter, where what it does with one tells of the next
     awaited    what is thought of the token that is on its way, where a step has waited for it
     is_forced  of the drafts that are out: they are the grammar's
     """
 
     drafter: Drafter
+    common: Tally | None = None
     guessed: Tally = field(default_factory=lambda: Tally(PRIOR))
     forced: Tally = field(default_factory=lambda: Tally(FORCED_PRIOR))
     awaited: int | None = None
@@ -114,6 +118,8 @@ class Guesses:
         if not proposed and self.awaited is not None:
             right = (1, int(token == self.awaited))
         self.guessed.learn(*((0, 0) if self.is_forced else right))
+        if self.common is not None and not self.is_forced and right[0]:
+            self.common.learn(*right)
         self.forced.learn(*(right if self.is_forced else (0, 0)))
         self.awaited, self.is_forced = None, False
 
@@ -134,6 +140,8 @@ class Speculation:
         self._config = config
         self._draft_cost = draft_cost
         self._costs = StepCosts.of(config.draft_width, step_costs)
+        self._of_model = Tally(MODEL_PRIOR)
+        self._num_guessed_for = 0
 
     def start(self, request: Request) -> None:
         """A request is accepted."""
@@ -144,10 +152,20 @@ class Speculation:
         if not request.samples:
             return
         if kind == "model":
-            request.guesses = Guesses(ModelDrafter(), Tally(MODEL_PRIOR, MODEL_IDLE))
+            request.guesses = Guesses(
+                ModelDrafter(), self._of_model, Tally(self._expected(), MODEL_IDLE)
+            )
         else:
             drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
-            request.guesses = Guesses(drafter, Tally(PRIOR))
+            request.guesses = Guesses(drafter)
+
+    def _expected(self) -> float:
+        """Of the draft model with the next request: as with the last ones, but now and then as if
+        nothing were known."""
+        self._num_guessed_for += 1
+        if self._num_guessed_for % TRY_EVERY == 1:
+            return MODEL_PRIOR
+        return min(self._of_model.chance, MODEL_PRIOR)
 
     def want(self, request: Request, most: int, rows: int) -> int:
         """How many guesses the draft model is asked for, behind what the step samples."""

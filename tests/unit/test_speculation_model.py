@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_core.scheduler import FALL_BEHIND
+from engine_core.speculation import TRY_EVERY
 from protocol.arrays import Int32
 from protocol.config import EngineConfig, WorkerConfig
 from protocol.grammar import Regex
@@ -101,6 +102,17 @@ def test_one_that_costs_as_much_as_it_saves_is_not_asked() -> None:
         each.run()
         assert any(map(wanted, each.plans)) == is_asked
         assert any(map(follows, each.plans)) == (cost < 1), "one that is never asked needs nothing"
+
+
+def test_after_a_request_for_which_it_was_never_right_few_others_try_it() -> None:
+    each = bench(0.0)
+    asked = []
+    for n in range(2 * TRY_EVERY):
+        before = len(each.plans)
+        each.add([*PROMPT, n], max_tokens=20, ignore_eos=True)
+        each.run()
+        asked.append(any(map(wanted, each.plans[before:])))
+    assert [n for n, is_asked in enumerate(asked) if is_asked] == [0, TRY_EVERY]
 
 
 def test_the_more_rows_a_step_has_the_less_is_asked() -> None:
