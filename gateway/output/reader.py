@@ -192,7 +192,7 @@ class Reader:
     def push(self, output: Output) -> Delta:
         """The news `output` brings. Empty (and false) while its text is held back."""
         if self.finished:
-            return _NOTHING
+            return Delta(num_behind=len(output.tokens))
         if len(output.tokens) > 1 and self._factory.may_stop:
             return self._push_each(output)
         self._waiting_ids += output.tokens

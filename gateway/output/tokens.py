@@ -34,7 +34,7 @@ class TokenReader:
 
     def push(self, output: Output) -> Delta:
         if self._finished:
-            return Delta()
+            return Delta(num_behind=len(output.tokens))
         if output.finish is None:
             return Delta([], output.tokens, output.logprobs)
         self._finished = True
