@@ -111,7 +111,7 @@ def test_who_is_asked_and_stays_is_named_and_not_killed(machine: Machine) -> Non
     found = machine.place("8001")
     told = machine.tool("stop", "8001", "--wait-s", "0.2", code=1)
     assert "still there after 0.2 s" in told
-    assert server.end() == -signal.SIGTERM, "it was asked"
+    assert server.process.wait(10) == -signal.SIGTERM, "it was asked"
     children = [pid for pid in pids(found) if pid != server.process.pid]
     assert all(map(is_alive, children))
 
@@ -121,7 +121,7 @@ def test_what_a_killed_supervisor_left_behind_is_found_and_stopped(machine: Mach
     path = machine.leave_socket("8001")
     left = [pid for pid in pids(machine.place("8001")) if pid != server.process.pid]
     server.signal(signal.SIGKILL)
-    server.end()
+    server.process.wait(10)
     assert pids(machine.place("8001")) == left
     assert "lost its supervisor" in machine.tool("ps")
     told = machine.tool("stop", "--all")
@@ -141,7 +141,7 @@ def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_non
     everybody = pids(machine.place("8001"))
     path = machine.leave_socket("8001")
     machine.kill(everybody)
-    server.end()
+    server.process.wait(10)
     assert "sockets without anybody behind them: engine.sock" in machine.tool("ps")
     assert machine.tool("stop", "8001") == "removed  8001/engine.sock\n"
     assert not path.exists()
