@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 
-EXAMPLES = 25
+EXAMPLES = 16
 """Of each operation, in a run of some seconds."""
 CLOCKS = {"timeout_s", "queue_timeout_s"}
 PAIRED = ("/v1/chat/completions/derender", "/v1/completions/derender")
