@@ -318,6 +318,6 @@ def test_tokens_alone_are_told_as_they_come_and_late_news_are_none() -> None:
     assert reader.push(say(8, logprobs=[entry])) == Delta([], [8], [entry])
     assert not reader.push(say())
     assert reader.push(stop(9, EOS)) == Delta([Finished("stop")], [9, EOS])
-    assert reader.push(say(9, finish="error", error=ERROR)) == Delta()
+    assert reader.push(say(9, finish="error", error=ERROR)) == Delta(num_behind=1)
     failed = TokenReader([EOS]).push(say(finish="error", error=ERROR))
     assert failed == Delta([Failed(ERROR)])
