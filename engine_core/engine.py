@@ -254,12 +254,15 @@ class Engine:
     # ---- commit
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        """Take in the result of the oldest plan that is out; the worker took `elapsed_s` for it.
+        """Take in the result of the oldest plan that is out, `elapsed_s` after it was sent, or
+        after the result before it, if that came later.
 
         Raises RuntimeError when the result is not of that plan.
         """
-        work, outcomes = self._flights.land(result)
-        num_computed = sum(count for _, count in work)
+        flight, outcomes = self._flights.land(result)
+        work, num_computed = flight.work, flight.num_tokens
+        if not flight.prompts:
+            self._speculation.learn(len(work), num_computed, flight.num_guesses, elapsed_s)
         self._counts["computed_tokens"] += num_computed
         self._speed.measure(num_computed, elapsed_s)
         if len(self._scheduler.waiting):

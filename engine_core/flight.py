@@ -23,13 +23,18 @@ class Flight:
     """One plan.
 
     needs_masks   some of its rows are constrained, and their masks are still to be told
-    is_decisive   what comes of it decides what is guessed next: it has drafts, or wants guesses
+    num_guesses   in a row, at most, that it wants of a draft model
     """
 
     plan: StepPlan
     work: Work
     needs_masks: bool
-    is_decisive: bool
+    num_guesses: int
+
+    @property
+    def is_decisive(self) -> bool:
+        """What comes of it decides what is guessed next: it has drafts, or wants guesses."""
+        return self.num_guesses > 0 or self.plan.row_drafts is not None
 
     @property
     def num_tokens(self) -> int:
@@ -73,12 +78,11 @@ class Flights:
             request.num_scheduled += count
             request.num_pending += samples
             request.num_in_flight += 1
-        wants = plan.wanted is not None and any(plan.wanted.tolist())
-        is_decisive = wants or plan.row_drafts is not None
-        self._out.append(Flight(plan, work, plan.masked is not None, is_decisive))
+        num_guesses = 0 if plan.wanted is None else max(plan.wanted.tolist(), default=0)
+        self._out.append(Flight(plan, work, plan.masked is not None, num_guesses))
 
-    def land(self, result: StepResult) -> tuple[Work, list[Outcome]]:
-        """The oldest plan's rows and what each got.
+    def land(self, result: StepResult) -> tuple[Flight, list[Outcome]]:
+        """The oldest plan, and what each of its rows got.
 
         Raises RuntimeError when the result is not of that plan.
         """
@@ -93,4 +97,4 @@ class Flights:
             request.num_scheduled -= outcome.num_void
             request.num_pending -= samples
             request.num_in_flight -= 1
-        return oldest.work, outcomes
+        return oldest, outcomes

@@ -77,4 +77,7 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
         for index, block in enumerate(request.blocks):
             if block in findable:
                 assert findable[block] == fresh[index], f"block {block}: content"
-                assert (index + 1) * size <= request.num_shareable, f"block {block}: not written"
+                end = (index + 1) * size
+                assert end <= request.num_computed, f"block {block}: not written"
+                is_followed = request.follows and bool(scheduler.pool.cache.num_followed([block]))
+                assert not is_followed or end <= request.num_followed, f"block {block}: a draft's"

@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Mapping
 
 import zmq
@@ -95,8 +94,8 @@ class Loop:
         self._engine: Engine | None = None  # until the worker is ready
         self._model: ModelCard | None = None
         self._is_draining = False
-        self._sent_at: deque[float] = deque()  # of the steps that are out
-        self._free_at = 0.0  # when the worker was done with the last one that has come back
+        # Since when the worker is at the oldest step that is out, and the engine at planning it.
+        self._begun_at: float | None = None
         self._wire_errors = 0
         self._health = Health(config.stopped_timeout_s)
         self._look_at = 0.0
@@ -381,7 +380,7 @@ class Loop:
         engine = self._engine
         if engine is None:
             return
-        if self._sent_at and (silent_s := now - self._begun_at()) > self._config.step_timeout_s:
+        if (silent_s := self._step_s(now)) > self._config.step_timeout_s:
             raise WorkerLost(f"the worker has been silent for {silent_s:.0f} s")
         # A worker that computes may report late, so it is given the time of a step, too.
         if (owed_s := engine.owed_s(now)) > self._config.kv_timeout_s + self._config.step_timeout_s:
@@ -392,10 +391,12 @@ class Loop:
             if plan is None:
                 break
             self._send_trace()
-            self._sent_at.append(now)
+            if self._begun_at is None:
+                self._begun_at = now
             self._workers.send(plan)
             self._send_masks(engine)
-        if not self._sent_at:
+        if not engine.num_in_flight:
+            self._begun_at = None
             self._send_trace()
 
     def _send_trace(self) -> None:
@@ -413,15 +414,14 @@ class Loop:
         if (masks := engine.masks()) is not None:
             self._workers.send(masks)
 
-    def _begun_at(self) -> float:
-        """When the worker began with the oldest step that is out."""
-        return max(self._sent_at[0], self._free_at)
+    def _step_s(self, now: float) -> float:
+        """For how long the oldest step that is out is awaited; 0 where none is."""
+        return 0.0 if self._begun_at is None else now - self._begun_at
 
     def _commit(self, result: StepResult, now: float) -> None:
         assert self._engine is not None
-        took_s = now - self._begun_at()
-        self._sent_at.popleft()
-        self._free_at = now
+        took_s = self._step_s(now)
+        self._begun_at = now  # with the next one, unless there is none to plan
         news = self._engine.commit(result, took_s)
         self._send_masks(self._engine)  # the worker waits for them, if it is that far
         self._send_orders(self._engine)
@@ -466,7 +466,7 @@ class Loop:
 
     def _at_work(self, now: float) -> WorkerView:
         view = WorkerView() if self._engine is None else self._engine.at_work()
-        step_s = now - self._begun_at() if self._sent_at else 0.0
+        step_s = self._step_s(now)
         trouble = self._health.trouble
         pids = {"engine_pid": os.getpid(), "pid": self._workers.pid}
         return replace(view, **pids, step_s=step_s, trouble=trouble)

@@ -36,7 +36,9 @@ class Prefixes:
         if published:
             self._extend(request, full)
             for index in published:
-                self._cache.publish(request.hashes[index], request.blocks[index])
+                self._cache.publish(
+                    request.hashes[index], request.blocks[index], is_followed=request.follows
+                )
             request.num_published = full
         return published
 

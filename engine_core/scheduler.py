@@ -24,8 +24,9 @@ blocks only where every running request could still have one more. A block that 
 stays with its request, whose answer will grow into it: nothing is undone where drafts were wrong.
 
 A draft model computes prompts as they are computed, and answers a little later: in the steps that
-want guesses of it, and where it has fallen behind by `FALL_BEHIND` tokens. A block is published
-when both have computed it.
+want guesses of it, and where it has fallen behind by `FALL_BEHIND` tokens. It does not follow
+requests for which it will hardly be asked. A block of one that it follows is published when both
+have computed it.
 
 Nobody is preempted while a plan is out: its tokens would be lost. `can_continue` says whether a
 step can be planned without that.
@@ -387,8 +388,9 @@ class Scheduler:
         assert fresh is not None
         request.blocks = found + fresh
         request.num_computed = request.num_scheduled = len(found) * self.limits.block_tokens
-        request.num_followed = request.num_computed
-        request.num_published = len(found)
+        known = self.pool.cache.num_followed(found) if request.follows else len(found)
+        request.num_followed = known * self.limits.block_tokens
+        request.num_published = known
         if not request.num_preemptions:
             request.num_cached = request.num_computed
         return True

@@ -2,11 +2,15 @@
 
 Drafts never change an answer (protocol/steps.py: what is sampled is what plain decoding samples),
 only its speed. What a step costs by its tokens is measured where it is computed (step_costs.py):
-the first few more cost next to nothing, later ones as much as their multiplications. So as many
-drafts are made as give most tokens for their cost: n drafts in each of B rows give
-1 + p + ... + p ** n tokens a row for the cost of B * (1 + n) tokens. A draft model's draft costs
-all rows together c steps on top. Chances are counted per request: of the drafts that were looked
-at, the share that was right, p; that the i-th of a run is right, p ** i.
+the first few more cost next to nothing, later ones as much as their multiplications; how much more
+it takes for having drafts at all is learned from steps (stretch.py). So as many drafts are made as
+give most tokens for their cost: n drafts in each of B rows give 1 + p + ... + p ** n tokens a row
+for the cost of B * (1 + n) tokens. A draft model's draft costs all rows together c steps on top.
+Chances are counted per request: of the drafts that were looked at, the share that was right, p;
+that the i-th of a run is right, p ** i.
+
+A draft model has to follow a request to guess for it: to compute its prompt, too. So one that was
+wrong for the last requests follows few of the next.
 
 What a request's drafts depend on must be known when its step is planned. So while drafts are out,
 or a request that does well with them could get some, no step is planned ahead of the result.
@@ -22,6 +26,7 @@ from typing import Protocol
 from engine_core.ngram import NgramDrafter
 from engine_core.request import Phase, Request
 from engine_core.step_costs import StepCosts
+from engine_core.stretch import Stretch
 from protocol.config import EngineConfig
 
 PRIOR = 0.5
@@ -140,6 +145,7 @@ class Speculation:
         self._config = config
         self._draft_cost = draft_cost
         self._costs = StepCosts.of(config.draft_width, step_costs)
+        self._stretch = Stretch()
         self._of_model = Tally(MODEL_PRIOR)
         self._num_guessed_for = 0
 
@@ -148,16 +154,21 @@ class Speculation:
         kind = self._config.speculation
         if kind == "none" or (kind == "model" and self._draft_cost >= 1):
             return  # one that costs a step a token can save none
-        request.follows = kind == "model"
         if not request.samples:
-            return
-        if kind == "model":
-            request.guesses = Guesses(
-                ModelDrafter(), self._of_model, Tally(self._expected(), MODEL_IDLE)
-            )
+            request.follows = kind == "model"
+        elif kind == "model":
+            chance = self._expected()
+            request.follows = self._worth(chance, 1, self._draft_cost) > 0
+            request.guesses = Guesses(ModelDrafter(), self._of_model, Tally(chance, MODEL_IDLE))
         else:
             drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
             request.guesses = Guesses(drafter)
+
+    def learn(self, rows: int, tokens: int, guesses: int, elapsed_s: float) -> None:
+        """A step of `rows` answers and no prompts computed so many tokens, drafts among them, and
+        asked a draft model for `guesses` in a row behind them."""
+        cost = self._costs[tokens] + guesses * self._draft_cost * self._costs[rows]
+        self._stretch.learn(rows, cost, elapsed_s, is_drafted=bool(guesses) or tokens > rows)
 
     def _expected(self) -> float:
         """Of the draft model with the next request: as with the last ones, but now and then as if
@@ -169,7 +180,7 @@ class Speculation:
 
     def want(self, request: Request, most: int, rows: int) -> int:
         """How many guesses the draft model is asked for, behind what the step samples."""
-        if request.guesses is None:
+        if request.guesses is None or not request.follows:
             return 0
         return min(most, self._worth(request.guesses.guessed.chance, rows, self._draft_cost))
 
@@ -214,14 +225,15 @@ class Speculation:
 
     def _worth(self, chance: float, rows: int, draft_cost: float = 0.0) -> int:
         """How many drafts in a row give most tokens for what the step costs."""
-        costs, fixed = self._costs, self._costs[rows]
+        costs, fixed, stretch = self._costs, self._costs[rows], self._stretch[rows]
         count, most, likely, tokens = 0, 1.0 / fixed, 1.0, 1.0
         for drafts in range(1, self._config.max_drafts + 1):
             likely *= chance
             if likely < LEAST_CHANCE:
                 break
             tokens += likely
-            gain = tokens / (costs[rows * (1 + drafts)] + drafts * draft_cost * fixed)
+            cost = costs[rows * (1 + drafts)] + drafts * draft_cost * fixed
+            gain = tokens / (cost * stretch)
             if gain > most:
                 count, most = drafts, gain
         return count
