@@ -21,7 +21,7 @@ from engine_core.shares import Share, Shares, bent
 from engine_core.speculation import Speculation
 from engine_core.speed import Speed
 from engine_core.stopwatch import Clock
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.errors import Draining, InvalidRequest, ServingError
 from protocol.grammar import Grammar
 from protocol.grammar_check import check_grammar

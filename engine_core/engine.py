@@ -53,7 +53,7 @@ from engine_core.scheduler import Scheduler
 from engine_core.speculation import Speculation
 from engine_core.speed import Speed
 from engine_core.stopwatch import Clock
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.errors import StepFailed
 from protocol.kv import KVReport
 from protocol.messages import (

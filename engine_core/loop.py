@@ -27,7 +27,7 @@ from engine_core.profiling import Profiling
 from engine_core.workers import WorkerLost, Workers
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, WireError
 from protocol.kv import KVReport
 from protocol.messages import (

@@ -21,7 +21,7 @@ from engine_core.loop import Loop
 from engine_core.workers import WorkerLost
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import hold_on
 

@@ -27,7 +27,7 @@ from engine_core.ngram import NgramDrafter
 from engine_core.request import Phase, Request
 from engine_core.step_costs import StepCosts
 from engine_core.stretch import Stretch
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 
 PRIOR = 0.5
 """The chance of a draft of which nothing is known, as if one had been seen."""

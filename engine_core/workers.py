@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from protocol import sockets, wire
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.errors import WireError
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline

@@ -35,7 +35,7 @@ from gateway.resume import routes as streams
 from gateway.service import Service
 from gateway.tokens import routes as tokens
 from gateway.tracing import HEADERS
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.errors import ServingError
 
 CONFIG_VARIABLE = "TIDEGATE_GATEWAY"

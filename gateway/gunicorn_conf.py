@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.lifeline import die_with_parent, hold_on
 
 hold_on(signal.SIGTERM)

@@ -8,7 +8,7 @@ from gateway.responses.epitaph import response_epitaph
 from gateway.resume.numbering import stream_epitaph
 from gateway.store.runs import Runs
 from gateway.store.store import Store
-from protocol.config import NO_STORE, GatewayConfig
+from protocol.config.gateway import NO_STORE, GatewayConfig
 
 RESPONSE = "response"
 """A run that is a response made in the background."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.messages import MAX_TIMEOUT_S
 
 CLIENT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")

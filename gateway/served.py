@@ -20,7 +20,7 @@ from gateway.chat.render import ChatRenderer
 from gateway.chat.template import ChatTemplate
 from gateway.reading import Reading, check_names
 from gateway.text.tokenizer import Tokenizer
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest
 from protocol.messages import Limits
 from protocol.model_card import ModelCard, SamplingDefaults

@@ -33,7 +33,7 @@ from gateway.served import ModelOptions, ServedModel
 from gateway.threads import result_of
 from gateway.tracing import tracing_to
 from protocol.cluster_key import read_cluster_key
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
 from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard

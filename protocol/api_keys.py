@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.config import Config, about
+from protocol.config.base import Config, about
 
 Scope = Literal["inference", "admin", "metrics"]
 ALL_SCOPES: frozenset[Scope] = frozenset(("inference", "admin", "metrics"))

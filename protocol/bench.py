@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from protocol.config import Config, WorkerConfig, about
+from protocol.config.base import Config, about
+from protocol.config.worker import WorkerConfig
 
 PARTS = ("linears", "attention", "head", "sampling", "other layers", "overhead")
 """Of a step, in the order in which they are shown. The step is their sum.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from protocol.client import Engine
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.errors import EngineNotReady
 from protocol.sockets import engine_address, run_directory
 from tools.failure import Failure

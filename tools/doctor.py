@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.facts import MachineFacts
 from protocol.sockets import MAX_IPC_PATH, run_directory
 from tools import findings

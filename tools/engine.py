@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.client import Engine
-from protocol.config import EngineConfig, SoloConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.serve import SoloConfig
+from protocol.config.worker import WorkerConfig
 from protocol.errors import EngineNotReady
 from protocol.sockets import local_address, run_directory
 from tools import run_lock

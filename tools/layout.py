@@ -18,7 +18,9 @@ from pathlib import Path
 import msgspec
 
 from protocol import sockets
-from protocol.config import EngineConfig, GatewayConfig, ServeConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.gateway import GatewayConfig
+from protocol.config.serve import ServeConfig
 from tools.failure import Failure
 from tools.fetch import home
 

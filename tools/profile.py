@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from protocol.client import Engine
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.errors import EngineNotReady, ServingError
 from protocol.messages import Profiled
 from protocol.sockets import engine_address, run_directory

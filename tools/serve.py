@@ -23,7 +23,10 @@ import msgspec
 
 from protocol import api_keys
 from protocol.cluster_key import read_cluster_key, write_cluster_key
-from protocol.config import EngineConfig, GatewayConfig, ServeConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.gateway import GatewayConfig
+from protocol.config.serve import ServeConfig
+from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
 from protocol.sockets import engine_address, run_directory
 from tools import run_lock

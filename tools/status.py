@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from protocol.client import Engine
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.errors import EngineError
 from protocol.messages import Limits
 from protocol.sockets import engine_address, run_directory

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from protocol.arrays import Int32, UInt8
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, StepPlan, WorkerReady

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from protocol.config import Dtype
+from protocol.config.worker import Dtype
 from worker.loading.errors import UnusableModel
 
 BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 
 AVERAGE_REQUEST_TOKENS = 1024

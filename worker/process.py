@@ -21,7 +21,7 @@ import zmq
 from msgspec.structs import replace
 
 from protocol import sockets, wire
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import hold_on
 from protocol.steps import FromWorker, ToWorker, WorkerFailed

@@ -31,7 +31,7 @@ from engine_core.journal.records import (
     Ticked,
     digest,
 )
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo, ServingError
 from protocol.kv import KVReport
 from protocol.messages import Accepted, Generate, Limits, Output, Outputs, Refused

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from protocol import wire
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo
 from protocol.kv import KVReport
 from protocol.messages import Generate, Limits

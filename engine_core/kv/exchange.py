@@ -18,7 +18,7 @@ from engine_core.kv.leases import Leases
 from engine_core.kv.peers import Peers
 from engine_core.kv.tiers import Tiers
 from engine_core.request import Request
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.kv import (
     LEASE_BYTES,
     KVCancel,

@@ -11,7 +11,7 @@ from engine_core.block_hash import ContentHashes
 from engine_core.kv.fetches import Match
 from engine_core.kv.handle import Handle, Seal
 from engine_core.request import Request
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.errors import InvalidRequest
 from protocol.kv import KV_FIELD, KVEndpoint, PeerSource
 from protocol.messages import Generate

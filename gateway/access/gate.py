@@ -18,7 +18,7 @@ from gateway.access.keyring import Keyring
 from gateway.access.refusals import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
 from gateway.access.scopes import Demand, Scopes
 from gateway.access.target import fault_in, path_in, spells
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.hosts import is_loopback
 
 PREFLIGHT_AGE_S = 600

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from gateway.access.caller import Caller
 from protocol import api_keys
 from protocol.api_keys import ALL_SCOPES, KeyEntry
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from gateway.rendering.state import key_of, opened, sealed
 from gateway.served import ServedModel
 from gateway.tokens.generate_ask import TAIL_TOKENS
 from gateway.tokens.generated import GenerateChunk
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ import zmq
 from msgspec.structs import replace
 
 from protocol import sockets, wire
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.kv import KVCancel, KVFailure, KVFetched, PeerSource
 from protocol.kv_peers import KVChunk, KVDone, KVOpen, KVOpened, KVRead
 from tests.support.kv_proxy import Proxy

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from protocol import sockets, wire
 from protocol.arrays import Int32
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
 from protocol.kv import KVExport, KVFetch, KVReport, KVWithdraw, PeerSource
 from protocol.sampling import SamplingParams

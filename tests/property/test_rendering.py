@@ -17,7 +17,7 @@ from gateway.output.formats import READ_WHOLE, TOOLS, machine_state
 from gateway.output.machine import Lexicon, Piece, Special
 from gateway.output.reasoning import REASONING
 from gateway.served import ModelOptions, ServedModel
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.messages import Output, Usage
 from tests.property.test_tool_grammars import SAMPLES
 from tests.support.formats import Call, Fixture, Sample, lexicon, units

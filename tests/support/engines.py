@@ -21,7 +21,8 @@ from engine_core.grammar.book import Compiled, Job
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.matcher import Template
 from protocol.arrays import Int32
-from protocol.config import EngineConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
 from protocol.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource

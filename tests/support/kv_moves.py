@@ -26,7 +26,7 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.arrays import Int32
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.kv import KVExport, KVFetched, PeerSource
 from protocol.steps import FromWorker, StepResult, ToWorker, WorkerReady
 from tests.support.kv_worker import Shape, Worker

@@ -18,7 +18,7 @@ import torch
 import zmq
 
 from protocol.arrays import Int32
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.kv import KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw, PeerSource
 from tests.support.processes import Program
 from worker.kv.exchange import Exchange

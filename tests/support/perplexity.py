@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from protocol.config import KernelSet, WeightForm
+from protocol.config.worker import KernelSet, WeightForm
 from protocol.sampling import SamplingParams
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load

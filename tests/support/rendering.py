@@ -30,7 +30,7 @@ from gateway.served import ServedModel
 from gateway.tokens import generate_ask as asking
 from gateway.tokens import generate_tell as telling
 from gateway.tokens.generate_schema import generate_decoder
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.messages import Accepted, Output
 from tests.support.http import events_of
 

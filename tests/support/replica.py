@@ -19,7 +19,8 @@ from engine_core.engine import Engine
 from engine_core.grammar.book import Compiled
 from engine_core.grammar.compiler import Compiler
 from protocol.arrays import Int32
-from protocol.config import EngineConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 from protocol.grammar import Grammar
 from protocol.kv import KVFetch
 from protocol.messages import Accepted, Generate, Limits, Output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.served import ModelOptions, ServedModel
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.messages import Limits
 from protocol.model_card import ModelCard
 

@@ -19,7 +19,7 @@ from gateway.access.refusals import Forbidden, MalformedTarget, NoSuchRoute, Una
 from gateway.access.scopes import Scopes
 from gateway.access.target import fault_in, printable, spells
 from protocol.api_keys import KeyEntry, digest_of
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest, RequestError
 from protocol.hosts import is_loopback
 

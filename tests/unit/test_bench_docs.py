@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protocol.bench import PARTS, StepBench
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from tools.__main__ import _commands, parser
 from tools.bench.command import facts
 from tools.bench.config import BenchConfig

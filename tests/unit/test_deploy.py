@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gateway.metrics import Metrics
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from tests.unit.test_metrics_docs import SERIES, every_name
 from tools.__main__ import main

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from protocol.config import EngineConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 from protocol.kv import KVReport, KVTierNews, TierSource
 from tests.support.engines import Bench, answer
 

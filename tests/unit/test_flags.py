@@ -10,7 +10,10 @@ import msgspec
 import pytest
 
 from protocol.cluster_key import read_cluster_key
-from protocol.config import GatewayConfig, ServeConfig, WorkerConfig, about
+from protocol.config.base import about
+from protocol.config.gateway import GatewayConfig
+from protocol.config.serve import ServeConfig
+from protocol.config.worker import WorkerConfig
 from tools.__main__ import main, parser
 from tools.failure import Failure
 from tools.fetch import home

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.cluster_key import ClusterKey
-from protocol.config import EngineConfig
+from protocol.config.engine import EngineConfig
 from protocol.sockets import check_address, engine_address, run_directory
 from tools import engine as solo
 from tools.__main__ import parser

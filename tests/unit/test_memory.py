@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from worker import device, memory
 from worker.loading.errors import UnusableModel
 from worker.memory import GIB, KVBudget, kv_budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.patience import Patience, client_timeout_s
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 
 READ, ANY = "X-Stainless-Read-Timeout", "X-Stainless-Timeout"
 

@@ -12,7 +12,11 @@ import pytest
 from protocol import errors, sockets
 from protocol.arrays import Float32, Int32, UInt8
 from protocol.cluster_key import ClusterKey
-from protocol.config import Config, EngineConfig, GatewayConfig, ServeConfig, WorkerConfig
+from protocol.config.base import Config
+from protocol.config.engine import EngineConfig
+from protocol.config.gateway import GatewayConfig
+from protocol.config.serve import ServeConfig
+from protocol.config.worker import WorkerConfig
 from protocol.sampling import SamplingParams, check_vocabulary
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from engine_core.speculation import Guesses, Speculation
 from protocol.arrays import Int32
-from protocol.config import EngineConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 from protocol.steps import StepPlan, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, answer, drafts_of, habitual_token
 

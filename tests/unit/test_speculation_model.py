@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from engine_core.scheduler import FALL_BEHIND
 from engine_core.speculation import TRY_EVERY
 from protocol.arrays import Int32
-from protocol.config import EngineConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 from protocol.grammar import Regex
 from protocol.steps import StepPlan
 from tests.support.engines import Bench, drafts_of, next_token, sometimes

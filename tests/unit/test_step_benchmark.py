@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from protocol.bench import PARTS, StepBench
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.steps import WorkerReady
 from tests.support.tiny_checkpoint import write_tiny_llama
 from worker.attention.select import select_attention

@@ -8,7 +8,8 @@ import pytest
 
 from engine_core.speculation import Speculation
 from engine_core.step_costs import UNMEASURED_WIDTH, StepCosts
-from protocol.config import EngineConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 
 MEASURED = [(1, 4.0), (4, 4.0), (8, 6.0), (16, 10.0), (64, 40.0)]
 

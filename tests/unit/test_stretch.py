@@ -8,7 +8,8 @@ import pytest
 
 from engine_core.speculation import Speculation
 from engine_core.stretch import FEWEST, Stretch
-from protocol.config import EngineConfig, WorkerConfig
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 
 LINEAR = [(1, 1.0), (64, 64.0)]
 FLAT = [(1, 1.0), (64, 1.0)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from protocol.arrays import Int32
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.kv import KVFailure, KVFetch, KVFetched, KVStore, KVTierNews, KVUsed, TierSource
 from worker.kv.blocks import blocks_of
 from worker.kv.news import News

@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from gateway.app import create_app
 from gateway.record import AnswerRecord, ChoiceRecord, Record
 from gateway.tracing import Tracing, tracing_to
-from protocol.config import GatewayConfig
+from protocol.config.gateway import GatewayConfig
 from protocol.messages import Times
 
 CHAT = "/v1/chat/completions"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.config import Config, about
+from protocol.config.base import Config, about
 
 LEAST_REQUESTS = 16
 REQUESTS_PER_STREAM = 4

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.bench import PARTS, StepBench, StepBenchLine, StepBenchReady, StepTiming
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from tools.bench.report import aligned
 from tools.catalogue import DEFAULT
 from tools.children import last_words

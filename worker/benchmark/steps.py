@@ -21,7 +21,7 @@ import torch
 
 from protocol.arrays import Int32, UInt8
 from protocol.bench import PARTS, StepBench, StepBenchReady, StepTiming
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, StepPlan, WorkerReady
 from worker.assembly import assemble

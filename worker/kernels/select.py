@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from protocol.config import KernelSet
+from protocol.config.worker import KernelSet
 from worker.kernels.base import Kernels
 from worker.kernels.library import NoKernels, load, runnable
 from worker.kernels.native import NativeKernels

@@ -9,7 +9,7 @@ import zmq
 
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.kv import (
     KVCancel,
     KVEndpoint,

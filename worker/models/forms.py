@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from protocol.config import WeightForm
+from protocol.config.worker import WeightForm
 from worker import device as machine
 from worker.kernels import native, packed, prepacked
 from worker.kernels.base import Kernels

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from protocol.config import WeightForm
+from protocol.config.worker import WeightForm
 from protocol.model_card import ModelCard
 from worker.kernels.base import Kernels
 from worker.kernels.twin import TorchKernels

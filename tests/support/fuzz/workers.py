@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from protocol import kv_peers, sockets, steps, wire
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.kv import KVFetched, PeerSource
 from protocol.steps import Trace, WorkerFailed, WorkerReady
 from tests.support.fuzz.frames import BATCH, Nonsense, batches

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from protocol.config import WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.kv import KVFetch, KVStore, KVTierNews, KVUsed, TierSource
 from worker.kv.blocks import Blocks
 from worker.kv.news import News
