@@ -13,14 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -29,16 +22,11 @@ from gateway.aliases import aliased
 from gateway.engine_client import Line
 from gateway.engine_metrics import EngineCollector
 from gateway.record import AnswerRecord, ChoiceRecord, Record
+from gateway.series import Series
 from protocol.messages import Times
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MULTIPROCESS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
-WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
-COUNT_BUCKETS = tuple(float(d * 10**n) for n in range(6) for d in (1, 2, 5))
-CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
-SHARE_BUCKETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 STAGES = {
     "queue": "queued_s",
     "grammar": "grammar_s",
@@ -50,7 +38,7 @@ STAGES = {
 """Label of `tidegate_stage_seconds` -> field of Times; beside these there is "tokenize"."""
 
 
-class Metrics:
+class Metrics(Series):
     """lines       to the engines, whose last words on themselves are told
     model_name  as the API calls the model; "" before it is known
     """
@@ -59,88 +47,9 @@ class Metrics:
         self, lines: Callable[[], Sequence[Line]], model_name: Callable[[], str] = lambda: ""
     ) -> None:
         self._registry = CollectorRegistry()
+        super().__init__(self._registry)
         self._model_name = model_name
         self._engines = EngineCollector(lines)
-        self.open_answers = Gauge(
-            "tidegate_open_answers",
-            "Inference requests being answered now",
-            registry=self._registry,
-            multiprocess_mode="livesum",
-        )
-        self.requests = self._counter("requests", "HTTP requests", "route", "status")
-        self.ends = self._counter("request_ends", "HTTP requests, without probes", "end")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of accepted prompts")
-        self.cached_tokens = self._counter("cached_tokens", "Of these, tokens found in a cache")
-        self.generated_tokens = self._counter(
-            "generated_tokens", "Tokens generated for clients, as far as they were read"
-        )
-        self.finishes = self._counter("answers", "Answers by how they ended", "finish")
-        self.choices = self._counter(
-            "choices", "Choices of accepted answers, by how they ended", "finish"
-        )
-        self.first_token_s = self._seconds(
-            "time_to_first_token", "From the beginning of a request to its first token"
-        )
-        self.token_s = self._seconds(
-            "time_per_output_token",
-            "Of a choice, the mean time between two of its tokens",
-            buckets=TOKEN_BUCKETS,
-        )
-        self.request_s = self._seconds(
-            "request",
-            "From the beginning of an accepted inference request to its end",
-            "route",
-            buckets=REQUEST_BUCKETS,
-        )
-        self.stage_s = self._seconds("stage", "Where the time of accepted requests went", "stage")
-        self.inference_s = self._seconds(
-            "inference",
-            "Of an accepted request: prefill, decode and what was computed again",
-            buckets=REQUEST_BUCKETS,
-        )
-        self.request_prompt_tokens = self._numbers("prompt_tokens", "Tokens of prompts")
-        self.request_generated_tokens = self._numbers("generated_tokens", "Tokens generated")
-        self.request_max_tokens = self._numbers("max_tokens", "max_tokens, where it was given")
-        self.request_choices = self._numbers("choices", "Choices asked for", CHOICE_BUCKETS)
-        self.draft_acceptance = Histogram(
-            "tidegate_draft_acceptance",
-            "Of the tokens that were guessed ahead for a request, the share that is in its answers",
-            buckets=SHARE_BUCKETS,
-            registry=self._registry,
-        )
-        self.free_s = self._seconds(
-            "disconnect_to_free",
-            "From noticing that a client has gone until the engine has its slots and blocks back",
-        )
-        self.handovers = self._counter(
-            "handovers", "Requests whose prompt one engine computed and another went on from"
-        )
-        self.fallbacks = self._counter(
-            "handover_fallbacks",
-            "Requests whose prompt the decode engine computed although another should have",
-            "cause",
-        )
-
-        self.wire_errors = self._counter(
-            "gateway_wire_errors", "Messages of an engine that made no sense, and were dropped"
-        )
-
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(f"tidegate_{name}", about, labels, registry=self._registry)
-
-    def _seconds(
-        self, name: str, about: str, *labels: str, buckets: Sequence[float] = WAIT_BUCKETS
-    ) -> Histogram:
-        full = f"tidegate_{name}_seconds"
-        return Histogram(full, about, labels, buckets=buckets, registry=self._registry)
-
-    def _numbers(
-        self, name: str, about: str, buckets: Sequence[float] = COUNT_BUCKETS
-    ) -> Histogram:
-        about = f"Per accepted request: {about[0].lower()}{about[1:]}"
-        return Histogram(
-            f"tidegate_request_{name}", about, buckets=buckets, registry=self._registry
-        )
 
     # ---- counting
 
