@@ -1,7 +1,7 @@
 """The `tidegate` command: which tool runs, and how its failures are told.
 
-Each tool is a module with `add_arguments(parser)` and `run(options) -> exit code`. A Failure
-becomes one line on stderr; Ctrl-C ends quietly with the code that shells expect.
+Each command is a row of COMMANDS, and a module that does it. A Failure becomes one line on stderr;
+Ctrl-C ends quietly with the code that shells expect.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Protocol
 
 from tools import (
     abort,
@@ -54,6 +55,38 @@ each command explains itself: tidegate serve --help
 """
 
 
+class Tool(Protocol):
+    """What the module of a command has."""
+
+    DESCRIPTION: str
+    EXAMPLES: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+COMMANDS: tuple[tuple[str, str, Tool], ...] = (
+    ("serve", "start a server", serve),
+    ("chat", "talk to a server", chat),
+    ("status", "show whether a server is ready and what it does", status),
+    ("top", "watch an engine", top),
+    ("abort", "end requests", abort),
+    ("ps", "list servers and leftovers", ps),
+    ("stop", "stop servers, clear leftovers", stop),
+    ("replay", "replay a journal", replay),
+    ("drain", "let an engine finish", drain),
+    ("engine", "start one engine of a cluster, without a gateway", engine),
+    ("doctor", "look at this machine first", doctor),
+    ("bench", "put a load on a server", bench),
+    (BENCH_STEP, "time one step of the worker", bench_step),
+    ("keys", "keys of the HTTP API", keys),
+    ("profile", "trace a running server", profile),
+    ("key", "make a key for a cluster", key),
+    ("models", "list the models known by name", models),
+)
+"""Name, summary, and what runs, in the order in which `--help` shows them."""
+
+
 def parser() -> argparse.ArgumentParser:
     whole = OneLineParser(
         prog="tidegate",
@@ -63,64 +96,16 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")
     commands = whole.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
-
-    def command(
-        name: str, summary: str, description: str = "", examples: str = ""
-    ) -> OneLineParser:
-        return commands.add_parser(
+    for name, summary, tool in COMMANDS:
+        made = commands.add_parser(
             name,
             help=summary,
-            description=description or summary.capitalize() + ".",
-            epilog=examples,
+            description=tool.DESCRIPTION,
+            epilog=tool.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-
-    for tool, made in (
-        (serve, command("serve", "start a server", serve.DESCRIPTION, serve.EXAMPLES)),
-        (chat, command("chat", "talk to a server", chat.DESCRIPTION, chat.EXAMPLES)),
-        (status, command("status", "show whether a server is ready and what it does")),
-        (top, command("top", "watch an engine", top.DESCRIPTION, top.EXAMPLES)),
-        (abort, command("abort", "end requests", abort.DESCRIPTION, abort.EXAMPLES)),
-        (ps, command("ps", "list servers and leftovers", ps.DESCRIPTION, ps.EXAMPLES)),
-        (stop, command("stop", "stop servers, clear leftovers", stop.DESCRIPTION, stop.EXAMPLES)),
-        (
-            replay,
-            command("replay", "replay a journal", replay.DESCRIPTION, replay.EXAMPLES),
-        ),
-        (drain, command("drain", "let an engine finish", drain.DESCRIPTION, drain.EXAMPLES)),
-        (
-            engine,
-            command(
-                "engine",
-                "start one engine of a cluster, without a gateway",
-                engine.DESCRIPTION,
-                engine.EXAMPLES,
-            ),
-        ),
-        (
-            doctor,
-            command("doctor", "look at this machine first", doctor.DESCRIPTION, doctor.EXAMPLES),
-        ),
-        (bench, command("bench", "put a load on a server", bench.DESCRIPTION, bench.EXAMPLES)),
-        (
-            bench_step,
-            command(
-                BENCH_STEP,
-                "time one step of the worker",
-                bench_step.DESCRIPTION,
-                bench_step.EXAMPLES,
-            ),
-        ),
-        (keys, command("keys", "keys of the HTTP API", keys.DESCRIPTION, keys.EXAMPLES)),
-        (
-            profile,
-            command("profile", "trace a running server", profile.DESCRIPTION, profile.EXAMPLES),
-        ),
-        (key, command("key", "make a key for a cluster", key.DESCRIPTION, key.EXAMPLES)),
-    ):
         tool.add_arguments(made)
         made.set_defaults(run=tool.run)
-    command("models", "list the models known by name").set_defaults(run=models.run)
     return whole
 
 

@@ -14,6 +14,13 @@ from tools.catalogue import CATALOGUE
 from tools.failure import Failure
 from tools.fetch import fetch, home, is_cached, place
 
+DESCRIPTION = "List the models known by name."
+
+EXAMPLES = """\
+examples:
+  tidegate models                 what each is, and where it is kept
+"""
+
 
 def resolve(model: str, cache: Path, *, text_only: bool = False) -> Path:
     """The absolute path of a model, fetched if it is one of the catalogue's. Raises Failure.
@@ -37,6 +44,10 @@ def resolve(model: str, cache: Path, *, text_only: bool = False) -> Path:
 
 def _unusable(why: str) -> Failure:
     return Failure(why, exit_code=ExitCode.BAD_MODEL)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
 
 
 def run(options: argparse.Namespace) -> int:

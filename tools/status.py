@@ -23,6 +23,14 @@ from tools.flags import flags_of
 from tools.run_lock import holder
 from tools.web import Server, local_url
 
+DESCRIPTION = "Show whether a server is ready and what it does."
+
+EXAMPLES = """\
+examples:
+  tidegate status                 of the server on port 8000
+  tidegate status --json          the same, for programs
+"""
+
 WAIT_S = 3.0
 
 
