@@ -16,111 +16,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-import msgspec
 from gevent.event import Event
 
+from gateway.asking import Ask
+from gateway.choice import Choice
 from gateway.engine_client import Report, Subscriber
 from gateway.journal import Journal, Moment
-from gateway.metering import ThinkingMeter
-from gateway.output.events import Delta, Failed, Finished, ToolCall, ToolCallEnd, Warning
+from gateway.output.events import Failed, Finished
 from gateway.patience import UNLIMITED, Patience
+from gateway.sinks import Early, Nobody, Sink
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.grammar import Grammar
-from protocol.messages import Accepted, Account, Output, Refused, TokenLogprobs, Usage
+from protocol.messages import Accepted, Account, Output, Refused
 from protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
 
-NOT_CALLED = "tool_choice_not_followed"
-
-
 class ClientGone(Exception):
     """The client hung up: there is nobody to answer."""
-
-
-class Reads(Protocol):
-    """One choice, read. What is pushed after the end changes nothing."""
-
-    def push(self, output: Output) -> Delta: ...
-
-
-class Readers(Protocol):
-    """What the choices of a prompt share. Makes one reader for each."""
-
-    def new(self) -> Reads: ...
-
-
-class Demand(msgspec.Struct, frozen=True):
-    """The answer has to call a tool: the one of this name, or any."""
-
-    name: str | None = None
-
-    def unmet(self, called: Sequence[str]) -> Warning | None:
-        """What to say of an answer that has ended by itself, and has called these."""
-        if self.name is None and not called:
-            return Warning(NOT_CALLED, "a tool call was required, and the model made none")
-        if self.name is not None and set(called) != {self.name}:
-            return Warning(NOT_CALLED, f"the model did not call {self.name!r} alone")
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What one prompt needs: its tokens, the parameters of each of its choices, how they are read.
-
-    new_meter  makes what counts the tokens of reasoning, where they can be counted
-    demand     what the answer has to be, even where nothing forces it to
-    grammar    what the engine lets it be
-    kv_readers, kv_handle   see messages.Generate; with readers there is no answer but a handle
-    """
-
-    prompt_ids: list[int]
-    choices: list[SamplingParams]
-    readers: Readers
-    new_meter: Callable[[], ThinkingMeter] | None = None
-    demand: Demand | None = None
-    grammar: Grammar | None = None
-    kv_readers: int = 0
-    kv_handle: str = ""
-
-
-@dataclass(slots=True)
-class Choice:
-    """One of the answers. `index` counts over all prompts, `prompt_index` is its ask's place.
-
-    finish   why it ended by itself; "" if it did not
-    usage    as last told
-    told_s   when that was, in seconds of the journal; None: with the engine's last word
-    ended_s  when it ended by itself
-    """
-
-    index: int
-    prompt_index: int
-    ask: Ask
-    params: SamplingParams
-    reader: Reads
-    meter: ThinkingMeter | None = None
-    begun: str = ""  # the name of the last call
-    called: list[str] = field(default_factory=list)  # names of complete calls; kept for a demand
-    request: int = 0
-    is_accepted: bool = False
-    is_ended: bool = False
-    finish: str = ""
-    usage: Usage | None = None
-    told_s: float | None = None
-    ended_s: float | None = None
-    num_generated: int = 0
-    num_cached: int = 0
-    num_drafts: int = 0  # as far as the engine has told: with the first tokens, and at the end
-    num_accepted: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    kv_handle: str = ""
 
 
 class Engine(Protocol):
@@ -144,14 +62,6 @@ class Engine(Protocol):
         queue_timeout_s: float,
     ) -> int: ...
     def abort(self, request: int, freed: Callable[[], None] | None) -> None: ...
-
-
-class Sink(Protocol):
-    """Called from the hub."""
-
-    def delta(self, choice: Choice, delta: Delta) -> None: ...
-    def end(self) -> None: ...
-    def fail(self, error: ServingError) -> None: ...
 
 
 class Answer:
@@ -199,8 +109,8 @@ class Answer:
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
-        self._sink: Sink | None = None
-        self._early: list[Callable[[Sink], None]] = []
+        self._early = Early()
+        self._sink: Sink = self._early
         self._accepted = Event()
         self._begun = Event()
         self._ended = Event()
@@ -246,10 +156,8 @@ class Answer:
         """
         if self.is_gone:
             return
-        early, self._early = self._early, []
         self._sink = sink
-        for say in early:
-            say(sink)
+        self._early.tell(sink)
 
     def wait(self) -> None:
         """Until the end. Raises what made it fail, or ClientGone."""
@@ -289,7 +197,7 @@ class Answer:
         if not self._ended.is_set():
             self.is_gone = True
             self.finish = "disconnected"
-            self._sink, self._early = _Nobody(), []
+            self._sink, self._early = Nobody(), Early()
             self.close()
 
     def fail(self, error: ServingError) -> None:
@@ -298,7 +206,7 @@ class Answer:
             self._error = error
             self.finish = "error"
             self.close()
-            self._tell(lambda sink: sink.fail(error))
+            self._sink.fail(error)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -355,17 +263,16 @@ class Answer:
 
     def _output(self, choice: Choice, output: Output) -> None:
         delta = choice.reader.push(output)
-        self._count(choice, output, delta.num_behind)
+        choice.count(output, delta.num_behind)
+        if output.usage is not None or not self._has_spoken:
+            self._note_told(choice, output)
         events = delta.events
         if not events and not delta.token_ids:
             return
         last = events[-1] if events else None
         if choice.ask.demand is not None:
-            _judge(choice, choice.ask.demand, delta)
-        if self._sink is not None:
-            self._sink.delta(choice, delta)
-        else:
-            self._early.append(lambda sink: sink.delta(choice, delta))
+            choice.judge(choice.ask.demand, delta)
+        self._sink.delta(choice, delta)
         if type(last) is Finished:
             if not self._ended.is_set():  # the sink has cut off a client that does not read
                 self._finish(choice, output, last.reason)
@@ -374,26 +281,13 @@ class Answer:
             choice.finish = "error"
             self.fail(error_from(last.error))
 
-    def _count(self, choice: Choice, output: Output, num_behind: int) -> None:
-        if output.tokens:
-            tokens = output.tokens[: len(output.tokens) - num_behind]
-            choice.num_generated += len(tokens)
-            if choice.meter is not None:
-                choice.meter.push(tokens)
-            if not self._has_spoken:
-                self._has_spoken = True
-                self.journal.note(Moment.FIRST_TOKEN)
-                self._begun.set()
+    def _note_told(self, choice: Choice, output: Output) -> None:
+        if output.tokens and not self._has_spoken:
+            self._has_spoken = True
+            self.journal.note(Moment.FIRST_TOKEN)
+            self._begun.set()
         if output.usage is not None:
-            choice.usage = output.usage
             choice.told_s = None if output.finish else self.journal.now_s
-            # What another engine computed for this very request was not cached.
-            choice.num_cached = output.usage.cached_tokens - output.usage.fetched_tokens
-            choice.num_drafts = output.usage.draft_tokens
-            choice.num_accepted = output.usage.accepted_tokens
-        choice.kv_handle = output.kv_handle
-        if output.prompt_logprobs:
-            choice.prompt_logprobs = output.prompt_logprobs
 
     def _finish(self, choice: Choice, output: Output, reason: str) -> None:
         choice.is_ended = True
@@ -403,57 +297,5 @@ class Answer:
             self._engine.abort(choice.request, None)
         self._num_open -= 1
         if not self._num_open:
-            self._tell(lambda sink: sink.end())
+            self._sink.end()
             self.close()
-
-    def _tell(self, say: Callable[[Sink], None]) -> None:
-        if self._sink is not None:
-            say(self._sink)
-        else:
-            self._early.append(say)
-
-
-def _judge(choice: Choice, demand: Demand, delta: Delta) -> None:
-    """Before its end, an answer that is not what was demanded is told with a warning."""
-    for event in delta.events:
-        if isinstance(event, ToolCall):
-            choice.begun = event.name
-        elif isinstance(event, ToolCallEnd):
-            choice.called.append(choice.begun)
-    last = delta.events[-1]
-    if isinstance(last, Finished) and last.reason in ("stop", "tool_calls"):
-        warning = demand.unmet(choice.called)
-        if warning is not None:
-            delta.events.insert(-1, warning)
-
-
-class _Nobody:
-    """The sink of a client that has gone."""
-
-    def delta(self, choice: Choice, delta: Delta) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def fail(self, error: ServingError) -> None:
-        pass
-
-
-class Fold:
-    """The sink of a whole answer: each choice's deltas, joined into one."""
-
-    def __init__(self, num_choices: int) -> None:
-        self.whole = [Delta([], [], []) for _ in range(num_choices)]
-
-    def delta(self, choice: Choice, delta: Delta) -> None:
-        whole = self.whole[choice.index]
-        whole.events.extend(delta.events)
-        whole.token_ids.extend(delta.token_ids)
-        whole.logprobs.extend(delta.logprobs)
-
-    def end(self) -> None:
-        pass
-
-    def fail(self, error: ServingError) -> None:
-        pass

@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.answering import Answer, Ask
+from gateway.answering import Answer
+from gateway.asking import Ask
 from protocol.errors import InvalidRequest
 from protocol.kv import KV_FIELD
 from protocol.messages import Limits

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from gateway.answering import Answer, Choice
+from gateway.answering import Answer
+from gateway.choice import Choice
 from gateway.journal import Journal, Moment
 from protocol.messages import Times
 

@@ -16,11 +16,13 @@ import gevent
 from flask import Response, g, request
 
 from gateway.access.caller import Caller
-from gateway.answering import Answer, Ask, ClientGone, Fold, Sink
+from gateway.answering import Answer, ClientGone
+from gateway.asking import Ask
 from gateway.connection import HangUp, Outlet
 from gateway.exchange import Exchange
 from gateway.patience import Patience
 from gateway.service import Service
+from gateway.sinks import Fold, Sink
 from gateway.sse import KEEP_ALIVE, EventStream
 from gateway.timings import measure
 from protocol.errors import ServingError

@@ -19,7 +19,8 @@ from gateway import heap
 from gateway.access.keyring import KeyWatch
 from gateway.admin.doing import doing
 from gateway.admin.told import EngineFacts, EngineState, GatewayFacts
-from gateway.answering import Answer, Ask
+from gateway.answering import Answer
+from gateway.asking import Ask
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
 from gateway.engineless import Engineless

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.answering import Answer, Reads
+from gateway.answering import Answer
+from gateway.asking import Reads
 from gateway.output.events import Delta
 from gateway.record import AnswerRecord, answer_record
 from protocol.messages import Output

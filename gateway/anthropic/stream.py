@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.answering import Answer, Choice
+from gateway.answering import Answer
 from gateway.anthropic.blocks import Blocks, Kind
 from gateway.anthropic.errors import error_body
 from gateway.anthropic.shapes import (
@@ -27,6 +27,7 @@ from gateway.anthropic.shapes import (
     told_warnings,
     usage_of,
 )
+from gateway.choice import Choice
 from gateway.faults import fault_of
 from gateway.output.events import Delta, ToolCall
 from gateway.timings import told_timings

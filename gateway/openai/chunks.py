@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from gateway import sse
-from gateway.answering import Answer, Choice
+from gateway.answering import Answer
+from gateway.choice import Choice
 from gateway.faults import fault_of
 from gateway.openai.errors import error_body
 from gateway.openai.message import warning_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.answering import Ask
+from gateway.asking import Ask
 from gateway.openai import schema
 from gateway.openai.parameters import choices_of, read_options
 from gateway.openai.shapes import CompletionDialect

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from gateway.answering import Ask
+from gateway.asking import Ask
 from gateway.openai.schema import BatchBody, ChatBody, CompletionBody, GenerationBody
 from gateway.output.reader import ReadOptions
 from gateway.text.tokenizer import Tokenizer

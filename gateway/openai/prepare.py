@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gateway.answering import Ask, Demand
+from gateway.asking import Ask, Demand
 from gateway.chat import teaching
 from gateway.chat.kwargs import effective_kwargs, thinking_budget
 from gateway.chat.render import Conversation

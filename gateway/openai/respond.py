@@ -10,7 +10,8 @@ import flask
 from flask import Response, g
 
 from gateway import respond as any_api
-from gateway.answering import Answer, Ask
+from gateway.answering import Answer
+from gateway.asking import Ask
 from gateway.exchange import Exchange
 from gateway.handing import handed, told, wish_of
 from gateway.openai.chunks import ChunkStream

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.answering import Answer, Choice
+from gateway.answering import Answer
+from gateway.choice import Choice
 from gateway.openai.message import Message, call_of
 from gateway.output.events import Delta, Event, Reasoning, ToolArguments, ToolCall, Warning
 from gateway.output.reader import ReadOptions

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.answering import Answer, Choice, Fold
+from gateway.answering import Answer
+from gateway.choice import Choice
 from gateway.openai.message import Message, message_of, warning_of
 from gateway.openai.shapes import Dialect, Origin, encode, joined, usage_of
 from gateway.output.events import Delta
+from gateway.sinks import Fold
 from gateway.text.logprobs import prompt_chances
 from gateway.text.tokenizer import Tokenizer
 from gateway.timings import told_timings

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.answering import Ask
+from gateway.asking import Ask
 from gateway.openai.checks import check_chat, check_completion
 from gateway.openai.completion import Completion
 from gateway.openai.naming import named

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from gateway.answering import Ask, Choice, Fold
+from gateway.asking import Ask
+from gateway.choice import Choice
 from gateway.openai.chunks import ChunkStream, Told
 from gateway.openai.schema import GenerationBody
 from gateway.openai.shapes import CompletionDialect, Dialect, Origin
@@ -27,6 +28,7 @@ from gateway.rendering.merging import chunk_of
 from gateway.rendering.recorded import Recorded, Reports, prompt_entries
 from gateway.rendering.state import StreamState, restore, state_of, wrong_state
 from gateway.served import ServedModel
+from gateway.sinks import Fold
 from gateway.text.detokenizer import DetokenizerState
 from gateway.tokens.generated import GenerateChunk, GeneratedChoice, GenerateResponse
 from protocol.errors import InvalidRequest, ServingError

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from gateway.answering import Answer, Ask, Choice
+from gateway.answering import Answer
+from gateway.asking import Ask
+from gateway.choice import Choice
 from gateway.openai.told import TokenChance
 from gateway.served import ServedModel
 from gateway.tokens.generated import ChosenToken, GeneratedChoice, GenerateUsage

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.answering import Ask
+from gateway.asking import Ask
 from gateway.openai.completion import Completion
 from gateway.openai.prepare import Preparation, Prompt
 from gateway.openai.schema import GenerationBody

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.answering import Choice
+from gateway.choice import Choice
 from gateway.metering import ThinkingMeter
 from gateway.openai.chunks import Told
 from gateway.output.reader import Reader, ReaderState

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gateway.answering import Ask
+from gateway.asking import Ask
 from gateway.openai.prepare import Preparation, Prompt
 from gateway.responses.fitting import fitted, room_for
 from gateway.responses.items import Placed

@@ -16,7 +16,8 @@ import msgspec
 from flask import Blueprint, Response, g, request
 
 from gateway import respond as any_api
-from gateway.answering import Answer, Ask
+from gateway.answering import Answer
+from gateway.asking import Ask
 from gateway.body import decode, read_json, unknown_fields
 from gateway.keeping import RESPONSE
 from gateway.openai.checks import check_ignored

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.answering import Answer, Choice
+from gateway.answering import Answer
+from gateway.choice import Choice
 from gateway.output.events import Content, Delta, Failed, Finished
 from gateway.responses.events import ENDS, IN_PROGRESS, Frame, ResponseEvents
 from gateway.responses.response import Told, error_of, usage_of

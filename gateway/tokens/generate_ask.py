@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.answering import Ask, Readers
+from gateway.asking import Ask, Readers
 from gateway.body import unknown_fields
 from gateway.handing import handed, is_idle, wish_of
 from gateway.openai.checks import unsupported

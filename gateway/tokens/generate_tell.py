@@ -19,12 +19,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway import handing, sse
-from gateway.answering import Answer, Choice, Fold
+from gateway.answering import Answer
+from gateway.choice import Choice
 from gateway.faults import fault_of
 from gateway.openai.errors import error_body
 from gateway.openai.told import ChatLogprobs, PromptTokensDetails
 from gateway.output.events import Content, Delta, Event, Finished
 from gateway.served import ServedModel
+from gateway.sinks import Fold
 from gateway.text.logprobs import chat_logprobs, prompt_chances, shown
 from gateway.text.tokenizer import Tokenizer
 from gateway.timings import told_timings

@@ -9,7 +9,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answering import Answer, Ask
+from gateway.answering import Answer
+from gateway.asking import Ask
 from gateway.engine_client import Subscriber
 from gateway.output.reader import AnswerOptions, ReaderFactory
 from gateway.reading import Reading

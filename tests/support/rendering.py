@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.answering import Answer, Fold
+from gateway.answering import Answer
 from gateway.engine_client import Subscriber
 from gateway.openai import schema
 from gateway.openai.chunks import ChunkStream
@@ -27,6 +27,7 @@ from gateway.rendering.schema import (
     derender_completion_decoder,
 )
 from gateway.served import ServedModel
+from gateway.sinks import Fold
 from gateway.tokens import generate_ask as asking
 from gateway.tokens import generate_tell as telling
 from gateway.tokens.generate_schema import generate_decoder

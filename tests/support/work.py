@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gateway.answering import Answer, Ask
+from gateway.answering import Answer
+from gateway.asking import Ask
 from gateway.backlog import as_told
 from gateway.engine_client import EngineClient
 from gateway.openai.chunks import ChunkStream

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from gateway.access.caller import secret_in
-from gateway.answering import Answer, Ask
+from gateway.answering import Answer
 from gateway.anthropic.arguments import INVALID_JSON
 from gateway.anthropic.errors import error_body
 from gateway.anthropic.shapes import CONTEXT_FULL, Origin
 from gateway.anthropic.stream import PING, EventWriter
 from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer
 from gateway.anthropic.whole import whole_message
+from gateway.asking import Ask
 from gateway.engine_client import EngineClient
 from gateway.faults import fault_of, plain_fault
 from gateway.output.events import (

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.answering import Answer, Ask, Fold
+from gateway.answering import Answer
+from gateway.asking import Ask
 from gateway.engine_client import EngineClient
 from gateway.faults import fault_of
 from gateway.openai.chunks import ChunkStream
@@ -27,6 +28,7 @@ from gateway.output.events import (
     Warning,
 )
 from gateway.output.reader import ReaderFactory, ReadOptions
+from gateway.sinks import Fold
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import (
     ContextTooLong,

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.answering import Answer, Fold
+from gateway.answering import Answer
 from gateway.engine_client import EngineClient
 from gateway.faults import fault_of
 from gateway.openai.errors import error_body
 from gateway.output.events import Delta, Failed, Finished
 from gateway.output.tokens import TokenReader
+from gateway.sinks import Fold
 from gateway.tokens import generate_ask as asking
 from gateway.tokens.generate_schema import GenerateBody
 from gateway.tokens.generate_tell import GenerateStream, Telling, chosen_token, whole_response

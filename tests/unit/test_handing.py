@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.answering import Ask
+from gateway.asking import Ask
 from gateway.handing import MAX_HANDLE_CHARS, Wish, handed, is_idle, wish_of
 from gateway.output.tokens import TokenReaders
 from protocol.errors import InvalidRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.answering import NOT_CALLED
+from gateway.asking import NOT_CALLED
 from gateway.chat.kwargs import REASONING_EFFORTS
 from gateway.output import teller
 from gateway.output.formats import READ_WHOLE, TOOLS

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.answering import Answer, Ask
+from gateway.answering import Answer
+from gateway.asking import Ask
 from gateway.engine_client import EngineClient
 from gateway.output.events import (
     Content,
