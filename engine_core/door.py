@@ -6,13 +6,14 @@ requests, and its client has not heard of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 
 from engine_core.accounts import Accounts
 from engine_core.admission import check_load, check_request, new_request, retry_after
 from engine_core.deadlines import Deadlines, hopeless
 from engine_core.grammar.book import Compiled, GrammarBook, Job
+from engine_core.grammar.matcher import Template
 from engine_core.kv.exchange import Exchange
 from engine_core.open_requests import OpenRequests
 from engine_core.queue import Load, WaitingQueue
@@ -72,6 +73,11 @@ class Door:
     def num_waiting(self) -> int:
         """Also those that wait for their grammar."""
         return len(self._waiting) + self._grammars.num_waiting
+
+    @property
+    def templates(self) -> Mapping[bytes, Template]:
+        """Compiled grammars, by their digest."""
+        return self._grammars.templates
 
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         try:

@@ -16,7 +16,7 @@ and names the first difference, where it does not; with code 2 where the file is
 EXAMPLES = """\
 examples:
   tidegate serve --journal /var/tmp/journals
-  tidegate replay /var/tmp/journals/engine-20260102-030405-77.journal
+  tidegate replay /var/tmp/journals/engine-20260102-030405-77-0001.journal
   tidegate replay FILE --check          look at every law of slots and blocks on the way: slow
 """
 

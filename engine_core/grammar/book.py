@@ -7,6 +7,7 @@ are kept. What a compiler says is told to all who wait for it, and to nobody twi
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -39,6 +40,10 @@ class Compiled:
     result: Template | ServingError
 
 
+def digest_of(grammar: Grammar) -> bytes:
+    return sha256(msgspec.msgpack.encode(grammar)).digest()
+
+
 @dataclass
 class GrammarBook:
     """`jobs` are for the caller to take and to answer, each with one `settle`, in any order."""
@@ -51,10 +56,15 @@ class GrammarBook:
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def templates(self) -> Mapping[bytes, Template]:
+        """Of the grammars that are kept, by their digest."""
+        return self._kept
+
     def find(self, grammar: Grammar) -> tuple[bytes, Template | None]:
         """Its digest, and its template if there is one. Raises Overloaded where one would be long
         in coming."""
-        digest = sha256(msgspec.msgpack.encode(grammar)).digest()
+        digest = digest_of(grammar)
         template = self._kept.get(digest)
         if template is not None:
             self._kept.move_to_end(digest)

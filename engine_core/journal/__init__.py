@@ -2,6 +2,7 @@
 
     records   what is written down
     file      records in a file, bounded, and read back
+    state     all that an engine is, as data, with which a later file begins
     recorder  an engine that writes down what it is told and what it says
     replay    the same again, without workers: is it decided the same?
     command   `python -m engine_core.journal FILE`

@@ -45,11 +45,12 @@ def told(done: Replayed) -> str:
     stats, began = done.stats, done.began
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began.at))
     ends = ", ".join(f"{why} {number}" for why, number in sorted(stats.num_finished.items()))
-    full = "\nended    early: the journal was full" if done.is_full else ""
+    full = "\nended    early: this file was full" if done.is_full else ""
+    part = f"part {began.part} of its life, " if began.part > 1 else ""
     return f"""\
 engine   of {when} UTC, tidegate {began.version}
 model    {began.model.name} ({began.model.dtype}), {began.limits.num_blocks} blocks
-journal  {done.num_records:,} records of {done.seconds:,.1f} s
+journal  {part}{done.num_records:,} records of {done.seconds:,.1f} s
 requests {stats.num_accepted:,} accepted, {stats.num_refused:,} refused; ended: {ends or "none"}
 open     {stats.running} running, {stats.waiting} waiting at its end
 steps    {stats.num_steps:,}, {stats.num_preemptions:,} preemptions

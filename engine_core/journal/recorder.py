@@ -1,18 +1,24 @@
 """An engine that writes down what it is told, and a digest of what it says to that.
 
-What it decides is what any engine decides: each verb is the engine's own.
+What it decides is what any engine decides: each verb is the engine's own. When a file is nearly
+full it goes on in another, which begins with all that the engine is by then (state.py): between two
+turns of the loop, when nothing that it has decided waits to be taken.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import metadata
 from typing import TypeVar
 
+import msgspec
+from msgspec.structs import replace
+
 from engine_core.engine import Engine, draw_seed
-from engine_core.grammar.book import Compiled
+from engine_core.grammar.book import Compiled, Job
 from engine_core.journal.file import Writer
 from engine_core.journal.records import (
     FORMAT,
@@ -23,6 +29,7 @@ from engine_core.journal.records import (
     Drained,
     Dropped,
     Heard,
+    Knew,
     Masked,
     Named,
     Planned,
@@ -31,16 +38,22 @@ from engine_core.journal.records import (
     Ticked,
     digest,
 )
+from engine_core.journal.state import Unknown, freeze, named
 from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo, ServingError
+from protocol.grammar import Grammar
 from protocol.kv import KVReport
 from protocol.messages import Accepted, Generate, Limits, Output, Outputs, Refused
 from protocol.model_card import ModelCard
 from protocol.steps import Masks, StepPlan, StepResult
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 RAISED = b"raised"
 """Instead of an answer's digest."""
+LEAST_GRAMMARS = 256
+"""Beyond these, and twice those that are needed, they are looked through."""
 
 
 class RecordedEngine(Engine):
@@ -60,19 +73,24 @@ class RecordedEngine(Engine):
         self._writer = writer
         self._drawn: list[int] = []
         self._waiting_tick: Ticked | None = None  # of an idle engine: it matters to what comes next
-        writer.write(
-            Began(
-                format=FORMAT,
-                at=time.time(),
-                version=metadata.version("tidegate"),
-                config=config,
-                model=model,
-                limits=limits,
-                draft_cost=draft_cost,
-                step_costs=list(step_costs),
-                tiers=list(tiers),
-            )
+        self._grammars: dict[bytes, Grammar] = {}  # those that anything may still refer to
+        self._most_grammars = LEAST_GRAMMARS
+        self._compiling: set[bytes] = set()
+        self._began = Began(
+            format=FORMAT,
+            at=time.time(),
+            version=metadata.version("tidegate"),
+            config=config,
+            model=model,
+            limits=limits,
+            draft_cost=draft_cost,
+            step_costs=list(step_costs),
+            tiers=list(tiers),
         )
+        writer.write(self._began)
+        self._given: dict[int, str] = {}
+        self._state: list[str] = []  # names of what is the engine's and not ours
+        draw, own = self._draw, set(vars(self))
         super().__init__(
             config,
             model,
@@ -80,8 +98,11 @@ class RecordedEngine(Engine):
             draft_cost=draft_cost,
             step_costs=step_costs,
             tiers=tiers,
-            draw_seed=self._draw,
+            draw_seed=draw,
         )
+        self._state = [name for name in vars(self) if name not in own]
+        self._given = {id(config): "config", id(model): "model", id(limits): "limits"}
+        self._given[id(draw)] = "draw_seed"
 
     def _draw(self) -> int:
         self._drawn.append(draw_seed())
@@ -103,7 +124,45 @@ class RecordedEngine(Engine):
             self._writer.write(self._waiting_tick)
             self._waiting_tick = None
 
+    def _begin_part(self) -> None:
+        """Go on in another file."""
+        self._write_tick()
+        began = time.perf_counter()
+        try:
+            engine = {name: getattr(self, name) for name in self._state}
+            state = msgspec.msgpack.encode(freeze(engine, self._all_given()))
+        except Unknown as error:
+            self._writer.end(f"cannot be gone on with: {error}")
+            return
+        self._forget_grammars()
+        first = replace(self._began, at=time.time(), part=self._writer.part + 1)
+        self._writer.begin_next([first, Knew(state=state, grammars=[*self._grammars.values()])])
+        told = "the journal goes on in %s, behind a state of %d KiB, %.0f ms"
+        log.info(told, self._writer.path, len(state) >> 10, 1e3 * (time.perf_counter() - began))
+
+    def _all_given(self) -> dict[int, str]:
+        templates = self._door.templates.items()
+        return self._given | {id(template): named(digest) for digest, template in templates}
+
+    def _forget_grammars(self) -> None:
+        """Those that nothing refers to any more."""
+        wanted = self._compiling | self._door.templates.keys()
+        wanted |= {request.grammar for request in self._open if request.grammar is not None}
+        self._grammars = {d: grammar for d, grammar in self._grammars.items() if d in wanted}
+        self._most_grammars = 2 * len(self._grammars) + LEAST_GRAMMARS
+
+    def take_jobs(self) -> list[Job]:
+        jobs = super().take_jobs()
+        for job in jobs:
+            self._grammars[job.digest] = job.grammar
+            self._compiling.add(job.digest)
+        if len(self._grammars) > self._most_grammars:
+            self._forget_grammars()
+        return jobs
+
     def tick(self, now: float) -> dict[bytes, Outputs]:
+        if self._writer.is_nearly_full:
+            self._begin_part()
         news = super().tick(now)
         self._waiting_tick = Ticked(now=now, said=digest(news) if news else b"")
         if news or not self.is_idle:
@@ -119,6 +178,7 @@ class RecordedEngine(Engine):
         return self._keep(partial(super().add, client, message), record_of)
 
     def settle(self, compiled: Compiled) -> list[tuple[bytes, Accepted | Refused]]:
+        self._compiling.discard(compiled.digest)
         error = compiled.result.info() if isinstance(compiled.result, ServingError) else None
         record_of = partial(_settled, compiled.digest, error)
         return self._keep(partial(super().settle, compiled), record_of)

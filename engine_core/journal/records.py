@@ -14,6 +14,7 @@ import msgspec
 from protocol import wire
 from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo
+from protocol.grammar import Grammar
 from protocol.kv import KVReport
 from protocol.messages import Generate, Limits
 from protocol.model_card import ModelCard
@@ -30,7 +31,11 @@ class Record(
 
 
 class Began(Record, frozen=True, kw_only=True):
-    """First of all: what the engine was made of. at: seconds since 1970."""
+    """First of all: what the engine was made of.
+
+    at      seconds since 1970
+    part    of the engine's life: where it is not the first, its state follows
+    """
 
     format: int
     at: float
@@ -41,6 +46,18 @@ class Began(Record, frozen=True, kw_only=True):
     draft_cost: float
     step_costs: list[tuple[int, float]] = []
     tiers: list[str] = []
+    part: int = 1
+
+
+class Knew(Record, frozen=True, kw_only=True):
+    """What the engine was when this part began.
+
+    state      state.Frozen
+    grammars   all that it refers to, and those that are being compiled
+    """
+
+    state: bytes
+    grammars: list[Grammar]
 
 
 class Ticked(Record, frozen=True, kw_only=True):
@@ -112,11 +129,12 @@ class Heard(Record, frozen=True, kw_only=True):
 
 
 class Full(Record, frozen=True, kw_only=True):
-    """Last of all: there was no room for more."""
+    """Last of all: there was no room for more before the next part could begin."""
 
 
 AnyRecord = (
     Began
+    | Knew
     | Ticked
     | Added
     | Settled

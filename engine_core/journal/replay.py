@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
 
+import msgspec
+
 from engine_core.engine import Engine
-from engine_core.grammar.book import Compiled, Job
+from engine_core.grammar.book import Compiled, digest_of
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.matcher import Template
 from engine_core.journal.recorder import planned
@@ -28,6 +30,7 @@ from engine_core.journal.records import (
     Dropped,
     Full,
     Heard,
+    Knew,
     Masked,
     Named,
     Planned,
@@ -35,7 +38,9 @@ from engine_core.journal.records import (
     Ticked,
     digest,
 )
+from engine_core.journal.state import Frozen, Unknown, freeze, grammar_of, thaw
 from protocol.errors import ServingError, error_from
+from protocol.grammar import Grammar
 from protocol.stats import EngineStats
 
 
@@ -88,12 +93,30 @@ def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> Replayed:
     return done
 
 
+_STRANGE = "this part of a journal is of another version of the engine, or none"
+
+
+def _check_shapes(then: Frozen, now: Frozen) -> None:
+    """Of what any engine consists of. Raises Unknown where it has changed."""
+    old, new = then.shapes(), now.shapes()
+    for name in old.keys() & new.keys():
+        if changed := old[name] ^ new[name]:
+            raise Unknown(f"{name} differs in {', '.join(sorted(changed))}")
+
+
 class _Life:
     def __init__(self, began: Began) -> None:
         self._seeds: list[int] = []
-        self._jobs: dict[bytes, Job] = {}
+        self._jobs: dict[bytes, Grammar] = {}
         self._compiler = cache(partial(Compiler, began.model))  # some models have none
         self._at = 0.0
+        draw = self._draw
+        self._given: dict[str, object] = {
+            "config": began.config,
+            "model": began.model,
+            "limits": began.limits,
+            "draw_seed": draw,
+        }
         self.engine = Engine(
             began.config,
             began.model,
@@ -101,12 +124,17 @@ class _Life:
             draft_cost=began.draft_cost,
             step_costs=began.step_costs,
             tiers=began.tiers,
-            draw_seed=lambda: self._seeds.pop(0),
+            draw_seed=draw,
         )
+
+    def _draw(self) -> int:
+        return self._seeds.pop(0)
 
     def live(self, number: int, record: AnyRecord) -> None:
         engine = self.engine
         match record:
+            case Knew():
+                self._know(record)
             case Ticked(now=now):
                 self._at = now
                 news = engine.tick(now)
@@ -114,7 +142,6 @@ class _Life:
             case Added(client=client, message=message, seeds=seeds):
                 self._seeds = list(seeds)
                 self._compare(number, record, digest(engine.add(client, message)))
-                self._jobs |= {job.digest: job for job in engine.take_jobs()}
             case Settled():
                 self._compare(number, record, digest(engine.settle(self._compiled(record))))
             case Aborted(client=client, numbers=numbers):
@@ -133,8 +160,28 @@ class _Life:
                 self._compare(number, record, digest(engine.commit(result, elapsed_s)))
             case Heard(report=report):
                 self._compare(number, record, digest(engine.hear(report)))
-        engine.take_orders()
-        engine.freed.clear()
+        self._jobs |= {job.digest: job.grammar for job in self.engine.take_jobs()}
+        self.engine.take_orders()
+        self.engine.freed.clear()
+
+    def _know(self, record: Knew) -> None:
+        """Be the engine that it was when this part of its life began. Raises NoJournal."""
+        self._jobs = {digest_of(grammar): grammar for grammar in record.grammars}
+        templates = cache(self._template)
+
+        def find(name: str) -> object:
+            return self._given[name] if name in self._given else templates(grammar_of(name))
+
+        try:
+            state = msgspec.msgpack.decode(record.state, type=Frozen)
+            _check_shapes(state, freeze(self.engine, {id(v): k for k, v in self._given.items()}))
+            known = thaw(state, find, lambda digest: templates(digest).start())
+        except (Unknown, msgspec.MsgspecError) as error:
+            raise NoJournal(f"{_STRANGE}: {error}") from None
+        vars(self.engine).update(known)
+
+    def _template(self, digest: bytes) -> Template:
+        return self._compiler().compile(self._jobs[digest])
 
     def _plan(self, number: int, record: Planned) -> None:
         plan = self.engine.plan()
@@ -160,7 +207,7 @@ class _Life:
         if record.error is not None:
             result = error_from(record.error)
         else:
-            result = self._compiler().compile(self._jobs.pop(record.digest).grammar)
+            result = self._template(record.digest)
         return Compiled(record.digest, result)
 
 

@@ -35,6 +35,10 @@ from protocol.messages import Generate
 Order = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 
 
+def draw_lease() -> bytes:
+    return secrets.token_bytes(LEASE_BYTES)
+
+
 class Exchange:
     """draw_lease  a new lease's name"""
 
@@ -45,7 +49,7 @@ class Exchange:
         peers: Peers,
         tiers: Tiers,
         *,
-        draw_lease: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_BYTES),
+        draw_lease: Callable[[], bytes] = draw_lease,
     ) -> None:
         self.orders: list[Order] = []
         self.leases = Leases(pool, config.kv_lease_s, self._tell)

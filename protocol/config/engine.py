@@ -114,7 +114,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         ),
     ] = ""
     journal_mib: Annotated[
-        int, about("largest journal; of several, the newest four are kept", ge=1, le=1 << 20)
+        int, about("largest file of a journal; the newest four are kept", ge=1, le=1 << 20)
     ] = 256
 
     def __post_init__(self) -> None:

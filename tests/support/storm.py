@@ -29,6 +29,8 @@ GRAMMARS: list[tuple[Body, str, str]] = [
 """(grammar, pattern of whole answers, pattern of what may be cut short)"""
 LABELS = [f"label-{i}" for i in range(12)]
 BAD = Regex(pattern="(")
+FAULTS = ["", "", "", "damaged", "timeout"]
+"""What may come of a fetch from a tier."""
 ACCOUNTS = [None, None, Account(name="alice"), Account(name="bob")]
 
 
@@ -212,3 +214,48 @@ def _check_tokens(say: Say, prompt: list[int], tokens: list[int], seed: int) -> 
     for token in tokens:
         assert token == say(known, seed, None)
         known.append(token)
+
+
+class Forgetful(Storm):
+    """A cache that is far too small, so that much of what is asked for again has to come from the
+    tiers; these forget at random, tell it late and fail at random."""
+
+    def __init__(self, seed: int, tiers: list[str]) -> None:
+        super().__init__(
+            seed, tiers=tiers, block_tokens=4, num_blocks=25, kv_load_tokens=5, max_slots=4
+        )
+        self.openings = [[self.random.randrange(VOCAB) for _ in range(44)] for _ in range(12)]
+
+    def operate(self) -> None:
+        choice = self.random.random()
+        if choice < 0.15:
+            self.tend()
+        elif choice < 0.4:
+            self.bench.step()
+        else:
+            super().operate()
+
+    def prompt(self) -> list[int]:
+        """They begin in one of a few ways, more than the cache has room for."""
+        opening = self.random.choice(self.openings)
+        fresh = super().prompt()[:8]
+        return opening[: self.random.randrange(len(opening))] + fresh
+
+    def tend(self) -> None:
+        """The tiers tell what they hold, lose some of it, or are done with a fetch."""
+        tiers, choice = self.bench.tiers, self.random.random()
+        if choice < 0.3:
+            self.bench.hear(tiers.news())
+        elif choice < 0.4:
+            kept = [(tier, content) for tier in tiers.kept for content in tiers.kept[tier]]
+            for tier, content in self.random.sample(kept, len(kept) // 20):
+                tiers.lose(tier, content)
+        elif tiers.jobs:
+            job = self.random.choice(list(tiers.jobs))
+            self.bench.hear(tiers.do(job, self.random.choice(FAULTS)))
+
+    def settle(self) -> None:
+        super().settle()
+        while self.bench.tiers.jobs:
+            self.bench.hear(self.bench.tiers.do(next(iter(self.bench.tiers.jobs))))
+            self.bench.run()

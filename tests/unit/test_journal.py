@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
@@ -10,14 +11,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from engine_core.grammar.matcher import Matcher
 from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
-from engine_core.journal.records import AnyRecord, Began, Committed, Full, Planned, Ticked
+from engine_core.journal.records import AnyRecord, Began, Committed, Planned, Ticked
 from engine_core.journal.replay import Differs, NoJournal, replay
+from engine_core.journal.state import Frozen, Unknown, freeze, thaw
 from protocol.arrays import Int32
 from protocol.errors import WireError
+from protocol.grammar import Choice, Regex
 from tests.support.engines import Bench
-from tests.support.storm import Storm
+from tests.support.grammars import text_of
+from tests.support.storm import Forgetful, Storm
 
 
 class Journals:
@@ -33,7 +38,10 @@ class Journals:
     def of(self, bench: Bench, max_bytes: int = 1 << 24) -> Path:
         """From now on its engine writes one."""
         writer, engine = self.write(max_bytes), bench.engine
-        bench.engine = RecordedEngine(writer, engine._config, engine._model, engine.limits)
+        tiers = list(bench.tiers.kept)
+        bench.engine = RecordedEngine(
+            writer, engine._config, engine._model, engine.limits, tiers=tiers
+        )
         return writer.path
 
     def close(self) -> None:
@@ -46,10 +54,12 @@ def journals(tmp_path: Path) -> Iterator[Journals]:
         yield journals
 
 
-def stormy(seed: int, journals: Journals, **more) -> tuple[Bench, Path]:
-    storm = Storm(seed)
-    path = journals.of(storm.bench, **more)
-    for number in range(150):
+def stormy(
+    seed: int, journals: Journals, length: int = 150, tiers: Sequence[str] = ()
+) -> tuple[Bench, Path]:
+    storm = Forgetful(seed, [*tiers]) if tiers else Storm(seed)
+    path = journals.of(storm.bench)
+    for number in range(length):
         storm.bench.engine.tick(number / 8)
         storm.operate()
     storm.settle()
@@ -130,13 +140,123 @@ def test_a_journal_that_was_cut_anywhere_is_read_up_to_its_last_whole_record(
     assert (lengths[0], lengths[-1]) == (0, len(records))
 
 
-def test_a_full_journal_says_so_and_the_engine_goes_on(journals: Journals) -> None:
-    bench, path = stormy(2, journals, max_bytes=8000)
-    *_, last = read(path)
-    assert isinstance(last, Full)
-    assert path.stat().st_size < 8100
+def parts(journals: Journals) -> list[Path]:
+    return sorted(journals.directory.glob("*.journal"))
+
+
+@pytest.mark.parametrize(
+    ("seed", "tiers"), [(2, []), (3, []), (104, []), (205, []), (207, ["host", "disk"])]
+)
+def test_a_part_may_begin_at_any_moment_and_replays_by_itself(
+    seed: int, tiers: list[str], journals: Journals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is open then: answers in grammars, drafts, steps that are out, fetches."""
+    monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
+    monkeypatch.setattr("engine_core.journal.file.SPARE", 1)  # a file is nearly full at once
+    bench, _ = stormy(seed, journals, length=90, tiers=tiers)
+    told = [replay(read(path), checks=True) for path in parts(journals)]
+    assert [done.began.part for done in told] == list(range(1, 92))
+    assert sum(done.kinds["committed"] for done in told) == told[-1].stats.num_steps > 10
+    assert told[-1].stats == bench.engine.stats()
+
+
+def test_an_answer_is_where_it_was_in_its_grammar(
+    journals: Journals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
+    monkeypatch.setattr("engine_core.journal.file.SPARE", 1)
+    bench = Bench(steps_in_flight=2)
+    journals.of(bench)
+    number = bench.add([5, 6, 7], grammar=Choice(choices=["abcdefgh", "abcdxyzw"]))
+    bench.compile()
+    waits = bench.add([5, 6, 7], grammar=Regex(pattern="[ab]{9}c"))  # compiled when it is half done
+    for now in range(1, 9):
+        bench.engine.tick(float(now))
+        bench.step()
+    bench.compile()
+    for now in range(9, 30):
+        bench.engine.tick(float(now))
+        bench.step()
+    assert isinstance(number, int)
+    assert isinstance(waits, int)
+    assert text_of(bench.tokens(number)) in ("abcdefgh", "abcdxyzw")
+    assert text_of(bench.tokens(waits)).endswith("c")
+    masked = [replay(read(path), checks=True).kinds["masked"] for path in parts(journals)]
+    assert sum(map(bool, masked)) > 15, "parts begin in the middle of answers"
+
+
+def busy(bench: Bench, now: float) -> None:
+    """One more second of its life; it is never idle."""
+    bench.engine.tick(now)
+    bench.add([int(now) % 50, 6, 7], max_tokens=9, seed=int(now))
+    for _ in range(8):
+        bench.step()
+
+
+def test_a_long_life_is_bounded_the_oldest_part_goes_and_the_rest_replays(
+    journals: Journals,
+) -> None:
+    bench = Bench(checks=False)
+    first = journals.of(bench, 1 << 15)
+    for now in range(400):
+        busy(bench, float(now))
+    assert not bench.engine.is_idle
+    found = parts(journals)
+    assert len(found) == KEPT_FILES
+    assert not first.exists()
+    assert all(path.stat().st_size <= 1 << 15 for path in found)
+    told = [replay(read(path)) for path in found]
+    assert [done.began.part for done in told] == [
+        *range(told[0].began.part, told[-1].began.part + 1)
+    ]
+    assert not any(done.is_full for done in told)
+    assert told[-1].stats == bench.engine.stats()
+
+
+def test_what_one_turn_brings_may_fill_a_file_and_the_next_turn_begins_another(
+    journals: Journals,
+) -> None:
+    bench = Bench(checks=False)
+    path = journals.of(bench, 1 << 17)
+    numbers = [bench.add(list(range(50)), max_tokens=1) for _ in range(800)]
     assert replay(read(path)).is_full
-    assert bench.engine.is_idle
+    assert path.stat().st_size < (1 << 17) + 100
+    bench.abort(*[number for number in numbers if isinstance(number, int)])
+    busy(bench, 1.0)
+    (_, second) = parts(journals)
+    assert replay(read(second)).stats == bench.engine.stats()
+
+
+def test_an_engine_that_knows_more_than_half_a_file_goes_on_without_a_journal(
+    journals: Journals,
+) -> None:
+    bench = Bench(checks=False)
+    journals.of(bench, 1 << 13)
+    for now in range(200):
+        busy(bench, float(now))
+    first, second = parts(journals)
+    assert replay(read(first)).began.part == 1
+    assert second.stat().st_size <= (1 << 13) + 100
+
+
+def test_a_part_of_an_engine_that_consisted_of_something_else_is_refused(
+    journals: Journals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_core.journal.file.SPARE", 1)
+    bench = Bench()
+    journals.of(bench)
+    vars(bench.engine._scheduler)["of_old"] = 1
+    bench.engine.tick(1.0)
+    with pytest.raises(NoJournal, match="Scheduler differs in of_old"):
+        replay(read(parts(journals)[-1]))
+
+
+def test_a_state_names_no_class_but_ours_and_calls_none() -> None:
+    for name in ("subprocess:Popen", "engine_core.engine:secrets", "engine_core.nowhere:Engine"):
+        with pytest.raises(Unknown):
+            thaw(Frozen([["object", name, {}, []]]), str, lambda digest: Matcher(None))
+    with pytest.raises(Unknown, match="subprocess:list2cmdline"):
+        freeze([subprocess.list2cmdline], {})
 
 
 def test_an_idle_engines_clock_is_written_when_it_matters(journals: Journals) -> None:
