@@ -1,21 +1,76 @@
-"""What the kernel tells of a process of this machine."""
+"""What the kernel tells of the processes of this machine.
+
+`proc` is where it tells that; a process may be gone by the time one asks for it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
+PROC = Path("/proc")
 STOPPED = "T"
 """By a signal; "t", which a debugger's look makes of it for a moment, is none of ours."""
+ZOMBIE = "Z"
+"""It has ended, and only waits to be counted."""
+
+
+class Stat(NamedTuple):
+    """state: a letter; started: ticks since the boot; cpu_s: what it has used, in seconds."""
+
+    state: str
+    parent: int
+    started: int
+    cpu_s: float
+
+
+def stat_of(pid: int, proc: Path = PROC) -> Stat | None:
+    """None of one that is gone, and where nobody can tell."""
+    try:
+        text = (proc / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    # Behind the name, which may hold anything.
+    state, parent, *fields = text.rpartition(")")[2].split()
+    ticks = int(fields[9]) + int(fields[10])
+    return Stat(state, int(parent), int(fields[17]), ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def all_stats(proc: Path = PROC) -> dict[int, Stat]:
+    """Of all processes, by number."""
+    pids = sorted(int(path.name) for path in proc.glob("[0-9]*"))
+    return {pid: stat for pid in pids if (stat := stat_of(pid, proc)) is not None}
+
+
+def families(heads: Iterable[int], parents: Mapping[int, int]) -> set[int]:
+    """`heads`, and all whom they have started, and whom these have, and so on."""
+    found = set(heads)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def words_of(pid: int, proc: Path = PROC) -> list[str]:
+    """Its command line; nothing of one that is gone, or has ended."""
+    try:
+        line = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return []
+    return line.removesuffix("\0").split("\0") if line else []
+
+
+def name_of(pid: int, proc: Path = PROC) -> str:
+    """What it runs: the module behind -m, or the program."""
+    words = words_of(pid, proc)
+    modules = [b for a, b in pairwise(words) if a == "-m"]
+    return modules[0] if modules else Path(words[0]).name if words else "?"
 
 
 def is_stopped(pid: int) -> bool:
     """Whether it is stopped (SIGSTOP, SIGTSTP) and computes nothing until somebody lets it go on.
     False where nobody can tell, and for one that is gone."""
-    return _state(pid) == STOPPED
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    stat = stat_of(pid)
+    return stat is not None and stat.state == STOPPED

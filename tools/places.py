@@ -14,12 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.process_state import PROC, ZOMBIE, families, name_of, stat_of
 from protocol.sockets import run_directory
 from tools import run_lock
 from tools.failure import Failure
-from tools.profile import name_of
 
-PROC = Path("/proc")
 ROOMS = frozenset({"engine_core", "worker"})
 """What none but us starts; a gateway is one of many that run by gunicorn."""
 INIT = 1
@@ -100,10 +99,10 @@ def processes(proc: Path = PROC) -> dict[int, Process]:
         with contextlib.suppress(OSError):
             if folder.stat().st_uid != os.getuid():
                 continue
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                pid = int(folder.name)
-                found[pid] = Process(pid, int(fields[1]), int(fields[19]), name_of(pid, proc))
+            pid = int(folder.name)
+            stat = stat_of(pid, proc)
+            if stat is not None and stat.state != ZOMBIE:
+                found[pid] = Process(pid, stat.parent, stat.started, name_of(pid, proc))
     return found
 
 
@@ -122,10 +121,7 @@ def _holding(lock: Path, running: Mapping[int, Process], proc: Path) -> Iterator
 
 
 def _family(heads: Iterator[int], running: Mapping[int, Process]) -> set[int]:
-    family = set(heads)
-    while more := {p.pid for p in running.values() if p.parent in family} - family:
-        family |= more
-    return family - {os.getpid()}
+    return families(heads, {p.pid: p.parent for p in running.values()}) - {os.getpid()}
 
 
 def clear(directory: Path) -> list[str]:

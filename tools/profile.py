@@ -7,20 +7,18 @@ the worker records: of the server's own process and of all that descend from it.
 from __future__ import annotations
 
 import argparse
-import os
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from protocol.client import Engine
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import EngineNotReady, ServingError
 from protocol.messages import Profiled
+from protocol.process_state import PROC, all_stats, families, name_of
 from protocol.sockets import engine_address, run_directory
 from tools.bench.report import aligned
 from tools.failure import Failure
@@ -42,7 +40,6 @@ examples:
 
 WAIT_S = 3.0
 SAMPLE_EVERY_S = 0.1
-PROC = Path("/proc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +109,7 @@ class Sampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
 
@@ -133,30 +125,9 @@ class Sampler:
 
 def descendants(root: int, proc: Path) -> dict[int, float]:
     """Seconds of CPU that `root` and all below it have used, by process id."""
-    parents, used = {}, {}
-    for path in proc.glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except OSError:
-            continue  # it has ended
-        fields = text.rpartition(")")[2].split()  # after the name, which may hold anything
-        pid = int(path.parent.name)
-        parents[pid] = int(fields[1])
-        used[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    found = {root} & used.keys()
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {pid: used[pid] for pid in sorted(found)}
-
-
-def name_of(pid: int, proc: Path) -> str:
-    """What it runs: the module behind -m, or the program."""
-    try:
-        words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return "?"
-    modules = [b for a, b in pairwise(words) if a == "-m"]
-    return modules[0] if modules else Path(words[0]).name
+    stats = all_stats(proc)
+    found = families({root} & stats.keys(), {pid: stat.parent for pid, stat in stats.items()})
+    return {pid: stats[pid].cpu_s for pid in sorted(found)}
 
 
 def shares(samples: list[Sample], began: float, ended: float) -> dict[int, float]:

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
+
+from protocol.process_state import ZOMBIE, all_stats, stat_of, words_of
 
 ROOT = Path(__file__).parents[2]
 AUDITED = Path(__file__).parent / "audited"
@@ -63,12 +64,7 @@ class Program:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.process.kill()
         self.process.wait()
         if self.process.stdin is not None:
@@ -126,26 +122,20 @@ def free_port() -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """It runs; a zombie, which only waits to be counted, does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    """It runs; a zombie does not."""
+    stat = stat_of(pid)
+    return stat is not None and stat.state != ZOMBIE
 
 
 def descendants_of(pid: int) -> list[tuple[int, str]]:
     """(pid, command line) of its children, their children and so on; parents before children."""
-    found = []
-    for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            words = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (OSError, ValueError):
-            continue  # it has ended since
-        if parent == pid:
-            found.append((int(stat.parent.name), words))
-    return found + [each for child, _ in found for each in descendants_of(child)]
+    stats = all_stats()
+
+    def below(parent: int) -> list[int]:
+        children = [each for each, stat in stats.items() if stat.parent == parent]
+        return children + [each for child in children for each in below(child)]
+
+    return [(each, " ".join(words_of(each))) for each in below(pid)]
 
 
 def eventually(claim: Callable[[], object], *, within_s: float = 10.0) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 import requests
@@ -29,12 +28,7 @@ class Eye:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._is_over.set()
         self._thread.join()
 
@@ -82,12 +76,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._thread is not None:
             if self._response is not None and not self.end:
                 with contextlib.suppress(Exception):  # whatever became of it, we leave

@@ -10,10 +10,11 @@ import pytest
 
 from engine_core.profiling import Profiling
 from protocol.messages import Profile, Profiled, Refused
+from protocol.process_state import name_of
 from protocol.steps import Trace, Traced
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
-from tools.profile import Sample, descendants, name_of, shares
+from tools.profile import Sample, descendants, shares
 from worker.tracing import Tracer
 
 US, THEM = b"us", b"them"
