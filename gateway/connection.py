@@ -25,6 +25,7 @@ MAX_BUFFERED_BYTES = 1 << 20
 """A single write may be longer, where nothing waits before it: an echoed prompt is one."""
 ROOM_POLL_S = 0.01
 LINGER_S = 3.0
+FIRST_REQUEST_S = 1.0
 
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 _READ = 1
@@ -90,24 +91,33 @@ class HangUp:
 
 
 class IdleConnections:
-    """Kept-alive connections between two requests: a drain closes them rather than wait."""
+    """Connections before their first request and between two: a drain closes them rather than
+    wait."""
 
     def __init__(self) -> None:
-        self._sockets: weakref.WeakSet[Any] = weakref.WeakSet()
+        # From when on each may be closed (time.monotonic).
+        self._sockets: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+
+    def opened(self, sock: Any) -> None:
+        """Who connects is about to ask, and would not try again as one does whose connection has
+        been idle: time for one request to come in, and to be refused in words."""
+        self._sockets[sock] = time.monotonic() + FIRST_REQUEST_S
 
     def add(self, sock: Any) -> None:
         if sock is not None:
-            self._sockets.add(sock)
+            self._sockets[sock] = 0.0
 
     def discard(self, sock: Any) -> None:
-        self._sockets.discard(sock)
+        self._sockets.pop(sock, None)
 
     def close(self) -> None:
-        """The server, which waits for the next request, reads the end of the connection."""
-        for sock in list(self._sockets):
+        """The server, which waits for the next request, reads the end of the connection. It would
+        be told of an error by gevent's own `shutdown`, which wakes whoever waits, and log it."""
+        now = time.monotonic()
+        for sock in [each for each, due in self._sockets.items() if due <= now]:
+            self.discard(sock)
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        self._sockets.clear()
+                sock._sock.shutdown(socket.SHUT_RDWR)
 
 
 class Outlet:

@@ -17,6 +17,7 @@ import tempfile
 from typing import Any
 
 import msgspec
+from gunicorn.workers.ggevent import GeventWorker
 
 from protocol.config.gateway import GatewayConfig
 from protocol.lifeline import die_with_parent, hold_on
@@ -29,7 +30,17 @@ bind = (
     f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
 )
 workers = _config.gateways
-worker_class = "gevent"
+
+
+class Worker(GeventWorker):  # type: ignore[misc]
+    """gunicorn's, which has no hook for a connection that has not asked for anything yet."""
+
+    def handle(self, listener: Any, client: Any, addr: Any) -> None:
+        _service(self).idle_connections.opened(client)
+        super().handle(listener, client, addr)
+
+
+worker_class = Worker
 worker_connections = 10_000
 backlog = 2048
 preload_app = False
