@@ -93,7 +93,7 @@ class Loop:
         self._workers = Workers(context, config.worker, worker_address)
         self._engine: Engine | None = None  # until the worker is ready
         self._model: ModelCard | None = None
-        self._is_draining = False
+        self.drained_by = ""
         # Since when the worker is at the oldest step that is out, and the engine at planning it.
         self._begun_at: float | None = None
         self._wire_errors = 0
@@ -104,7 +104,8 @@ class Loop:
         self._journal = journal
 
     def run(self) -> None:
-        """Returns when drained. Raises WorkerLost when the worker is."""
+        """Returns when drained; `drained_by` says who asked for it first. Raises WorkerLost when
+        the worker is."""
         poller = zmq.Poller()
         sources = (self._socket, self._workers.socket, self._workers.death, self._wakeup)
         for source in (*sources, self._grammars.fd):
@@ -126,7 +127,7 @@ class Loop:
             self._tell_all(self._engine.tick(now))
         if self._wakeup in ready:
             os.read(self._wakeup, 4096)
-            self._drain()
+            self._drain("by a signal")
         if self._workers.socket in ready:
             self._hear_worker(now)
         if self._workers.death in ready:
@@ -151,7 +152,7 @@ class Loop:
         return math.ceil(max(left_s, 0.0) * 1000)
 
     def _is_done(self) -> bool:
-        if not self._is_draining or (self._engine is not None and not self._engine.is_idle):
+        if not self.drained_by or (self._engine is not None and not self._engine.is_idle):
             return False
         self._say_gone("the server was shut down")
         return True
@@ -220,7 +221,7 @@ class Loop:
                 self._drop(client)
             case Drain():
                 log.info("client %s asks to drain", client.hex())
-                self._drain()
+                self._drain(f"as the client {self._clients.name_of(client)!r} asked")
 
     def _generate(self, client: bytes, message: Generate) -> None:
         if client not in self._clients or self._engine is None:
@@ -331,7 +332,7 @@ class Loop:
         )
         self._model = ready.model
         self._engine = self._new_engine(ready, limits)
-        if self._is_draining:
+        if self.drained_by:
             self._engine.drain()
         if (ready.draft_cost or 0.0) >= 1:
             log.warning("the draft model is as large as the model: it is not asked for anything")
@@ -433,9 +434,9 @@ class Loop:
 
     # ---- the engine's own state
 
-    def _drain(self) -> None:
+    def _drain(self, by: str) -> None:
         """Everybody hears of it now, not with the next heartbeat, and sends us nothing new."""
-        self._is_draining = True
+        self.drained_by = self.drained_by or by
         if self._engine is not None:
             self._engine.drain()
             for client in self._clients.all():

@@ -22,7 +22,7 @@ from engine_core.workers import WorkerLost
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
 from protocol.config.engine import EngineConfig
-from protocol.exit_codes import ExitCode
+from protocol.exit_codes import DRAINED, ExitCode
 from protocol.lifeline import hold_on
 
 log = logging.getLogger("engine_core")
@@ -62,7 +62,8 @@ def run(config: EngineConfig) -> int:
     sockets.prepare(config.address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        Loop(config, context, wakeup, key, journal).run()
+        loop = Loop(config, context, wakeup, key, journal)
+        loop.run()
     except WorkerLost as error:
         log.error("%s", error)
         return error.exit_code
@@ -73,8 +74,8 @@ def run(config: EngineConfig) -> int:
         context.term()
         if journal is not None:
             journal.close()
-    log.info("drained")
-    return 0
+    log.info("%s%s", DRAINED, loop.drained_by)
+    return ExitCode.OK
 
 
 def _signals() -> int:

@@ -11,9 +11,12 @@ from enum import IntEnum
 KILLED = 128
 """and the number of the signal"""
 
+DRAINED = "drained, "
+"""How an engine's last line begins that has left with OK; who asked it to comes behind."""
+
 
 class ExitCode(IntEnum):
-    OK = 0  # stopped as asked: drained, or had nothing to finish
+    OK = 0  # stopped as asked, by whomever: drained, or had nothing to finish
     FAILED = 1  # none of those below; the last line says what
     USAGE = 2  # a command line that contradicts itself
     WORKER_LOST = 3  # the worker was killed or stopped, fell silent, or failed

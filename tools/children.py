@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.exit_codes import ExitCode
+from protocol.exit_codes import DRAINED, ExitCode
 from protocol.lifeline import Lifeline
 from protocol.process_state import is_stopped
 from tools.supervisor import Exit, Stopped
@@ -27,6 +27,8 @@ KEPT_LINES = 40
 READ_BYTES = 1 << 16
 OUR_ERROR = re.compile(r"^[0-9:]+ E [\w.]+ ")
 """How a line of our own log starts that tells of an error."""
+OUR_END = re.compile(rf"^[0-9:]+ I [\w.]+ (?={DRAINED})")
+"""The same, of one that tells who wanted the end."""
 CANNOT_START = "the gateway cannot start: "
 """How a gateway begins its last words; gunicorn's own come behind them."""
 LOOKS_LIKE_AN_ERROR = re.compile(
@@ -147,9 +149,9 @@ def _children_of(pid: int) -> list[int]:
 def last_words(lines: Iterable[str]) -> str:
     """The line that tells why: the one that says so, else the last that looks like an error, else
     the last with any text."""
-    spoken = [line.strip() for line in lines if line.strip()]
+    spoken = [OUR_END.sub("", line.strip()) for line in lines if line.strip()]
     for line in spoken:
-        if line.startswith(CANNOT_START):
+        if line.startswith((CANNOT_START, DRAINED)):
             return line
     errors = [line for line in spoken if LOOKS_LIKE_AN_ERROR.search(line)]
     return OUR_ERROR.sub("", (errors or spoken or [""])[-1])

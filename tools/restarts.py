@@ -32,11 +32,8 @@ class Restarts:
         return f"restart {len(self._at)} of at most {self._limit} in {WINDOW_S / 60:g} minutes"
 
     def after(self, stands_for: int, code: int, now: float) -> float | None:
-        """How many seconds to wait before a start that mends this death; None: do not.
-
-        code   0: it was asked to leave, by somebody else than us, and did
-        """
-        if not self.is_on or code == ExitCode.OK or (code > 0 and stands_for in SAME_AGAIN):
+        """How many seconds to wait before a start that mends this death; None: do not."""
+        if not self.is_on or (code > 0 and stands_for in SAME_AGAIN):
             return None
         while self._at and now - self._at[0] > WINDOW_S:
             self._at.popleft()

@@ -4,9 +4,12 @@ Events come in (a child exited, the server is ready, somebody pressed Ctrl-C, ti
 come out (say this, start that, send a signal, end with this code). `tools.watch` carries them out.
 The laws, beside the table of phases:
 
-- a child that exits before it was told to is a failure, whatever its exit code. If it may come
-  back (`tools.restarts`), the others serve on and it is started again; else they are stopped, the
-  first cause is the one that is told, and the exit code is the one that stands for it;
+- a child that exits before it was told to is a failure. If it may come back (`tools.restarts`),
+  the others serve on and it is started again; else they are stopped, the first cause is the one
+  that is told, and the exit code is the one that stands for it;
+- a child that leaves with code 0 has failed at nothing: somebody else has asked it to (`tidegate
+  drain`, a signal), and it has finished what it had. That is the end of the server, too, and a
+  good one: the others are drained;
 - a drain stops the children one after the other, those who take requests first, so that whoever
   still streams keeps the processes it needs;
 - who does not stop in time is killed; a second Ctrl-C kills at once;
@@ -22,7 +25,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from protocol.exit_codes import KILLED, ExitCode
+from protocol.exit_codes import DRAINED, KILLED, ExitCode
 from tools.restarts import Restarts
 
 STOP_S = 5.0
@@ -42,6 +45,7 @@ class Phase(Enum):
     STARTING = auto()  # children run; not ready yet; bounded by start_timeout_s
     SERVING = auto()  # ready; ends by a failure or a signal
     RESTARTING = auto()  # some child is gone and comes back, as STARTING; the others serve on
+    FOLLOWING = auto()  # one has drained as somebody else asked; the others are asked to finish
     DRAINING = auto()  # children are asked to finish, one after the other
     STOPPING = auto()  # all children were told to go, after a failure
     KILLING = auto()  # no more patience
@@ -52,6 +56,7 @@ class Event(Enum):
     READY = auto()  # the server answers that it is
     LOST = auto()  # a child is gone that may come back
     FAILED = auto()  # a child is gone for good
+    DRAINED = auto()  # a child is gone as it was asked to, by somebody else
     ASKED = auto()  # a signal: somebody wants us gone
     LATE = auto()  # the phase's deadline has come
     EMPTY = auto()  # no child is left, and none is to come back
@@ -60,16 +65,22 @@ class Event(Enum):
 NEXT_PHASE = {
     (Phase.STARTING, Event.READY): Phase.SERVING,
     (Phase.STARTING, Event.FAILED): Phase.STOPPING,
+    (Phase.STARTING, Event.DRAINED): Phase.FOLLOWING,
     (Phase.STARTING, Event.ASKED): Phase.DRAINING,
     (Phase.STARTING, Event.LATE): Phase.STOPPING,
     (Phase.SERVING, Event.LOST): Phase.RESTARTING,
     (Phase.SERVING, Event.FAILED): Phase.STOPPING,
+    (Phase.SERVING, Event.DRAINED): Phase.FOLLOWING,
     (Phase.SERVING, Event.ASKED): Phase.DRAINING,
     (Phase.RESTARTING, Event.READY): Phase.SERVING,
     (Phase.RESTARTING, Event.LOST): Phase.RESTARTING,
     (Phase.RESTARTING, Event.FAILED): Phase.STOPPING,
+    (Phase.RESTARTING, Event.DRAINED): Phase.FOLLOWING,
     (Phase.RESTARTING, Event.ASKED): Phase.DRAINING,
     (Phase.RESTARTING, Event.LATE): Phase.STOPPING,
+    (Phase.FOLLOWING, Event.ASKED): Phase.DRAINING,
+    (Phase.FOLLOWING, Event.LATE): Phase.KILLING,
+    (Phase.FOLLOWING, Event.EMPTY): Phase.ENDED,
     (Phase.DRAINING, Event.ASKED): Phase.KILLING,
     (Phase.DRAINING, Event.LATE): Phase.KILLING,
     (Phase.DRAINING, Event.EMPTY): Phase.ENDED,
@@ -206,8 +217,8 @@ class Supervisor:
             del self._stopped_since[stopped]
         orders: list[Order] = []
         if self.phase in (Phase.STARTING, Phase.SERVING, Phase.RESTARTING):
-            orders = self._lose(exit, now)
-        elif self.phase is Phase.DRAINING:
+            orders = self._follow(exit, now) if exit.code == ExitCode.OK else self._lose(exit, now)
+        elif self.phase in (Phase.FOLLOWING, Phase.DRAINING):
             orders = self._left(exit) + self._drain_next(now)
         return orders + self._end()
 
@@ -266,6 +277,13 @@ class Supervisor:
         phase = NEXT_PHASE.get((self.phase, event))
         self.phase = phase or self.phase
         return phase is not None
+
+    def _follow(self, exit: Exit, now: float) -> list[Order]:
+        self._moves(Event.DRAINED)
+        self._due.clear()
+        knows = exit.last_words.startswith(DRAINED)
+        how = exit.last_words if knows else "left, as somebody else than its supervisor asked"
+        return [Say(f"{exit.child} {how}; the server stops"), *self._drain_next(now)]
 
     def _lose(self, exit: Exit, now: float) -> list[Order]:
         was = self.phase

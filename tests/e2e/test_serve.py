@@ -14,6 +14,7 @@ import pytest
 from protocol.exit_codes import KILLED, ExitCode
 from tests.support.processes import descendants_of, eventually, is_alive
 from tests.support.server import Server
+from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.conversation import Conversation
 from tools.web import Server as Address
 
@@ -135,6 +136,17 @@ def test_a_drain_lets_an_open_stream_finish_and_ends_well(number: int) -> None:
         assert talk.last.finish_reason == "length", rest
         assert server.end() == 0, server.said
         assert eventually(lambda: not any(is_alive(pid) for pid, _ in family))
+
+
+def test_a_drain_that_somebody_else_asked_for_ends_the_server_well_and_says_who(
+    tmp_path: Path,
+) -> None:
+    with Server("--max-slots", "2", model=str(write_tiny_llama(tmp_path))) as server:
+        drain = tidegate("drain", *port(server))
+        assert drain.returncode == 0, drain
+        assert server.end() == ExitCode.OK, server.said
+    assert "engine drained, as the client 'drain' asked; the server stops" in server.out
+    assert not [line for line in server.err if line.startswith(("tidegate:", "Traceback"))]
 
 
 def test_a_folder_of_the_users_that_is_called_worker_does_no_harm(tmp_path: Path) -> None:

@@ -83,10 +83,10 @@ FATES = {
     (GATEWAY, TERM): SERVES_ON,
     (MASTER, KILL): SERVES_ON,
     (MASTER, STOP): SERVES_ON,
-    (MASTER, TERM): ends(ExitCode.GATEWAY_LOST),  # it was asked to go, and went
+    (MASTER, TERM): ends(ExitCode.OK),  # it was asked to go, and went
     (ENGINE, KILL): COMES_BACK,
     (ENGINE, STOP): COMES_BACK,
-    (ENGINE, TERM): ends(ExitCode.ENGINE_LOST),
+    (ENGINE, TERM): ends(ExitCode.OK),
     (WORKER, KILL): COMES_BACK,
     (WORKER, STOP): COMES_BACK,
     (WORKER, TERM): COMES_BACK,
@@ -97,10 +97,10 @@ FATES = {
 AT_START = {
     (MASTER, KILL): ends(KILLED_BY_KILL),
     (MASTER, STOP): ends(KILLED_BY_KILL),
-    (MASTER, TERM): ends(ExitCode.GATEWAY_LOST, KILLED + TERM),
+    (MASTER, TERM): ends(ExitCode.OK, KILLED + TERM),
     (ENGINE, KILL): ends(KILLED_BY_KILL),
     (ENGINE, STOP): ends(KILLED_BY_KILL),
-    (ENGINE, TERM): ends(ExitCode.ENGINE_LOST, KILLED + TERM),
+    (ENGINE, TERM): ends(ExitCode.OK, KILLED + TERM),
     (WORKER, KILL): ends(ExitCode.WORKER_LOST),
     (WORKER, STOP): ends(ExitCode.WORKER_LOST),
     (WORKER, TERM): ends(ExitCode.WORKER_LOST),
