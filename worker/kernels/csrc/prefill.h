@@ -153,11 +153,16 @@ void prefill_item(const Attend<N> &a, const Rows &rows, const Item &item, int64_
 template <class N>
 INLINE void attend(Team &team, const Attend<N> &a, const Rows &rows, const Work &work,
                    float *partials) {
-    const int64_t kv_heads = a.heads.kv_heads;
-    team.share((int64_t)work.items.size() * kv_heads, [&](int64_t i) {
-        const Item &item = work.items[(size_t)(i / kv_heads)];
-        if (item.row >= rows.num_decodes) prefill_item(a, rows, item, i % kv_heads);
-        else decode_item(a, rows, item, i % kv_heads, partials);
+    const int64_t kv_heads = a.heads.kv_heads, dim = a.heads.dim, tiles = work.num_tiles * kv_heads;
+    const int64_t some = work.heads_together(a.heads, sizeof(N)), parts = (kv_heads + some - 1) / some;
+    const int64_t pieces = ((int64_t)work.items.size() - work.num_tiles) * parts;
+    team.share(tiles + pieces, [&](int64_t i) {
+        if (i < tiles) return prefill_item(a, rows, work.items[(size_t)(i / kv_heads)], i % kv_heads);
+        const Item &item = work.items[(size_t)(work.num_tiles + (i - tiles) / parts)];
+        const int64_t first = (i - tiles) % parts * some;
+        const int64_t end = first + some < kv_heads ? first + some : kv_heads;
+        for (int64_t head = first; head < end; head++)
+            decode_item(a, rows, item, head, head == first ? (end - first) * dim : dim, partials);
     });
     if (!work.num_partials) return;
     team.share((int64_t)work.items.size(), [&](int64_t i) {
