@@ -25,6 +25,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """
     torch         its version
     device        "cpu" or "cuda:0", device_name of a GPU; dtype: what `auto` would choose
+    device_id     by which its holders are found (devices.py); "" of the CPU
     cpu, cpu_flags   the processor's name; of its features those that matter
     cores, quota  that this process may use; quota: None where no container limits them
     threads       what `--threads 0` would choose
@@ -42,5 +43,6 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
     quota: float | None = None
     device_name: str = ""
+    device_id: str = ""
     model: ModelFacts | None = None
     model_error: str = ""

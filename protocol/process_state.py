@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from signal import SIGKILL
 from typing import NamedTuple
 
 PROC = Path("/proc")
@@ -16,15 +17,21 @@ STOPPED = "T"
 """By a signal; "t", which a debugger's look makes of it for a moment, is none of ours."""
 ZOMBIE = "Z"
 """It has ended, and only waits to be counted."""
+ENDING = 0x4 | 0x400
+"""The kernel's PF_EXITING and PF_SIGNALED."""
+PENDING = ("SigPnd:", "ShdPnd:")
+"""In a process's status: signals that it was sent and has not noticed yet, a bit each."""
 
 
 class Stat(NamedTuple):
-    """state: a letter; started: ticks since the boot; cpu_s: what it has used, in seconds."""
+    """state: a letter; started: ticks since the boot; cpu_s: what it has used, in seconds; flags:
+    the kernel's"""
 
     state: str
     parent: int
     started: int
     cpu_s: float
+    flags: int
 
 
 def stat_of(pid: int, proc: Path = PROC) -> Stat | None:
@@ -36,7 +43,8 @@ def stat_of(pid: int, proc: Path = PROC) -> Stat | None:
     # Behind the name, which may hold anything.
     state, parent, *fields = text.rpartition(")")[2].split()
     ticks = int(fields[9]) + int(fields[10])
-    return Stat(state, int(parent), int(fields[17]), ticks / os.sysconf("SC_CLK_TCK"))
+    cpu_s = ticks / os.sysconf("SC_CLK_TCK")
+    return Stat(state, int(parent), int(fields[17]), cpu_s, int(fields[4]))
 
 
 def all_stats(proc: Path = PROC) -> dict[int, Stat]:
@@ -74,3 +82,21 @@ def is_stopped(pid: int) -> bool:
     False where nobody can tell, and for one that is gone."""
     stat = stat_of(pid)
     return stat is not None and stat.state == STOPPED
+
+
+def is_ending(pid: int) -> bool:
+    """Whether it is gone, or on its way: a large process that was killed takes its time. False
+    where nobody can tell."""
+    stat = stat_of(pid)
+    if stat is None:
+        return (PROC / "self").exists()
+    return stat.state == ZOMBIE or bool(stat.flags & ENDING) or _is_killed(pid)
+
+
+def _is_killed(pid: int) -> bool:
+    try:
+        lines = (PROC / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return True
+    pending = [int(line.split()[1], 16) for line in lines if line.startswith(PENDING)]
+    return any(signals >> SIGKILL - 1 & 1 for signals in pending)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol import devices
 from protocol.config.gateway import GatewayConfig
 from protocol.facts import MachineFacts
 from protocol.sockets import MAX_IPC_PATH, run_directory
@@ -107,6 +108,8 @@ def _worker(model: str | None) -> Iterator[Finding]:
     yield findings.processor(facts)
     yield findings.threads(facts, os.environ)
     yield findings.compute(facts)
+    if facts.device_id:
+        yield findings.device(facts, devices.holders(devices.directory() / facts.device_id))
     if trouble is not None:
         yield trouble
     elif model is not None:

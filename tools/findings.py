@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from protocol.devices import Holder
 from protocol.facts import MachineFacts, ModelFacts
 
 GIB = 1 << 30
@@ -87,6 +88,18 @@ def threads(facts: MachineFacts, environment: Mapping[str, str]) -> Finding:
 def compute(facts: MachineFacts) -> Finding:
     where = facts.device + (f" ({facts.device_name})" if facts.device_name else "")
     return Finding("compute", f"torch {facts.torch}, {where}, {facts.dtype}")
+
+
+def device(facts: MachineFacts, holders: Sequence[Holder]) -> Finding:
+    """Of a GPU: who computes on it."""
+    if not holders:
+        return Finding("device", f"{facts.device_id}, nobody's")
+    said = f"{facts.device_id}, in use by {' and '.join(holder.told for holder in holders)}"
+    if all(holder.shares for holder in holders):
+        remedy = "share it (--share-device), or take another (--device cuda:N)"
+        return Finding("device", said, Verdict.DOUBT, remedy)
+    remedy = "take another (--device cuda:N), stop that (tidegate ps), or let both --share-device"
+    return Finding("device", said, Verdict.BAD, remedy)
 
 
 def memory(facts: MachineFacts) -> Finding:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from protocol import devices
+from protocol.devices import Holder
 from protocol.process_state import PROC, ZOMBIE, families, name_of, stat_of
 from protocol.sockets import run_directory
 from tools import run_lock
@@ -57,10 +59,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """strays: rooms of ours that belong to no run directory, and whose parent is gone"""
+    """strays   rooms of ours that belong to no run directory, and whose parent is gone
+    devices  of each that anybody has, who that is
+    """
 
     places: list[Place]
     strays: list[Process]
+    devices: dict[str, list[Holder]] = {}
 
 
 def base_directory() -> Path:
@@ -85,7 +90,8 @@ def look(base: Path, proc: Path = PROC) -> Found:
             )
         )
     known = {each.pid for place in places for each in place.processes}
-    return Found(places, [p for p in running.values() if _is_stray(p) and p.pid not in known])
+    strays = [p for p in running.values() if _is_stray(p) and p.pid not in known]
+    return Found(places, strays, devices.held(devices.directory(base)))
 
 
 def _is_stray(process: Process) -> bool:

@@ -9,8 +9,8 @@ import msgspec
 from tools.places import Found, Place, base_directory, look
 
 DESCRIPTION = """\
-List the servers and engines of this user on this machine with their processes, and what others
-have left behind: sockets that nobody answers, processes whose supervisor is gone.
+List the servers and engines of this user on this machine with their processes, who has which GPU,
+and what others have left behind: sockets that nobody answers, processes whose supervisor is gone.
 """
 
 EXAMPLES = """\
@@ -35,6 +35,8 @@ def told(found: Found) -> str:
     lines = [line for place in found.places if place.state != "free" for line in _place(place)]
     for stray in found.strays:
         lines.append(f"stray    {stray.name} (pid {stray.pid}), of no server: kill {stray.pid}")
+    for name, holders in found.devices.items():
+        lines += [f"device   {name}: {holder.told}" for holder in holders]
     return "\n".join(lines) or "nothing runs, and nothing was left behind"
 
 

@@ -19,12 +19,31 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_device(wanted: str) -> torch.device:
-    """wanted: "auto", "cpu" or "cuda". Raises UnusableModel where cuda is wanted and absent."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UnusableModel("device cuda was asked for, but torch sees no CUDA device")
-    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+    """wanted: "auto", "cpu", "cuda" or "cuda:N". Raises UnusableModel where that is absent."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UnusableModel(f"device {wanted} was asked for, but torch sees no CUDA device")
+    device = torch.device("cuda" if wanted == "auto" else wanted)
+    if device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if device.index >= (count := torch.cuda.device_count()):
+        raise UnusableModel(f"device {wanted} was asked for, but torch sees {count} CUDA devices")
+    return device
+
+
+def identity_of(device: torch.device) -> str | None:
+    """By which all processes of this machine call a device that one of them has alone; None for the
+    CPU, which is everybody's. A number would not do: it depends on what a process may see."""
+    if device.type != "cuda":
+        return None
+    told = torch.cuda.get_device_properties(device)
+    if (uuid := getattr(told, "uuid", None)) is not None:
+        return f"gpu-{uuid}"
+    place = [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in place:
+        return "gpu-" + ":".join(f"{number:02x}" for number in place)
+    return f"gpu-{device.index}"
 
 
 def choose_dtype(wanted: Dtype, device: torch.device, *, cpu_flags: frozenset[str]) -> torch.dtype:

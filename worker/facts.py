@@ -37,6 +37,7 @@ def machine_facts(model: Path | None) -> MachineFacts:
         torch=str(torch.__version__),
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        device_id=machine.identity_of(device) or "",
         dtype=str(dtype).removeprefix("torch."),
         cpu=cpu_name(),
         cpu_flags=sorted(flags & TELLING_FLAGS),

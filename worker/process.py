@@ -1,7 +1,7 @@
 """The worker process: command line, logging, the conversation with the engine, exit code.
 
-It connects, loads, says WorkerReady, then answers each StepPlan with a StepResult until Stop
-(loop.py).
+It connects, takes its device, loads, says WorkerReady, then answers each StepPlan with a StepResult
+until Stop (loop.py).
 Exit codes: protocol/exit_codes.py; a failure is told to the engine as WorkerFailed, too. It never
 outlives the engine. torch is imported late, so that its time is told too.
 """
@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from protocol import sockets, wire
 from protocol.config.worker import WorkerConfig
+from protocol.devices import DeviceTaken
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import hold_on
 from protocol.steps import FromWorker, ToWorker, WorkerFailed
@@ -71,20 +72,21 @@ def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: C
         phases = Phases()
         with phases("import torch"):
             from worker.assembly import assemble
+            from worker.claim import claim
             from worker.kv.exchange import Exchange
             from worker.kv.layout import KVLayout
             from worker.loop import Loop
         gc.freeze()  # of a million objects nobody need look at again, whatever is collected later
-        runner, ready = assemble(config, phases)
-        gc.collect()
-        gc.freeze()  # what was loaded stays: later collections need not look at it
-        gc.enable()
-        searches = config.poison_slots != "off"
-        layout = KVLayout.of(ready.model, runner.parts.cache)
-        with (
-            Exchange(config, context, runner.parts.cache, layout) as exchange,
-            Loop(runner, engine, exchange, searches=searches) as loop,
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(claim(config))
+            runner, ready = assemble(config, phases)
+            gc.collect()
+            gc.freeze()  # what was loaded stays: later collections need not look at it
+            gc.enable()
+            searches = config.poison_slots != "off"
+            layout = KVLayout.of(ready.model, runner.parts.cache)
+            exchange = stack.enter_context(Exchange(config, context, runner.parts.cache, layout))
+            loop = stack.enter_context(Loop(runner, engine, exchange, searches=searches))
             engine.send(replace(ready, kv=exchange.endpoint, kv_tiers=exchange.tiers))
             log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
             loop.run()
@@ -106,8 +108,10 @@ def exit_code_for(error: Exception) -> ExitCode:
     says_so = any(words in str(error) for words in OUT_OF_MEMORY)
     if says_so or isinstance(error, MemoryError | NotEnoughMemory):
         return ExitCode.OUT_OF_MEMORY
-    is_model = isinstance(error, UnusableModel)
-    return ExitCode.BAD_MODEL if is_model else ExitCode.WORKER_LOST
+    for kind, code in ((DeviceTaken, ExitCode.IN_USE), (UnusableModel, ExitCode.BAD_MODEL)):
+        if isinstance(error, kind):
+            return code
+    return ExitCode.WORKER_LOST
 
 
 class ParentGone(Exception):

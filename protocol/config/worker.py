@@ -9,6 +9,19 @@ from protocol.config.base import Config, SharedKey, about
 Dtype = Literal["auto", "bfloat16", "float32"]
 Poisoning = Literal["off", "zeros", "plausible", "wild"]
 KernelSet = Literal["auto", "avx512bf16", "avx512", "avx2", "generic", "torch"]
+Device = Literal[
+    "auto",
+    "cpu",
+    "cuda",
+    "cuda:0",
+    "cuda:1",
+    "cuda:2",
+    "cuda:3",
+    "cuda:4",
+    "cuda:5",
+    "cuda:6",
+    "cuda:7",
+]
 WeightForm = Literal["auto", "packed", "dense"]
 
 
@@ -30,7 +43,14 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "--speculation model"
         ),
     ] = ""
-    device: Annotated[Literal["auto", "cpu", "cuda"], about("where to compute")] = "auto"
+    device: Annotated[Device, about("where to compute; auto: on the first GPU, if any")] = "auto"
+    share_device: Annotated[
+        bool,
+        about(
+            "others may compute on the same GPU, if they say so too: see to it that there is "
+            "memory for all; else whoever has a GPU has it alone"
+        ),
+    ] = False
     dtype: Annotated[
         Dtype,
         about("of weights and KV cache; auto: bfloat16 where the hardware has it, else float32"),

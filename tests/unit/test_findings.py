@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from protocol.devices import Holder
 from protocol.facts import MachineFacts, ModelFacts
 from tools import findings
 from tools.findings import GIB, Finding, Verdict
@@ -35,6 +37,10 @@ def machine(**changes: object) -> MachineFacts:
     return msgspec.structs.replace(FACTS, **changes)
 
 
+GPU = machine(device="cuda:0", device_id="gpu-0a1b")
+HOLDER = Holder(pid=7, place="8000", model="small", since=1.7e9)
+
+
 def test_a_machine_that_has_all_is_well() -> None:
     said = [
         findings.python((3, 11, 7)),
@@ -42,6 +48,7 @@ def test_a_machine_that_has_all_is_well() -> None:
         findings.processor(FACTS),
         findings.threads(FACTS, {}),
         findings.compute(FACTS),
+        findings.device(GPU, []),
         findings.memory(FACTS),
         findings.model(FACTS),
         findings.port(8000, None, None),
@@ -90,6 +97,13 @@ def test_a_machine_that_has_all_is_well() -> None:
             Verdict.BAD,
             "it is a pickle",
             "tidegate models",
+        ),
+        (findings.device(GPU, [HOLDER]), Verdict.BAD, "by pid 7 (small on port 8000", "cuda:N"),
+        (
+            findings.device(GPU, [replace(HOLDER, shares=True)]),
+            Verdict.DOUBT,
+            "UTC, shared)",
+            "share it (--share-device)",
         ),
         (findings.port(80, "in use by pid 7", None), Verdict.BAD, "pid 7", "--port"),
         (findings.sockets(Path("/x"), "too long"), Verdict.BAD, "too long", "XDG_RUNTIME_DIR"),

@@ -50,6 +50,8 @@ def test_split_starts_a_pair_that_a_drain_stops_from_the_client_backwards() -> N
     assert made.gateway.prefill == [prefill.address]
     assert made.gateway.decode == [decode.address] == [engine_address(8001)]
     assert prefill.worker.max_slots == decode.worker.max_slots == 2
+    assert prefill.worker.share_device
+    assert decode.worker.share_device
     key = str(run_directory(8001) / RUN_KEY)
     for config in (decode, prefill, decode.worker, prefill.worker):
         assert config.cluster_key == key

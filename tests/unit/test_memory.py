@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,3 +173,17 @@ def test_the_cpu_is_had_everywhere_and_cuda_where_there_is_one() -> None:
         assert device.choose_device("auto") == CPU
         with pytest.raises(UnusableModel, match="no CUDA device"):
             device.choose_device("cuda")
+        with pytest.raises(UnusableModel, match="device cuda:3 was asked for"):
+            device.choose_device("cuda:3")
+
+
+def test_a_gpu_is_called_what_others_call_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SimpleNamespace(uuid="0a1b-2c", pci_domain_id=0, pci_bus_id=59, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: told)
+    gpu = torch.device("cuda", 1)
+    assert device.identity_of(CPU) is None
+    assert device.identity_of(gpu) == "gpu-0a1b-2c"
+    del told.uuid  # an older torch does not tell
+    assert device.identity_of(gpu) == "gpu-00:3b:00"
+    del told.pci_bus_id
+    assert device.identity_of(gpu) == "gpu-1"

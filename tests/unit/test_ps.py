@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from protocol.devices import Holder
 from tools.places import Found, Place, Process, look
 from tools.ps import told
 from tools.stop import asked, chosen
@@ -21,7 +22,9 @@ def test_each_state_of_a_place_is_told() -> None:
     lost = place(leads=False, processes=[ENGINE])
     stale = place(name="engine-ab", pid=None, leads=False, processes=[])
     free = place(name="8002", pid=None, leads=False, processes=[], sockets=[])
-    text = told(Found([place(), lost, stale, free], [Process(12, 1, 7, "worker")]))
+    holder = Holder(pid=13, place="engine-cd", model="small", since=1.7e9, shares=True)
+    strays, devices = [Process(12, 1, 7, "worker")], {"gpu-0a1b": [holder]}
+    text = told(Found([place(), lost, stale, free], strays, devices))
     assert text.splitlines() == [
         "port     8000: serves (pid 10)",
         "         tools (pid 10)",
@@ -31,6 +34,7 @@ def test_each_state_of_a_place_is_told() -> None:
         "engine   engine-ab: left behind",
         "         sockets without anybody behind them: engine.sock",
         "stray    worker (pid 12), of no server: kill 12",
+        "device   gpu-0a1b: pid 13 (small as engine-cd, since 2023-11-14 22:13:20 UTC, shared)",
     ]
 
 

@@ -1,0 +1,182 @@
+"""One worker per GPU, and who is in the way is named: real processes, which are killed, too.
+
+There need be no GPU: what is locked is a name. Naming one is a function of its own
+(`worker.device.identity_of`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from protocol import sockets, wire
+from protocol.config.worker import WorkerConfig
+from protocol.devices import DeviceTaken, Holder, held, holders, take
+from protocol.exit_codes import ExitCode
+from protocol.process_state import is_ending
+from protocol.steps import FromWorker, WorkerFailed
+from tests.support.processes import ROOT, Program, eventually
+from tests.support.tiny_checkpoint import write_tiny_llama
+from tools.places import Found, look
+from tools.ps import told
+
+GPU = "gpu-0a1b"
+TAKE = """
+import os, sys, time
+from pathlib import Path
+from protocol.devices import DeviceTaken, Holder, take
+base, gate, shares = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "shares"
+while not gate.exists():
+    time.sleep(0.001)
+who = Holder(pid=os.getpid(), place="8001", model="small", since=1.7e9, shares=shares)
+try:
+    take(base, "gpu-0a1b", who)
+except DeviceTaken as error:
+    print("refused:", error, flush=True)
+else:
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+WORKER = """
+import sys
+from worker import device
+from worker.process import main
+device.identity_of = lambda device: "gpu-0a1b"  # as if the CPU were one
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Machine:
+    """Programs that take the same device, once they may."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.base = folder / f"tidegate-{os.getuid()}" / "devices"
+        self.gate = folder / "gate"
+        self._stack = stack
+
+    def start(self, *, shares: bool = False) -> Program:
+        words = ["-c", TAKE, str(self.base), str(self.gate), "shares" if shares else "alone"]
+        return self._stack.enter_context(Program(words, environment={"PYTHONPATH": str(ROOT)}))
+
+    def holds(self, *, shares: bool = False) -> Program:
+        program = self.start(shares=shares)
+        self.gate.touch()
+        program.line_with("holds")
+        return program
+
+    def holders(self) -> list[int]:
+        return [holder.pid for holder in holders(self.base / GPU)]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    with ExitStack() as stack:
+        yield Machine(tmp_path, stack)
+
+
+def ourselves(*, shares: bool = False) -> Holder:
+    return Holder(pid=os.getpid(), place="9", model="m", since=time.time(), shares=shares)
+
+
+def test_whoever_comes_second_is_refused_and_told_who_is_first(machine: Machine) -> None:
+    first = machine.holds()
+    with pytest.raises(DeviceTaken) as caught:
+        take(machine.base, GPU, ourselves())
+    pid = first.process.pid
+    assert f"pid {pid} (small on port 8001, since 2023-11-14 22:13:20 UTC)" in caught.value.message
+    assert "--device cuda:N" in caught.value.message
+    assert "let both share it (--share-device)" in caught.value.message
+    with take(machine.base, "gpu-other", ourselves()):
+        assert sorted(held(machine.base)) == [GPU, "gpu-other"]
+    assert sorted(held(machine.base)) == [GPU]
+
+
+def test_a_killed_holder_has_it_no_more_and_what_it_left_is_cleared(machine: Machine) -> None:
+    first = machine.holds()
+    first.signal(signal.SIGKILL)  # and is not waited for: it may still be ending
+    with take(machine.base, GPU, ourselves()):
+        assert machine.holders() == [os.getpid()]
+        left = [path.name for path in (machine.base / GPU).iterdir() if path.name != "lock"]
+        assert len(left) == 1, left
+    assert machine.holders() == []
+
+
+def test_of_many_that_start_at_once_one_has_it_and_the_others_name_it(machine: Machine) -> None:
+    programs = [machine.start() for _ in range(5)]
+    machine.gate.touch()
+    assert eventually(lambda: all(program.out for program in programs), within_s=60)
+    (first,) = (program for program in programs if program.out == ["holds"])
+    for program in programs:
+        if program is not first:
+            assert f"in use by pid {first.process.pid} (small" in program.out[0]
+    assert machine.holders() == [first.process.pid]
+
+
+def test_those_who_share_have_it_together_and_nobody_alone_beside_them(machine: Machine) -> None:
+    both = [machine.holds(shares=True), machine.holds(shares=True)]
+    assert sorted(machine.holders()) == sorted(program.process.pid for program in both)
+    with pytest.raises(DeviceTaken, match=r"UTC, shared\) and pid .*, or share it \("):
+        take(machine.base, GPU, ourselves())
+    both[0].signal(signal.SIGKILL)
+    both[0].process.wait(10)
+    with take(machine.base, GPU, ourselves(shares=True)):
+        assert sorted(machine.holders()) == sorted([os.getpid(), both[1].process.pid])
+    both[1].signal(signal.SIGKILL)
+    with take(machine.base, GPU, ourselves()), pytest.raises(DeviceTaken, match=r"let both share"):
+        take(machine.base, GPU, ourselves(shares=True))
+
+
+def test_ps_says_who_has_which(machine: Machine) -> None:
+    first = machine.holds()
+    found = look(machine.base.parent)
+    (line,) = (line for line in told(found).splitlines() if line.startswith("device"))
+    assert line.startswith(f"device   {GPU}: pid {first.process.pid} (small on port 8001, since")
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Found) == found
+
+
+def test_a_device_folder_that_others_may_enter_is_refused(machine: Machine) -> None:
+    machine.base.mkdir(parents=True, mode=0o755)
+    machine.base.parent.chmod(0o700)
+    with pytest.raises(PermissionError, match="only its owner"):
+        take(machine.base, GPU, ourselves())
+
+
+def test_a_process_is_ending_once_it_is_killed_or_gone() -> None:
+    assert not is_ending(os.getpid())
+    process = subprocess.Popen(["sleep", "600"])
+    assert not is_ending(process.pid)
+    process.kill()
+    assert eventually(lambda: is_ending(process.pid))  # nobody has waited for it
+    process.wait()
+    assert is_ending(process.pid)
+
+
+def test_a_worker_whose_gpu_is_taken_says_so_before_it_loads_and_leaves_with_its_code(
+    machine: Machine, tmp_path: Path
+) -> None:
+    first = machine.holds()
+    address = f"ipc://{machine.base.parent / '8002' / 'w'}"
+    model = str(write_tiny_llama(tmp_path))
+    config = msgspec.json.encode(WorkerConfig(model=model, address=address)).decode()
+    environment = {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets.prepare(address)
+    with context, sockets.bind_router(context, address) as socket:
+        worker = Program(["-c", WORKER, "--config", config], environment=environment)
+        with worker:
+            assert socket.poll(60_000), worker.err
+            _, *frames = socket.recv_multipart()
+            failed = wire.Decoder(FromWorker).decode(frames)
+            assert isinstance(failed, WorkerFailed)
+            assert failed.exit_code == ExitCode.IN_USE
+            assert f"device {GPU} is in use by pid {first.process.pid} (small" in failed.message
+            assert worker.process.wait(20) == ExitCode.IN_USE
