@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from gevent.event import Event
 
@@ -30,9 +30,9 @@ from gateway.patience import UNLIMITED, Patience
 from gateway.sinks import Early, Nobody, Sink
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
-from protocol.grammar import Grammar
 from protocol.messages import Accepted, Account, Output, Refused
 from protocol.sampling import SamplingParams
+from protocol.session import Terms
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,7 @@ class Engine(Protocol):
         prompt: Int32,
         params: SamplingParams,
         subscriber: Subscriber,
-        *,
-        namespace: str,
-        priority: int,
-        grammar: Grammar | None,
-        labels: Sequence[str],
-        kv_readers: int,
-        kv_handle: str,
-        account: Account | None,
-        is_first: bool,
-        timeout_s: float,
-        queue_timeout_s: float,
+        **terms: Unpack[Terms],
     ) -> int: ...
     def abort(self, request: int, freed: Callable[[], None] | None) -> None: ...
 
@@ -100,12 +90,15 @@ class Answer:
         self.finish: str | None = None  # for the log: the last choice's reason, or our own word
         self.is_gone = False
         self._engine = engine
-        self._namespace = namespace
-        self._priority = priority
-        self._labels = labels
-        self._account = account
+        self._terms: Terms = {
+            "namespace": namespace,
+            "priority": priority,
+            "labels": list(labels),
+            "account": account,
+            "timeout_s": patience.timeout_s,
+            "queue_timeout_s": patience.queue_timeout_s,
+        }
         self._on_free = on_free
-        self._patience = patience
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
@@ -125,21 +118,15 @@ class Answer:
         self.journal.note(Moment.ASKED)
         prompts = [Int32.of(ask.prompt_ids) for ask in self.asks]
         for choice in self.choices:
-            choice.request = self._engine.generate(
-                prompts[choice.prompt_index],
-                choice.params,
-                partial(self.take, choice),
-                namespace=self._namespace,
-                priority=self._priority,
-                grammar=choice.ask.grammar,
-                labels=self._labels,
-                kv_readers=choice.ask.kv_readers,
-                kv_handle=choice.ask.kv_handle,
-                account=self._account,
-                is_first=choice.index == 0,
-                timeout_s=self._patience.timeout_s,
-                queue_timeout_s=self._patience.queue_timeout_s,
-            )
+            terms: Terms = {
+                **self._terms,
+                "grammar": choice.ask.grammar,
+                "kv_readers": choice.ask.kv_readers,
+                "kv_handle": choice.ask.kv_handle,
+                "is_first": choice.index == 0,
+            }
+            prompt, take = prompts[choice.prompt_index], partial(self.take, choice)
+            choice.request = self._engine.generate(prompt, choice.params, take, **terms)
         self._accepted.wait()
         self._raise_refusal()
 

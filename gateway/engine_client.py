@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import zmq
 from gevent import get_hub
@@ -26,12 +26,10 @@ from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey
 from protocol.errors import Draining, EngineNotReady, ServingError, WireError, error_from
-from protocol.grammar import Grammar
 from protocol.messages import (
     Aborted,
     AbortNamed,
     Accepted,
-    Account,
     Freed,
     Generate,
     KeepKV,
@@ -50,7 +48,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.session import News, Session
+from protocol.session import News, Session, Terms
 from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -144,37 +142,14 @@ class EngineClient:
         prompt: Sequence[int] | Int32,
         params: SamplingParams,
         subscriber: Subscriber,
-        *,
-        namespace: str = "",
-        priority: int = 0,
-        grammar: Grammar | None = None,
-        labels: Sequence[str] = (),
-        kv_readers: int = 0,
-        kv_handle: str = "",
-        account: Account | None = None,
-        is_first: bool = True,
-        timeout_s: float = 0.0,
-        queue_timeout_s: float = 0.0,
+        **terms: Unpack[Terms],
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
         Raises EngineNotReady or EngineLost where there is no engine to ask.
         """
         self.start()
-        message = self.session.generate(
-            prompt,
-            params,
-            namespace=namespace,
-            priority=priority,
-            grammar=grammar,
-            labels=labels,
-            kv_readers=kv_readers,
-            kv_handle=kv_handle,
-            account=account,
-            is_first=is_first,
-            timeout_s=timeout_s,
-            queue_timeout_s=queue_timeout_s,
-        )
+        message = self.session.generate(prompt, params, **terms)
         self._open(message, subscriber)
         return message.request
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 from gevent import get_hub
@@ -40,11 +40,11 @@ from protocol.errors import (
     ServingError,
     TimedOut,
 )
-from protocol.grammar import Grammar
 from protocol.kv import KV_FIELD
-from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refused
+from protocol.messages import Aborted, Accepted, Limits, Output, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
+from protocol.session import Terms
 from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class _Request:
     prompt: Int32
     params: SamplingParams
     subscriber: Subscriber
-    options: dict[str, Any]
+    terms: Terms
     handover: Handover
     produce: Produce | None = None
     d: EngineClient | None = None
@@ -171,36 +171,21 @@ class PairedEngine:
         prompt: Sequence[int] | Int32,
         params: SamplingParams,
         subscriber: Subscriber,
-        *,
-        namespace: str = "",
-        priority: int = 0,
-        grammar: Grammar | None = None,
-        labels: Sequence[str] = (),
-        kv_readers: int = 0,
-        kv_handle: str = "",
-        account: Account | None = None,
-        is_first: bool = True,
-        timeout_s: float = 0.0,
-        queue_timeout_s: float = 0.0,
+        **terms: Unpack[Terms],
     ) -> int:
         """Open a request; `subscriber` is called with each report until its end. Its number.
 
         Raises EngineNotReady or EngineLost where there is no D to ask, and InvalidRequest where
         somebody else wants to do what is done here.
         """
-        if kv_readers or kv_handle:
+        if terms.pop("kv_readers", 0) or terms.pop("kv_handle", ""):
             raise InvalidRequest(f"{KV_FIELD}: this server routes by itself", param=KV_FIELD)
         self.start()
         self._choose_d()  # raises now rather than when P has computed the prompt
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
-        shared: dict[str, Any] = {"namespace": namespace, "priority": priority}
-        shared |= {"labels": labels, "account": account}
-        shared |= {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s}
-        is_worth_it = self._is_worth_it(ids, params)
-        produce = self._produce(ids, shared, is_first) if is_worth_it else None
+        produce = self._produce(ids, terms) if self._is_worth_it(ids, params) else None
         handover = Handover(State.GOING if produce is None else State.COMPUTING)
-        options = {**shared, "grammar": grammar, "is_first": is_first}
-        request = _Request(self._next_number, ids, params, subscriber, options, handover, produce)
+        request = _Request(self._next_number, ids, params, subscriber, terms, handover, produce)
         self._next_number += 1
         if produce is None:
             self._ask(request)
@@ -248,10 +233,10 @@ class PairedEngine:
             and params.max_tokens != 0
         )
 
-    def _produce(self, prompt: Int32, options: dict[str, Any], is_first: bool) -> Produce | None:
+    def _produce(self, prompt: Int32, terms: Terms) -> Produce | None:
         """The one that this turn's requests for `prompt` share. None: there is no P."""
         for forming in self._forming:
-            if forming.is_for(prompt, options):
+            if forming.is_for(prompt, terms):
                 return forming
         try:
             engine = self._p.choose(self.model, self._waiting_tokens)
@@ -264,7 +249,7 @@ class PairedEngine:
         self._misses_p = False
         if not self._forming:
             get_hub().loop.run_callback(self._launch)
-        produce = Produce(engine, prompt, options, is_first, self._computed)
+        produce = Produce(engine, prompt, terms, self._computed)
         self._forming.append(produce)
         self._produces.add(produce)
         return produce
@@ -384,24 +369,26 @@ class PairedEngine:
 
     def _ask(self, request: _Request, handle: str = "") -> None:
         d = self._choose_d()
-        request.asked = d.generate(
-            request.prompt,
-            request.params,
-            partial(self._hear, request),
-            kv_handle=handle,
-            **request.options | self._time_left(request, has_begun=bool(handle)),
-        )
+        terms: Terms = {**request.terms, **self._time_left(request, has_begun=bool(handle))}
+        terms["kv_handle"] = handle
+        hear = partial(self._hear, request)
+        request.asked = d.generate(request.prompt, request.params, hear, **terms)
         request.d = d
 
-    def _time_left(self, request: _Request, *, has_begun: bool) -> dict[str, float]:
+    def _time_left(self, request: _Request, *, has_begun: bool) -> Terms:
         """Of its limits, which count from when it came. What P has computed waits no more for its
         beginning."""
         gone_s = time.monotonic() - request.came_at
+        limit_s = request.terms.get("timeout_s", 0.0)
+        queue_limit_s = 0.0 if has_begun else request.terms.get("queue_timeout_s", 0.0)
         return {
-            name: max(limit_s - gone_s, MIN_LEFT_S) if limit_s else 0.0
-            for name in ("timeout_s", "queue_timeout_s")
-            for limit_s in [request.options[name]]
-        } | ({"queue_timeout_s": 0.0} if has_begun else {})
+            "timeout_s": _left(limit_s, gone_s),
+            "queue_timeout_s": _left(queue_limit_s, gone_s),
+        }
+
+
+def _left(limit_s: float, gone_s: float) -> float:
+    return max(limit_s - gone_s, MIN_LEFT_S) if limit_s else 0.0
 
 
 def _error_of(report: Report) -> ErrorInfo | None:

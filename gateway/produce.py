@@ -9,13 +9,13 @@ its way by then is released as soon as it comes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from gateway.engine_client import EngineClient, Report
 from protocol.arrays import Int32
 from protocol.errors import EngineError
 from protocol.messages import Accepted, Output, Usage
 from protocol.sampling import SamplingParams
+from protocol.session import Terms
 
 KEEPS_PER_LEASE = 3
 NO_HANDLE = "the engine handed nothing over: is its role prefill, and has it a cluster key?"
@@ -23,8 +23,7 @@ NO_HANDLE = "the engine handed nothing over: is its role prefill, and has it a c
 
 class Produce:
     """p          who computes it
-    options    what its Generate has besides: namespace, priority, labels, account
-    is_first   see Generate
+    terms      of the request that it is for; its grammar is D's
     on_end     called once with P's last word, if anybody is left to hear it; with a `handle`, it
                went well
     handle     what the readers give to D; "" before the end
@@ -35,14 +34,13 @@ class Produce:
         self,
         p: EngineClient,
         prompt: Int32,
-        options: dict[str, Any],
-        is_first: bool,
+        terms: Terms,
         on_end: Callable[[Produce, Report], None],
     ) -> None:
         self.p = p
         self.prompt = prompt
-        self.options = options
-        self.is_first = is_first
+        self._shared = _shared(terms)
+        self._is_first = terms.get("is_first", True)
         self.readers: set[int] = set()
         self.handle = ""
         self.usage: Usage | None = None
@@ -51,9 +49,9 @@ class Produce:
         self._request = 0
         self._kept_at = 0.0
 
-    def is_for(self, prompt: Int32, options: dict[str, Any]) -> bool:
+    def is_for(self, prompt: Int32, terms: Terms) -> bool:
         """The choices of one prompt are asked for with one and the same object."""
-        return self.prompt is prompt and self.options == options
+        return self.prompt is prompt and self._shared == _shared(terms)
 
     def ask(self) -> None:
         """Once, when all readers are there; if any of them still is."""
@@ -61,14 +59,12 @@ class Produce:
             return
         self.is_open = True
         try:
-            self._request = self.p.generate(
-                self.prompt,
-                SamplingParams(),
-                self._take,
-                kv_readers=len(self.readers),
-                is_first=self.is_first,
-                **self.options,
-            )
+            terms: Terms = {
+                **self._shared,
+                "kv_readers": len(self.readers),
+                "is_first": self._is_first,
+            }
+            self._request = self.p.generate(self.prompt, SamplingParams(), self._take, **terms)
         except EngineError as error:
             self._take(Output(request=0, finish="error", error=error.info()))
 
@@ -104,3 +100,11 @@ class Produce:
             self._on_end(self, report)
         elif self.handle:
             self.p.release_kv([self.handle])
+
+
+def _shared(terms: Terms) -> Terms:
+    """What all choices of a prompt say alike, and P is told."""
+    shared = terms.copy()
+    shared.pop("grammar", None)
+    shared.pop("is_first", None)
+    return shared

@@ -164,7 +164,7 @@ class Engine:
                 namespace=namespace,
                 priority=priority,
                 grammar=grammar,
-                labels=labels,
+                labels=list(labels),
                 timeout_s=timeout_s,
                 queue_timeout_s=queue_timeout_s,
             )

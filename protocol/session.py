@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 from protocol.arrays import Int32
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, ServingError, WireError
@@ -65,6 +66,22 @@ PROFILED: Answers = (Profiled, Refused)
 SEEN: Answers = (View,)
 
 
+class Terms(TypedDict, total=False):
+    """What a request may say beside its prompt and its parameters: fields of `Generate`, which has
+    their meanings and their defaults."""
+
+    namespace: str
+    priority: int
+    grammar: Grammar | None
+    labels: list[str]
+    kv_readers: int
+    kv_handle: str
+    account: Account | None
+    is_first: bool
+    timeout_s: float
+    queue_timeout_s: float
+
+
 class Session:
     """One client's view of one engine. `model`, `limits` and `epoch` are None until its Welcome."""
 
@@ -91,17 +108,7 @@ class Session:
         self,
         prompt: Sequence[int] | Int32,
         params: SamplingParams,
-        *,
-        namespace: str = "",
-        priority: int = 0,
-        grammar: Grammar | None = None,
-        labels: Sequence[str] = (),
-        kv_readers: int = 0,
-        kv_handle: str = "",
-        account: Account | None = None,
-        is_first: bool = True,
-        timeout_s: float = 0.0,
-        queue_timeout_s: float = 0.0,
+        **terms: Unpack[Terms],
     ) -> Generate:
         """The message that opens a request.
 
@@ -112,16 +119,7 @@ class Session:
             request=self._next_request,
             prompt=prompt if isinstance(prompt, Int32) else Int32.of(prompt),
             params=params,
-            namespace=namespace,
-            priority=priority,
-            grammar=grammar,
-            labels=list(labels),
-            kv_readers=kv_readers,
-            kv_handle=kv_handle,
-            account=account,
-            is_first=is_first,
-            timeout_s=timeout_s,
-            queue_timeout_s=queue_timeout_s,
+            **terms,
         )
         self._next_request += 1
         self.open[message.request] = GENERATED
