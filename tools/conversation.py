@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tools.failure import Failure
+from tools.sse import DONE, EventReader
 from tools.web import Server, hang_up
-
-DONE = "[DONE]"
 
 
 @dataclass(slots=True)
@@ -98,13 +97,12 @@ def events(lines: Iterable[bytes]) -> Iterator[str]:
 
     Raises Failure if the stream ends without [DONE]: what came may be half an answer.
     """
+    reader = EventReader()
     for line in lines:
-        name, _, value = line.decode().rstrip("\r\n").partition(":")
-        if name != "data":
-            continue
-        if value.strip() == DONE:
-            return
-        yield value.removeprefix(" ")
+        for data in reader.feed(line):
+            if data == DONE:
+                return
+            yield data.decode()
     raise Failure("the server ended the answer without saying that it was complete")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tools.bench.answers import Answer, AnswerReader, At, BadResponse, EventReader, ResponseReader
+from tools.bench.answers import Answer, AnswerReader, At, BadResponse, ResponseReader
+from tools.sse import EventReader
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 

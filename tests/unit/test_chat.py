@@ -16,8 +16,11 @@ def test_events_are_the_data_up_to_done_without_comments() -> None:
         b'data: {"a": 1}\r\n',
         b"\n",
         b"data:2\n",
+        b"\n",
         b"data: [DONE]\n",
+        b"\n",
         b"data: 3\n",
+        b"\n",
     ]
     assert list(events(lines)) == ['{"a": 1}', "2"]
 

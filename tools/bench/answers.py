@@ -1,6 +1,6 @@
 """From the bytes of a socket to one measured answer: pure machines that are pushed, for any cut.
 
-    bytes -> ResponseReader (HTTP/1.1) -> EventReader (server-sent events) -> AnswerReader (chunks)
+    bytes -> ResponseReader (HTTP/1.1) -> EventReader (sse.py) -> AnswerReader (chunks)
 
 The time is an argument: when the bytes were there.
 """
@@ -8,15 +8,15 @@ The time is an argument: when the bytes were there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import msgspec
 
+from tools.sse import DONE, EventReader
+
 OK = 200
-DONE = b"[DONE]"
 MAX_HEAD_BYTES = 1 << 16
 COMPLAINT_CHARS = 200
 
@@ -129,23 +129,6 @@ class ResponseReader:
                 self.at = At.CHUNK_SIZE
             case At.TRAILER if not line:
                 self.at = At.END
-
-
-class EventReader:
-    """Server-sent events: the data of each; comments and other fields are passed over."""
-
-    def __init__(self) -> None:
-        self._held = b""
-        self._data: list[bytes] = []
-
-    def feed(self, body: bytes) -> Iterator[bytes]:
-        *lines, self._held = (self._held + body).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].strip())
-            elif self._data and not line.strip():
-                yield b"\n".join(self._data)
-                self._data.clear()
 
 
 # ---- chunks, as far as they matter here

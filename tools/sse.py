@@ -1,0 +1,25 @@
+"""Server-sent events, as OpenAI's streams use them: a machine that is pushed, for any cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+DONE = b"[DONE]"
+"""The data of the last event."""
+
+
+class EventReader:
+    """Server-sent events: the data of each; comments and other fields are passed over."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._data: list[bytes] = []
+
+    def feed(self, body: bytes) -> Iterator[bytes]:
+        *lines, self._held = (self._held + body).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].strip())
+            elif self._data and not line.strip():
+                yield b"\n".join(self._data)
+                self._data.clear()
