@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Any
 
@@ -26,6 +27,17 @@ settings.load_profile("tidegate")
 
 ELSEWHERE: list[tuple[Any, ...]] = []
 """Rows of the table below from the processes that ran tests for this one (`--numprocesses`)."""
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once with each of so many threads of torch."""
+    import torch  # few tests need it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 def _rows() -> list[tuple[Any, ...]]:

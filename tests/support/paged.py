@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionBatch
+from worker.attention.base import Attention, AttentionBatch
+from worker.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,61 @@ def scattered(num_blocks: int, *sizes: int, seed: int = 0) -> list[list[int]]:
     order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [order[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of one step, and a cache with their keys and values. All else in it is NaN: other
+    blocks, and, unless its blocks were zeroed when they were taken, what a row does not see of its
+    own."""
+
+    rows: list[Row]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: torch.dtype
+    zeroed: bool
+
+    def cache(self) -> KVCache:
+        taken = [block for row in self.rows for block in row.blocks]
+        size = (1, max(taken) + 3, self.block_tokens, self.kv_heads, self.head_dim)
+        cache = KVCache(*size, self.dtype, torch.device("cpu"))
+        cache.k.fill_(float("nan"))
+        cache.v.fill_(float("nan"))
+        if self.zeroed:
+            cache.zero(torch.tensor([0, *taken]))
+        generator = torch.Generator().manual_seed(3)
+        for row in self.rows:
+            shape = (row.computed + row.count, self.kv_heads, self.head_dim)
+            slots = attention_batch([Row(0, shape[0], row.blocks)], self.block_tokens).slot_mapping
+            k, v = (torch.randn(shape, generator=generator).to(self.dtype) for _ in "kv")
+            cache.write(0, k, v, slots)
+        return cache
+
+    def queries(self) -> Tensor:
+        shape = (sum(row.count for row in self.rows), self.heads, self.head_dim)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(self.dtype)
+
+    def batch(self, padding: int = 0) -> AttentionBatch:
+        return attention_batch(self.rows, self.block_tokens, padding=padding)
+
+    def attend(self, attention: Attention, padding: int = 0) -> Tensor:
+        plan = attention.plan(self.batch(padding))
+        return attention.run(self.queries(), *self.cache().layer(0), plan)
+
+
+def case_of(
+    *rows: tuple[int, int],
+    block_tokens: int = 16,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    zeroed: bool = False,
+) -> Case:
+    """Rows as (computed, count), decode rows first."""
+    sizes = [-(-sum(row) // block_tokens) for row in rows]
+    blocks = scattered(sum(sizes) + 5, *sizes)
+    placed = [Row(*row, own) for row, own in zip(rows, blocks, strict=True)]
+    return Case(placed, kv_heads * group, kv_heads, head_dim, block_tokens, dtype, zeroed)

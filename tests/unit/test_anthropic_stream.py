@@ -16,8 +16,6 @@ from gateway.anthropic.shapes import CONTEXT_FULL, Origin
 from gateway.anthropic.stream import PING, EventWriter
 from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer
 from gateway.anthropic.whole import whole_message
-from gateway.asking import Ask
-from gateway.engine_client import EngineClient
 from gateway.faults import fault_of, plain_fault
 from gateway.output.events import (
     Content,
@@ -32,9 +30,7 @@ from gateway.output.events import (
     Warning,
     merged,
 )
-from gateway.output.reader import ReaderFactory
 from gateway.output.teller import INVALID_ARGUMENTS
-from gateway.text.tokenizer import Tokenizer
 from protocol.errors import (
     EngineLost,
     ErrorInfo,
@@ -45,17 +41,14 @@ from protocol.errors import (
     UnknownModel,
 )
 from protocol.sampling import SamplingParams
+from tests.support import answers
 from tests.support.anthropic import anthropic_events, message_of
-from tests.support.scripted_engine import scripted_card
 
-TOKENIZER = Tokenizer(scripted_card())
 ORIGIN = Origin("1", 'model "m"', asides={"ignored_params": ["speed"]})
 
 
 def an_answer(max_tokens: int | None = 100) -> Answer:
-    params = SamplingParams(max_tokens=max_tokens)
-    asks = [Ask([1, 2, 3], [params], ReaderFactory(TOKENIZER))]
-    answer = Answer(EngineClient("ipc:///nowhere"), asks)
+    answer = answers.an_answer(params=SamplingParams(max_tokens=max_tokens))
     answer.choices[0].num_generated = 10
     answer.choices[0].num_cached = 2
     return answer

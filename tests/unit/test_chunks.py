@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from gateway.answering import Answer
-from gateway.asking import Ask
-from gateway.engine_client import EngineClient
 from gateway.faults import fault_of
 from gateway.openai.chunks import ChunkStream
 from gateway.openai.errors import error_body
@@ -27,9 +25,8 @@ from gateway.output.events import (
     ToolCallEnd,
     Warning,
 )
-from gateway.output.reader import ReaderFactory, ReadOptions
+from gateway.output.reader import ReadOptions
 from gateway.sinks import Fold
-from gateway.text.tokenizer import Tokenizer
 from protocol.errors import (
     ContextTooLong,
     EngineLost,
@@ -41,18 +38,11 @@ from protocol.errors import (
     UnknownModel,
 )
 from protocol.messages import Output, Usage
-from protocol.sampling import SamplingParams
+from tests.support.answers import TOKENIZER, an_answer
 from tests.support.http import events_of
-from tests.support.scripted_engine import scripted_card, scripted_logprob
+from tests.support.scripted_engine import scripted_logprob
 
-TOKENIZER = Tokenizer(scripted_card())
 ORIGIN = Origin("chatcmpl-1", 'model "m"', "print", created=12)
-
-
-def an_answer(n: int = 1, prompts: int = 1) -> Answer:
-    readers = ReaderFactory(TOKENIZER)
-    asks = [Ask([1, 2, 3], [SamplingParams()] * n, readers) for _ in range(prompts)]
-    return Answer(EngineClient("ipc:///nowhere"), asks)
 
 
 class Told:

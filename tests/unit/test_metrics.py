@@ -16,7 +16,7 @@ from gateway.exchange import Exchange
 from gateway.metrics import Metrics
 from protocol.messages import Accepted, Output, Usage
 from protocol.stats import EngineStats
-from tests.unit.test_chunks import an_answer
+from tests.support.answers import an_answer
 
 
 def test_every_number_that_an_engine_tells_has_its_series() -> None:

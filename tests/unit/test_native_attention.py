@@ -2,71 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.support.kernels import NAMES, assert_near, native_kernels, randn
-from tests.support.paged import Row, attention_batch, scattered
-from worker.attention.base import Attention
+from tests.support.kernels import NAMES, assert_near, native_kernels
+from tests.support.paged import Case, attention_batch, case_of
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache
-
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Rows of one step, and a cache with their keys and values; whatever they do not see is NaN."""
-
-    rows: list[Row]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_tokens: int
-    dtype: torch.dtype
-
-    def cache(self) -> KVCache:
-        taken = [block for row in self.rows for block in row.blocks]
-        size = (1, max(taken) + 3, self.block_tokens, self.kv_heads, self.head_dim)
-        cache = KVCache(*size, self.dtype, CPU)
-        cache.k.fill_(float("nan"))
-        cache.v.fill_(float("nan"))
-        for row in self.rows:
-            shape = (row.computed + row.count, self.kv_heads, self.head_dim)
-            slots = attention_batch([Row(0, shape[0], row.blocks)], self.block_tokens).slot_mapping
-            k, v = (randn(*shape, dtype=self.dtype, seed=seed) for seed in (3, 4))
-            cache.write(0, k, v, slots)
-        return cache
-
-    def queries(self) -> Tensor:
-        tokens = sum(row.count for row in self.rows)
-        return randn(tokens, self.heads, self.head_dim, dtype=self.dtype, seed=5)
-
-    def attend(self, attention: Attention, padding: int = 0) -> Tensor:
-        plan = attention.plan(attention_batch(self.rows, self.block_tokens, padding=padding))
-        return attention.run(self.queries(), *self.cache().layer(0), plan)
-
-
-def case_of(
-    *rows: tuple[int, int],
-    block_tokens: int = 16,
-    kv_heads: int = 2,
-    group: int = 3,
-    head_dim: int = 64,
-    dtype: torch.dtype = torch.float32,
-) -> Case:
-    """Rows as (computed, count), decode rows first."""
-    sizes = [-(-sum(row) // block_tokens) for row in rows]
-    blocks = scattered(sum(sizes) + 5, *sizes)
-    placed = [Row(*row, own) for row, own in zip(rows, blocks, strict=True)]
-    return Case(placed, kv_heads * group, kv_heads, head_dim, block_tokens, dtype)
 
 
 @st.composite
@@ -105,14 +49,6 @@ def test_bfloat16_is_as_near_as_it_can_be(name: str, head_dim: int) -> None:
     theirs = case.attend(ReferenceAttention())
     assert theirs.isfinite().all()
     assert_near(case.attend(native(name, case)), theirs)
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

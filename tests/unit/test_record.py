@@ -10,7 +10,7 @@ from gateway.record import Record, answer_record, record_of, slowest
 from gateway.timings import timings_of
 from protocol.errors import ErrorInfo
 from protocol.messages import Accepted, Output, Refused, Times, Usage
-from tests.unit.test_chunks import an_answer
+from tests.support.answers import an_answer
 
 FIRST = Times(queued_s=1.0, prefill_s=2.0)
 

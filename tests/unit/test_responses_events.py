@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from gateway.answering import Answer
-from gateway.asking import Ask
-from gateway.engine_client import EngineClient
 from gateway.output.events import (
     Content,
     Delta,
@@ -22,19 +19,16 @@ from gateway.output.events import (
     ToolCallEnd,
     Warning,
 )
-from gateway.output.reader import ReaderFactory
 from gateway.responses.epitaph import response_epitaph
 from gateway.responses.events import Frame, ResponseEvents, last_frame
 from gateway.responses.items import item_id, response_of, seal
 from gateway.responses.response import Head, Told
 from gateway.responses.stream import LogprobsShown, ResponseSink
-from gateway.text.tokenizer import Tokenizer
 from protocol.errors import EngineLost, ErrorInfo, Overloaded
-from protocol.sampling import SamplingParams
+from tests.support.answers import TOKENIZER, an_answer
 from tests.support.responses import items_of, kinds, typed_events
-from tests.support.scripted_engine import EOS, scripted_card, scripted_logprob
+from tests.support.scripted_engine import EOS, scripted_logprob
 
-TOKENIZER = Tokenizer(scripted_card())
 NUMBER = "0123456789abcdef" * 2
 HEAD = Head("resp_" + NUMBER, {"model": "m"}, created_at=12)
 
@@ -63,11 +57,6 @@ class Taken:
     @property
     def data(self) -> bytes:
         return b"".join(self.frames)
-
-
-def an_answer() -> Answer:
-    asks = [Ask([1, 2, 3], [SamplingParams()], ReaderFactory(TOKENIZER))]
-    return Answer(EngineClient("ipc:///nowhere"), asks)
 
 
 class Telling:
