@@ -107,7 +107,9 @@ class Engine:
         self._speed = Speed()
         kept = Tiers(tiers, hashes, limits.block_tokens, self._speed, config.kv_load_tokens)
         self._exchange = Exchange(config, pool, peers, kept)
-        self._scheduler = Scheduler(limits, hashes, pool, self._exchange, self._speculation)
+        self._scheduler = Scheduler(
+            limits, hashes, pool, self._exchange, self._speculation, step_costs
+        )
         self._open = OpenRequests()
         self._flights = Flights(config.steps_in_flight)
         self._ended_in_flight: list[Request] = []  # own slot and blocks until no step has them

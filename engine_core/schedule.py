@@ -39,6 +39,10 @@ class Schedule:
     fresh: list[int] = field(default_factory=list)
     budget: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count, _ in self.rows())
+
     def rows(self) -> Iterator[tuple[Request, int, list[int]]]:
         """(request, how many positions, its drafts among these). One-token rows come first."""
         for request in self.decodes:

@@ -6,10 +6,12 @@ long prompt never stalls those who stream. When blocks run out, the youngest req
 it gives everything back and is computed again later, mostly out of the prefix cache.
 
 That is so within one account. Between accounts, who was served least goes first (shares.py): its
-newcomers before the prompts that others are computing. And where such a newcomer finds no slot or
-no blocks, requests of accounts that were served more give way, youngest first: those for which the
-difference is greater than what it will cost to compute them again. So nobody can fill all slots for
-as long as his answers last, and two accounts do not take turns at preempting each other.
+newcomers before the prompts that others are computing. Where those who stream would make the step
+in which it begins longer, they wait for that one, and never for two on end. And where a newcomer
+finds no slot or no blocks, requests of accounts that were served more give way, youngest first:
+those for which the difference is greater than what it will cost to compute them again. So nobody
+can fill all slots for as long as his answers last, and two accounts do not take turns at preempting
+each other.
 
 A request is admitted only when blocks for all its known tokens are there; they are taken at once.
 So only requests that stream ever need more, one block at a time, and the oldest can always get it.
@@ -35,6 +37,7 @@ step can be planned without that.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine_core.block_hash import ContentHashes
@@ -46,7 +49,7 @@ from engine_core.queue import WaitingQueue
 from engine_core.request import Event, Phase, Request
 from engine_core.schedule import Follow, Schedule
 from engine_core.shares import Shares
-from engine_core.turns import giving_way, is_due_before, prompts_of
+from engine_core.turns import giving_way, held_back, is_due_before, prompts_of
 from protocol.messages import Limits
 
 FALL_BEHIND = 32
@@ -75,8 +78,9 @@ class Scheduler:
         pool: BlockPool,
         exchange: Exchange,
         guessing: Guessing,
+        step_costs: Sequence[tuple[int, float]] = (),
     ) -> None:
-        self.shares = Shares(limits)
+        self.shares = Shares(limits, step_costs)
         self.waiting = WaitingQueue(self.shares)
         self.running: list[Request] = []  # by rank: oldest first
         self.unbound: list[Request] = []  # own slots that the worker does not know of yet
@@ -89,6 +93,7 @@ class Scheduler:
         self._guessing = guessing
         self._most = min(limits.max_slots, limits.token_budget)  # each runner gets its one token
         self._crowded_out: Request | None = None  # was first, and found no room
+        self._has_held_back = False  # somebody who streams, in the last step
 
     @property
     def has_work(self) -> bool:
@@ -106,14 +111,19 @@ class Scheduler:
         self._make_room(step)
         num_yielded = len(step.preempted)
         self._continue_decodes(step)
+        streams = step.decodes[:]
         self._bind_ready(step, most=1)  # these are about to stream, too
         admits = len(step.preempted) == num_yielded
+        spare = 0
         if is_shared:
-            step.budget = min(step.budget, self.shares.part)
-        self._continue_chunks(step, admits=admits)
+            part = max(self.shares.part, len(streams))
+            step.budget, spare = min(step.budget, part), min(len(streams), part - len(streams))
+        self._continue_chunks(step, admits=admits, spare=spare)
         self._bind_ready(step, most=self.limits.max_len)
         if admits:
             self._admit(step)
+        if is_shared:
+            self._hold_back(step, streams)
         self._draft(step)
         self._follow(step)
         return step
@@ -145,6 +155,17 @@ class Scheduler:
 
     # ---- running
 
+    def _hold_back(self, step: Schedule, streams: list[Request]) -> None:
+        """Of these, whoever would make a newcomer's first step longer. What they have grown by
+        stays theirs."""
+        has_held_back, self._has_held_back = self._has_held_back, False
+        if has_held_back or not step.admitted:
+            return
+        held = held_back(streams, step.admitted[0])
+        if held and self.shares.is_longer(step.num_tokens - len(held), len(held)):
+            self._has_held_back = True
+            step.decodes = [request for request in step.decodes if request not in held]
+
     def _continue_decodes(self, step: Schedule) -> None:
         for request in list(self.running):
             if step.budget == 0:
@@ -157,15 +178,16 @@ class Scheduler:
                 step.decodes.append(request)
                 step.budget -= 1
 
-    def _continue_chunks(self, step: Schedule, *, admits: bool) -> None:
+    def _continue_chunks(self, step: Schedule, *, admits: bool, spare: int) -> None:
         """`admits`: newcomers of accounts that were served less go before, in a step that has no
-        other prompts after them: it would take longer."""
+        other prompts after them: it would take longer. `spare`: of the budget, for newcomers."""
         for request in prompts_of(self.running):
             if admits:
                 num_admitted = len(step.admitted)
                 self._admit(step, before=request)
                 if len(step.admitted) > num_admitted:
                     step.budget = 0
+            step.budget, spare = max(step.budget - spare, 0), 0
             if step.budget == 0:
                 return
             self.shares.choose(request.share)

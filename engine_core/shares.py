@@ -16,10 +16,11 @@ Requests without an account are one account, called "".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from engine_core.step_costs import StepCosts
 from protocol.messages import Limits
 
 MAX_KEPT = 4096
@@ -29,13 +30,32 @@ BURST_STEPS = 64
 RECENT_S = 30.0
 """Two accounts that asked within so long of now share the engine, though one may be silent."""
 PART, LEAST_PART = 4, 64
-"""While they do, a step has a quarter of its prompt tokens; smaller ones take little less time."""
+"""While they do, a step has a quarter of its prompt tokens, or 64, where costs are not known ..."""
+SHORT, TIMES = 8, 2.0
+"""... and else as many as take twice the time of a prompt so short: who asks for one will wait for
+half of such a step, and then takes twice as long as alone ..."""
+DEAREST = 2.0
+"""... but not so few that each costs more than so many times what it does in a full step."""
+LONGER = 1.05
+"""A step that takes so many times as long is another's to wait for."""
 
 
 def bent(priority: int) -> float:
     """In (-1, 1), and the greater of two priorities is the greater (as far as floats tell): what is
     bounded can be outweighed, by waiting or by being served less."""
     return priority / (1 + abs(priority))
+
+
+def part_of(full: int, costs: StepCosts | None) -> int:
+    """Of a step with `full` tokens, how many it has while accounts share the engine. `costs` where
+    they are known: a power of two then, or all of them."""
+    if costs is None:
+        return max(full // PART, LEAST_PART)
+    longest, dearest = TIMES * costs[SHORT], DEAREST * costs[full] / full
+    sizes = [1 << bit for bit in range(full.bit_length())]
+    most = max((size for size in sizes if costs[size] <= longest), default=1)
+    worthy = (size for size in sizes if size >= most and costs[size] <= size * dearest)
+    return next(worthy, full)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,13 +68,15 @@ class Share:
 
 class Shares:
     """burst   in tokens
-    part    most prompt tokens in a step, while accounts share the engine
+    part    most prompt tokens in a step, while accounts share the engine and fewer stream
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, step_costs: Sequence[tuple[int, float]] = ()) -> None:
+        """step_costs: see WorkerReady."""
         longest = min(limits.max_len, BURST_STEPS * limits.token_budget)
         self.burst = longest + limits.token_budget
-        self.part = max(limits.token_budget // PART, LEAST_PART)
+        self._costs = StepCosts(step_costs) if step_costs else None
+        self.part = part_of(limits.token_budget, self._costs)
         self._level = 0.0
         self._last: Share | None = None  # that asked
         self._last_at = self._other_at = -inf  # and when any other did
@@ -82,6 +104,11 @@ class Shares:
         """Whether more than one asked of late: then nobody's prompts fill whole steps, which the
         next one to come would have to wait for."""
         return now - self._other_at < RECENT_S
+
+    def is_longer(self, tokens: int, others: int) -> bool:
+        """Whether a step of so many tokens takes longer with so many others, as far as is known."""
+        costs = self._costs
+        return costs is not None and costs[tokens + others] > LONGER * costs[tokens]
 
     def begin(self, share: Share) -> None:
         """From now on it has requests that wait."""

@@ -1,4 +1,4 @@
-"""Among requests that run: whose prompt is computed next, and who gives way to a newcomer.
+"""Among requests that run: whose prompt is computed next, who waits for a newcomer, who gives way.
 
 Pure functions of what accounts were served (shares.py), which `Request.due` says.
 """
@@ -26,6 +26,12 @@ def is_due_before(newcomer: Request, request: Request) -> bool:
     if newcomer.share is request.share:
         return False
     return (newcomer.due, newcomer.rank) < (request.due, request.rank)
+
+
+def held_back(streams: Sequence[Request], newcomer: Request) -> set[Request]:
+    """Of those who stream, whoever may do without a token in the step in which a newcomer begins:
+    it is his who was served less."""
+    return {request for request in streams if is_due_before(newcomer, request)}
 
 
 def giving_way(newcomer: Request, running: Sequence[Request]) -> list[Request]:

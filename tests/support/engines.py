@@ -267,14 +267,15 @@ class Bench:
         say: Say = next_token,
         guess: Say | None = None,
         draft_cost: float = 0.0,
+        step_costs: Sequence[tuple[int, float]] = (),
         place: Place | None = None,
         tiers: Sequence[str] = (),
         checks: bool = True,
         **config: Any,
     ) -> None:
-        """guess: what the draft model says; None: as `say`. place: in a cluster, where there is
-        one. tiers: that the worker has. checks: every invariant, all the time. config: further
-        fields of EngineConfig."""
+        """guess: what the draft model says; None: as `say`. step_costs: as a worker has measured
+        them. place: in a cluster, where there is one. tiers: that the worker has. checks: every
+        invariant, all the time. config: further fields of EngineConfig."""
         self.limits = Limits(
             max_len=min(max_len, (num_blocks - 1) * block_tokens),
             max_slots=max_slots,
@@ -295,6 +296,7 @@ class Bench:
             a_card(),
             self.limits,
             draft_cost=draft_cost,
+            step_costs=step_costs,
             draw_seed=lambda: 0,
             cluster=None if place is None else place.cluster,
             tiers=tiers,

@@ -1,17 +1,19 @@
 """An engine whose worker takes simulated time: what clients wait for, without waiting.
 
-A step takes `STEP_S`, and `TOKEN_S` for each of its tokens. Steps go out as far ahead as they do in
-the engine's own loop; what comes meanwhile is heard when the worker is done with the oldest.
+A step takes `STEP_S`, and `TOKEN_S` for each of its tokens; or what `costs` say, which the engine
+is told then. Steps go out as far ahead as they do in the engine's own loop; what comes meanwhile is
+heard when the worker is done with the oldest.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from engine_core.step_costs import StepCosts
 from protocol.messages import Account, Output, Refused
 from tests.support.engines import CLIENT, Bench
 
@@ -44,11 +46,12 @@ class Asked:
 
 
 class Paced:
-    """`now` begins at 0. `options`: of Bench."""
+    """`now` begins at 0. `costs`: (tokens, seconds), as measured. `options`: of Bench."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, costs: Sequence[tuple[int, float]] = (), **options: Any) -> None:
         self.now = 0.0
-        self.bench = Bench(say=_endless, checks=False, **options)
+        self.bench = Bench(say=_endless, checks=False, step_costs=costs, **options)
+        self._costs = StepCosts(costs or [(0, STEP_S), (1, STEP_S + TOKEN_S)])
         self.asked: list[Asked] = []
         self._open: dict[int, Asked] = {}
         self._coming: list[tuple[float, int, Callable[[], object]]] = []
@@ -84,7 +87,7 @@ class Paced:
                 pass
             if self.bench.out:
                 tokens = sum(self.bench.out[0].row_tokens.tolist())
-                self._tick(self.now + STEP_S + tokens * TOKEN_S)
+                self._tick(self.now + self._costs[tokens])
                 self.bench.finish()
             else:
                 self._tick(min(self._coming[0][0], until) if self._coming else until)

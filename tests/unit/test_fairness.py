@@ -44,6 +44,25 @@ def test_a_newcomer_goes_before_all_prompts_of_who_was_served_more() -> None:
     assert steps_to_first_token(bench, late) <= solo + 1
 
 
+def test_who_streams_waits_for_a_newcomers_first_step_and_never_for_two_on_end() -> None:
+    """Where each token costs as much as the first; where all cost the same, nobody waits."""
+    streamed = {}
+    for name, cost in (("dear", 64.0), ("flat", 1.0)):
+        costs = [(1, 1.0), (64, cost)]
+        bench = Bench(max_slots=40, num_blocks=300, step_costs=costs)
+        flood(bench, ALICE, 6, 8, 60)
+        for _ in range(30):
+            bench.step()
+        of_alice = set(bench.plans[-1].row_slots.tolist())
+        first = len(bench.plans)
+        for _ in range(8):
+            bench.add([3] * 5, account=BOB, max_tokens=2)
+            bench.step()
+        plans = bench.plans[first:]
+        streamed[name] = [len(of_alice & set(plan.row_slots.tolist())) for plan in plans]
+    assert streamed == {"dear": [0, 6] * 4, "flat": [6] * 8}
+
+
 def test_of_one_account_who_came_first_goes_first_as_ever() -> None:
     bench = Bench(token_budget=16, max_slots=2)
     numbers = flood(bench, ALICE, 6, 30, 3)

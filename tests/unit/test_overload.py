@@ -3,10 +3,13 @@ flood of one account does to another. With real processes: `python -m tests.supp
 
 from __future__ import annotations
 
-from statistics import median
+from collections.abc import Sequence
+from statistics import median, quantiles
 
 import pytest
 
+from engine_core.shares import part_of
+from engine_core.step_costs import StepCosts
 from protocol.messages import Account
 from tests.support.paced import STEP_S, TOKEN_S, Asked, Paced
 
@@ -90,12 +93,23 @@ def test_a_flood_does_not_double_another_accounts_time_to_the_first_token(length
     assert max(beside) <= 2 * max(alone)
 
 
+PACKED = [
+    (1, 0.0040),
+    (8, 0.0066),
+    (16, 0.0105),
+    (32, 0.0204),
+    (64, 0.0391),
+    (128, 0.0770),
+    (256, 0.1530),
+]
 LARGE = {"token_budget": 256, "steps_in_flight": 2, "num_blocks": 400, "block_tokens": 16}
 
 
-def flooded_in_large_steps(length: int, *, flood: bool) -> list[float]:
-    """As `flooded`, with the steps and slots that a server has."""
-    paced = Paced(**LARGE, max_len=700, max_slots=16, max_waiting=MAX_WAITING)
+def flooded_in_large_steps(
+    length: int, *, flood: bool, every_s: float = 1.37, costs: Sequence[tuple[int, float]] = ()
+) -> tuple[list[float], float]:
+    """As `flooded`, with the steps and slots that a server has; and tokens computed per second."""
+    paced = Paced(costs, **LARGE, max_len=1100, max_slots=16, max_waiting=MAX_WAITING)
     mine: list[Asked] = []
 
     def more() -> None:
@@ -105,17 +119,64 @@ def flooded_in_large_steps(length: int, *, flood: bool) -> list[float]:
 
     if flood:
         paced.at(0.0, more)
-    for place in range(9):
-        paced.at(2.0 + 1.37 * place, lambda: mine.append(paced.ask(length, 8, BOB)))
-    paced.run(2.0 + 1.37 * 9)
-    return sorted(one.wait_s for one in mine[1:])  # the first finds a step that is full
+    times = 9 if length > 64 else 40
+    for place in range(times):
+        paced.at(2.0 + every_s * place, lambda: mine.append(paced.ask(length, 8, BOB)))
+    paced.run(2.0 + every_s * times)
+    waits = [one.wait_s for one in mine[1:]]  # the first finds steps that are full
+    return waits, paced.bench.engine.stats().num_computed_tokens / paced.now
 
 
 @pytest.mark.parametrize("length", [64, 100, 256, 600])
 def test_nor_does_it_double_that_of_prompts_shorter_than_a_step(length: int) -> None:
-    alone, beside = (flooded_in_large_steps(length, flood=flood) for flood in (False, True))
+    (alone, _), (beside, _) = (flooded_in_large_steps(length, flood=f) for f in (False, True))
     assert median(beside) <= 2 * median(alone)
     assert max(beside) <= max(alone) + 2 * (STEP_S + (64 + 16) * TOKEN_S) + 0.2 * max(alone)
+
+
+@pytest.mark.parametrize("length", [8, 16, 32, 64, 256, 1024])
+def test_where_costs_are_known_nor_that_of_any_prompt_at_hardly_a_cost(length: int) -> None:
+    """The costs of a model of packed weights on a CPU: each token there is work of its own."""
+    every_s = 0.263 + length / 600
+    (alone, _), (beside, per_s) = (
+        flooded_in_large_steps(length, flood=flood, every_s=every_s, costs=PACKED)
+        for flood in (False, True)
+    )
+    assert median(beside) <= 2 * median(alone)
+    assert quantiles(beside, n=10)[-1] <= 2.75 * median(alone)
+    assert per_s >= 0.85 * 256 / StepCosts(PACKED)[256], "of what can be done at most"
+
+
+def test_where_few_tokens_cost_as_much_as_many_steps_are_whole_and_nobody_waits_twice() -> None:
+    flat = [(1, 0.010), (64, 0.010), (256, 0.012)]
+    for length in (8, 200):
+        (alone, _), (beside, per_s) = (
+            flooded_in_large_steps(length, flood=f, every_s=0.293, costs=flat)
+            for f in (False, True)
+        )
+        assert median(beside) <= 2 * median(alone)
+        assert per_s >= 0.85 * 256 / 0.012
+
+
+@pytest.mark.parametrize(
+    ("full", "costs", "part"),
+    [
+        (256, [], 64),
+        (2048, [], 512),
+        (256, PACKED, 16),
+        (256, [(1, 1.0), (256, 1.0)], 256),
+        (200, [(1, 1.0), (256, 1.0)], 128),
+        (256, [(1, 1.0), (8, 8.0), (256, 256.0)], 16),
+        (256, [(8, 8.0), (16, 17.0), (32, 17.0), (256, 64.0)], 64),
+        (1, PACKED, 1),
+    ],
+)
+def test_steps_are_as_short_as_a_short_prompt_needs_and_as_tokens_are_worth(
+    full: int, costs: list[tuple[int, float]], part: int
+) -> None:
+    """The last but one: 16 tokens take too long for eight, but even of 32 each costs more than
+    twice what it does in a full step."""
+    assert part_of(full, StepCosts(costs) if costs else None) == part
 
 
 def test_one_account_alone_has_whole_steps() -> None:
