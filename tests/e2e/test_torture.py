@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kill_storm import FAILED, FINISHED, end_of_stream, storm
+from tests.support.kill_storm import FAILED, end_of_stream, storm
+from tests.support.memory_slope import measure
+from tests.support.small_requests import FINISHED, LEFT, REFUSED
 from tests.support.torture import (
     DECODE,
     ENGINE,
@@ -69,6 +71,18 @@ def test_who_asks_while_the_engine_is_killed_gets_exactly_one_end_and_is_counted
     assert not found
     assert weather.tally.ends[FINISHED] >= 50
     assert weather.tally.ends[FAILED] >= 1
+
+
+def test_what_each_process_has_is_read_while_small_requests_of_all_kinds_end_well(
+    model: Path,
+) -> None:
+    family, load = measure(model, num_requests=150, num_clients=4)
+    assert not load.wrong
+    assert load.ends.total() == 150
+    assert min(load.ends[end] for end in (FINISHED, REFUSED, LEFT)) > 0
+    names = ["supervisor", "gunicorn master", "gateway process", "engine", "worker"]
+    assert sorted(process.name for process in family) == sorted(names)
+    assert all(memory.rss > memory.own > 0 for each in family for _, memory in each.samples)
 
 
 @pytest.mark.parametrize(

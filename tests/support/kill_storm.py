@@ -31,12 +31,13 @@ import requests
 
 from tests.support.processes import descendants_of, eventually
 from tests.support.server import Server
+from tests.support.small_requests import FINISHED, LEFT, REFUSED
 from tests.support.torture import write_model
 
 CLIENTS = 12
 PAUSE_S = 0.2
 """After a 503, as a client that was told to come back would."""
-FINISHED, REFUSED, FAILED, LEFT = "finished", "refused", "failed", "left"
+FAILED = "failed"
 WAIT_S = 120.0
 
 

@@ -1,0 +1,151 @@
+"""Many small requests of all APIs over connections that are kept alive: streams and whole answers,
+bodies that are refused, and clients that hang up in the middle.
+
+Each request's status is looked at, and each answer read to its end.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from http import HTTPStatus
+from socket import socket
+from typing import Any
+
+from tests.support.http import connect, read_body, read_head, send_post
+from tests.support.tiny_checkpoint import VOCAB
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES, TOKENS, TOKENIZE = "/v1/responses", "/inference/v1/generate", "/tokenize"
+NAME = "tiny"
+"""Of the model: the server is to be told so."""
+FINISHED, REFUSED, LEFT = "finished", "refused", "left"
+"""How a request ended, as its client sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request and how its client behaves: `leaves` before the answer is complete."""
+
+    path: str
+    body: Mapping[str, Any]
+    is_bad: bool = False
+    leaves: bool = False
+
+
+def wishes(dice: random.Random) -> Iterator[Wish]:
+    """Without end."""
+    while True:
+        path = dice.choice((CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS, TOKENIZE))
+        body = _body(path, dice)
+        what = dice.random()
+        if what < 0.05:
+            yield Wish(path, _spoiled(path, body, dice), is_bad=True)
+        elif what < 0.10 and path != TOKENIZE:
+            long = _body(path, dice, max_tokens=400)
+            yield Wish(path, {**long, "stream": dice.random() < 0.7}, leaves=True)
+        else:
+            yield Wish(path, body)
+
+
+def _body(path: str, dice: random.Random, max_tokens: int = 0) -> dict[str, Any]:
+    max_tokens = max_tokens or dice.randrange(1, 8)
+    ids = [dice.randrange(3, VOCAB) for _ in range(dice.randrange(1, 40))]
+    words = " ".join(f"w{number}" for number in ids)
+    said = [{"role": "user", "content": words}]
+    if path == TOKENIZE:
+        return {"prompt": words}
+    body: dict[str, Any] = {
+        CHAT: {"messages": said, "max_tokens": max_tokens},
+        COMPLETIONS: {"prompt": words, "max_tokens": max_tokens},
+        MESSAGES: {"messages": said, "max_tokens": max_tokens, "model": NAME},
+        RESPONSES: {"input": words, "max_output_tokens": max_tokens, "store": False},
+        TOKENS: {"token_ids": ids, "sampling_params": {"max_tokens": max_tokens}},
+    }[path]
+    return {**body, "stream": dice.random() < 0.5}
+
+
+def _spoiled(path: str, body: dict[str, Any], dice: random.Random) -> dict[str, Any]:
+    """Refused: a field is missing, of another type, or not one of the model's."""
+    first = next(iter(body))
+    return dice.choice([{}, {**body, first: 7}, {**body, first: None}, {**body, "model": 3}])
+
+
+class Client:
+    """One connection, kept alive as long as the server and its own manners allow."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._socket: socket | None = None
+        self._file: Any = None
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._file.close()
+            self._socket.close()
+        self._socket = None
+
+    def ask(self, wish: Wish) -> str:
+        """How it ended. Raises AssertionError where it is not as it should."""
+        if self._socket is None:
+            self._socket = connect(self._port)
+            self._file = self._socket.makefile("rb")
+        send_post(self._socket, wish.path, wish.body)
+        if wish.leaves and not wish.body["stream"]:
+            self.close()
+            return LEFT
+        status, headers = read_head(self._file)
+        if wish.leaves and status == HTTPStatus.OK:
+            self._file.readline()
+            self.close()
+            return LEFT
+        body = read_body(self._file, headers)
+        if headers.get("connection", "").lower() == "close":
+            self.close()
+        wanted = (400, 404, 422) if wish.is_bad else (200,)
+        assert status in wanted, f"{status} for {wish}: {body!r}"
+        return REFUSED if wish.is_bad else FINISHED
+
+
+class Load:
+    """So many requests from so many clients. `wrong`: what did not end as it should."""
+
+    def __init__(self, port: int, num_requests: int, num_clients: int) -> None:
+        self.ends: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._port = port
+        self._left = num_requests
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._client, args=(seed,)) for seed in range(num_clients)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _client(self, seed: int) -> None:
+        stream = wishes(random.Random(seed))
+        with closing(Client(self._port)) as client:
+            while self._takes_one():
+                try:
+                    end = client.ask(next(stream))
+                except Exception as error:  # whatever is wrong with one is told; the others go on
+                    self.wrong.append(f"{type(error).__name__}: {error}")
+                    client.close()
+                    end = "wrong"
+                with self._lock:
+                    self.ends[end] += 1
+
+    def _takes_one(self) -> bool:
+        with self._lock:
+            self._left -= 1
+            return self._left >= 0
