@@ -15,7 +15,7 @@ import requests
 
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, exchange, read_head, send_post
+from tests.support.http import connect, exchange, read_body, read_head, send_post
 from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -393,28 +393,31 @@ def test_an_engine_that_restarts_fails_what_was_open_and_serves_what_comes(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    with GatewayProcess(engine=address) as gateway:
-        with ScriptedEngine(address, is_paused=True) as engine:
-            gateway.await_ready()
-            results: list[Any] = []
-            waiting = [
-                threading.Thread(
-                    target=lambda body=body: results.append(exchange(gateway.port, CHAT, body))
-                )
-                for body in (chat(), chat(stream=True))
-            ]
-            for thread in waiting:
-                thread.start()
-            engine.await_generates(2)
+    with (
+        GatewayProcess(engine=address) as gateway,
+        ScriptedEngine(address, is_paused=True) as engine,
+        connect(gateway.await_ready().port) as client,
+        client.makefile("rb") as file,
+    ):
+        wholes: list[Any] = []
+        waiting = threading.Thread(
+            target=lambda: wholes.append(exchange(gateway.port, CHAT, chat()))
+        )
+        waiting.start()
+        send_post(client, CHAT, chat(stream=True))
+        status, headers = read_head(file)  # the engine has accepted it
+        engine.await_generates(2)
+        engine.kill()
         with ScriptedEngine(address):
-            for thread in waiting:
-                thread.join()
+            waiting.join()
+            streamed = read_body(file, headers)
             gateway.await_ready()
             assert gateway.post(CHAT, chat()).status_code == 200
-    by_status = {status: (headers, data) for status, headers, data in results}
-    assert by_status[503][0]["retry-after"] == "1"
-    assert json.loads(by_status[503][1])["error"]["code"] == "engine_lost"
-    error, done, _ = by_status[200][1].split(b"\n\n")
+    ((whole_status, whole_headers, whole),) = wholes
+    assert (whole_status, whole_headers["retry-after"]) == (503, "1")
+    assert json.loads(whole)["error"]["code"] == "engine_lost"
+    assert status == 200
+    error, done, _ = streamed.split(b"\n\n")
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
     assert done == b"data: [DONE]"
 
