@@ -5,6 +5,8 @@ An `Answer` is n generations seen as one. Its laws:
 - nothing is said before every choice is accepted; if one is refused, the others are aborted;
 - a sink hears each choice's deltas in order and then exactly one of `end` and `fail`, or nothing
   more at all when the client has gone;
+- while nobody listens, or the client takes nothing (`detach`), what is to be told waits (`untold`).
+  Nothing else waits with it: all is counted, and ends, when it comes;
 - after `close` none of its generations is open.
 
 A stream and a whole answer differ in the sink alone: `Fold` keeps what it hears. Reports are taken
@@ -27,7 +29,8 @@ from gateway.engine_client import Report, Subscriber
 from gateway.journal import Journal, Moment
 from gateway.output.events import Failed, Finished
 from gateway.patience import UNLIMITED, Patience
-from gateway.sinks import Early, Nobody, Sink
+from gateway.sinks import Nobody, Sink
+from gateway.untold import Untold
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.messages import Accepted, Account, Output, Refused
@@ -102,8 +105,9 @@ class Answer:
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
-        self._early = Early()
-        self._sink: Sink = self._early
+        self._untold = Untold()
+        self._sink: Sink = self._untold
+        self._listener: Sink | None = None  # who was attached last
         self._accepted = Event()
         self._begun = Event()
         self._ended = Event()
@@ -137,14 +141,21 @@ class Answer:
         self._raise_refusal()
 
     def attach(self, sink: Sink) -> None:
-        """Tell `sink` what was said so far, and from now on everything at once.
+        """Tell `sink` what waits, and from now on everything at once, until it is detached.
 
         It hears nothing where the client has gone in the meantime.
         """
         if self.is_gone:
             return
-        self._sink = sink
-        self._early.tell(sink)
+        self._sink = self._listener = sink
+        while self._sink is sink and self._untold.tell(sink):
+            pass
+
+    def detach(self) -> None:
+        """The sink's client takes nothing: what comes waits until the sink is attached again. A
+        sink may call this, through what it writes to, while it is told something."""
+        if not self.is_gone:
+            self._sink = self._untold
 
     def wait(self) -> None:
         """Until the end. Raises what made it fail, or ClientGone."""
@@ -184,7 +195,7 @@ class Answer:
         if not self._ended.is_set():
             self.is_gone = True
             self.finish = "disconnected"
-            self._sink, self._early = Nobody(), Early()
+            self._sink, self._untold = Nobody(), Untold()
             self.close()
 
     def fail(self, error: ServingError) -> None:
@@ -230,7 +241,10 @@ class Answer:
         """The per-request boundary: whatever goes wrong with one answer stays with it."""
         try:
             if type(report) is Output:
-                self._output(choice, report)
+                if self._sink is self._untold:
+                    self._wait(choice, report)
+                else:
+                    self._output(choice, report)
             elif type(report) is Accepted:
                 self._accept(choice)
             elif type(report) is Refused:
@@ -247,6 +261,21 @@ class Answer:
             if not self._num_unaccepted:
                 self.journal.note(Moment.ACCEPTED)
                 self._accepted.set()
+
+    def _wait(self, choice: Choice, output: Output) -> None:
+        """What is too much to wait is told a client that does not read, too: what it is written to
+        bounds what waits there (`connection`)."""
+        if self._untold.is_much and self._listener is not None:
+            while self._untold.tell(self._listener):
+                pass
+        if output.finish is None and not choice.reader.may_stop:
+            choice.count(output, 0)
+            if output.usage is not None or not self._has_spoken:
+                self._note_told(choice, output)
+            self._untold.keep(choice, output)
+        else:
+            self._untold.read(choice)
+            self._output(choice, output)
 
     def _output(self, choice: Choice, output: Output) -> None:
         delta = choice.reader.push(output)

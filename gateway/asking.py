@@ -21,8 +21,13 @@ NOT_CALLED = "tool_choice_not_followed"
 
 
 class Reads(Protocol):
-    """One choice, read. What is pushed after the end changes nothing."""
+    """One choice, read. What is pushed after the end changes nothing.
 
+    may_stop  what it says may end it, at any of its tokens
+    """
+
+    @property
+    def may_stop(self) -> bool: ...
     def push(self, output: Output) -> Delta: ...
 
 

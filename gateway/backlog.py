@@ -3,7 +3,8 @@
 A little is told as it came: one piece for each step and request. Where more than MANY pieces wait,
 this process is behind its engine, and all that waits for one request becomes one piece. To tell it
 then takes as long as there are requests, hardly longer with more tokens: so what is late catches
-up, and no stream waits long for what others have to hear.
+up, and no stream waits long for what others have to hear. In the same way what waits for a client
+that takes nothing becomes one piece (`untold`).
 
 A reader says the same however tokens are cut into pieces, so no answer changes, but for the number
 of events that it comes in.
@@ -34,10 +35,11 @@ def joined(steps: Sequence[Outputs]) -> Outputs:
     for step in steps:
         for output in step.outputs:
             pieces.setdefault(output.request, []).append(output)
-    return Outputs(step=steps[-1].step, outputs=list(map(_joined, pieces.values())))
+    return Outputs(step=steps[-1].step, outputs=list(map(one_piece, pieces.values())))
 
 
-def _joined(outputs: Sequence[Output]) -> Output:
+def one_piece(outputs: Sequence[Output]) -> Output:
+    """Of one request, in their order; at least one."""
     if len(outputs) == 1:
         return outputs[0]
     last = outputs[-1]

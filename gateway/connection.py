@@ -4,7 +4,8 @@ Both are done from gevent's hub, so nothing here blocks except in the request's 
 (`SocketOutlet.run`). A client that closes, resets, or closes its sending half is gone. A client
 that does not read is cut off when more than MAX_BUFFERED_BYTES wait for it, or when it has taken
 nothing of what waits for `send_timeout_s`. What waits for one client waits in its own outlet: the
-others' bytes go past it.
+others' bytes go past it. Whoever writes is told when bytes begin to wait, and when all are taken
+(`Outlet.heed`), so that what comes meanwhile need not become bytes yet.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ FIRST_REQUEST_S = 1.0
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 _READ = 1
 _LINGER_BYTES = 1 << 16
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+def _nothing() -> None:
+    pass
 
 
 def client_socket(environ: Mapping[str, Any]) -> Any | None:
@@ -141,10 +147,18 @@ class Outlet:
         self._keep_alive = keep_alive
         self._keep_alive_s = keep_alive_s
         self._send_timeout_s = send_timeout_s
+        self._on_full = self._on_room = _nothing
         self._buffer = bytearray()
         self._wake = Event()
         self._is_finished = False
         self._wrote_at = time.monotonic()
+
+    def heed(self, on_full: Callable[[], None], on_room: Callable[[], None]) -> bool:
+        """`on_full` is called, within `write`, when the client has not taken all that was written;
+        then `on_room`, which may write, from the request's greenlet, when it has. Neither after
+        the client was cut off. True: all has been taken so far."""
+        self._on_full, self._on_room = on_full, on_room
+        return not self._buffer
 
     def write(self, data: bytes) -> None:
         if self.is_cut:
@@ -204,22 +218,26 @@ class SocketOutlet(Outlet):
 
     def finish(self) -> None:
         if not self.is_cut and not self._is_finished:
-            self._write_raw(b"0\r\n\r\n")
+            if self._buffer:  # however much it is
+                self._buffer += _LAST_CHUNK
+            else:
+                self._write_raw(_LAST_CHUNK)
         super().finish()
 
     def _write_raw(self, data: bytes) -> None:
-        if not self._buffer:
-            try:
-                sent = self._send(data)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                self.cut()
-                return
-            if sent == len(data):
-                return
-            data = data[sent:]
-        self._put(data)
+        if self._buffer:
+            self._put(data)
+            return
+        try:
+            sent = self._send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.cut()
+            return
+        if sent < len(data):
+            self._put(data[sent:])
+            self._on_full()
 
     def run(self) -> None:
         """Block until all is sent, or the client is cut off. For the request's greenlet."""
@@ -241,17 +259,33 @@ class SocketOutlet(Outlet):
                 self.cut()
                 if not was_finished:
                     self._on_overflow()
+            if not self._buffer and not self.is_cut:
+                self._on_room()
 
 
 class IteratorOutlet(Outlet):
-    """The same bytes for any WSGI server, which iterates and frames them itself."""
+    """The same bytes for any WSGI server, which iterates and frames them itself. While it does not
+    come for more, it waits until its client takes what it has."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_sending = False
+
+    def _put(self, data: bytes) -> None:
+        super()._put(data)
+        if self._is_sending and not self.is_cut:
+            self._on_full()
 
     def run(self) -> Iterator[bytes]:
         while True:
             self._await_news()
-            if self._buffer:
+            while self._buffer:
                 data = bytes(self._buffer)
                 self._buffer.clear()
+                self._is_sending = True
                 yield data
-            if self._is_finished and not self._buffer:
+                self._is_sending = False
+                if not self._buffer and not self.is_cut:
+                    self._on_room()
+            if self._is_finished:
                 return

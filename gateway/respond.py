@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import gevent
@@ -168,7 +169,9 @@ def stream(
     def attach(outlet: Outlet) -> None:
         if answer.is_gone:
             outlet.cut()
-        answer.attach(sink_of(answer, outlet))
+        sink = sink_of(answer, outlet)
+        if outlet.heed(answer.detach, partial(answer.attach, sink)):
+            answer.attach(sink)
 
     def end() -> None:
         opened.close()

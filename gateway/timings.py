@@ -68,6 +68,10 @@ class MeasuredReader:
         self._inner = inner
         self.spent_s = 0.0
 
+    @property
+    def may_stop(self) -> bool:
+        return self._inner.may_stop
+
     def push(self, output: Output) -> Delta:
         began = time.perf_counter()
         try:

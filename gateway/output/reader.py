@@ -181,6 +181,10 @@ class Reader:
         return self._stop is not None and self._stop.matched is not None
 
     @property
+    def may_stop(self) -> bool:
+        return self._factory.may_stop
+
+    @property
     def num_waiting(self) -> int:
         """Tokens that have not been told, as their text is held back."""
         return len(self._waiting_ids)

@@ -27,6 +27,7 @@ class TokenReader:
     """After the end every push is empty, so late news does no harm."""
 
     __slots__ = ("_eos_token_ids", "_finished")
+    may_stop = False
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos_token_ids = eos_token_ids

@@ -58,13 +58,13 @@ class LogprobsShown:
         """The last run of tokens that spells it."""
         spelt = [self._tokenizer.token_bytes(entry.token_id) for entry in known]
         for end in range(len(spelt), 0, -1):
-            said = b""
+            left = len(wanted)
             for start in range(end - 1, -1, -1):
-                said = spelt[start] + said
-                if said == wanted:
-                    return start, end
-                if not wanted.endswith(said):
+                if not wanted.endswith(spelt[start], 0, left):
                     break
+                left -= len(spelt[start])
+                if not left:
+                    return start, end
         return None
 
     def _shown(self, entries: Sequence[TokenLogprobs]) -> list[Any]:

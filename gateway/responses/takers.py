@@ -36,20 +36,17 @@ class StreamTaker:
         self._outlet.write(b"".join(frames))
 
     def close(self, response: Told, number: int) -> None:
-        if self._keep is None:
-            self._end(response, number)
-        else:
-            gevent.spawn(self._keep_and_end, self._keep, response, number)
+        gevent.spawn(self._end, response, number)
 
-    def _keep_and_end(self, keep: Keep, response: Told, number: int) -> None:
+    def _end(self, response: Told, number: int) -> None:
+        """The last event is the whole answer once more, so it waits for what is before it."""
         try:
-            response = keep(response)
+            if self._keep is not None:
+                response = self._keep(response)
         except BaseException:
             self._outlet.cut()  # or its client would wait for ever
             raise
-        self._end(response, number)
-
-    def _end(self, response: Told, number: int) -> None:
+        self._outlet.await_room()
         self._outlet.write(last_frame(number, response))
         self._outlet.finish()
 

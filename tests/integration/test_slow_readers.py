@@ -1,36 +1,184 @@
-"""A client that does not read holds up nobody, and is not waited for beyond the time to send."""
+"""A client that does not read holds up nobody, is told fewer and longer deltas, and is not waited
+for beyond the time to send."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from protocol.messages import Generate
+from tests.support.anthropic import anthropic_events, message_of
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, events_of, exchange, read_head, send_post
-from tests.support.scripted_engine import Says, ScriptedEngine, says, text_of
+from tests.support.http import connect, events_of, exchange, read_body, read_head, send_post
+from tests.support.responses import typed_events
+from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, scripted_logprob
+from tests.support.scripted_engine import text_of as words_of
 
 COMPLETIONS = "/v1/completions"
 LONG = [1] * 800_000
 """A control character, six bytes of JSON each: more than the kernel keeps for one connection."""
+LONG_IDS = [200] * 1_500_000
+"""The same where ids are told: four bytes each."""
+LONG_CHANCES = [1] * 12_000
+"""The same where the likeliest twenty are told beside each."""
+LATER = "Told word by word — to whoever reads. " * 15
 WORDS = "Others are told every word of it. " * 20
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path / 'engine.sock'}") as engine:
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    folder = tmp_path_factory.mktemp("slow")
+    with ScriptedEngine(f"ipc://{folder / 'engine.sock'}", max_len=MOST + 100) as engine:
         engine.script = answer
         yield engine
 
 
+@pytest.fixture(scope="module")
+def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address) as gateway:
+        yield gateway.await_ready()
+
+
 def answer(generate: Generate) -> Says:
-    """To "long" a long text, and then nothing for as long as anybody listens."""
-    if text_of(generate.prompt.tolist()) == "long":
+    """To "endless" a long text, and then nothing for as long as anybody listens. To "much" a long
+    text, and then tokens one by one."""
+    asked = words_of(generate.prompt.tolist())
+    if "endless" in asked:
         return Says([LONG, *[[]] * 100_000], "length", None)
+    if "much" in asked:
+        return Says([_long(generate, asked), *[[token] for token in ids_of(LATER)]], "length", None)
     return says(WORDS)
+
+
+def _long(generate: Generate, asked: str) -> list[int]:
+    if generate.params.logprobs is not None:
+        return LONG_CHANCES
+    return LONG_IDS if "ids" in asked else LONG
+
+
+# ---- what a slow reader is told
+
+
+@dataclass(frozen=True)
+class Heard:
+    """bits   what the deltas told, one after the other: text, or token ids
+    tokens  how many there were by the stream's own usage
+    """
+
+    bits: list[Any]
+    tokens: int
+
+
+def _choices_of(events: list[Any]) -> list[Any]:
+    assert [event for event in events if "error" in event] == []
+    return [choice for event in events for choice in event["choices"]]
+
+
+def _heard_chat(data: bytes) -> Heard:
+    events = events_of(data)
+    deltas = [choice["delta"] for choice in _choices_of(events)]
+    bits = [delta["content"] for delta in deltas if delta.get("content")]
+    return Heard(bits, events[-1]["usage"]["completion_tokens"])
+
+
+def _heard_completion(data: bytes) -> Heard:
+    events = events_of(data)
+    choices = _choices_of(events)
+    bits = [choice["text"] for choice in choices if choice["text"]]
+    told = [choice["logprobs"]["token_logprobs"] for choice in choices if choice["logprobs"]]
+    assert [chance for chances in told for chance in chances] == [
+        scripted_logprob(token, 1).logprob for token in ids_of("".join(bits))
+    ]
+    return Heard(bits, events[-1]["usage"]["completion_tokens"])
+
+
+def _heard_message(data: bytes) -> Heard:
+    events = anthropic_events(data)
+    bits = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
+    message = message_of(events)
+    assert [block["text"] for block in message["content"]] == ["".join(bits)]
+    return Heard(bits, message["usage"]["output_tokens"])
+
+
+def _heard_response(data: bytes) -> Heard:
+    events = typed_events(data)
+    bits = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    response = events[-1]["response"]
+    (message,) = response["output"]
+    assert [part["text"] for part in message["content"]] == ["".join(bits)]
+    return Heard(bits, response["usage"]["output_tokens"])
+
+
+def _heard_ids(data: bytes) -> Heard:
+    events = events_of(data)
+    choices = _choices_of(events)
+    bits = [choice["token_ids"] for choice in choices if choice["token_ids"]]
+    return Heard(bits, events[-1]["usage"]["completion_tokens"])
+
+
+MUCH = [{"role": "user", "content": "much"}]
+MOST = 1 << 22
+USAGE = {"include_usage": True}
+STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[bytes], Heard]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": MUCH, "max_tokens": MOST, "stream_options": USAGE},
+        _heard_chat,
+    ),
+    "completion with logprobs": (
+        COMPLETIONS,
+        {"prompt": "much", "max_tokens": MOST, "stream_options": USAGE, "logprobs": 20},
+        _heard_completion,
+    ),
+    "message": ("/v1/messages", {"messages": MUCH, "max_tokens": MOST}, _heard_message),
+    "response": ("/v1/responses", {"input": "much", "max_output_tokens": MOST}, _heard_response),
+    "ids": (
+        "/inference/v1/generate",
+        {
+            "token_ids": ids_of("much ids"),
+            "sampling_params": {"max_tokens": MOST},
+            "stream_options": USAGE,
+        },
+        _heard_ids,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_who_reads_late_is_told_all_of_it_in_one_delta_for_what_came_meanwhile(
+    name: str, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    """The gateway has taken all of it when one who asks later has his answer."""
+    path, body, heard_in = STREAMS[name]
+    with connect(gateway.port, rcvbuf=4096) as client, client.makefile("rb") as file:
+        before = len(engine.generates)
+        send_post(client, path, {"model": "scripted", "stream": True, **body})
+        engine.await_generates(before + 1)
+        engine.await_idle()
+        assert _short(gateway) == WORDS
+        status, headers = read_head(file)
+        assert status == 200
+        heard = heard_in(read_body(file, headers))
+    long = {"ids": LONG_IDS, "completion with logprobs": LONG_CHANCES}.get(name, LONG)
+    assert heard.tokens == len(long) + len(ids_of(LATER))
+    if name == "ids":
+        assert heard.bits == [long, ids_of(LATER)]
+    else:
+        assert heard.bits == ["\x01" * len(long), LATER]
+
+
+def _short(gateway: GatewayProcess) -> str:
+    body = {"prompt": "short", "stream": True, "max_tokens": 4000}
+    status, _, data = exchange(gateway.port, COMPLETIONS, body)
+    assert status == 200
+    return "".join(event["choices"][0]["text"] for event in events_of(data))
+
+
+# ---- who never reads
 
 
 def test_who_takes_nothing_for_the_time_to_send_is_cut_off_and_others_do_not_wait(
@@ -42,13 +190,11 @@ def test_who_takes_nothing_for_the_time_to_send_is_cut_off_and_others_do_not_wai
         GatewayProcess(engine=engine.address, send_timeout_s=1.0) as gateway,
         connect(gateway.await_ready().port, rcvbuf=4096) as client,
     ):
-        send_post(client, COMPLETIONS, {"prompt": "long", "stream": True, "max_tokens": 1 << 24})
-        engine.await_generates(1, timeout_s=20)
-        body = {"prompt": "short", "stream": True, "max_tokens": 4000}
-        status, _, data = exchange(gateway.port, COMPLETIONS, body)
-        assert status == 200
-        assert "".join(e["choices"][0]["text"] for e in events_of(data)) == WORDS
-        engine.await_abort(engine.generates[0].request, timeout_s=30)
+        before = len(engine.generates)
+        send_post(client, COMPLETIONS, {"prompt": "endless", "stream": True, "max_tokens": 1 << 24})
+        engine.await_generates(before + 1, timeout_s=20)
+        assert _short(gateway) == WORDS
+        engine.await_abort(engine.generates[before].request, timeout_s=30)
         with client.makefile("rb") as file:
             assert read_head(file)[0] == 200
             rest = b""

@@ -3,6 +3,7 @@ stream."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -69,8 +70,9 @@ class Line:
         pass
 
 
-def told(text: str, sizes: list[int], finish: str) -> Taken:
-    """The response to `text`, whose tokens came in messages of these sizes, the rest at once."""
+def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) -> Taken:
+    """The response to `text`, whose tokens came in messages of these sizes, the rest at once.
+    `pauses`: whether its client took nothing while each of them came; the others it heard."""
     begun = READING.begin("<assistant>", {}, calls=True)
     assert begun.bound is not None
     numbers = iter(range(100))
@@ -80,7 +82,9 @@ def told(text: str, sizes: list[int], finish: str) -> Taken:
     answer = Answer(line, asks)
     answer.open()
     events = ResponseEvents(HEAD)
-    answer.attach(ResponseSink(answer, events, taken, LogprobsShown(TOKENIZER, 1)))
+    sink = ResponseSink(answer, events, taken, LogprobsShown(TOKENIZER, 1))
+    answer.attach(sink)
+    is_paused = iter(pauses)
     ids = [*marked_ids(text), *([EOS] if finish == "stop" else [])]
     while ids:
         size = sizes.pop(0) if sizes else len(ids)
@@ -89,7 +93,12 @@ def told(text: str, sizes: list[int], finish: str) -> Taken:
         if ends and finish == "stop":
             ends["stop_token"] = EOS
         logprobs = [scripted_logprob(token, 1) for token in piece]
+        if next(is_paused, False):
+            answer.detach()
+        else:
+            answer.attach(sink)
         line.say(Output(request=1, tokens=piece, logprobs=logprobs, **ends))
+    answer.attach(sink)
     return taken
 
 
@@ -97,9 +106,12 @@ def told(text: str, sizes: list[int], finish: str) -> Taken:
     st.sampled_from(ANSWERS),
     st.lists(st.integers(1, 9), max_size=60),
     st.sampled_from(["stop", "length"]),
+    st.lists(st.booleans(), max_size=60),
 )
-def test_any_cut_gives_the_same_response(text: str, sizes: list[int], finish: str) -> None:
-    cut = told(text, sizes, finish)
+def test_any_cut_gives_the_same_response(
+    text: str, sizes: list[int], finish: str, pauses: list[bool]
+) -> None:
+    cut = told(text, sizes, finish, pauses)
     by_token = told(text, [1] * 500, finish)
     assert comparable(cut.response) == comparable(by_token.response)
     for taken in (cut, by_token):
@@ -108,11 +120,15 @@ def test_any_cut_gives_the_same_response(text: str, sizes: list[int], finish: st
         assert items_of(events) == taken.response["output"]
 
 
-@given(st.sampled_from(ANSWERS[:3]), st.lists(st.integers(1, 9), max_size=60))
+@given(
+    st.sampled_from(ANSWERS[:3]),
+    st.lists(st.integers(1, 9), max_size=60),
+    st.lists(st.booleans(), max_size=60),
+)
 def test_logprobs_of_a_text_are_those_of_its_tokens_however_they_came(
-    text: str, sizes: list[int]
+    text: str, sizes: list[int], pauses: list[bool]
 ) -> None:
-    output = told(text, sizes, "stop").response["output"]
+    output = told(text, sizes, "stop", pauses).response["output"]
     (part,) = [part for item in output if item["type"] == "message" for part in item["content"]]
     assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]) == part["text"].encode()
 

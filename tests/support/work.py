@@ -91,10 +91,15 @@ THINKING = (
 
 
 def stream(
-    ids: Sequence[int], readers: ReaderFactory, counted: Counted, *, is_late: bool = False
+    ids: Sequence[int],
+    readers: ReaderFactory,
+    counted: Counted,
+    *,
+    is_late: bool = False,
+    is_slow: bool = False,
 ) -> int:
     """A chat's stream, from the engine's news, a token a step, to its frames. Per token. `is_late`:
-    all steps have come before the first is told."""
+    all steps have come before the first is told. `is_slow`: its client reads when all have."""
     answer = Answer(EngineClient("ipc:///nowhere"), [Ask([1, 2, 3], [SamplingParams()], readers)])
     (choice,) = answer.choices
     frames: list[bytes] = []
@@ -111,12 +116,16 @@ def stream(
         for step, token in enumerate(ids)
     ]
     with counted():
+        if is_slow:
+            answer.detach()
         for step in as_told(steps) if is_late else steps:
             for output in step.outputs:
                 answer.take(choice, output)
+        if is_slow:
+            answer.attach(sink)
     answer.close()
     assert frames
-    assert is_late or len(frames) > len(ids) / 4
+    assert is_late or is_slow or len(frames) > len(ids) / 4
     return len(ids)
 
 
@@ -126,6 +135,10 @@ def plain_stream(counted: Counted) -> int:
 
 def late_stream(counted: Counted) -> int:
     return stream(ids_of(PLAIN), ReaderFactory(Tokenizer(scripted_card())), counted, is_late=True)
+
+
+def slow_stream(counted: Counted) -> int:
+    return stream(ids_of(PLAIN), ReaderFactory(Tokenizer(scripted_card())), counted, is_slow=True)
 
 
 def formatted_stream(counted: Counted) -> int:
@@ -202,6 +215,7 @@ def drawn_steps(counted: Counted) -> int:
 SCENARIOS = [
     Scenario("gateway, a chat's stream", "token", plain_stream),
     Scenario("gateway, behind its engine", "token", late_stream),
+    Scenario("gateway, before a slow client", "token", slow_stream),
     Scenario("gateway, reasoning and tool calls", "token", formatted_stream),
     Scenario("engine, 8 streams", "token", engine_answers),
     Scenario("engine, 8 streams with guesses", "token", guessed_answers),

@@ -6,8 +6,7 @@ from gateway.asking import NOT_CALLED, Ask, Demand
 from gateway.choice import Choice
 from gateway.output.events import Content, Delta, Finished, ToolCall, ToolCallEnd, Warning
 from gateway.output.tokens import TokenReaders
-from gateway.sinks import Early, Fold
-from protocol.errors import EngineError, ServingError
+from gateway.sinks import Fold
 from protocol.messages import Output, Usage
 from protocol.sampling import SamplingParams
 
@@ -19,35 +18,6 @@ def a_choice(index: int = 0) -> Choice:
     params = SamplingParams(seed=1)
     ask = Ask([1, 2, 3], [params], TokenReaders([2]))
     return Choice(index, 0, ask, params, ask.readers.new())
-
-
-class Listener:
-    """Hears everything as one list."""
-
-    def __init__(self) -> None:
-        self.heard: list[object] = []
-
-    def delta(self, choice: Choice, delta: Delta) -> None:
-        self.heard.append((choice.index, delta))
-
-    def end(self) -> None:
-        self.heard.append("end")
-
-    def fail(self, error: ServingError) -> None:
-        self.heard.append(error)
-
-
-def test_who_comes_late_hears_what_was_said_in_its_order_and_only_once() -> None:
-    early, error = Early(), EngineError("lost")
-    early.delta(a_choice(1), HELLO)
-    early.delta(a_choice(0), WORLD)
-    early.end()
-    early.fail(error)
-    first, second = Listener(), Listener()
-    early.tell(first)
-    early.tell(second)
-    assert first.heard == [(1, HELLO), (0, WORLD), "end", error]
-    assert second.heard == []
 
 
 def test_a_whole_answer_joins_the_deltas_of_each_choice() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import gevent
 import pytest
 
@@ -124,3 +127,76 @@ def test_a_full_socket_overflows_at_the_bound() -> None:
         outlet.write(b"x" * (MAX_BUFFERED_BYTES // 10))
     assert overflows == ["cut"]
     assert outlet.is_cut
+
+
+@pytest.fixture
+def writable() -> Iterator[int]:
+    """A file that the hub always finds writable."""
+    ends = os.pipe()
+    yield ends[1]
+    for end in ends:
+        os.close(end)
+
+
+def test_a_socket_tells_when_bytes_begin_to_wait_and_when_all_are_taken(writable: int) -> None:
+    heard: list[str] = []
+    wire = Wire(room=len("HEAD") + len("6\r\n123456\r\n"))
+    wire.fileno = lambda: writable  # type: ignore[attr-defined]
+    outlet = a_socket_outlet(wire, heard)
+
+    def go_on() -> None:
+        heard.append("room")
+        outlet.write(b"the rest")
+        outlet.finish()
+
+    assert outlet.heed(lambda: heard.append("full"), go_on)
+    outlet.write(b"123456")
+    assert not heard
+    outlet.write(b"more")
+    outlet.write(b"still more")
+    assert heard == ["full"]
+    wire.room = 1000
+    with gevent.Timeout(10):
+        outlet.run()
+    assert heard == ["full", "room"]
+    assert wire.sent.endswith(b"a\r\nstill more\r\n8\r\nthe rest\r\n0\r\n\r\n")
+
+
+def test_the_end_of_a_write_that_was_let_through_does_not_cut_it_off(writable: int) -> None:
+    """Longer than may wait, where nothing waited before it."""
+    overflows: list[str] = []
+    wire = Wire(room=len("HEAD"))
+    wire.fileno = lambda: writable  # type: ignore[attr-defined]
+    outlet = a_socket_outlet(wire, overflows)
+    outlet.write(b"x" * (MAX_BUFFERED_BYTES + 1))
+    outlet.finish()
+    outlet.finish()
+    wire.room = 2 * MAX_BUFFERED_BYTES
+    with gevent.Timeout(10):
+        outlet.run()
+    assert not overflows
+    assert wire.sent.endswith(b"xx\r\n0\r\n\r\n")
+    assert wire.sent.count(b"0\r\n\r\n") == 1
+
+
+def test_a_socket_that_has_not_taken_the_head_is_full_already() -> None:
+    outlet = a_socket_outlet(Wire(room=2), [])
+    assert not outlet.heed(lambda: None, lambda: None)
+
+
+def test_a_server_that_does_not_come_for_more_has_a_client_that_takes_nothing() -> None:
+    heard: list[str] = []
+    outlet = an_iterator_outlet(heard)
+    assert outlet.heed(lambda: heard.append("full"), lambda: heard.append("room"))
+    outlet.write(b"one")
+    outlet.write(b"two")
+    assert not heard, "the server has not been given anything yet"
+    body = outlet.run()
+    assert next(body) == b"onetwo"
+    outlet.write(b"three")
+    assert heard == ["full"]
+    assert next(body) == b"three"
+    assert heard == ["full"], "the last of it is not taken yet"
+    outlet.finish()
+    assert list(body) == []
+    assert heard == ["full", "room"]

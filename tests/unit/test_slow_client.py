@@ -1,0 +1,233 @@
+"""A client that takes nothing is told less often, and everything; what waits for it is bounded.
+
+How a client is known to take nothing: tests/unit/test_sse.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from gateway.answering import Answer
+from gateway.asking import Ask
+from gateway.choice import Choice
+from gateway.engine_client import EngineClient
+from gateway.output.events import Content, Delta, Finished, Reasoning, merged
+from gateway.output.reader import ReaderFactory, ReadOptions
+from gateway.sinks import Fold
+from gateway.text.tokenizer import Tokenizer
+from gateway.untold import Untold
+from protocol.errors import EngineLost, ErrorInfo, ServingError
+from protocol.messages import Output, TokenLogprobs, Usage
+from protocol.sampling import SamplingParams
+from tests.support.scripted_engine import EOS, ids_of, scripted_card, scripted_logprob
+
+SAID = "Größe, 🙂 and what comes after it."
+
+
+class Told:
+    """A sink, and what it was told; `then` is called with each delta."""
+
+    def __init__(self, num_choices: int, then: Callable[[], None] = lambda: None) -> None:
+        self.fold = Fold(num_choices)
+        self.deltas: list[tuple[int, Delta]] = []
+        self.ends: list[ServingError | None] = []
+        self._then = then
+
+    def delta(self, choice: Choice, delta: Delta) -> None:
+        assert not self.ends, "news after the end"
+        self.deltas.append((choice.index, delta))
+        self.fold.delta(choice, delta)
+        self._then()
+
+    def end(self) -> None:
+        self.ends.append(None)
+
+    def fail(self, error: ServingError) -> None:
+        self.ends.append(error)
+
+
+def an_answer(num_choices: int = 1, **options: object) -> Answer:
+    readers = ReaderFactory(Tokenizer(scripted_card()), ReadOptions(**options))  # type: ignore[arg-type]
+    params = [SamplingParams() for _ in range(num_choices)]
+    return Answer(EngineClient("ipc:///nowhere"), [Ask([1, 2, 3], params, readers)])
+
+
+def token_by_token(ids: list[int], logprobs: int = 1) -> list[Output]:
+    """All that the engine says of one request."""
+    said = [
+        Output(request=1, tokens=[token], logprobs=[scripted_logprob(token, logprobs)])
+        for token in ids
+    ]
+    usage = Usage(prompt_tokens=3, generated_tokens=len(ids) + 1)
+    last = scripted_logprob(EOS, logprobs)
+    end = Output(
+        request=1, tokens=[EOS], logprobs=[last], finish="stop", stop_token=EOS, usage=usage
+    )
+    return [*said, end]
+
+
+def folded(told: Told) -> list[tuple[object, ...]]:
+    return [(merged(w.events), w.token_ids, w.logprobs) for w in told.fold.whole]
+
+
+# ---- what waits
+
+
+def test_what_waits_is_one_piece_for_each_choice_in_the_order_they_were_heard_of() -> None:
+    one, two = an_answer(2).choices
+    untold, told = Untold(), Told(2)
+    untold.delta(two, Delta([Reasoning("Hm")], [5], [TokenLogprobs(5, -1.0, 1)]))
+    untold.delta(one, Delta([Content("a")], [1]))
+    untold.delta(two, Delta([Reasoning("."), Content("b")], [6, 7]))
+    untold.delta(two, Delta([Content("c"), Finished("stop")], [8]))
+    untold.end()
+    assert [untold.tell(told) for _ in range(4)] == [True, True, True, False]
+    whole = [Reasoning("Hm."), Content("bc"), Finished("stop")]
+    assert told.deltas == [
+        (1, Delta(whole, [5, 6, 7, 8], [TokenLogprobs(5, -1.0, 1)])),
+        (0, Delta([Content("a")], [1], [])),
+    ]
+    assert told.ends == [None]
+
+
+def test_waiting_changes_nothing_of_what_was_told_before() -> None:
+    (choice,) = an_answer().choices
+    untold = Untold()
+    first = Delta([Content("a")], [1])
+    untold.delta(choice, first)
+    untold.delta(choice, Delta([Content("b")], [2]))
+    assert first == Delta([Content("a")], [1])
+
+
+def test_tokens_and_the_alternatives_told_with_them_are_much_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.untold.MUCH", 12)
+    (choice,) = an_answer().choices
+    untold = Untold()
+    untold.delta(choice, Delta([], [1] * 5))
+    untold.delta(choice, Delta([], [1], [scripted_logprob(1, 5)]))
+    assert not untold.is_much
+    untold.delta(choice, Delta([], [1]))
+    assert untold.is_much
+    untold.tell(Told(1))
+    assert not untold.is_much
+
+
+@pytest.mark.parametrize("many", [1, 3, 100])
+def test_tokens_are_measured_and_told_read_or_not(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.untold.MANY", many)
+    monkeypatch.setattr("gateway.untold.MUCH", 4)
+    (choice,) = an_answer().choices
+    untold, told = Untold(), Told(1)
+    for letters, is_much in (("a", False), ("bc", False), ("d", True), ("e", True)):
+        untold.keep(choice, Output(request=1, tokens=ids_of(letters)))
+        assert untold.is_much == is_much
+    assert untold.tell(told)
+    assert [delta.events for _, delta in told.deltas] == [[Content("abcde")]]
+    assert not untold.is_much
+    assert not untold.tell(told)
+
+
+# ---- an answer whose client takes nothing now and then
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_any_pauses_the_same_is_told(seed: int) -> None:
+    """Three choices whose news interleave; the client stops and goes on reading at any of them."""
+    chance = random.Random(seed)
+    plain, paused = [_told_with_pauses(chance, pauses) for pauses in (False, True)]
+    assert folded(plain) == folded(paused)
+    assert plain.ends == paused.ends == [None]
+    assert len(paused.deltas) < len(plain.deltas)
+
+
+def _told_with_pauses(chance: random.Random, pauses: bool) -> Told:
+    answer = an_answer(3)
+    told = Told(3, lambda: answer.detach() if pauses and chance.random() < 0.5 else None)
+    answer.attach(told)
+    left = [(choice, token_by_token(ids_of(SAID))) for choice in answer.choices]
+    while some := [(choice, said) for choice, said in left if said]:
+        choice, said = chance.choice(some)
+        answer.take(choice, said.pop(0))
+        if chance.random() < 0.1:
+            answer.attach(told)
+    while not told.ends:
+        answer.attach(told)
+    return told
+
+
+def test_what_comes_before_there_is_a_sink_waits_the_same_way() -> None:
+    answer = an_answer()
+    for output in token_by_token(ids_of("Hello")):
+        answer.take(answer.choices[0], output)
+    told = Told(1)
+    answer.attach(told)
+    ((_, delta),) = told.deltas
+    assert delta.events == [Content("Hello"), Finished("stop")]
+    assert told.ends == [None]
+
+
+def test_an_answer_ends_and_is_counted_when_it_comes_not_when_it_is_told() -> None:
+    """A stop string ends it at once: the engine computes nothing for a client that sleeps."""
+    answer = an_answer(stop=["STOP"])
+    (choice,) = answer.choices
+    told = Told(1)
+    answer.attach(told)
+    answer.detach()
+    for output in token_by_token(ids_of("so STOP and never this")):
+        answer.take(choice, output)
+    assert (choice.is_ended, choice.finish, choice.num_generated) == (True, "stop", len("so STOP"))
+    assert not told.deltas
+    answer.attach(told)
+    ((_, delta),) = told.deltas
+    assert delta.events == [Content("so "), Finished("stop", "STOP")]
+    assert told.ends == [None]
+
+
+def test_an_error_waits_behind_the_words_that_came_before_it() -> None:
+    answer = an_answer()
+    told = Told(1)
+    answer.attach(told)
+    answer.detach()
+    answer.take(answer.choices[0], Output(request=1, tokens=ids_of("so far")))
+    error = ErrorInfo(code=EngineLost.code, message="the worker died")
+    answer.take(answer.choices[0], Output(request=1, finish="error", error=error))
+    assert not told.deltas
+    answer.attach(told)
+    assert told.fold.whole[0].events[0] == Content("so far")
+    (failure,) = told.ends
+    assert isinstance(failure, EngineLost)
+
+
+def test_who_hung_up_while_it_took_nothing_is_told_nothing_more() -> None:
+    answer = an_answer()
+    told = Told(1)
+    answer.attach(told)
+    answer.detach()
+    answer.take(answer.choices[0], Output(request=1, tokens=ids_of("lost")))
+    answer.abandon()
+    answer.attach(told)
+    assert not told.deltas
+    assert not told.ends
+
+
+def test_what_is_too_much_to_wait_is_told_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it waits as bytes, which are bounded."""
+    monkeypatch.setattr("gateway.untold.MUCH", 10)
+    monkeypatch.setattr("gateway.untold.MANY", 5)
+    answer = an_answer()
+    told = Told(1)
+    answer.attach(told)
+    answer.detach()
+    for output in token_by_token(ids_of("0123456789abcdefghijklm"), logprobs=0):
+        answer.take(answer.choices[0], output)
+    assert [len(delta.token_ids) for _, delta in told.deltas] == [10, 10]
+    answer.attach(told)
+    assert [len(delta.token_ids) for _, delta in told.deltas] == [10, 10, 4]
+    assert told.ends == [None]
