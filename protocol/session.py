@@ -264,8 +264,9 @@ class Session:
         if message.epoch == self.epoch:
             self.stats = message.stats
             return []
-        self._said_at = float("-inf")  # greet the new engine at the next tick, not a second later
-        return self._lose("the engine was restarted")
+        self._said_at = float("-inf")  # greet who is there at the next tick, not a second later
+        # What was lost before is told already, and why: this may be an old answer.
+        return self._lose("the engine was restarted") if self.is_ready else []
 
     def _lose(self, why: str) -> list[News]:
         self.trouble = EngineLost(why)

@@ -169,6 +169,28 @@ def test_a_pong_of_another_epoch_means_that_everything_is_lost() -> None:
     assert isinstance(session.tick(1.0)[0][0], Hello)
 
 
+@pytest.mark.parametrize("epoch", ["e1", "e2"])
+def test_a_late_pong_does_not_say_another_cause_of_a_loss_that_was_told(epoch: str) -> None:
+    """Whoever asks before the next Welcome is told why there is no engine: not that one was
+    restarted which only was silent, or which said itself why it ended."""
+    silent, ended = connected(), connected()
+    for tenth in range(1, 66):
+        silent.tick(tenth / 10)
+    ended.receive(Gone(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    for session, why in ((silent, "silent for"), (ended, "worker died")):
+        assert session.receive(Pong(epoch=epoch, stats=EngineStats()), 6.6) == []
+        with pytest.raises(EngineLost, match=why):
+            opened(session)
+        assert isinstance(session.tick(6.6)[0][0], Hello), "it is there: it is greeted at once"
+
+
+def test_a_pong_before_the_first_welcome_is_no_loss() -> None:
+    session = Session("test")
+    assert session.receive(Pong(epoch="e1", stats=EngineStats()), 0.1) == []
+    with pytest.raises(EngineNotReady):
+        opened(session)
+
+
 def test_a_new_welcome_of_another_epoch_ends_what_was_open() -> None:
     session = connected()
     request = opened(session)
