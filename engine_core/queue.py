@@ -68,11 +68,34 @@ class WaitingQueue:
         line = self._lines.get(share)
         return Load(0, 0) if line is None else Load(line.num, line.tokens)
 
-    def tokens_before(self, request: Request) -> int:
-        """Of its own account, what goes before it, were it to wait here. O(those that wait)."""
+    def most_before(self, request: Request) -> float:
+        """As `tokens_before` at most: all of its own account. O(accounts that wait)."""
+        own = self.load_of(request.share).tokens
+        return own + self._of_others(request, own)
+
+    def tokens_before(self, request: Request) -> float:
+        """What goes before it, were it to wait here, and nobody else to come: what stands before
+        it in its own line, and of other accounts what is due while that is computed. O(its own
+        line, and accounts that wait).
+
+        Due is who was served less. When its line has come to it, its account will have been served
+        what stands before it; by then each other line has been taken from as far as that, or to
+        its end. What answers add to what anybody was served is not foreseen.
+        """
         line = self._lines.get(request.share)
         ahead = {other for rank, other in line.heap if rank < request.rank} if line else set()
-        return sum(len(other.tokens) for other in ahead & self._waiting)
+        own = sum(len(other.tokens) for other in ahead & self._waiting)
+        return own + self._of_others(request, own)
+
+    def _of_others(self, request: Request, own: int) -> float:
+        share, before = request.share, 0.0
+        served = share.served if share in self._lines else self._shares.brought_near(share)
+        due = served + own + request.lead
+        for other, line in self._lines.items():
+            if other is not share:
+                gap = due - max(other.served, self._head(line).due)
+                before += min(max(gap, 0.0), line.tokens)
+        return before
 
     def push(self, request: Request) -> None:
         line = self._lines.get(request.share)

@@ -112,7 +112,11 @@ class Shares:
 
     def begin(self, share: Share) -> None:
         """From now on it has requests that wait."""
-        share.served = min(max(share.served, self._level - self.burst), self._level + self.burst)
+        share.served = self.brought_near(share)
+
+    def brought_near(self, share: Share) -> float:
+        """What it would have been served, if it began to wait now."""
+        return min(max(share.served, self._level - self.burst), self._level + self.burst)
 
     def choose(self, share: Share) -> None:
         """Of those who want prompts computed, it goes first."""

@@ -398,14 +398,14 @@ class Bench:
         self.check()
         return plan
 
-    def finish(self) -> None:
+    def finish(self, elapsed_s: float = 0.01) -> None:
         """The worker executes the oldest plan that is out, the engine commits."""
-        self.commit(self.worker.execute(self.out[0], self.masks))
+        self.commit(self.worker.execute(self.out[0], self.masks), elapsed_s)
 
-    def commit(self, result: StepResult) -> None:
+    def commit(self, result: StepResult, elapsed_s: float = 0.01) -> None:
         """What the worker tells of the oldest plan that is out."""
         self.out.popleft()
-        for client, outputs in self.engine.commit(result, 0.01).items():
+        for client, outputs in self.engine.commit(result, elapsed_s).items():
             self.take(client, outputs.outputs)
         self.masks = self.engine.masks()
         self.send_orders()

@@ -87,8 +87,9 @@ class Paced:
                 pass
             if self.bench.out:
                 tokens = sum(self.bench.out[0].row_tokens.tolist())
-                self._tick(self.now + self._costs[tokens])
-                self.bench.finish()
+                elapsed_s = self._costs[tokens]
+                self._tick(self.now + elapsed_s)
+                self.bench.finish(elapsed_s)
             else:
                 self._tick(min(self._coming[0][0], until) if self._coming else until)
             self._hear()

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
+from engine_core.admission import new_request
+from engine_core.queue import WaitingQueue
+from engine_core.request import Request
 from engine_core.shares import Share, Shares, bent
-from protocol.messages import Account, Refused
-from tests.support.engines import CLIENT, Bench
+from engine_core.stopwatch import Clock
+from protocol.arrays import Int32
+from protocol.messages import Account, Generate, Refused
+from tests.support.engines import CLIENT, Bench, a_card
 
 ALICE, BOB = Account(name="alice"), Account(name="bob")
 
@@ -182,6 +191,37 @@ def test_accounts_without_requests_are_forgotten() -> None:
         shares.of(str(number), lambda name: int(name == "kept"))
     assert len(shares) <= 4097
     assert shares.of("kept", lambda name: 1) is kept
+
+
+def request_of(order: int, share: Share, length: int, shares: Shares) -> Request:
+    message = Generate(request=order, prompt=Int32.of([1] * length))
+    prompt, limits = [1] * length, Bench().limits
+    request = new_request(CLIENT, message, prompt, order, lambda: 0, a_card(), limits, Clock())
+    request.share, request.place = share, float(order)
+    return request
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_goes_before_a_newcomer_is_what_taking_one_after_the_other_finds(seed: int) -> None:
+    rng, longest = random.Random(seed), 30
+    shares = Shares(Bench().limits)
+    queue = WaitingQueue(shares)
+    accounts = [Share(str(i), rng.uniform(0, 400)) for i in range(rng.randrange(1, 8))]
+    for order in range(rng.randrange(120)):
+        queue.push(request_of(order, rng.choice(accounts), rng.randrange(1, longest), shares))
+    new = request_of(1000, rng.choice(accounts), 5, shares)
+    new.lead = rng.choice([0.0, 0.0, -50.0, 50.0])
+    told, most = queue.tokens_before(new), queue.most_before(new)
+    assert told <= most
+    queue.push(new)
+    found = 0
+    while (first := queue.first()) is not new:
+        assert first is not None
+        queue.remove(first)
+        first.share.served += len(first.tokens)
+        found += len(first.tokens)
+    # Nobody is taken by parts: each account is a request ahead, or behind, at most.
+    assert abs(told - found) <= longest * len(accounts)
 
 
 def test_priorities_are_worth_more_the_further_they_are_apart_but_never_everything() -> None:

@@ -55,6 +55,38 @@ def test_at_ten_times_the_load_as_much_is_done_and_the_rest_is_refused_with_a_ti
     assert all(one.ended_at is not None or one.at > 2.0 for one in asked if one.refused is None)
 
 
+def a_crowd(accounts: int) -> tuple[Paced, Account]:
+    """Two seconds after a first account came, one after all others: much of all waits. And one that
+    will have to wait for others, too."""
+    names = [Account(name=f"account {number}") for number in range(accounts)]
+    paced = Paced(**OPTIONS, max_waiting=10_000)
+    for place in range(200 // accounts):
+        for name in names:
+            when = 0.0 if name is names[0] else 1.0
+            paced.at(when, lambda who=name, n=place: paced.ask(10 + n % 20, ANSWER, who))  # type: ignore[misc]
+    paced.run(2.0)
+    return paced, names[-1]
+
+
+def asks(crowd: tuple[Paced, Account], **terms: float) -> Asked:
+    """One more of that account, after all of it that waits; as it has ended."""
+    paced, name = crowd
+    paced.at(paced.now, lambda: paced.ask(PROMPT, 1, name, **terms))
+    while (asked := paced.asked[-1]).at < 2.0 or not (asked.refused or asked.outputs):
+        paced.run(paced.now + STEP)
+    return asked
+
+
+@pytest.mark.parametrize("accounts", [2, 4, 8])
+def test_among_several_accounts_it_is_known_who_cannot_be_begun_in_time(accounts: int) -> None:
+    wait_s = asks(a_crowd(accounts)).wait_s
+    assert wait_s > 10 * STEP
+    refused = asks(a_crowd(accounts), queue_timeout_s=0.8 * wait_s).refused
+    assert refused is not None
+    assert "cannot be begun within" in refused.error.message
+    assert asks(a_crowd(accounts), queue_timeout_s=1.1 * wait_s).wait_s == pytest.approx(wait_s)
+
+
 def test_what_would_be_too_late_is_refused_or_ended_and_never_computed_in_vain() -> None:
     """Where nothing else bounds the queue."""
     paced, asked = offered(400, 4.0, max_waiting=10_000, queue_timeout_s=0.1)
