@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kill_storm import FAILED, end_of_stream, storm
+from tests.support.kill_storm import ABORTED, FAILED, end_of_stream, storm
 from tests.support.memory_slope import measure
 from tests.support.small_requests import FINISHED, LEFT, REFUSED
 from tests.support.torture import (
@@ -71,6 +71,7 @@ def test_who_asks_while_the_engine_is_killed_gets_exactly_one_end_and_is_counted
     assert not found
     assert weather.tally.ends[FINISHED] >= 50
     assert weather.tally.ends[FAILED] >= 1
+    assert weather.tally.ends[ABORTED] >= 1
 
 
 def test_what_each_process_has_is_read_while_small_requests_of_all_kinds_end_well(

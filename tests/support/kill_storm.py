@@ -3,9 +3,10 @@ end, and the gateway counted what its clients counted.
 
     python -m tests.support.kill_storm [--requests 10000] [--kills 5]
 
-Clients ask for whole answers and for streams, hang up in the middle, and send nonsense. The engine
-is killed each time a share of all requests has ended; the server runs with --restart. Memory of the
-gateway process is told as a slope. Ends with 1 if anything does not agree.
+Clients ask for whole answers and for streams, hang up in the middle, send nonsense, and have their
+streams aborted, through the API and with `tidegate abort`. The engine is killed each time a share
+of all requests has ended; the server runs with --restart. Memory of the gateway process is told as
+a slope. Ends with 1 if anything does not agree.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +38,23 @@ from tests.support.small_requests import FINISHED, LEFT, REFUSED
 from tests.support.torture import write_model
 
 CLIENTS = 12
-PAUSE_S = 0.2
-"""After a 503, as a client that was told to come back would."""
-FAILED = "failed"
+PAUSE_S = 1.0
+"""After a 503, as its Retry-After says."""
+FAILED, ABORTED = "failed", "aborted"
+ABORT = "/inference/v1/abort_requests"
+BY_TOOL = 1 / 12
+"""Of the aborts: each is a process of its own, and takes as long as many requests."""
+ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 10_000}
 WAIT_S = 120.0
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients saw. `wrong`: requests without exactly one end."""
+    """What the clients saw. `wrong`: requests without exactly one end. `aborts`: what was answered
+    to those who asked the API for one, by status."""
 
     ends: Counter[str] = field(default_factory=Counter)
+    aborts: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -57,7 +66,8 @@ class Tally:
 
 
 def end_of_stream(lines: Iterable[bytes]) -> str:
-    """FINISHED or FAILED. Raises ValueError where a stream has not exactly one end, and it last."""
+    """FINISHED, ABORTED or FAILED. Raises ValueError where a stream has not exactly one end, and it
+    last."""
     ends: list[str] = []
     for line in filter(None, lines):
         if ends[-1:] == ["[DONE]"]:
@@ -69,36 +79,79 @@ def end_of_stream(lines: Iterable[bytes]) -> str:
         event: Mapping[str, Any] = json.loads(data)
         if "error" in event:
             ends.append(FAILED)
-        elif any(choice["finish_reason"] for choice in event["choices"]):
-            ends.append(FINISHED)
+        elif reasons := [
+            each["finish_reason"] for each in event["choices"] if each["finish_reason"]
+        ]:
+            ends.append(ABORTED if "abort" in reasons else FINISHED)
     if len(ends) != 2 or ends[1] != "[DONE]":
         raise ValueError(f"a stream that ends with {ends}")
     return ends[0]
 
 
-def ask(url: str, dice: random.Random) -> str:
-    """One request of a kind that the dice choose; its end as its client sees it."""
-    kind = dice.choices(("whole", "stream", "leave", "nonsense"), (50, 30, 12, 8))[0]
-    prompt = " ".join(f"w{dice.randrange(3, 90)}" for _ in range(dice.randrange(1, 60)))
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": dice.randrange(1, 24)}
-    if kind == "nonsense":
-        body = dice.choice([{}, {"prompt": 7}, {**body, "max_tokens": -1}, {**body, "n": 10**9}])
-    if kind in ("stream", "leave"):
-        body["stream"] = True
-    if kind == "leave":
-        body |= {"max_tokens": 2000, "ignore_eos": True}
-    with requests.post(url, json=body, stream=True, timeout=60) as response:
-        if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
-            return FAILED
-        if not response.ok:
-            return REFUSED
-        if kind == "leave":
-            next(response.iter_lines())
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One of many: `ask` is one request of a kind that the dice choose; its end as its client sees
+    it. Raises ValueError or AssertionError where that is none."""
+
+    server: Server
+    tally: Tally
+    dice: random.Random
+
+    def ask(self) -> str:
+        kinds = ("whole", "stream", "leave", "nonsense", "abort")
+        kind = self.dice.choices(kinds, (45, 28, 10, 7, 10))[0]
+        prompt = " ".join(
+            f"w{self.dice.randrange(3, 90)}" for _ in range(self.dice.randrange(1, 60))
+        )
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": self.dice.randrange(1, 24)}
+        if kind == "nonsense":
+            bad = [{}, {"prompt": 7}, {**body, "max_tokens": -1}, {**body, "n": 10**9}]
+            body = self.dice.choice(bad)
+        elif kind != "whole":
+            body |= {"stream": True} if kind == "stream" else ENDLESS
+        url = self.server.url + "/v1/completions"
+        with requests.post(url, json=body, stream=True, timeout=60) as response:
+            if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+                return FAILED
+            if not response.ok:
+                return REFUSED
+            if kind == "whole":
+                assert response.json()["choices"][0]["finish_reason"]
+                return FINISHED
+            spoken = response.iter_lines()
+            lines = (line for line in spoken if line and not line.startswith(b":"))
+            if kind == "leave":
+                next(lines)
+                return LEFT
+            return self._aborted(lines) if kind == "abort" else end_of_stream(lines)
+
+    def _aborted(self, lines: Iterator[bytes]) -> str:
+        """Who cannot have it aborted hangs up: the engine is gone, or comes back."""
+        first = next(lines)
+        event = json.loads(first.removeprefix(b"data: "))
+        if "error" in event:
+            return end_of_stream(chain([first], lines))
+        by_tool = self.dice.random() < BY_TOOL
+        told = (self._by_tool if by_tool else self._by_api)(event["id"])
+        if told is None:
             return LEFT
-        if kind == "stream":
-            return end_of_stream(response.iter_lines())
-        assert response.json()["choices"][0]["finish_reason"]
-        return FINISHED
+        end = end_of_stream(lines)
+        # The tool has a connection of its own: the engine may die before the gateway has heard.
+        if end != (ABORTED if told else FAILED) and (end, by_tool) != (FAILED, True):
+            raise ValueError(f"aborted: {told}, by the tool: {by_tool}, and it ended as {end}")
+        return end
+
+    def _by_api(self, name: str) -> bool | None:
+        """Whether it was open; None where nobody could say."""
+        asked = requests.post(self.server.url + ABORT, json={"request_ids": [name]}, timeout=60)
+        with self.tally.lock:
+            self.tally.aborts[asked.status_code] += 1
+        return name in asked.json()["aborted"] if asked.ok else None
+
+    def _by_tool(self, name: str) -> bool | None:
+        words = ("-P", "-m", "tools", "abort", name, "--port", str(self.server.port))
+        ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+        return True if ran.stdout == f"aborted  {name}\n" else None
 
 
 class Storm:
@@ -144,11 +197,10 @@ class Storm:
             self.memory.append((num_ended, int(kib)))
 
     def _client(self, seed: int) -> None:
-        dice = random.Random(seed)
-        url = self._server.url + "/v1/completions"
+        client = Client(self._server, self.tally, random.Random(seed))
         while self._takes_one():
             try:
-                end = ask(url, dice)
+                end = client.ask()
             except Exception as error:  # a request without an end is what we look for
                 self.tally.wrong.append(f"{type(error).__name__}: {error}")
                 end = "wrong"
@@ -170,6 +222,8 @@ class Storm:
             found.append(f"{self._num_requests} requests, and {num_told} ends: {told}")
         ends = self.tally.ends
         # Who left does not know how it would have ended: it may have, or failed, at that moment.
+        if told["aborted"] != ends[ABORTED]:
+            found.append(f"{ends[ABORTED]} streams were aborted, and {told['aborted']} are counted")
         finished = told["finished"] - ends[FINISHED]
         failed = told["error"] + told["refused"] - ends[FAILED] - ends[REFUSED]
         if min(finished, failed) < 0 or finished + failed + told["disconnected"] != ends[LEFT]:
@@ -190,6 +244,10 @@ class Storm:
         told = Counter({match[1]: int(value) for match, value in found if match})
         models = 'tidegate_requests_total{route="/v1/models",status="200"}'
         told["finished"] -= int(rows[models])  # the supervisor's, who asks what is served
+        for status, asked in self.tally.aborts.items():
+            counted = int(rows[f'tidegate_requests_total{{route="{ABORT}",status="{status}"}}'])
+            assert counted == asked, f"{asked} aborts were answered with {status}, not {counted}"
+            told["finished" if status == HTTPStatus.OK else "refused"] -= asked
         return told
 
     def slope(self) -> float:
