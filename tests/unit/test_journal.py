@@ -153,10 +153,10 @@ def test_a_part_may_begin_at_any_moment_and_replays_by_itself(
     """Whatever is open then: answers in grammars, drafts, steps that are out, fetches."""
     monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
     monkeypatch.setattr("engine_core.journal.file.SPARE", 1)  # a file is nearly full at once
-    bench, _ = stormy(seed, journals, length=90, tiers=tiers)
+    bench, _ = stormy(seed, journals, length=60, tiers=tiers)
     told = [replay(read(path), checks=True) for path in parts(journals)]
-    assert [done.began.part for done in told] == list(range(1, 92))
-    assert sum(done.kinds["committed"] for done in told) == told[-1].stats.num_steps > 10
+    assert [done.began.part for done in told] == list(range(1, 62))
+    assert sum(done.kinds["committed"] for done in told) == told[-1].stats.num_steps > 5
     assert told[-1].stats == bench.engine.stats()
 
 
