@@ -5,13 +5,14 @@ from __future__ import annotations
 import zmq
 
 from protocol import sockets, wire
+from protocol.cluster_key import ClusterKey
 from protocol.messages import PROTOCOL_VERSION, Hello, Message, ToClient, Welcome
 
 
 class RawClient:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: ClusterKey | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = sockets.connect_dealer(self._context, address)
+        self.socket = sockets.connect_dealer(self._context, address, key)
         self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
 

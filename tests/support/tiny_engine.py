@@ -22,11 +22,12 @@ def tiny_engine(*, context_tokens: int = 400, **config: Any) -> Iterator[tuple[P
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run").mkdir(mode=0o700)
-        address = f"ipc://{folder}/run/engine.sock"
+        address = config.setdefault("address", f"ipc://{folder}/run/engine.sock")
         model = write_tiny_llama(folder, max_position_embeddings=context_tokens)
         worker = {"model": str(model), "dtype": "float32", "poison_slots": "wild", "threads": 1}
+        worker |= {"address": f"ipc://{folder}/run/engine.sock.worker"}
         worker |= {"max_slots": 8, "kv_blocks": max(129, context_tokens // 16 + 2)}
-        told = {"address": address, "max_waiting": 64, "lease_s": 60, "worker": worker} | config
+        told = {"max_waiting": 64, "lease_s": 60, "worker": worker} | config
         with Program(["-P", "-m", "engine_core", "--config", json.dumps(told)]) as program:
-            Engine(address, wait_s=START_S).close()
+            Engine(address, wait_s=START_S, cluster_key=config.get("cluster_key", "")).close()
             yield program, address

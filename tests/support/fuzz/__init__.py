@@ -2,7 +2,7 @@
 
     values   one value, changed somewhere: of a message, or of a JSON body
     frames   messages of each direction, changed in their structure or in their bytes
-    sockets  each ZeroMQ socket of real processes: decisions, workers
+    sockets  each ZeroMQ socket of real processes: decisions, workers, strangers
     bodies   each POST route of a real gateway, and what must be true of it afterwards
 
 `python -m tests.support.fuzz --frames 1000000 --bodies 100000` does all of it and prints a table.

@@ -19,6 +19,7 @@ import zmq
 
 from protocol import messages, sockets, steps
 from protocol.client import Engine
+from protocol.cluster_key import ClusterKey
 from protocol.messages import (
     Aborted,
     AbortNamed,
@@ -48,25 +49,25 @@ def engine_clients(count: int, seed: int) -> Outcome:
     """By a client. One more is there all the time, and gets its answers."""
     outcome = Outcome("engine, from clients")
     with tiny_engine() as (program, address), Engine(address) as polite:
-        before = _wire_errors(address)
+        before = wire_errors(address)
         with watched(outcome, lambda: program.process.pid) as is_warm:
             nonsense = Nonsense(messages.ToEngine, Random(seed), never=(Drain, Profile))
             for number, batch in enumerate(batches(nonsense, count, outcome)):
-                _say_to_engine(address, batch)
-                _answers_rightly(polite)
+                say_to_engine(address, batch)
+                answers_rightly(polite)
                 if number == count // BATCH // 10:
                     is_warm()
-        outcome.counted = _wire_errors(address) - before
+        outcome.counted = wire_errors(address) - before
         assert outcome.counted == outcome.senseless, outcome
         assert eventually(lambda: polite.stats.running == 0, within_s=PATIENCE_S)
         assert polite.stats.free_blocks == polite.stats.total_blocks
     return outcome
 
 
-def _say_to_engine(address: str, batch: list[Frames]) -> None:
+def say_to_engine(address: str, batch: list[Frames], key: ClusterKey | None = None) -> None:
     """As a client that has greeted; whatever it hears is well-formed, and its last question is
     answered after all of it."""
-    client = RawClient(address)
+    client = RawClient(address, key)
     client.socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
     client.greet()
     for frames in batch:
@@ -77,8 +78,8 @@ def _say_to_engine(address: str, batch: list[Frames]) -> None:
     client.close()
 
 
-def _wire_errors(address: str) -> int:
-    client = RawClient(address)
+def wire_errors(address: str, key: ClusterKey | None = None) -> int:
+    client = RawClient(address, key)
     client.greet()
     client.say(Ping())
     pong = client.hear_all(Pong)
@@ -87,7 +88,7 @@ def _wire_errors(address: str) -> int:
     return pong.stats.num_wire_errors
 
 
-def _answers_rightly(engine: Engine) -> None:
+def answers_rightly(engine: Engine) -> None:
     bias = {7: 100.0}
     answer = engine.generate([3, 4], max_tokens=3, logit_bias=bias, ignore_eos=True)
     assert answer.tokens() == [7, 7, 7]
@@ -100,20 +101,20 @@ def engine_worker(count: int, seed: int) -> Outcome:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tiny_engine() as (program, address), Engine(address) as polite:
         socket = sockets.connect_dealer(context, address + ".worker")
-        before = _wire_errors(address)
+        before = wire_errors(address)
         with watched(outcome, lambda: program.process.pid) as is_warm:
             nonsense = Nonsense(steps.FromWorker, Random(seed))
             for number, batch in enumerate(batches(nonsense, count, outcome)):
                 for frames in batch:
                     socket.send_multipart(frames)
-                _answers_rightly(polite)
+                answers_rightly(polite)
                 if number == count // BATCH // 10:
                     is_warm()
             assert eventually(
-                lambda: _wire_errors(address) == before + outcome.sent, within_s=PATIENCE_S
+                lambda: wire_errors(address) == before + outcome.sent, within_s=PATIENCE_S
             )
         outcome.counted = outcome.sent
-        _answers_rightly(polite)
+        answers_rightly(polite)
         socket.close(linger=0)
     context.term()
     return outcome

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tests.support.fuzz.decisions import engine_clients, engine_worker, gateway
 from tests.support.fuzz.outcome import Outcome
+from tests.support.fuzz.strangers import cluster
 from tests.support.fuzz.workers import kv_reader, kv_server, worker_engine
 
 Target = Callable[[int, int], Outcome]
@@ -15,6 +16,7 @@ TARGETS: dict[str, Target] = {
     "engine-clients": engine_clients,
     "engine-worker": engine_worker,
     "gateway": gateway,
+    "cluster": cluster,
     "kv-server": kv_server,
     "kv-reader": kv_reader,
     "worker-engine": worker_engine,
