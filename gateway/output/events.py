@@ -125,4 +125,5 @@ def _continues(before: Event, event: Event) -> bool:
 def _with_text(event: Event, text: str) -> Event:
     if isinstance(event, ToolArguments):
         return ToolArguments(event.index, text)
-    return type(event)(text)  # type: ignore[call-arg, arg-type]
+    assert isinstance(event, Content | Reasoning)  # for others there is no text: see _bit
+    return type(event)(text)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from gateway.output.patterns import past
+
 MAX_DEPTH = 500
 
 OPEN, BROKEN, END = "open", "broken", "end"
@@ -73,14 +75,14 @@ class ObjectScan(msgspec.Struct):
         while position < len(text) and self.at != BROKEN:
             match self.at:
                 case "string":
-                    position = self._string(text, PLAIN.match(text, position).end())  # type: ignore[union-attr]
+                    position = self._string(text, past(PLAIN, text, position))
                 case "escape" | "hex" | "word":
                     self._letter(text[position])
                     position += 1
                 case at if at in NUMBER:
                     position += self._digit(text[position])
                 case _:
-                    position = BLANKS.match(text, position).end()  # type: ignore[union-attr]
+                    position = past(BLANKS, text, position)
                     if position < len(text):
                         self._structural(text[position])
                         position += 1

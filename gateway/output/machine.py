@@ -15,6 +15,7 @@ on the wire between two pieces and go on elsewhere.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -97,20 +98,20 @@ class Context(msgspec.Struct, frozen=True):
 class MachineState(msgspec.Struct):
     """Base of every machine's memory: mutable, of plain data.
 
-    at    the state it is in
+    at    the state it is in; a subclass says where it begins
     held  read, but perhaps the beginning of a marker; kept by the scanner while the machine runs
     done  it reads no more: what follows is not its to read
     """
 
-    at: str
+    at: str = ""
     held: ScannerState = NOTHING
     done: bool = False
 
 
-class Machine:
+class Machine(ABC):
     """Base of all machines. A subclass says:
 
-    State        its memory, a struct derived from MachineState; `at` defaults to where it begins
+    State        its memory, a struct derived from MachineState
     table()      state -> the markers looked for there, in order of precedence; a state without
                  markers may be left out
     UNSCANNED    states whose text is handed over unsearched (a JSON value that knows its own end);
@@ -145,26 +146,26 @@ class Machine:
         self.s.held = NOTHING
 
     def _memory(self, state: Mapping[str, Any] | None) -> Any:
-        return self.State() if state is None else msgspec.convert(state, self.State)  # type: ignore[call-arg]
+        return self.State() if state is None else msgspec.convert(state, self.State)
 
     # ---- what a subclass says
 
-    def table(self) -> Mapping[str, tuple[str, ...]]:
-        raise NotImplementedError
+    @abstractmethod
+    def table(self) -> Mapping[str, tuple[str, ...]]: ...
 
-    def on_text(self, text: str) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def on_text(self, text: str) -> str: ...
 
-    def on_marker(self, marker: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def on_marker(self, marker: str) -> None: ...
 
     def on_part(self, part: Part) -> str:
         return ""
 
-    def on_stray(self, marker: str) -> None:
+    def on_stray(self, marker: str) -> None:  # noqa: B027  (few formats care)
         """Dropped."""
 
-    def on_end(self, complete: bool) -> None:
+    def on_end(self, complete: bool) -> None:  # noqa: B027  (few formats care)
         """Nothing to do."""
 
     # ---- what everyone else calls
@@ -298,12 +299,12 @@ class Section(Machine):
 
     def open(self, marker: str) -> None:
         """`marker` has opened it. All that an earlier stretch left is forgotten."""
-        self.s = self.State()  # type: ignore[call-arg]
+        self.s = self.State()
         self.on_open(marker)
         self._enter(NOTHING)
 
-    def on_open(self, marker: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def on_open(self, marker: str) -> None: ...
 
     def more(self, text: str) -> Event | None:
         """What `text` is told as, where it changes nothing that is remembered; None where it has to
@@ -318,7 +319,8 @@ class Section(Machine):
 
 class Syntax(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the descriptions of formats: markers and options, as data, from which the machine
-    reads and the grammar is built."""
+    reads and the grammar is built. What raises NotImplementedError a subclass has to say: a Struct
+    cannot have abstract methods."""
 
     def markers(self) -> tuple[str, ...]:
         """Every marker that a vocabulary may have as one token."""

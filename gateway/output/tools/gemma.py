@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from gateway.output.machine import Context, MachineState, Section, SectionSyntax
+from gateway.output.patterns import past
 from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
 from gateway.output.tools.literal import LiteralWriter
 from gateway.output.tools.typed_value import kinds_of, schema_of, typed_json
@@ -118,7 +119,7 @@ class GemmaSection(Section):
 
     def _in_head(self, text: str) -> str:
         s = self.s
-        end = HEAD_CHARS.match(text).end()  # type: ignore[union-attr]
+        end = past(HEAD_CHARS, text)
         s.head += text[:end]
         rest = text[end:]
         named = NAME.fullmatch(s.head)
@@ -138,7 +139,7 @@ class GemmaSection(Section):
         s = self.s
         position, word = 0, WORD_IN_PARENTHESES if s.round else WORD
         while position < len(text):
-            end = word.match(text, position).end()  # type: ignore[union-attr]
+            end = past(word, text, position)
             s.word.append(text[position:end])
             if end == len(text):
                 break

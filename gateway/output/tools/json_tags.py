@@ -25,6 +25,7 @@ import msgspec
 
 from gateway.output.events import Event
 from gateway.output.machine import Context, MachineState, Section, SectionSyntax
+from gateway.output.patterns import past
 from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
 from gateway.output.tools.json_value import SPACE, CallKeys, CallScan
 
@@ -144,7 +145,7 @@ class JsonTagsSection(Section):
             case "broken":
                 self._tell_broken(text)
                 return ""
-        start = SPACE.match(text).end()  # type: ignore[union-attr]
+        start = past(SPACE, text)
         if self.s.raw:
             self.s.raw.append(text[:start])
         return self._next(text[start:]) if start < len(text) else ""

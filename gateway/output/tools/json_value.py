@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from gateway.output.json_object import PLAIN
+from gateway.output.patterns import past
 from gateway.output.teller import Teller, is_json_object
 
 Status = Literal["more", "end", "broken"]
@@ -184,7 +185,7 @@ class CallScan(msgspec.Struct):
                 if status != "end":
                     return position, status
                 continue
-            position = SPACE.match(text, position).end()  # type: ignore[union-attr]
+            position = past(SPACE, text, position)
             if position == len(text):
                 break
             if not self._structural(text[position], teller):

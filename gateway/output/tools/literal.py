@@ -18,6 +18,8 @@ from typing import Literal
 
 import msgspec
 
+from gateway.output.patterns import past
+
 Status = Literal["more", "end", "broken"]
 
 NUMBER = re.compile(
@@ -199,7 +201,7 @@ class PythonScan(msgspec.Struct):
                 if not ok:
                     return position, "broken"
             else:
-                position = SPACE.match(text, position).end()  # type: ignore[union-attr]
+                position = past(SPACE, text, position)
                 if position == len(text):
                     break
                 if not self._token(text[position]):
@@ -232,7 +234,7 @@ class PythonScan(msgspec.Struct):
     def _in_held(self, text: str, position: int) -> tuple[int, bool]:
         if self.held[0] in "'\"":
             return self._quotes(text, position), True
-        end = WORD.match(text, position).end()  # type: ignore[union-attr]
+        end = past(WORD, text, position)
         self.held += text[position:end]
         if end == len(text):
             return end, len(self.held) <= 4096
@@ -270,7 +272,7 @@ class PythonScan(msgspec.Struct):
             return self._escape(text, position)
         if self.held:
             return self._closing(text, position)
-        end = PLAIN[self.quote[0]].match(text, position).end()  # type: ignore[union-attr]
+        end = past(PLAIN[self.quote[0]], text, position)
         if end > position:
             self._tell(text[position:end])
         if end < len(text):

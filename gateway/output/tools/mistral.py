@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.output.machine import Context, MachineState, Part, Section, SectionSyntax
+from gateway.output.patterns import past
 from gateway.output.teller import Teller
 from gateway.output.tools.json_tags import JsonTags
 from gateway.output.tools.json_value import SPACE, CallKeys
@@ -92,6 +93,9 @@ class MistralSection(Section):
         self.ways[way].open(self.s.opener)
         self.ways[way].read("".join(self.s.blanks))
 
+    def on_marker(self, marker: str) -> None:
+        raise AssertionError("its table names none")
+
     def on_part(self, part: Part) -> str:
         return "" if self.s.at == "choosing" else self._read_on(part)
 
@@ -104,7 +108,7 @@ class MistralSection(Section):
     def on_text(self, text: str) -> str:
         if self.s.at != "choosing":
             return self._read_on(text)
-        start = SPACE.match(text).end()  # type: ignore[union-attr]
+        start = past(SPACE, text)
         self.s.blanks.append(text[:start])
         if start < len(text):
             self._choose("array" if text[start] in "[{" else "named")

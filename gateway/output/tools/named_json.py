@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from gateway.output.machine import Context, MachineState, Section, SectionSyntax
+from gateway.output.patterns import past
 from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
 from gateway.output.tools.json_value import SPACE, JsonScan
 
@@ -154,7 +155,7 @@ class NamedJsonSection(Section):
             case "spilt":
                 self.teller.content(text)
                 return ""
-        start = SPACE.match(text).end()  # type: ignore[union-attr]
+        start = past(SPACE, text)
         return self._next(text[start:]) if start < len(text) else ""
 
     def _in_head(self, text: str) -> str:

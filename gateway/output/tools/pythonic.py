@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from gateway.output.machine import Context, MachineState, Section, SectionSyntax
+from gateway.output.patterns import past
 from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
 from gateway.output.tools.literal import PythonScan
 
@@ -142,7 +143,7 @@ class PythonicSection(Section):
         """A name, and the character behind it that says what it names."""
         s = self.s
         if not s.word.endswith(" "):
-            end = NAME_CHARS.match(text).end()  # type: ignore[union-attr]
+            end = past(NAME_CHARS, text)
             s.word += text[:end]
             text = text[end:]
         rest = text.lstrip(" ")
