@@ -58,6 +58,7 @@ class Array:
         """All items, flat, in row order."""
         if not self.data.nbytes:
             return []
+        # Typed for codes that are literals only.
         values: list[Any] = self.data.cast(self.typecode).tolist()  # type: ignore[call-overload]
         return values
 

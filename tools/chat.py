@@ -91,7 +91,7 @@ class Terminal:
         """Print the answer as it comes; Ctrl-C hangs up and keeps what came."""
         pieces = self._conversation.ask(text)
         stopped = False
-        with contextlib.closing(pieces):  # type: ignore[type-var]
+        with contextlib.closing(pieces):
             try:
                 for piece in pieces:
                     print(piece, end="", flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
     last: Answer = field(default_factory=Answer)
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str, None, None]:
         """Say `text`; yield the answer's pieces as they come. Raises Failure.
 
         Closing the iterator early hangs up, which stops the server's work; what had come by then

@@ -126,10 +126,9 @@ class ChunkStream:
 
     def _plain_members(self, event: Event) -> bytes | None:
         """Of an event that is told as it is, and at once."""
-        kind = type(event)
-        if kind is Content:
-            return self._dialect.said(event.text)  # type: ignore[union-attr]
-        return self._dialect.told(event) if kind in _BITS else None
+        if type(event) is Content:
+            return self._dialect.said(event.text)
+        return self._dialect.told(event) if type(event) in _BITS else None
 
     def _members(self, choice: Choice, event: Event) -> bytes | None:
         """None: nothing is told now. Warnings wait for the end of their choice."""

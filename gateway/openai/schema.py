@@ -246,7 +246,7 @@ def prompts_of(body: CompletionBody, max_prompts: int) -> list[Prompt]:
         raise InvalidRequest(
             "prompt: texts, token ids and lists of token ids cannot be mixed", param="prompt"
         )
-    if kinds == {int}:
+    if kinds == {int}:  # which mypy cannot see, nor that else there are none
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > max_prompts:
         raise InvalidRequest(
