@@ -11,24 +11,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
 
 import zmq
 from msgspec.structs import replace
 
-from engine_core.clients import Clients
 from engine_core.engine import Engine
 from engine_core.grammar.service import GrammarService
 from engine_core.health import Health
 from engine_core.journal.file import Writer
-from engine_core.journal.recorder import RecordedEngine
-from engine_core.kv.peers import Cluster
+from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
+from engine_core.starting import engine_for
 from engine_core.workers import WorkerLost, Workers
-from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
-from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, WireError
+from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
 from protocol.kv import KVReport
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -42,9 +39,7 @@ from protocol.messages import (
     Goodbye,
     Hello,
     KeepKV,
-    Limits,
     Look,
-    Message,
     Outputs,
     Ping,
     Pong,
@@ -63,7 +58,6 @@ log = logging.getLogger(__name__)
 
 TICK_MS = 250
 """Leases and the step's deadline are looked at so often, those of requests when they come."""
-MESSAGES_PER_TURN = 1000
 
 
 class Loop:
@@ -85,10 +79,11 @@ class Loop:
         self._config = config
         self._wakeup = wakeup
         self._epoch = os.urandom(8).hex()
-        self._clients = Clients(config.lease_s)
         self._key = key
-        self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
-        self._socket = sockets.bind_router(context, config.address, key)
+        self._mail = Mailbox(
+            context, config.address, key, lease_s=config.lease_s, on_gone=self._drop
+        )
+        self._clients = self._mail.clients
         worker_address = config.worker.address or config.address + ".worker"
         self._workers = Workers(context, config.worker, worker_address)
         self._engine: Engine | None = None  # until the worker is ready
@@ -96,7 +91,6 @@ class Loop:
         self.drained_by = ""
         # Since when the worker is at the oldest step that is out, and the engine at planning it.
         self._begun_at: float | None = None
-        self._wire_errors = 0
         self._health = Health(config.stopped_timeout_s)
         self._look_at = 0.0
         self._grammars = GrammarService(config.grammar_timeout_s)
@@ -107,7 +101,7 @@ class Loop:
         """Returns when drained; `drained_by` says who asked for it first. Raises WorkerLost when
         the worker is."""
         poller = zmq.Poller()
-        sources = (self._socket, self._workers.socket, self._workers.death, self._wakeup)
+        sources = (self._mail.socket, self._workers.socket, self._workers.death, self._wakeup)
         for source in (*sources, self._grammars.fd):
             poller.register(source, zmq.POLLIN)
         try:
@@ -119,12 +113,12 @@ class Loop:
             raise
         finally:
             self._workers.stop()
-            self._socket.close()
+            self._mail.close()
             self._grammars.close()
 
     def _turn(self, ready: dict[object, int], now: float) -> None:
         if self._engine is not None:
-            self._tell_all(self._engine.tick(now))
+            self._mail.tell_each(self._engine.tick(now))
         if self._wakeup in ready:
             os.read(self._wakeup, 4096)
             self._drain("by a signal")
@@ -134,8 +128,9 @@ class Loop:
             self._hear_worker(now)  # its last words, if any, say more than its exit code
             raise self._workers.lost()
         self._look_at_worker(now)
-        if self._socket in ready:
-            self._hear_clients(now)
+        if self._mail.socket in ready:
+            for client, message in self._mail.receive(now):
+                self._hear(client, message, now)
         for client in self._clients.expire(now):
             log.warning("client %s fell silent; its requests are aborted", client.hex())
             self._drop(client)
@@ -159,28 +154,6 @@ class Loop:
 
     # ---- clients
 
-    def _hear_clients(self, now: float) -> None:
-        for _ in range(MESSAGES_PER_TURN):
-            try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = self._decoder.decode(frames)
-            except WireError as error:
-                self._complain(client, error)
-                self._tell(client, Refused(request=-1, error=error.info()))
-                continue
-            self._clients.hear(client, now)
-            self._hear(client, message, now)
-
-    def _complain(self, client: bytes, error: WireError) -> None:
-        """A flood of malformed messages is no flood of log lines: the 1st, 2nd, 4th ... is told."""
-        self._wire_errors += 1
-        if self._wire_errors.bit_count() == 1:
-            told = "client %s sent a malformed message (the %d. of all): %s"
-            log.warning(told, client.hex(), self._wire_errors, error)
-
     def _hear(self, client: bytes, message: ToEngine, now: float) -> None:
         match message:
             case Hello():
@@ -195,13 +168,13 @@ class Loop:
             case Profile():
                 self._profile(client, message)
             case Look():
-                self._tell(client, self._view(message, now))
+                self._mail.tell(client, self._view(message, now))
             case Abort(requests=requests):
                 self._profiling.leave(client, requests)
                 if self._engine is not None:
                     ends = self._engine.abort(client, requests)
                     if ends:
-                        self._tell(client, Outputs(step=0, outputs=ends))
+                        self._mail.tell(client, Outputs(step=0, outputs=ends))
             case AbortNamed():
                 self._abort_named(client, message)
             case KeepKV(handles=handles):
@@ -213,9 +186,9 @@ class Loop:
             case Ping() if client not in self._clients:
                 # Its connection broke, and this is another: it has to greet us anew.
                 error = EngineNotReady("say Hello before Ping")
-                self._tell(client, Refused(request=-1, error=error.info()))
+                self._mail.tell(client, Refused(request=-1, error=error.info()))
             case Ping():
-                self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
+                self._mail.tell(client, Pong(epoch=self._epoch, stats=self._stats()))
             case Goodbye():
                 self._clients.drop(client)
                 self._drop(client)
@@ -226,9 +199,9 @@ class Loop:
     def _generate(self, client: bytes, message: Generate) -> None:
         if client not in self._clients or self._engine is None:
             error = EngineNotReady("say Hello and wait for Welcome before Generate")
-            self._tell(client, Refused(request=message.request, error=error.info()))
+            self._mail.tell(client, Refused(request=message.request, error=error.info()))
         elif (reply := self._engine.add(client, message)) is not None:
-            self._tell(client, reply)
+            self._mail.tell(client, reply)
 
     def _profile(self, client: bytes, message: Profile) -> None:
         reply: Refused | None
@@ -238,12 +211,12 @@ class Loop:
         else:
             reply = self._profiling.ask(client, message)
         if reply is not None:
-            self._tell(client, reply)
+            self._mail.tell(client, reply)
 
     def _say_freed(self, engine: Engine) -> None:
         freed, engine.freed = engine.freed, {}
         for client, requests in freed.items():
-            self._tell(client, Freed(requests=requests))
+            self._mail.tell(client, Freed(requests=requests))
 
     def _abort_named(self, client: bytes, message: AbortNamed) -> None:
         """Those whose requests end hear it first, so an answer that says so is true."""
@@ -253,10 +226,10 @@ class Loop:
                 found = dict.fromkeys(self._engine.names, False)
             ends, found = self._engine.abort_named(found)
             for owner, outputs in ends.items():
-                self._tell(owner, Outputs(step=0, outputs=outputs))
+                self._mail.tell(owner, Outputs(step=0, outputs=outputs))
         aborted = [name for name, is_known in found.items() if is_known]
         unknown = [name for name, is_known in found.items() if not is_known]
-        self._tell(client, Aborted(request=message.request, aborted=aborted, unknown=unknown))
+        self._mail.tell(client, Aborted(request=message.request, aborted=aborted, unknown=unknown))
 
     def _welcome(self, client: bytes) -> None:
         """Once the model is loaded; those who greet earlier are welcomed then."""
@@ -267,17 +240,7 @@ class Loop:
                 model=self._model,
                 limits=self._engine.limits,
             )
-            self._tell(client, welcome)
-
-    def _tell(self, client: bytes, message: Message) -> None:
-        try:
-            self._socket.send_multipart([client, *wire.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            # Not connected any more, or it does not read: either way it is gone.
-            if client in self._clients:
-                log.info("client %s is gone: %s", client.hex(), error)
-                self._clients.drop(client)
-                self._drop(client)
+            self._mail.tell(client, welcome)
 
     def _drop(self, client: bytes) -> None:
         self._profiling.leave(client)
@@ -285,9 +248,7 @@ class Loop:
             self._engine.drop(client)
 
     def _say_gone(self, why: str) -> None:
-        error = ErrorInfo(code=EngineLost.code, message=why)
-        for client in self._clients.all():
-            self._tell(client, Gone(error=error))
+        self._mail.tell_everybody(Gone(error=ErrorInfo(code=EngineLost.code, message=why)))
 
     # ---- grammars
 
@@ -300,7 +261,7 @@ class Loop:
             return
         for compiled in self._grammars.take(now):
             for client, reply in self._engine.settle(compiled):
-                self._tell(client, reply)
+                self._mail.tell(client, reply)
 
     # ---- the worker
 
@@ -311,71 +272,25 @@ class Loop:
                 self._commit(message, now)
             case KVReport():
                 assert self._engine is not None
-                self._tell_all(self._engine.hear(message))
+                self._mail.tell_each(self._engine.hear(message))
             case Traced():
                 if (told := self._profiling.told(message)) is not None:
-                    self._tell(*told)
+                    self._mail.tell(*told)
             case WorkerReady():
                 self._start(message)
             case WorkerFailed():
                 raise WorkerLost(message.message, message.exit_code)
 
     def _start(self, ready: WorkerReady) -> None:
-        limits = Limits(
-            max_len=min(ready.max_len, (ready.num_blocks - 1) * ready.block_tokens),
-            max_slots=ready.max_slots,
-            block_tokens=ready.block_tokens,
-            num_blocks=ready.num_blocks,
-            token_budget=self._config.token_budget,
-            prefix_cache=self._config.prefix_cache,
-            kv_lease_s=self._config.kv_lease_s if self._hands_over else 0.0,
-        )
         self._model = ready.model
-        self._engine = self._new_engine(ready, limits)
+        self._engine = engine_for(
+            ready, self._config, epoch=self._epoch, key=self._key, journal=self._journal
+        )
         if self.drained_by:
             self._engine.drain()
-        if (ready.draft_cost or 0.0) >= 1:
-            log.warning("the draft model is as large as the model: it is not asked for anything")
-        log.info(
-            "engine ready: %s, %s, %d blocks of %d tokens, %d slots, max_len %d (%s)",
-            ready.model.name,
-            ready.model.dtype,
-            limits.num_blocks,
-            limits.block_tokens,
-            limits.max_slots,
-            limits.max_len,
-            ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.phases),
-        )
         for client in self._clients.all():
             self._welcome(client)
         self._grammars.start(ready.model)  # now: clients are busy with what Welcome brought them
-
-    def _new_engine(self, ready: WorkerReady, limits: Limits) -> Engine:
-        draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
-        if self._journal is not None:
-            return RecordedEngine(
-                self._journal,
-                self._config,
-                ready.model,
-                limits,
-                draft_cost=draft_cost,
-                step_costs=ready.step_costs,
-                tiers=tiers,
-            )
-        cluster = Cluster(self._key.derive("kv"), self._epoch, ready.kv) if self._key else None
-        return Engine(
-            self._config,
-            ready.model,
-            limits,
-            draft_cost=draft_cost,
-            step_costs=ready.step_costs,
-            cluster=cluster,
-            tiers=tiers,
-        )
-
-    @property
-    def _hands_over(self) -> bool:
-        return self._key is not None and self._config.role != "decode"
 
     def _next_step(self, now: float) -> None:
         engine = self._engine
@@ -426,11 +341,7 @@ class Loop:
         news = self._engine.commit(result, took_s)
         self._send_masks(self._engine)  # the worker waits for them, if it is that far
         self._send_orders(self._engine)
-        self._tell_all(news)
-
-    def _tell_all(self, news: Mapping[bytes, Outputs]) -> None:
-        for client, outputs in news.items():
-            self._tell(client, outputs)
+        self._mail.tell_each(news)
 
     # ---- the engine's own state
 
@@ -439,8 +350,7 @@ class Loop:
         self.drained_by = self.drained_by or by
         if self._engine is not None:
             self._engine.drain()
-            for client in self._clients.all():
-                self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
+            self._mail.tell_everybody(Pong(epoch=self._epoch, stats=self._stats()))
 
     def _view(self, asked: Look, now: float) -> View:
         rows = [] if self._engine is None else self._engine.view(asked.most)
@@ -462,8 +372,7 @@ class Loop:
             raise WorkerLost(self._health.trouble)
         if is_news:
             log.warning("%s", self._health.trouble or "the worker gets on again")
-            for client in self._clients.all():
-                self._tell(client, Pong(epoch=self._epoch, stats=self._stats()))
+            self._mail.tell_everybody(Pong(epoch=self._epoch, stats=self._stats()))
 
     def _at_work(self, now: float) -> WorkerView:
         view = WorkerView() if self._engine is None else self._engine.at_work()
@@ -475,6 +384,6 @@ class Loop:
     def _stats(self) -> EngineStats:
         own = EngineStats(clients=len(self._clients))
         if self._engine is not None:
-            wire_errors = self._wire_errors + self._workers.num_strange
+            wire_errors = self._mail.num_wire_errors + self._workers.num_strange
             own = self._engine.stats(clients=len(self._clients), wire_errors=wire_errors)
         return replace(own, worker=self._at_work(time.monotonic()))

@@ -1,0 +1,91 @@
+"""The engine's end of all clients: one socket, who is there, and whether they hear.
+
+Its laws:
+
+- frames that are no message are counted and refused, and the conversation goes on; a flood of them
+  is no flood of log lines;
+- who cannot be told anything, as it is not connected any more or does not read, is gone: it is
+  forgotten, and `on_gone` hears of it;
+- nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+import zmq
+
+from engine_core.clients import Clients
+from protocol import sockets, wire
+from protocol.cluster_key import ClusterKey
+from protocol.errors import WireError
+from protocol.messages import Message, Refused, ToEngine
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 1000
+
+
+class Mailbox:
+    """socket          for a poll
+    clients         who has said Hello, and is still there
+    num_wire_errors of all clients, ever
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        key: ClusterKey | None,
+        *,
+        lease_s: float,
+        on_gone: Callable[[bytes], None],
+    ) -> None:
+        self.socket = sockets.bind_router(context, address, key)
+        self.clients = Clients(lease_s)
+        self.num_wire_errors = 0
+        self._on_gone = on_gone
+        self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+
+    def receive(self, now: float) -> Iterator[tuple[bytes, ToEngine]]:
+        """What has come, with whom it is from; not more than one turn of the loop may take."""
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(frames)
+            except WireError as error:
+                self._refuse(client, error)
+                continue
+            self.clients.hear(client, now)
+            yield client, message
+
+    def tell(self, client: bytes, message: Message) -> None:
+        try:
+            self.socket.send_multipart([client, *wire.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if client in self.clients:
+                log.info("client %s is gone: %s", client.hex(), error)
+                self.clients.drop(client)
+                self._on_gone(client)
+
+    def tell_each(self, messages: Mapping[bytes, Message]) -> None:
+        for client, message in messages.items():
+            self.tell(client, message)
+
+    def tell_everybody(self, message: Message) -> None:
+        for client in self.clients.all():
+            self.tell(client, message)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _refuse(self, client: bytes, error: WireError) -> None:
+        self.num_wire_errors += 1
+        if self.num_wire_errors.bit_count() == 1:  # the 1st, 2nd, 4th ...
+            told = "client %s sent a malformed message (the %d. of all): %s"
+            log.warning(told, client.hex(), self.num_wire_errors, error)
+        self.tell(client, Refused(request=-1, error=error.info()))

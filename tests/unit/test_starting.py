@@ -1,0 +1,54 @@
+"""From a worker that is ready to an engine: its limits, and what kind it is."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from engine_core.journal.file import Writer
+from engine_core.journal.recorder import RecordedEngine
+from engine_core.starting import engine_for
+from protocol.cluster_key import ClusterKey
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
+from protocol.steps import WorkerReady
+from tests.support.engines import a_card
+
+KEY = ClusterKey(b"k" * 32)
+CONFIG = EngineConfig(worker=WorkerConfig(model=""), kv_lease_s=7.0)
+READY = WorkerReady(model=a_card(), max_len=512, max_slots=8, block_tokens=16, num_blocks=33)
+
+
+def test_no_request_is_longer_than_all_blocks_but_the_null_block() -> None:
+    limits = engine_for(READY, CONFIG, epoch="e").limits
+    assert (limits.max_len, limits.num_blocks, limits.max_slots) == (512, 33, 8)
+    assert engine_for(replace(READY, num_blocks=4), CONFIG, epoch="e").limits.max_len == 48
+
+
+@pytest.mark.parametrize(
+    ("role", "key", "lease_s"),
+    [("both", KEY, 7.0), ("prefill", KEY, 7.0), ("decode", KEY, 0.0), ("both", None, 0.0)],
+)
+def test_a_lease_is_promised_by_who_hands_over(
+    role: str, key: ClusterKey | None, lease_s: float
+) -> None:
+    config = replace(CONFIG, role=role)
+    assert engine_for(READY, config, epoch="e", key=key).limits.kv_lease_s == lease_s
+
+
+def test_an_engine_with_a_journal_writes_down_what_it_is_told(tmp_path: Path) -> None:
+    with closing(Writer(tmp_path, 1 << 20)) as journal:
+        assert isinstance(engine_for(READY, CONFIG, epoch="e", journal=journal), RecordedEngine)
+    assert not isinstance(engine_for(READY, CONFIG, epoch="e"), RecordedEngine)
+
+
+@pytest.mark.parametrize(("cost", "warnings"), [(None, 0), (0.5, 0), (1.0, 1)])
+def test_a_draft_model_that_costs_what_the_model_costs_is_told_of(
+    cost: float | None, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine_for(replace(READY, draft_cost=cost), CONFIG, epoch="e")
+    told = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == warnings
