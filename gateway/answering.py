@@ -5,8 +5,9 @@ An `Answer` is n generations seen as one. Its laws:
 - nothing is said before every choice is accepted; if one is refused, the others are aborted;
 - a sink hears each choice's deltas in order and then exactly one of `end` and `fail`, or nothing
   more at all when the client has gone;
-- while nobody listens, or the client takes nothing (`detach`), what is to be told waits (`untold`).
-  Nothing else waits with it: all is counted, and ends, when it comes;
+- while nobody listens yet, what is said waits; while the client takes nothing (`detach`), what is
+  to be told waits unread (`untold`). Nothing else waits with it: all is counted, and ends, when it
+  comes;
 - after `close` none of its generations is open.
 
 A stream and a whole answer differ in the sink alone: `Fold` keeps what it hears. Reports are taken
@@ -29,7 +30,7 @@ from gateway.engine_client import Report, Subscriber
 from gateway.journal import Journal, Moment
 from gateway.output.events import Failed, Finished
 from gateway.patience import UNLIMITED, Patience
-from gateway.sinks import Nobody, Sink
+from gateway.sinks import Early, Nobody, Sink
 from gateway.untold import Untold
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
@@ -105,8 +106,9 @@ class Answer:
         self._error: ServingError | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
+        self._early = Early()
         self._untold = Untold()
-        self._sink: Sink = self._untold
+        self._sink: Sink = self._early
         self._listener: Sink | None = None  # who was attached last
         self._accepted = Event()
         self._begun = Event()
@@ -148,6 +150,7 @@ class Answer:
         if self.is_gone:
             return
         self._sink = self._listener = sink
+        self._early.tell(sink)
         while self._sink is sink and self._untold.tell(sink):
             pass
 
@@ -195,7 +198,7 @@ class Answer:
         if not self._ended.is_set():
             self.is_gone = True
             self.finish = "disconnected"
-            self._sink, self._untold = Nobody(), Untold()
+            self._sink, self._early, self._untold = Nobody(), Early(), Untold()
             self.close()
 
     def fail(self, error: ServingError) -> None:

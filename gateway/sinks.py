@@ -1,7 +1,8 @@
-"""Who hears an answer: somebody, nobody any more, or who wants the whole of it."""
+"""Who hears an answer: somebody, nobody yet, nobody any more, or who wants the whole of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from gateway.choice import Choice
@@ -16,6 +17,28 @@ class Sink(Protocol):
     def delta(self, choice: Choice, delta: Delta) -> None: ...
     def end(self) -> None: ...
     def fail(self, error: ServingError) -> None: ...
+
+
+class Early:
+    """Nobody listens yet: what is said is kept, and told in its order to the one who comes. That is
+    soon: as soon as all choices are accepted."""
+
+    def __init__(self) -> None:
+        self._said: list[Callable[[Sink], None]] = []
+
+    def delta(self, choice: Choice, delta: Delta) -> None:
+        self._said.append(lambda sink: sink.delta(choice, delta))
+
+    def end(self) -> None:
+        self._said.append(lambda sink: sink.end())
+
+    def fail(self, error: ServingError) -> None:
+        self._said.append(lambda sink: sink.fail(error))
+
+    def tell(self, sink: Sink) -> None:
+        said, self._said = self._said, []
+        for say in said:
+            say(sink)
 
 
 class Nobody:

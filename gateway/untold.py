@@ -1,4 +1,4 @@
-"""What one client has still to be told: nobody listens yet, or its socket takes nothing.
+"""What one client has still to be told, whose socket takes nothing.
 
 What comes waits as tokens, and is read when it is told: in one go, and so in few events. But where
 an answer may end by what it says, and at its end, it is read as it comes (`Answer.take`), and waits

@@ -162,15 +162,21 @@ def _told_with_pauses(chance: random.Random, pauses: bool) -> Told:
     return told
 
 
-def test_what_comes_before_there_is_a_sink_waits_the_same_way() -> None:
+def test_what_comes_before_there_is_a_sink_is_told_as_it_came() -> None:
+    """A client that is not slow: its request is about to ask. How busy the gateway is at that
+    moment is nothing that a stream should show."""
     answer = an_answer()
     for output in token_by_token(ids_of("Hello")):
         answer.take(answer.choices[0], output)
-    told = Told(1)
+    told, late = Told(1), Told(1)
     answer.attach(told)
-    ((_, delta),) = told.deltas
-    assert delta.events == [Content("Hello"), Finished("stop")]
+    assert [delta.events for _, delta in told.deltas] == [
+        *([Content(letter)] for letter in "Hello"),
+        [Finished("stop")],
+    ]
     assert told.ends == [None]
+    answer.attach(late)
+    assert (late.deltas, late.ends) == ([], [])
 
 
 def test_an_answer_ends_and_is_counted_when_it_comes_not_when_it_is_told() -> None:
