@@ -24,13 +24,16 @@ help:
 serve: $(VENV)/.installed-all
 	@$(BIN)/tidegate serve $(ARGS)
 
-# Two passes: what computes little runs on all cores at once, what starts servers and models alone.
-# Exit code 5 (no test matches ARGS) is a failure of neither.
+# What computes little runs on all cores at once; what starts processes, and mostly waits for them, two
+# files at a time; what computes with the real model, and servers as users start them, alone.
+# Exit code 5 (no test matches ARGS) is a failure of none.
 test: $(VENV)/.installed-test
 	@echo '== Unit and property tests, as many at a time as there are cores'
 	@$(PYTEST) --numprocesses auto tests/unit tests/property $(ARGS) || test $$? -eq 5
-	@echo '== Integration, differential and end-to-end tests: real processes, the real model'
-	@$(PYTEST) -v tests/integration tests/differential tests/e2e $(ARGS) || test $$? -eq 5
+	@echo '== Integration tests: real processes, two files at a time'
+	@$(PYTEST) -v --numprocesses 2 --dist loadfile tests/integration $(ARGS) || test $$? -eq 5
+	@echo '== Differential and end-to-end tests: the real model, whole servers'
+	@$(PYTEST) -v tests/differential tests/e2e $(ARGS) || test $$? -eq 5
 
 # The whole table; `make test` runs a few of its cells.
 torture: $(VENV)/.installed-test

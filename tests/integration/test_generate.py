@@ -105,7 +105,7 @@ def test_answers_of_one_request_are_told_apart_and_drawn_with_seeds_of_their_own
 def test_a_stop_string_ends_the_tokens_and_the_engine_is_told(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = lambda generate: Says([[i] for i in ids_of("one two three")] + [[]] * 400)
+    engine.script = lambda generate: Says([[i] for i in ids_of("one two three")] + [[]] * 10_000)
     events = stream(gateway, body({"stop": " two"}))
     assert tokens_of(events) == {0: ids_of("one two")}
     assert events[-1]["choices"][0]["stop_reason"] == " two"
