@@ -101,7 +101,8 @@ def test_another_token_makes_another_answer(journals: Journals) -> None:
     at = next(i for i, record in enumerate(records) if isinstance(record, Committed))
     committed = records[at]
     assert isinstance(committed, Committed)
-    records[at] = replace(committed, result=replace(committed.result, tokens=Int32.of([1])))
+    other = 2 if committed.result.tokens.tolist() == [1] else 1  # seeds are drawn: it may be any
+    records[at] = replace(committed, result=replace(committed.result, tokens=Int32.of([other])))
     with pytest.raises(Differs, match="the answer to 'committed'"):
         replay(records)
 
