@@ -26,6 +26,8 @@ from tests.support.processes import Program
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 
+pytestmark = pytest.mark.alone
+
 BUDGET_S = 2.0
 WATCHED_S = 6.0
 MOST_S = 0.1

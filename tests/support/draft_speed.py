@@ -162,7 +162,9 @@ def measure_draft_model(loaded: LoadedModel, kinds: Sequence[Load], turns: int) 
     draft = without_most_layers(loaded)
     cost = num_weights(draft) / num_weights(loaded)
     plain = replica_of(loaded, "none", steps_in_flight=2)
-    fast = replica_of(loaded, "model", draft=draft, draft_cost=cost, steps_in_flight=2)
+    fast = replica_of(
+        loaded, "model", draft=draft, draft_cost=cost, steps_in_flight=2, is_timed=True
+    )
     for load_ in kinds:
         for streams in STREAMS:
             name = f"draft model of cost {cost:.2f}"

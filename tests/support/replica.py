@@ -90,6 +90,7 @@ class Replica:
     draft             a draft model beside it;  draft_cost  what the engine is told of it
     place             in a cluster, where there is one: `move` carries out the oldest fetch
     steps_in_flight   plans that are made before the first of them is executed
+    is_timed          the engine is told what steps take; else its decisions depend on no clock
     steps             what was executed, in order;  out: plans that are yet to be
     """
 
@@ -100,6 +101,7 @@ class Replica:
     block_tokens: int = 16
     prefix_cache: bool = True
     steps_in_flight: int = 1
+    is_timed: bool = False
     max_len: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     draft: LoadedModel | None = None
@@ -213,7 +215,8 @@ class Replica:
         result = self.runner.step(plan, lambda: masks)
         self.steps.append(Executed(plan, masks, result, self._arrived))
         self._arrived = []
-        for news in self.engine.commit(result, result.compute_s).values():
+        elapsed_s = result.compute_s if self.is_timed else 0.0
+        for news in self.engine.commit(result, elapsed_s).values():
             self._take(news.outputs)
         self._masks = self.engine.masks()
 
