@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from engine_core.admission import MAX_STANDS_S
 from protocol.errors import LimitReached
 from protocol.messages import Account
 
@@ -93,6 +94,7 @@ class Accounts:
                 f"{what}_per_minute: the {bucket.per_minute:,} {what} per minute of this key are "
                 "used up",
                 retry_after_s=float(math.ceil(missing_s)),
+                stands_s=min(missing_s, MAX_STANDS_S),
             )
 
     def _use(self, account: Account) -> _Use:

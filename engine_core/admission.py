@@ -19,6 +19,12 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams, check_vocabulary
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+MAX_STANDS_S = 0.25
+"""Most seconds for which a refusal stands for others. So soon, too, new limits of a key hold."""
+LEAVING = 20
+"""That the queue is full stands while at most one in so many of those that wait leaves it."""
+SMALL = 64
+"""A queue that has not room for one in so many of its tokens is full whatever is asked."""
 
 
 def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
@@ -107,20 +113,27 @@ def check_load(
     it is not the queue that is too long. `rate`: tokens per second that leave the queue, 0 if
     unknown.
     """
-    if _has_room(num_tokens, waiting, most):
+    if _is_open(num_tokens, waiting, own, most, num_shares):
         return
-    part = Load(most.requests // num_shares, most.tokens // num_shares)
-    twice = Load(2 * most.requests, 2 * most.tokens)
-    if (
-        num_shares > 1
-        and _has_room(num_tokens, own, part)
-        and _has_room(num_tokens, waiting, twice)
-    ):
-        return
+    small = min(num_tokens, most.tokens // SMALL)
+    is_full = not _is_open(small, waiting, own, most, num_shares)
     raise Overloaded(
         f"{waiting.requests:,} requests with {waiting.tokens:,} tokens are waiting already; "
         "try again later",
         retry_after_s=retry_after(waiting.tokens, rate),
+        stands_s=stands(waiting.tokens, rate) if is_full else 0.0,
+    )
+
+
+def _is_open(num_tokens: int, waiting: Load, own: Load, most: Load, num_shares: int) -> bool:
+    if _has_room(num_tokens, waiting, most):
+        return True
+    part = Load(most.requests // num_shares, most.tokens // num_shares)
+    twice = Load(2 * most.requests, 2 * most.tokens)
+    return (
+        num_shares > 1
+        and _has_room(num_tokens, own, part)
+        and _has_room(num_tokens, waiting, twice)
     )
 
 
@@ -135,3 +148,9 @@ def retry_after(waiting_tokens: int, rate: float) -> float:
     if rate <= 0:
         return MIN_RETRY_S
     return float(math.ceil(min(max(waiting_tokens / rate / 2, MIN_RETRY_S), MAX_RETRY_S)))
+
+
+def stands(waiting_tokens: int, rate: float) -> float:
+    """Seconds for which a full queue may be called full without being asked: it loses little of
+    what waits in that time, so nothing runs dry. 0 where nobody knows how fast it moves."""
+    return min(waiting_tokens / rate / LEAVING, MAX_STANDS_S) if rate > 0 else 0.0

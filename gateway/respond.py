@@ -22,11 +22,12 @@ from gateway.asking import Ask
 from gateway.connection import HangUp, Outlet
 from gateway.exchange import Exchange
 from gateway.patience import Patience
+from gateway.resume.numbering import LAST_EVENT_HEADER
 from gateway.service import Service
 from gateway.sinks import Fold, Sink
 from gateway.sse import KEEP_ALIVE, EventStream
 from gateway.timings import measure
-from protocol.errors import ServingError
+from protocol.errors import RequestError, ServingError
 
 S = TypeVar("S", bound=Sink)
 
@@ -77,6 +78,14 @@ class Terms:
         )
 
 
+def knock(service: Service) -> None:
+    """To be asked before a prompt is made. Raises what the engine would say against any request of
+    this caller, where it has just said it; whoever picks up what is there already asks nothing."""
+    if LAST_EVENT_HEADER not in request.headers:
+        caller: Caller = g.caller
+        service.refuse_early(caller.account)
+
+
 class OpenAnswer:
     """An answer, and its client, who is watched where it matters. `close` it, whatever happens."""
 
@@ -122,7 +131,9 @@ class OpenAnswer:
             self.answer.open()
             if needs_client and patience.queue_timeout_s:
                 self.answer.wait_begun()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RequestError) and len(self.answer.choices) == 1:
+                service.note_refusal(caller.account, error)
             self.close()
             raise
 

@@ -31,6 +31,7 @@ from gateway.pairs import PairedEngine
 from gateway.patience import Patience
 from gateway.reading import WrongOption
 from gateway.served import ModelOptions, ServedModel
+from gateway.standing import StandingRefusals
 from gateway.threads import result_of
 from gateway.tracing import tracing_to
 from protocol.cluster_key import read_cluster_key
@@ -93,6 +94,7 @@ class Service:
         self.keeping = Keeping.of(config)
         self._since = time.monotonic()
         self._answers: set[Answer] = set()
+        self._standing = StandingRefusals()
         self._watch: gevent.Greenlet[..., None] | None = None
         self._served: ServedModel | None = None
         self._served_card: ModelCard | None = None
@@ -228,6 +230,18 @@ class Service:
         )
         self._answers.add(answer)
         return answer
+
+    def refuse_early(self, account: Account | None) -> None:
+        """Raises what the engine has just refused this account, where it would do so again."""
+        refusal = self._standing.find(account, time.monotonic())
+        if refusal is not None:
+            self.metrics.early_refusals.inc()
+            raise refusal
+
+    def note_refusal(self, account: Account | None, refusal: ServingError) -> None:
+        """Of one request by the engine; where there are several, each has a queue of its own."""
+        if len(self.engine.lines) == 1:
+            self._standing.note(account, refusal, time.monotonic())
 
     def forget(self, answer: Answer) -> None:
         self._answers.discard(answer)

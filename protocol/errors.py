@@ -29,26 +29,38 @@ import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """An error as it travels. `code` is one of the codes drawn above."""
+    """An error as it travels. `code` is one of the codes drawn above.
+
+    stands_s   of a refusal: for so long any request of the same account would be refused like this,
+               whatever it asks, so it need not be asked; 0: that depends on the request
+    """
 
     code: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    stands_s: float = 0.0
 
 
 class ServingError(Exception):
-    """`param` is the request's field at fault, dotted: "logit_bias.12" or "messages[2].content"."""
+    """`param` is the request's field at fault, dotted: "logit_bias.12" or "messages[2].content";
+    for `stands_s` see ErrorInfo."""
 
     code: ClassVar[str] = "internal"
 
     def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        stands_s: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.stands_s = stands_s
 
     def info(self) -> ErrorInfo:
         return ErrorInfo(
@@ -56,6 +68,7 @@ class ServingError(Exception):
             message=self.message,
             param=self.param,
             retry_after_s=self.retry_after_s,
+            stands_s=self.stands_s,
         )
 
 
@@ -143,4 +156,9 @@ _BY_CODE: dict[str, type[ServingError]] = {
 def error_from(info: ErrorInfo) -> ServingError:
     """The exception `info` describes; an unknown code (a newer engine's) is an EngineError."""
     kind = _BY_CODE.get(info.code, EngineError)
-    return kind(info.message, param=info.param, retry_after_s=info.retry_after_s)
+    return kind(
+        info.message,
+        param=info.param,
+        retry_after_s=info.retry_after_s,
+        stands_s=info.stands_s,
+    )

@@ -23,6 +23,7 @@ from gateway.exchange import Exchange
 from gateway.openai.checks import check_ignored
 from gateway.openai.prepare import Preparation, Prompt
 from gateway.output.events import Warning
+from gateway.served import ServedModel
 from gateway.service import Service
 from protocol.errors import RequestError
 
@@ -40,7 +41,9 @@ def messages(service: Service) -> Response:
     body = _read(service, schema.messages_decoder)
     translation = _translated(body)
     with translation.named():
-        preparation, prompt, warnings = _prepare(service, translation)
+        model = service.model(translation.chat.model)
+        any_api.knock(service)
+        preparation, prompt, warnings = _prepare(service, translation, model)
         ask = preparation.ask(prompt)
         origin = _origin(preparation, prompt, translation, warnings)
         terms = any_api.Terms.of(body, origin.id)
@@ -64,7 +67,8 @@ def count(service: Service) -> Response:
     body = _read(service, schema.count_decoder)
     translation = _translated(body)
     with translation.named():
-        _, prompt, _ = _prepare(service, translation)
+        model = service.model(translation.chat.model)
+        _, prompt, _ = _prepare(service, translation, model)
     told: dict[str, Any] = {"input_tokens": len(prompt.ids), **_asides(body, prompt)}
     return _json(encode(told))
 
@@ -83,9 +87,8 @@ def _translated(body: schema.CountBody) -> Translation:
 
 
 def _prepare(
-    service: Service, translation: Translation
+    service: Service, translation: Translation, model: ServedModel
 ) -> tuple[Preparation, Prompt, list[Warning]]:
-    model = service.model(translation.chat.model)
     chat, warnings = fitted(translation.chat, g.caller.longest(model.limits.max_len), model.reading)
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(chat, model, trusts_template=trusts)

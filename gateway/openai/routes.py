@@ -14,6 +14,7 @@ from gateway.openai.completion import Completion
 from gateway.openai.prepare import Preparation
 from gateway.openai.respond import origin, respond
 from gateway.openai.shapes import ChatDialect
+from gateway.respond import knock
 from gateway.served import ServedModel
 from gateway.service import Service
 from protocol.errors import RequestError
@@ -33,6 +34,7 @@ def chat(service: Service) -> Response:
     body = decode(data, schema.chat_decoder)
     checks.check_chat(body)
     model = service.model(body.model)
+    knock(service)
     _note_ignored(data, body, model)
     preparation = _preparation(service, body, model)
     with g.exchange.journal.tokenizing():
@@ -57,6 +59,7 @@ def batch(service: Service) -> Response:
     body = decode(data, schema.batch_decoder)
     checks.check_batch(body, service.config.max_prompts)
     model = service.model(body.model)
+    knock(service)
     _note_ignored(data, body, model)
     preparation = _preparation(service, body, model)
     with g.exchange.journal.tokenizing():
@@ -100,6 +103,7 @@ def completions(service: Service) -> Response:
     body = decode(data, schema.completion_decoder)
     checks.check_completion(body)
     model = service.model(body.model)
+    knock(service)
     _note_ignored(data, body, model)
     with g.exchange.journal.tokenizing():
         completion = Completion(body, model, max_prompts=service.config.max_prompts)

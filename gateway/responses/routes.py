@@ -50,6 +50,7 @@ def create(service: Service) -> Response:
     items, before = history_of(service).items_of(body)
     trusts = service.config.trust_request_chat_template
     model = service.model(body.model)
+    any_api.knock(service)
     with g.exchange.journal.tokenizing():
         ready = rendered(body, [*before, *items], model, trusts_template=trusts)
     check_ignored(g.ignored, ready.translation.chat)

@@ -16,6 +16,7 @@ from gateway.openai.errors import error_body
 from gateway.store.queries import Epitaph
 
 PREFIX = "stream_"
+LAST_EVENT_HEADER = "Last-Event-ID"
 _END = b"\n\n"
 _EVENT_ID = re.compile(rf"({PREFIX}[0-9a-f]{{32}}):(\d{{1,18}})")
 _DIED = Fault(

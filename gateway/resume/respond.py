@@ -12,8 +12,8 @@ from gateway import respond as any_api
 from gateway.answering import Answer
 from gateway.asking import Ask
 from gateway.keeping import STREAM, Keeping
-from gateway.resume.numbering import Numbered, new_stream_id, read_event_id
-from gateway.resume.routes import LAST_EVENT_HEADER, RESUME_HEADER, picked_up
+from gateway.resume.numbering import LAST_EVENT_HEADER, Numbered, new_stream_id, read_event_id
+from gateway.resume.routes import RESUME_HEADER, picked_up
 from gateway.service import Service
 from gateway.sinks import Sink
 from gateway.store.queries import NewRun

@@ -8,12 +8,11 @@ from flask import Blueprint, Response, g, request
 from werkzeug.exceptions import NotFound
 
 from gateway.respond import listening
-from gateway.resume.numbering import PREFIX, read_event_id
+from gateway.resume.numbering import LAST_EVENT_HEADER, PREFIX, read_event_id
 from gateway.service import Service
 from gateway.store.follow import Follower
 from protocol.errors import InvalidRequest
 
-LAST_EVENT_HEADER = "Last-Event-ID"
 RESUME_HEADER = "X-Resume"
 
 

@@ -72,6 +72,7 @@ def generate(service: Service) -> Response:
     body = decode(data, generate_decoder)
     asking.check(body, service.config.max_n)
     model = service.model(body.model)
+    respond.knock(service)
     g.ignored = asking.ignored_fields(data, body, model.limits)
     exchange: Exchange = g.exchange
     if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:

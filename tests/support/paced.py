@@ -14,6 +14,8 @@ from itertools import count
 from typing import Any
 
 from engine_core.step_costs import StepCosts
+from gateway.standing import StandingRefusals
+from protocol.errors import error_from
 from protocol.messages import Account, Output, Refused
 from tests.support.engines import CLIENT, Bench
 
@@ -46,10 +48,21 @@ class Asked:
 
 
 class Paced:
-    """`now` begins at 0. `costs`: (tokens, seconds), as measured. `options`: of Bench."""
+    """`now` begins at 0. `costs`: (tokens, seconds), as measured. `options`: of Bench.
 
-    def __init__(self, costs: Sequence[tuple[int, float]] = (), **options: Any) -> None:
+    standing   what a gateway in between has been told: then it refuses what stands itself
+    num_early  how often it did
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[tuple[int, float]] = (),
+        standing: StandingRefusals | None = None,
+        **options: Any,
+    ) -> None:
         self.now = 0.0
+        self.num_early = 0
+        self._standing = standing
         self.bench = Bench(say=_endless, checks=False, step_costs=costs, **options)
         self._costs = StepCosts(costs or [(0, STEP_S), (1, STEP_S + TOKEN_S)])
         self.asked: list[Asked] = []
@@ -70,11 +83,17 @@ class Paced:
         prompt = [1 + number % 90, 1 + number // 90 % 90, 1 + number // 8100] + [7] * prompt_tokens
         asked = Asked(self._due, prompt_tokens)
         self.asked.append(asked)
+        if self._standing is not None and (early := self._standing.find(account, self._due)):
+            self.num_early += 1
+            asked.refused = Refused(request=-1, error=early.info())
+            return asked
         reply = self.bench.add(
             prompt[:prompt_tokens], account=account, max_tokens=answer, ignore_eos=True, **terms
         )
         if isinstance(reply, Refused):
             asked.refused = reply
+            if self._standing is not None:
+                self._standing.note(account, error_from(reply.error), self._due)
         else:
             self._open[reply] = asked
         return asked

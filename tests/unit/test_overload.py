@@ -10,6 +10,7 @@ import pytest
 
 from engine_core.shares import part_of
 from engine_core.step_costs import StepCosts
+from gateway.standing import StandingRefusals
 from protocol.messages import Account
 from tests.support.paced import STEP_S, TOKEN_S, Asked, Paced
 
@@ -22,10 +23,14 @@ OPTIONS = {"token_budget": BUDGET, "steps_in_flight": 2, "num_blocks": 129}
 
 
 def offered(
-    per_s: float, seconds: float, max_waiting: int = MAX_WAITING, **terms: float
+    per_s: float,
+    seconds: float,
+    max_waiting: int = MAX_WAITING,
+    standing: StandingRefusals | None = None,
+    **terms: float,
 ) -> tuple[Paced, list[Asked]]:
     """Requests at even distances, of accounts in turn."""
-    paced = Paced(**OPTIONS, max_waiting=max_waiting)
+    paced = Paced(standing=standing, **OPTIONS, max_waiting=max_waiting)
     for place in range(int(per_s * seconds)):
         account = (ALICE, BOB)[place % 2]
         paced.at(place / per_s, lambda who=account: paced.ask(PROMPT, ANSWER, who, **terms))  # type: ignore[misc]
@@ -53,6 +58,18 @@ def test_at_ten_times_the_load_as_much_is_done_and_the_rest_is_refused_with_a_ti
     stats = paced.bench.engine.stats()
     assert stats.waiting <= 2 * MAX_WAITING
     assert all(one.ended_at is not None or one.at > 2.0 for one in asked if one.refused is None)
+
+
+@pytest.mark.parametrize(("max_waiting", "share"), [(1, 0.0), (MAX_WAITING, 0.5), (64, 0.7)])
+def test_what_a_gateway_refuses_itself_loses_nothing(max_waiting: int, share: float) -> None:
+    """Of a queue that has just one place, a refusal stands for a millisecond."""
+    _, asked = offered(400, 4.0, max_waiting)
+    remembering, asked_too = offered(400, 4.0, max_waiting, StandingRefusals())
+    assert done_per_s(asked_too, 4.0) >= 0.98 * done_per_s(asked, 4.0)
+    refused = sum(one.refused is not None for one in asked_too)
+    assert remembering.num_early >= share * refused
+    begun = {who: sum(one.refused is None for one in asked_too[who::2]) for who in (0, 1)}
+    assert begun[0] == pytest.approx(begun[1], rel=0.2)
 
 
 def a_crowd(accounts: int) -> tuple[Paced, Account]:
