@@ -1,10 +1,10 @@
-"""Requests that are offered whatever becomes of them, by processes of their own.
+"""Requests that are offered whatever becomes of them, by a process of its own.
 
-Who measures how long something takes must not be what takes long: a process that has a thousand
-connections open hears late of each. So the many requests of an overload come from one process, and
-what refusals take is measured by another, which has little to do and tells how late it was itself.
+Who measures how long something takes must not be what takes long. So the many requests of an
+overload come from a process that does nothing else, in as few steps as it can, and tells how late
+it was itself.
 
-    python -m tests.support.offered PORT PER_S BEGIN UNTIL SEED      -> `Offered`, as JSON
+    python -m tests.support.offered PORT PER_S BEGIN UNTIL PROMPT ANSWER SEED -> `Offered`, as JSON
 
 Times are of time.monotonic, which all processes of a machine share.
 """
@@ -15,6 +15,8 @@ import asyncio
 import itertools
 import json
 import random
+import selectors
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -24,12 +26,19 @@ from dataclasses import dataclass
 import msgspec
 
 NAMES = ("alice", "bob")
-PROMPT, ANSWER = 64, 16
 REFUSED = 429
 
 
 def key_of(name: str) -> str:
     return f"tg-{name:x<43}"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What each request is: tokens of its prompt, and of its answer."""
+
+    prompt: int
+    answer: int
 
 
 @dataclass
@@ -47,25 +56,31 @@ class Told:
     error: str = ""
 
 
+def request_of(draw: random.Random, name: str, prompt: int, answer: int) -> bytes:
+    """Of the token endpoint. No two prompts begin alike."""
+    ids = [10 + draw.randrange(40_000) for _ in range(prompt)]
+    sampling = {"max_tokens": answer, "ignore_eos": True, "temperature": 0}
+    body = json.dumps({"token_ids": ids, "sampling_params": sampling})
+    head = (
+        "POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Authorization: Bearer {key_of(name)}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return (head + body).encode()
+
+
 class Client:
-    """Requests to the token endpoint over connections of their own. No two prompts begin alike."""
+    """Each request has a connection of its own."""
 
     def __init__(self, port: int, seed: int = 0) -> None:
         self._port = port
         self._random = random.Random(seed)
 
-    async def ask(self, name: str, prompt: int, answer: int, *, stream: bool = False) -> Told:
-        ids = [10 + self._random.randrange(40_000) for _ in range(prompt)]
-        sampling = {"max_tokens": answer, "ignore_eos": True, "temperature": 0}
-        body = json.dumps({"token_ids": ids, "sampling_params": sampling, "stream": stream})
-        head = (
-            "POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            f"Authorization: Bearer {key_of(name)}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
+    async def ask(self, name: str, prompt: int, answer: int) -> Told:
+        request = request_of(self._random, name, prompt, answer)
         told = Told(time.monotonic())
         try:
-            await self._exchange((head + body).encode(), told)
+            await self._exchange(request, told)
         except (OSError, asyncio.IncompleteReadError) as error:
             told.error = repr(error)
         told.ended_at = time.monotonic()
@@ -105,52 +120,108 @@ async def closed_loop(ask: Callable[[], Awaitable[Told]], streams: int, until: f
     return told
 
 
-async def open_loop(
-    ask: Callable[[], Awaitable[Told]], per_s: float, begin: float, until: float
-) -> list[Told]:
-    """So many per second, whatever becomes of them."""
-    tasks: list[asyncio.Task[Told]] = []
-    due = begin
-    while due < until:
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
-        tasks.append(asyncio.ensure_future(ask()))
-        due += 1 / per_s
-    return list(await asyncio.gather(*tasks))
+class Crowd:
+    """Many connections at once, each for one request, for as little CPU as Python can: who offers
+    shares the machine with the server, and what is measured is the server."""
+
+    def __init__(self, port: int) -> None:
+        self.told: list[Told] = []
+        self._address = ("127.0.0.1", port)
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._selector.get_map())
+
+    def send(self, request: bytes, tokens: int) -> None:
+        """`tokens`: of prompt and answer, if it is answered."""
+        told = Told(time.monotonic(), tokens=tokens)
+        self.told.append(told)
+        try:
+            sock = socket.create_connection(self._address, timeout=1.0)
+            sock.sendall(request)
+        except OSError as error:
+            self._fail(told, error)
+            return
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, (told, bytearray()))
+
+    def hear(self, until: float) -> None:
+        """What comes until then (time.monotonic)."""
+        while (left_s := until - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left_s):
+                self._read(key)
+            if not self.num_open:
+                time.sleep(max(0.0, until - time.monotonic()))
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        told, got = key.data
+        sock = key.fileobj
+        assert isinstance(sock, socket.socket)
+        try:
+            data = sock.recv(1 << 16)
+        except OSError as error:
+            self._fail(told, error)
+            data = b""
+        if data:
+            if not got:
+                told.status_at = time.monotonic()
+            got += data
+            return
+        self._selector.unregister(sock)
+        sock.close()
+        told.ended_at = time.monotonic()
+        if not told.error:
+            _read_answer(bytes(got), told)
+
+    def _fail(self, told: Told, error: OSError) -> None:
+        told.error, told.tokens, told.ended_at = repr(error), 0, time.monotonic()
 
 
-async def lateness(begin: float, until: float) -> list[float]:
-    """By how many seconds this process itself is late when it wants to do something."""
-    late: list[float] = []
-    await asyncio.sleep(begin - time.monotonic())
-    while (before := time.monotonic()) < until:
-        await asyncio.sleep(0.01)
-        late.append(time.monotonic() - before - 0.01)
-    return late
+def _read_answer(answer: bytes, told: Told) -> None:
+    """The whole of it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    if not body:
+        told.error, told.tokens = f"no answer: {lines[0]!r}", 0
+        return
+    told.status = int(lines[0].split()[1])
+    told.tokens = told.tokens if told.status == 200 else 0
+    fields = dict(line.lower().split(": ", 1) for line in lines[1:])
+    told.retry_after = fields.get("retry-after", "")
 
 
 @dataclass
 class Offered:
-    """late   of the process that offered, as `lateness` says"""
+    """late   by how many seconds each was sent after it was due
+    cpu_s  what it took to offer them
+    """
 
     told: list[Told]
     late: list[float]
+    cpu_s: float
 
 
-async def offer(port: int, per_s: float, begin: float, until: float, seed: int) -> Offered:
-    client, names = Client(port, seed), itertools.cycle(NAMES)
-
-    def ask() -> Awaitable[Told]:
-        return client.ask(next(names), PROMPT, ANSWER)
-
-    told, late = await asyncio.gather(open_loop(ask, per_s, begin, until), lateness(begin, until))
-    return Offered(told, late)
+def offer(port: int, per_s: float, begin: float, until: float, load: Load, seed: int) -> Offered:
+    """So many per second, whatever becomes of them; until all have ended."""
+    draw, names, crowd = random.Random(seed), itertools.cycle(NAMES), Crowd(port)
+    dues = [begin + place / per_s for place in range(int((until - begin) * per_s))]
+    requests = [request_of(draw, next(names), load.prompt, load.answer) for _ in dues]
+    before, late = time.process_time(), []
+    for due, request in zip(dues, requests, strict=True):
+        crowd.hear(due)
+        late.append(time.monotonic() - due)
+        crowd.send(request, load.prompt + load.answer)
+    while crowd.num_open:
+        crowd.hear(time.monotonic() + 0.1)
+    return Offered(crowd.told, late, time.process_time() - before)
 
 
 async def offered_elsewhere(
-    port: int, per_s: float, begin: float, until: float, seed: int
+    port: int, per_s: float, begin: float, until: float, load: Load, seed: int
 ) -> Offered:
     """By another process. Raises RuntimeError if that fails."""
-    words = [str(word) for word in (port, per_s, begin, until, seed)]
+    words = [str(word) for word in (port, per_s, begin, until, load.prompt, load.answer, seed)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.support.offered", *words, stdout=asyncio.subprocess.PIPE
     )
@@ -161,8 +232,9 @@ async def offered_elsewhere(
 
 
 def main() -> None:
-    port, per_s, begin, until, seed = sys.argv[1:]
-    offered = asyncio.run(offer(int(port), float(per_s), float(begin), float(until), int(seed)))
+    port, per_s, begin, until, prompt, answer, seed = sys.argv[1:]
+    load = Load(int(prompt), int(answer))
+    offered = offer(int(port), float(per_s), float(begin), float(until), load, int(seed))
     sys.stdout.buffer.write(msgspec.json.encode(offered))
 
 
