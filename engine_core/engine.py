@@ -233,13 +233,14 @@ class Engine:
         return plan
 
     def _must_await(self, *, is_shared: bool) -> bool:
-        """Whether the next step depends on what is out: it may have to preempt, or to draft; or
-        prompts would be computed in it that somebody may still come before."""
+        """Whether the next step depends on what is out: it may have to preempt, or to draft. Or
+        there is time until it can begin, in which somebody may still come who goes first."""
         scheduler = self._scheduler
+        prompt_tokens = self._flights.num_prompt_tokens
         return (
             not scheduler.can_continue()
             or self._flights.are_decisive
-            or (is_shared and self._flights.have_prompts)
+            or (prompt_tokens > 0 and (is_shared or self._speed.is_long(prompt_tokens)))
             or self._speculation.awaits(scheduler.running, len(scheduler.running))
         )
 
@@ -266,7 +267,7 @@ class Engine:
         if not flight.prompts:
             self._speculation.learn(len(work), num_computed, flight.num_guesses, elapsed_s)
         self._counts["computed_tokens"] += num_computed
-        self._speed.measure(num_computed, elapsed_s)
+        self._speed.measure(num_computed, elapsed_s, has_prompts=flight.has_prompts)
         if len(self._scheduler.waiting):
             self._speed.admitted.measure(self._num_admitted_tokens, elapsed_s)
         self._num_admitted_tokens = 0

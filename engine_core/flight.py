@@ -41,6 +41,11 @@ class Flight:
         return sum(count for _, count in self.work)
 
     @property
+    def has_prompts(self) -> bool:
+        """More than a token of a row."""
+        return self.plan.num_decodes < len(self.work)
+
+    @property
     def prompts(self) -> list[Request]:
         """Those of which it computes a part of the prompt."""
         return [each for each, _ in self.work if each.num_computed < each.prompt_tokens - 1]
@@ -65,9 +70,9 @@ class Flights:
         return any(flight.is_decisive for flight in self._out)
 
     @property
-    def have_prompts(self) -> bool:
-        """More than a token of a row, in any of them."""
-        return any(flight.plan.num_decodes < len(flight.work) for flight in self._out)
+    def num_prompt_tokens(self) -> int:
+        """Of the steps that compute prompts, with what else they compute."""
+        return sum(flight.num_tokens for flight in self._out if flight.has_prompts)
 
     @property
     def oldest(self) -> Flight | None:

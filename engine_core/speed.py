@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 MEMORY_S = 10.0
 """The rate looks back about so many busy seconds."""
+LONG_S = 0.05
+"""A step that takes so long is worth waiting for, with the next one, until it is over: not to have
+that ready costs less than one part in a hundred, and who comes meanwhile waits for one step, not
+for two."""
 
 
 @dataclass(slots=True)
@@ -26,12 +30,14 @@ class Rate:
 class Speed:
     """busy_s     seconds that were spent on steps
     computed   tokens
+    prompts    tokens of steps that computed prompts
     admitted   known tokens of requests that left the queue, found in a cache or not, while others
                waited
     """
 
     busy_s: float = 0.0
     computed: Rate = field(default_factory=Rate)
+    prompts: Rate = field(default_factory=Rate)
     admitted: Rate = field(default_factory=Rate)
 
     @property
@@ -45,7 +51,13 @@ class Speed:
         0 if unknown."""
         return self.admitted.per_s or self.computed.per_s
 
-    def measure(self, num_tokens: int, elapsed_s: float) -> None:
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens, prompts among them, takes long, as far as is known."""
+        return num_tokens > LONG_S * self.prompts.per_s > 0
+
+    def measure(self, num_tokens: int, elapsed_s: float, *, has_prompts: bool) -> None:
         """A step has computed so many tokens in so many seconds."""
         self.busy_s += elapsed_s
         self.computed.measure(num_tokens, elapsed_s)
+        if has_prompts:
+            self.prompts.measure(num_tokens, elapsed_s)

@@ -252,7 +252,7 @@ async def _flood(client: Client) -> list[Told]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--times", type=int, default=9)
     parser.add_argument("options", nargs="*", help="of tidegate serve, after --")
     wanted, laws = parser.parse_args(), Laws()
     with tempfile.TemporaryDirectory() as folder:

@@ -154,12 +154,9 @@ PACKED = [
 LARGE = {"token_budget": 256, "steps_in_flight": 2, "num_blocks": 400, "block_tokens": 16}
 
 
-def flooded_in_large_steps(
-    length: int, *, flood: bool, every_s: float = 1.37, costs: Sequence[tuple[int, float]] = ()
-) -> tuple[list[float], float]:
-    """As `flooded`, with the steps and slots that a server has; and tokens computed per second."""
+def in_large_steps(*, flood: bool, costs: Sequence[tuple[int, float]]) -> Paced:
+    """With the steps and slots that a server has."""
     paced = Paced(costs, **LARGE, max_len=1100, max_slots=16, max_waiting=MAX_WAITING)
-    mine: list[Asked] = []
 
     def more() -> None:
         while paced.ask(600, 20, ALICE).refused is None:
@@ -168,6 +165,15 @@ def flooded_in_large_steps(
 
     if flood:
         paced.at(0.0, more)
+    return paced
+
+
+def flooded_in_large_steps(
+    length: int, *, flood: bool, every_s: float = 1.37, costs: Sequence[tuple[int, float]] = ()
+) -> tuple[list[float], float]:
+    """As `flooded`; and tokens computed per second."""
+    paced = in_large_steps(flood=flood, costs=costs)
+    mine: list[Asked] = []
     times = 9 if length > 64 else 40
     for place in range(times):
         paced.at(2.0 + every_s * place, lambda: mine.append(paced.ask(length, 8, BOB)))
@@ -194,6 +200,21 @@ def test_where_costs_are_known_nor_that_of_any_prompt_at_hardly_a_cost(length: i
     assert median(beside) <= 2 * median(alone)
     assert quantiles(beside, n=10)[-1] <= 2.75 * median(alone)
     assert per_s >= 0.85 * 256 / StepCosts(PACKED)[256], "of what can be done at most"
+
+
+@pytest.mark.parametrize(("costs", "most"), [(PACKED, 1), ([(1, 0.010), (256, 0.012)], 2)])
+def test_who_comes_first_waits_for_one_step_if_it_is_long_and_else_for_two(
+    costs: list[tuple[int, float]], most: int
+) -> None:
+    full_s, waits = costs[-1][1], []
+    for place in range(10):
+        paced = in_large_steps(flood=True, costs=costs)
+        paced.at(3.0 + place * full_s / 10, lambda them=paced: them.ask(8, 1, BOB))  # type: ignore[misc]
+        paced.run(4.0)
+        waits += [one.wait_s for one in paced.asked if one.prompt_tokens == 8]
+    assert most - 1 < max(waits) / full_s <= most + 0.2 + (most > 1)
+    per_s = paced.bench.engine.stats().num_computed_tokens / paced.now
+    assert per_s >= 0.95 * 256 / full_s
 
 
 def test_where_few_tokens_cost_as_much_as_many_steps_are_whole_and_nobody_waits_twice() -> None:
