@@ -17,7 +17,7 @@ DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/
 help:
 	@echo 'make serve   install what is needed and serve the default model;  ARGS="--port 8001" passes options on'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
-	@echo 'make torture kill and stop every process of a server at every moment, and print what comes of it (an hour)'
+	@echo 'make torture kill and stop every process of a server at every moment, and print what comes of it (half an hour)'
 	@echo 'make check   format, lint, types and unit tests: what a change must pass first'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
 

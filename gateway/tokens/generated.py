@@ -76,7 +76,7 @@ class GeneratedTextChoice(GeneratedChoice, frozen=True, kw_only=True):
     """A choice in mode "text"; its logprobs are a chat's."""
 
     text: str
-    logprobs: ChatLogprobs | None = None  # type: ignore[assignment]
+    logprobs: ChatLogprobs | None = None  # type: ignore[assignment]  # narrower, and frozen
 
 
 class GenerateResponse(
@@ -108,7 +108,7 @@ class GenerateResponse(
 class GenerateTextResponse(GenerateResponse, frozen=True, kw_only=True, tag="text"):
     """A whole answer in mode "text"."""
 
-    choices: list[GeneratedTextChoice]  # type: ignore[assignment]
+    choices: list[GeneratedTextChoice]  # type: ignore[assignment]  # narrower, and frozen
 
 
 class GenerateChunk(
@@ -134,7 +134,7 @@ class GenerateChunk(
 class GenerateTextChunk(GenerateChunk, frozen=True, kw_only=True, tag="text"):
     """The same in mode "text"."""
 
-    choices: list[GeneratedTextChoice]  # type: ignore[assignment]
+    choices: list[GeneratedTextChoice]  # type: ignore[assignment]  # narrower, and frozen
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
