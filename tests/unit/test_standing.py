@@ -28,6 +28,7 @@ def test_it_stands_for_the_account_it_was_said_to_and_for_its_time() -> None:
     found = standing.find(ALICE, now=10.19)
     assert isinstance(found, Overloaded)
     assert found.info() == FULL.info()
+    assert found is not FULL
     assert standing.find(ALICE, now=10.1) is not found  # whoever raises it gives it a traceback
     assert standing.find(BOB, now=10.1) is None
     assert standing.find(None, now=10.1) is None
