@@ -91,6 +91,7 @@ class Loop:
         self.drained_by = ""
         # Since when the worker is at the oldest step that is out, and the engine at planning it.
         self._begun_at: float | None = None
+        self._num_early = 0  # requests that clients refused themselves
         self._health = Health(config.stopped_timeout_s)
         self._look_at = 0.0
         self._grammars = GrammarService(config.grammar_timeout_s)
@@ -187,7 +188,8 @@ class Loop:
                 # Its connection broke, and this is another: it has to greet us anew.
                 error = EngineNotReady("say Hello before Ping")
                 self._mail.tell(client, Refused(request=-1, error=error.info()))
-            case Ping():
+            case Ping(num_early=num_early):
+                self._num_early += num_early
                 self._mail.tell(client, Pong(epoch=self._epoch, stats=self._stats()))
             case Goodbye():
                 self._clients.drop(client)
@@ -386,4 +388,5 @@ class Loop:
         if self._engine is not None:
             wire_errors = self._mail.num_wire_errors + self._workers.num_strange
             own = self._engine.stats(clients=len(self._clients), wire_errors=wire_errors)
-        return replace(own, worker=self._at_work(time.monotonic()))
+        worker = self._at_work(time.monotonic())
+        return replace(own, num_refused_early=self._num_early, worker=worker)

@@ -190,6 +190,10 @@ class EngineClient:
         """Nobody will come for these (any more)."""
         self._try_to_say(ReleaseKV(handles=list(handles)) if self.session.is_ready else None)
 
+    def note_early(self) -> None:
+        """A request was refused as the engine had just refused others: it hears that in time."""
+        self.session.num_early += 1
+
     def trouble(self) -> ServingError | None:
         """Why no request can be opened now; None where one can."""
         if not self.session.is_ready:

@@ -95,6 +95,10 @@ _COUNTERS = {
     "num_steps": ("steps", "Steps computed"),
     "num_accepted": ("accepted", "Requests accepted"),
     "num_refused": ("refused", "Requests refused"),
+    "num_refused_early": (
+        "refused_early",
+        "Requests that a gateway refused without asking, as the engine had just refused others",
+    ),
     "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests"),
     "num_cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache"),
     "num_computed_tokens": ("computed_tokens", "Positions computed, guesses included"),

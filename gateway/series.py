@@ -178,13 +178,6 @@ class Series:
             labels=("cause",),
         ),
     ]
-    early_refusals: Annotated[
-        Counter,
-        Told(
-            "tidegate_early_refusals",
-            "Requests refused as the engine had just refused others, without asking it",
-        ),
-    ]
     wire_errors: Annotated[
         Counter,
         Told(

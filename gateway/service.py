@@ -235,7 +235,7 @@ class Service:
         """Raises what the engine has just refused this account, where it would do so again."""
         refusal = self._standing.find(account, time.monotonic())
         if refusal is not None:
-            self.metrics.early_refusals.inc()
+            self.engine.lines[0].engine.note_early()
             raise refusal
 
     def note_refusal(self, account: Account | None, refusal: ServingError) -> None:

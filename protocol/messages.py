@@ -163,7 +163,13 @@ class Drain(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Client -> engine, about twice a second: I live. Answered by Pong."""
+    """Client -> engine, about twice a second: I live. Answered by Pong.
+
+    num_early   since its last one, how many requests it has refused itself, as refusals of the
+                engine stood (`ErrorInfo.stands_s`)
+    """
+
+    num_early: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
 
 
 class Goodbye(Message, frozen=True, kw_only=True):

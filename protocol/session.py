@@ -93,6 +93,7 @@ class Session:
         self.open: dict[int, Answers] = {}  # with what may be said of each
         self.trouble: ServingError = EngineNotReady("the engine has not answered yet")
         self.heard_at: float | None = None  # when the engine last said anything
+        self.num_early = 0  # requests refused in its words, of which it has not heard
         self._name = name
         self._lease_s = lease_s
         self._next_request = 1
@@ -217,7 +218,8 @@ class Session:
             return [], news
         self._said_at = now
         if self.is_ready:
-            return [Ping()], news
+            num_early, self.num_early = self.num_early, 0
+            return [Ping(num_early=num_early)], news
         return [Hello(protocol=PROTOCOL_VERSION, name=self._name, pid=os.getpid())], news
 
     def _forgive(self, now: float) -> None:

@@ -46,6 +46,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_steps: int = 0
     num_accepted: int = 0
     num_refused: int = 0
+    num_refused_early: int = 0  # by clients, as what the engine had refused stood
     num_finished: dict[str, int] = {}  # by finish reason
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

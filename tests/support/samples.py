@@ -145,7 +145,9 @@ CARD = ModelCard(
     weights_bytes=2000,
     license="apache-2.0",
 )
-ERROR = ErrorInfo(code="overloaded", message="later", param="prompt", retry_after_s=2.5)
+ERROR = ErrorInfo(
+    code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25
+)
 STATS = EngineStats(
     draining=True,
     worker=WorkerView(
@@ -170,6 +172,7 @@ STATS = EngineStats(
     num_steps=7,
     num_accepted=8,
     num_refused=9,
+    num_refused_early=900,
     num_finished={"stop": 10},
     num_prompt_tokens=11,
     num_cached_tokens=12,
@@ -235,7 +238,7 @@ MESSAGES: list[Message] = [
     Profile(request=4, steps=20, directory="/var/tmp/traces"),
     Look(request=5, most=20),
     Drain(),
-    Ping(),
+    Ping(num_early=300),
     Goodbye(),
     Welcome(
         protocol=1,

@@ -190,6 +190,7 @@ class _Talk:
 class ScriptedEngine:
     """script      what is answered to a Generate
     computes    what is answered to one with `kv_readers`
+    num_early        requests that clients refused themselves, as their pings say
     kept, released   the handles of each KeepKV and ReleaseKV that came
     step_s      the time between two steps
     is_paused   no step is made; everything else goes on
@@ -211,6 +212,7 @@ class ScriptedEngine:
     generates: list[Generate] = field(default_factory=list)
     aborts: dict[int, float] = field(default_factory=dict)
     num_steps: int = 0
+    num_early: int = 0
     goodbyes: int = 0
     kept: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
@@ -309,7 +311,8 @@ class ScriptedEngine:
             case Hello():
                 if self.welcomes:
                     self._send(client, self._welcome())
-            case Ping():
+            case Ping(num_early=num_early):
+                self.num_early += num_early
                 self._send(client, Pong(epoch=self.epoch, stats=self.stats))
             case Generate():
                 self._generate(client, message)

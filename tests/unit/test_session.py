@@ -256,3 +256,10 @@ def test_what_is_no_answer_to_what_was_asked_is_dropped() -> None:
         assert request in session.open
     answer = replace(told, request=profiling)
     assert session.receive(answer, 1.0) == [(profiling, answer)]
+
+
+def test_what_a_client_refused_itself_is_told_with_the_next_heartbeat_and_once() -> None:
+    session = connected()
+    session.num_early += 3
+    pings = [message for now in (50.0, 60.0) for message in session.tick(now)[0]]
+    assert pings == [Ping(num_early=3), Ping()]

@@ -82,7 +82,7 @@ def _gauges(scene: Scene, paper: Paper) -> list[str]:
         f"cache    {_percent(now.cache_hits)} hits",
         *([f"drafts {_percent(now.drafts_right)} right"] if stats.num_draft_tokens else []),
         f"{now.requests_per_s:,.1f} requests/s",
-        f"refused {stats.num_refused:,}",
+        f"refused {stats.num_refused + stats.num_refused_early:,}",
         f"preempted {stats.num_preemptions:,}",
         f"clients {stats.clients}",
     ]
