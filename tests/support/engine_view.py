@@ -8,7 +8,7 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
-from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, ToClient, ToEngine
+from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, Refused, ToClient, ToEngine
 from protocol.stats import EngineStats
 
 
@@ -21,11 +21,14 @@ class EngineView:
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
 
     def stats(self) -> EngineStats:
-        while True:
-            reply = self._ask(Ping())
-            if isinstance(reply, Pong):
-                return reply.stats
-            self._ask(Hello(protocol=PROTOCOL_VERSION, name="test"))  # it forgets who is silent
+        while self._socket.poll(0):  # what was said unasked
+            self._socket.recv_multipart()
+        self._say(Ping())
+        while not isinstance(reply := self._hear(), Pong):
+            if isinstance(reply, Refused):  # it forgets who is silent
+                self._say(Hello(protocol=PROTOCOL_VERSION, name="test"))
+                self._say(Ping())
+        return reply.stats
 
     def wait_until_free(self, timeout_s: float) -> float:
         """Seconds until nothing runs or waits and every block is free. Raises TimeoutError."""
@@ -40,6 +43,8 @@ class EngineView:
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def _ask(self, message: ToEngine) -> ToClient:
+    def _say(self, message: ToEngine) -> None:
         self._socket.send_multipart(wire.encode(message))
+
+    def _hear(self) -> ToClient:
         return self._decoder.decode(self._socket.recv_multipart())
