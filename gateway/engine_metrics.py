@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -42,96 +43,118 @@ def engine_series(
     """told: (label values, what the engine says of itself), of those that have spoken"""
     if not told:
         return
-    for name, about in _GAUGES.items():
-        gauge = GaugeMetricFamily(f"tidegate_engine_{name}", about, labels=names)
+    for series in ENGINE_SERIES:
+        family = series.family(names)
         for label, stats in told:
-            gauge.add_metric(label, getattr(stats, name))
-        yield gauge
+            value = getattr(stats, series.field)
+            if series.label:
+                for key, count in sorted(value.items()):
+                    family.add_metric([*label, key], count)
+            else:
+                family.add_metric(label, value)
+        yield family
     usage = GaugeMetricFamily("tidegate_engine_kv_usage_ratio", _USAGE, labels=names)
     for label, stats in told:
         held = stats.total_blocks - stats.free_blocks
         usage.add_metric(label, held / stats.total_blocks if stats.total_blocks else 0.0)
     yield usage
-    for name, (about, of) in _LABELLED_GAUGES.items():
-        gauge = GaugeMetricFamily(f"tidegate_engine_{name}", about, labels=[*names, of])
-        for label, stats in told:
-            for value, count in sorted(getattr(stats, name).items()):
-                gauge.add_metric([*label, value], count)
-        yield gauge
-    for field, (name, about) in _COUNTERS.items():
-        counter = CounterMetricFamily(f"tidegate_engine_{name}", about, labels=names)
-        for label, stats in told:
-            counter.add_metric(label, getattr(stats, field))
-        yield counter
-    for field, (name, about, of) in _LABELLED.items():
-        counter = CounterMetricFamily(f"tidegate_engine_{name}", about, labels=[*names, of])
-        for label, stats in told:
-            for value, count in sorted(getattr(stats, field).items()):
-                counter.add_metric([*label, value], count)
-        yield counter
 
 
 _UP = "1 while the engine takes requests"
 _USAGE = "Of all KV blocks, the share that requests or leases hold"
-_GAUGES = {
-    "draining": "1 while the engine takes nothing new",
-    "running": "Requests that hold a slot",
-    "waiting": "Requests that wait for a slot",
-    "waiting_tokens": "Prompt tokens of the requests that wait",
-    "free_blocks": "KV blocks that are free or may be reused",
-    "total_blocks": "KV blocks in all",
-    "clients": "Connected clients",
-    "fetching": "K/V fetches that are under way",
-    "leases": "Prompts whose K/V is kept for other engines",
-    "leased_blocks": "KV blocks that are kept for other engines",
-}
-"""field of EngineStats, and end of the series' name -> its help"""
-_LABELLED_GAUGES = {
-    "tier_blocks": ("KV blocks that the tier holds and that can be loaded", "tier"),
-    "tier_bytes": ("Bytes that the tier holds", "tier"),
-}
-"""field of EngineStats, and end of the series' name -> its help, its label"""
-_COUNTERS = {
-    "num_steps": ("steps", "Steps computed"),
-    "num_accepted": ("accepted", "Requests accepted"),
-    "num_refused": ("refused", "Requests refused"),
-    "num_refused_early": (
-        "refused_early",
-        "Requests that a gateway refused without asking, as the engine had just refused others",
+
+
+class EngineSeries(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of `EngineStats` as a series. Members are given by name: all of them are texts."""
+
+    #: Of `EngineStats`. A counter's field begins with `num_`, or is `busy_s`.
+    field: str
+    #: Without `tidegate_engine_`, and without the `_total` of a counter.
+    name: str
+    help: str
+    #: Of a field that is a mapping: the name of the label that its keys are.
+    label: str = ""
+    is_counter: bool = True
+
+    def family(self, labels: Sequence[str]) -> GaugeMetricFamily | CounterMetricFamily:
+        """Return the series without samples; `labels` are those that all of an engine have."""
+        kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
+        own = [self.label] if self.label else []
+        return kind(f"tidegate_engine_{self.name}", self.help, labels=[*labels, *own])
+
+
+def _gauge(name: str, *, help: str, label: str = "") -> EngineSeries:
+    return EngineSeries(field=name, name=name, help=help, label=label, is_counter=False)
+
+
+def _counter(name: str, *, help: str, label: str = "", field: str = "") -> EngineSeries:
+    return EngineSeries(field=field or f"num_{name}", name=name, help=help, label=label)
+
+
+ENGINE_SERIES = (
+    _gauge("draining", help="1 while the engine takes nothing new"),
+    _gauge("running", help="Requests that hold a slot"),
+    _gauge("waiting", help="Requests that wait for a slot"),
+    _gauge("waiting_tokens", help="Prompt tokens of the requests that wait"),
+    _gauge("free_blocks", help="KV blocks that are free or may be reused"),
+    _gauge("total_blocks", help="KV blocks in all"),
+    _gauge("clients", help="Connected clients"),
+    _gauge("fetching", help="K/V fetches that are under way"),
+    _gauge("leases", help="Prompts whose K/V is kept for other engines"),
+    _gauge("leased_blocks", help="KV blocks that are kept for other engines"),
+    _gauge(
+        "tier_blocks", help="KV blocks that the tier holds and that can be loaded", label="tier"
     ),
-    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests"),
-    "num_cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache"),
-    "num_computed_tokens": ("computed_tokens", "Positions computed, guesses included"),
-    "num_fetched_tokens": ("fetched_tokens", "Prompt tokens whose K/V came from elsewhere"),
-    "num_fetched_bytes": ("fetched_bytes", "Bytes of K/V that came from elsewhere"),
-    "num_generated_tokens": ("generated_tokens", "Tokens sampled"),
-    "num_preemptions": ("preemptions", "Requests that gave their blocks back to be computed again"),
-    "num_draft_tokens": ("draft_tokens", "Tokens that were guessed ahead, to be verified"),
-    "num_accepted_tokens": ("accepted_tokens", "Guessed tokens that are in answers"),
-    "num_wire_errors": ("wire_errors", "Frames that were no message"),
-    "busy_s": ("busy_seconds", "Time spent waiting for workers' results"),
-}
-"""field of EngineStats -> (end of the series' name, its help)"""
-_LABELLED = {
-    "num_finished": ("finished", "Requests ended, by reason", "reason"),
-    "num_fetches_failed": ("fetches_failed", "K/V fetches that failed, by kind", "kind"),
-    "num_timeouts": (
+    _gauge("tier_bytes", help="Bytes that the tier holds", label="tier"),
+    _counter("steps", help="Steps computed"),
+    _counter("accepted", help="Requests accepted"),
+    _counter("refused", help="Requests refused"),
+    _counter("refused_early", help="Requests rejected by a gateway from a cached engine refusal"),
+    _counter("prompt_tokens", help="Prompt tokens of accepted requests"),
+    _counter("cached_tokens", help="Prompt tokens found in the prefix cache"),
+    _counter("computed_tokens", help="Positions computed, guesses included"),
+    _counter("fetched_tokens", help="Prompt tokens whose K/V came from elsewhere"),
+    _counter("fetched_bytes", help="Bytes of K/V that came from elsewhere"),
+    _counter("generated_tokens", help="Tokens sampled"),
+    _counter("preemptions", help="Requests that gave their blocks back to be computed again"),
+    _counter("draft_tokens", help="Tokens that were guessed ahead, to be verified"),
+    _counter("accepted_tokens", help="Guessed tokens that are in answers"),
+    _counter("wire_errors", help="Frames that were no message"),
+    _counter("busy_seconds", help="Time spent waiting for workers' results", field="busy_s"),
+    _counter("finished", help="Requests ended, by reason", label="reason"),
+    _counter("fetches_failed", help="K/V fetches that failed, by kind", label="kind"),
+    _counter(
         "timeouts",
-        "where",
-        "Requests that were too late: waiting in the queue, or running",
+        help="Requests that were too late: waiting in the queue, or running",
+        label="where",
     ),
-    "num_leases_ended": (
+    _counter(
         "leases_ended",
-        "Prompts that were kept for other engines, by what ended that",
-        "cause",
+        help="Prompts that were kept for other engines, by what ended that",
+        label="cause",
     ),
-    "num_tier_stored": ("tier_blocks_stored", "KV blocks copied to the tier", "tier"),
-    "num_tier_dropped": (
+    _counter(
+        "tier_blocks_stored",
+        help="KV blocks copied to the tier",
+        label="tier",
+        field="num_tier_stored",
+    ),
+    _counter(
         "tier_blocks_dropped",
-        "KV blocks that the tier had no room or time for",
-        "tier",
+        help="KV blocks that the tier had no room or time for",
+        label="tier",
+        field="num_tier_dropped",
     ),
-    "num_tier_loaded": ("tier_blocks_loaded", "KV blocks loaded instead of computed", "tier"),
-    "num_tier_failed": ("tier_blocks_failed", "KV blocks that were gone, or damaged", "tier"),
-}
-"""field of EngineStats -> (end of the series' name, its help, its label)"""
+    _counter(
+        "tier_blocks_loaded",
+        help="KV blocks loaded instead of computed",
+        label="tier",
+        field="num_tier_loaded",
+    ),
+    _counter(
+        "tier_blocks_failed",
+        help="KV blocks that were gone, or damaged",
+        label="tier",
+        field="num_tier_failed",
+    ),
+)

@@ -6,15 +6,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args, get_type_hints
 
+import msgspec
 from prometheus_client.core import Metric
 
 from gateway.aliases import ALIASES, PREFIX, aliased
 from gateway.engine_metrics import engine_series
 from gateway.metrics import Metrics
+from gateway.series import Series
 from protocol.stats import EngineStats
 
 ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| (`tidegate_[^|]+)\|([^|]*)\|", re.MULTILINE)
+CODE = re.compile(r"`([^`]+)`")
 SERIES = re.compile(r"(?:tidegate_|vllm:)[a-z0-9_]+[a-z0-9]")
 
 
@@ -40,6 +45,32 @@ def every_name() -> set[str]:
 def test_every_series_is_in_the_documentation_and_no_other() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     assert set(SERIES.findall(text)) == every_name()
+
+
+def labels_of_series() -> dict[str, set[str]]:
+    """Names as in the documentation -> labels."""
+    labels = {"tidegate_engine_up": set[str]()}
+    for _, told in map(get_args, get_type_hints(Series, include_extras=True).values()):
+        labels[told.name] = set(told.labels)
+    mappings = {
+        field.name: {"any": 1}
+        for field in msgspec.structs.fields(EngineStats)
+        if isinstance(getattr(EngineStats(), field.name), dict)
+    }
+    for metric in engine_series([([], EngineStats(**mappings))], []):
+        (sample,) = [s for s in metric.samples if not s.name.endswith("_created")]
+        labels[metric.name] = set(sample.labels)
+    return labels
+
+
+def test_every_series_has_the_labels_that_the_documentation_names() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    documented = {
+        name.removesuffix("_total"): set(CODE.findall(labels))
+        for names, labels in ROW.findall(text)
+        for name in CODE.findall(names)
+    }
+    assert documented == labels_of_series()
 
 
 def test_every_alias_has_a_source() -> None:
