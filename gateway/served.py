@@ -23,7 +23,7 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest
 from protocol.messages import Limits
-from protocol.model_card import ModelCard, SamplingDefaults
+from protocol.model_card import ModelCard, SamplingDefaults, sampling_defaults
 from protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class ModelOptions:
     template_kwargs: Mapping[str, Any]
     tool_format: str
     reasoning_format: str
+    default_sampling: SamplingDefaults
 
     @classmethod
     def of(cls, config: GatewayConfig) -> ModelOptions:
@@ -60,6 +61,7 @@ class ModelOptions:
             template_kwargs=_template_kwargs(config.default_chat_template_kwargs),
             tool_format=config.tool_format,
             reasoning_format=config.reasoning_format,
+            default_sampling=sampling_defaults(config.default_sampling),
         )
 
 
@@ -88,6 +90,8 @@ class ServedModel:
 
     names           what the API calls it; the first is its name, the others are aliases
     reading         how its answers are read
+    defaults        sampling parameters of requests that do not set them: --default-sampling's, else
+                    the model's own
     default_kwargs  what its template is told where a request says nothing
     """
 
@@ -122,7 +126,7 @@ class ServedModel:
                 options.reasoning_format,
                 teachable=renderer.writes_no_tools,
             ),
-            defaults=usable_defaults(card.defaults),
+            defaults=options.default_sampling.over(usable_defaults(card.defaults)),
             default_kwargs=options.template_kwargs,
             fingerprint=f"tidegate-{version()}-{card.digest[:8]}",
         )

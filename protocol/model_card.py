@@ -7,17 +7,63 @@ machine.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+from protocol.sampling import SamplingParams
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """From the model's generation_config; None means that the model does not say."""
+    """Sampling parameters for requests that do not set them; None leaves a parameter open.
+
+    The card's are the model's own: of its generation_config or GGUF metadata, or recommended for it
+    by the catalogue. A gateway may override them.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     repetition_penalty: float | None = None
+
+    def over(self, weaker: SamplingDefaults) -> SamplingDefaults:
+        """Return these defaults, with those of `weaker` for the parameters left open here."""
+        return SamplingDefaults(**(weaker._said() | self._said()))
+
+    def in_effect(self) -> dict[str, float]:
+        """Return the value of each parameter in a request that sets none of them."""
+        said = self._said()
+        return {name: said.get(name, getattr(_NEUTRAL, name)) for name in self.__struct_fields__}
+
+    def _said(self) -> dict[str, Any]:
+        values = msgspec.structs.asdict(self)
+        return {name: value for name, value in values.items() if value is not None}
+
+
+_NEUTRAL = SamplingParams()
+
+
+def sampling_defaults(text: str) -> SamplingDefaults:
+    """Parse a JSON object of sampling defaults; "" is an empty one. Raise ValueError, naming the
+    member that is unknown or out of bounds."""
+    if not text:
+        return SamplingDefaults()
+    try:
+        values = msgspec.json.decode(text, type=dict[str, int | float | None])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a JSON object of numbers: {error}") from None
+    known = SamplingDefaults.__struct_fields__
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(f"{unknown[0]!r} has no default here; known: {', '.join(known)}")
+    for name, value in values.items():
+        try:
+            msgspec.convert({} if value is None else {name: value}, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}: {str(error).partition(' - at')[0]}") from None
+    return msgspec.convert(values, SamplingDefaults)
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -21,6 +21,8 @@ from protocol import sockets
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
+from protocol.model_card import SamplingDefaults
+from tools.catalogue import CATALOGUE
 from tools.failure import Failure
 from tools.fetch import home
 
@@ -86,9 +88,17 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
 
 
 def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> EngineConfig:
+    """Return `engine` with its model, still as the user named it, replaced by the model's path."""
+    entry = CATALOGUE.get(engine.worker.model)
     measurements = str(home() / "measurements")
     draft_path = str(draft or "")
-    return _with_worker(engine, model=str(path), draft_model=draft_path, measurements=measurements)
+    return _with_worker(
+        engine,
+        model=str(path),
+        draft_model=draft_path,
+        measurements=measurements,
+        recommended_sampling=entry.sampling if entry else SamplingDefaults(),
+    )
 
 
 def check_reachable(address: str, option: str) -> None:

@@ -127,8 +127,8 @@ def plan(options: Mapping[str, Any]) -> Plan:
         gateway = wired(gateway, serve, engine, engines)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
-    has_name = worker.model in CATALOGUE and bool(engines or options["model"])
-    names = gateway.served_name or ([worker.model] if has_name or serve.render_only else [])
+    has_name = worker.model in CATALOGUE and bool(engines or options["model"] or serve.render_only)
+    names = gateway.served_name or ([worker.model] if has_name else [])
     store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
     if serve.kv_address:
         check_reachable(serve.kv_address, "--kv-address")
@@ -220,17 +220,20 @@ def _with_model_path(plan: Plan) -> Plan:
     engine = with_model(plan.engine, path, resolve(draft, home()) if draft else None)
     gateway = plan.gateway
     if render_only:
-        card = _write_card(path, plan.directory / CARD_FILE, engine.worker.max_len)
+        card = _write_card(engine.worker, plan.directory / CARD_FILE)
         gateway = msgspec.structs.replace(gateway, card=str(card))
     return Plan(engine, gateway, plan.serve, plan.directory, plan.key)
 
 
-def _write_card(model: Path, file: Path, max_len: int) -> Path:
+def _write_card(worker: WorkerConfig, file: Path) -> Path:
     """What the gateway has to know of the model, which the worker's room alone can read."""
-    command = [sys.executable, "-P", "-m", "worker.card", str(model), str(file)]
+    model, sampling = worker.model, worker.recommended_sampling
+    command = [sys.executable, "-P", "-m", "worker.card", model, str(file)]
+    command += [f"--max-len={worker.max_len}"]
+    command += [f"--recommended-sampling={msgspec.json.encode(sampling).decode()}"]
     try:
         done = subprocess.run(
-            [*command, f"--max-len={max_len}"],
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

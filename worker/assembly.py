@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from protocol.arrays import Int32, UInt8
@@ -90,7 +91,7 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
         budget.max_len,
     )
     ready = WorkerReady(
-        model=loaded.card,
+        model=_advised(loaded.card, config),
         max_len=budget.max_len,
         max_slots=config.max_slots,
         block_tokens=config.block_tokens,
@@ -100,6 +101,12 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
         step_costs=loaded.step_costs,
     )
     return Runner(loaded.model, slots, caches[0], attention, drafting=drafting), ready
+
+
+def _advised(card: ModelCard, config: WorkerConfig) -> ModelCard:
+    """Return `card` with the catalogue's sampling defaults where the model's files give none."""
+    defaults = card.defaults.over(config.recommended_sampling)
+    return msgspec.structs.replace(card, defaults=defaults)
 
 
 def _load(

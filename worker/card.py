@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from protocol import card_file
 from protocol.card_file import CardFile
-from protocol.model_card import ModelCard
+from protocol.model_card import ModelCard, sampling_defaults
 from worker.loading.directory_text import directory_text, token_ids
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
@@ -99,9 +101,12 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--max-len", type=int, default=0)
+    parser.add_argument("--recommended-sampling", type=sampling_defaults, default="")
     options = parser.parse_args()
     try:
         card = text_card(options.model)
+        defaults = card.defaults.over(options.recommended_sampling)
+        card = msgspec.structs.replace(card, defaults=defaults)
     except UnusableModel as error:
         print(error.message, file=sys.stderr)
         return 1

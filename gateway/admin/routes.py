@@ -63,6 +63,7 @@ def _model(served: ServedModel, name: str) -> dict[str, Any]:
         "root": served.card.name,
         "parent": None,
         "max_model_len": served.limits.max_len,
+        "default_sampling": served.defaults.in_effect(),
         "formats": {"tools": reading.tools, "reasoning": reading.reasoning, "why": reading.why},
     }
 

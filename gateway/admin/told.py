@@ -90,6 +90,18 @@ class Formats(msgspec.Struct, frozen=True):
     why: str
 
 
+class SamplingInEffect(msgspec.Struct, frozen=True):
+    """The parameters with which the tokens of a request are drawn that sets none of them."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """root  the model's own name; `id` may be another that the operator gave it"""
 
@@ -100,6 +112,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: None
     max_model_len: int
+    default_sampling: SamplingInEffect
     formats: Formats
 
 

@@ -1,6 +1,7 @@
-"""A request's fields, the model's defaults, OpenAI's defaults -> what the engine is asked.
+"""A request's fields, the served model's defaults, OpenAI's defaults -> what the engine is asked.
 
-Whoever speaks first wins: the request, then the model's generation_config, then the API.
+The first that sets a parameter wins: the request, then the served model's defaults (`served.py`),
+then the API.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def _params(
         top_p=first(body.top_p, model.top_p, default=1.0),
         top_k=first(body.top_k, model.top_k, default=0),
         min_p=first(body.min_p, model.min_p, default=0.0),
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=first(body.frequency_penalty, model.frequency_penalty, default=0.0),
+        presence_penalty=first(body.presence_penalty, model.presence_penalty, default=0.0),
         repetition_penalty=first(body.repetition_penalty, model.repetition_penalty, default=1.0),
         seed=nth_seed(body.seed, place),
         stop_token_ids=body.stop_token_ids or [],

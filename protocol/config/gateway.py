@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from protocol.config.base import Config, OnFailure, SharedKey, about
 from protocol.hosts import is_loopback
+from protocol.model_card import sampling_defaults
 
 NO_STORE = "none"
 """Instead of a file's name."""
@@ -129,6 +130,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     default_chat_template_kwargs: Annotated[
         str, about("JSON object; what the chat template is told where a request says nothing")
     ] = ""
+    default_sampling: Annotated[
+        str,
+        about(
+            "JSON object with sampling parameters for requests that do not set them, such as "
+            '{"temperature": 0.2, "top_p": 0.9}; they win over what the model recommends'
+        ),
+    ] = ""
     tool_format: Annotated[
         str, about("how the model writes tool calls: a name of docs/formats.md, or auto")
     ] = "auto"
@@ -165,6 +173,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
                 "prefill and decode need each other: engines that compute prompts, and"
                 " engines that go on from them"
             )
+        try:
+            sampling_defaults(self.default_sampling)
+        except ValueError as error:
+            raise ValueError(f"default_sampling: {error}") from None
         self._make_absolute("chat_template", "api_keys")
         if self.response_store != NO_STORE:
             self._make_absolute("response_store")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from protocol.config.base import Config, SharedKey, about
+from protocol.model_card import SamplingDefaults
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Poisoning = Literal["off", "zeros", "plausible", "wild"]
@@ -43,6 +44,10 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "--speculation model"
         ),
     ] = ""
+    recommended_sampling: Annotated[
+        SamplingDefaults,
+        about("the catalogue's advice for this model, where its files give none", wiring=True),
+    ] = SamplingDefaults()
     device: Annotated[Device, about("where to compute; auto: on the first GPU, if any")] = "auto"
     share_device: Annotated[
         bool,

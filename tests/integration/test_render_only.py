@@ -77,6 +77,8 @@ def test_a_directory_of_a_tokenizer_is_served_by_one_command(tmp_path: Path) -> 
         url = f"http://127.0.0.1:{port}/tokenize"
         told = requests.post(url, json={"messages": HI}, timeout=10).json()
         assert (told["max_model_len"], told["tokens"][0]) == (128, 256)
+        models = requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=10).json()
+        assert [model["id"] for model in models["data"]] == [tmp_path.name]
 
 
 def test_a_directory_without_one_is_refused_in_a_line(tmp_path: Path) -> None:

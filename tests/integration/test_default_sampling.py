@@ -1,0 +1,89 @@
+"""Defaults of sampling in every API: the request wins, then the server's option, then the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from protocol.sampling import SamplingParams
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_engine import ScriptedEngine, says
+
+HI = [{"role": "user", "content": "Hi"}]
+SERVERS = '{"temperature": 0.2, "top_p": 0.9, "presence_penalty": 0.5}'
+"""The model's own are temperature 0.7 and top_k 40."""
+CHATS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": HI}),
+    ("/v1/completions", {"prompt": "Hi"}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 8, "model": "scripted"}),
+    ("/v1/responses", {"input": "Hi", "model": "scripted"}),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
+        engine.script = lambda generate: says("Hello!")
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    store = tmp_path_factory.mktemp("store") / "responses.db"
+    config = {"engine": engine.address, "response_store": str(store)}
+    with GatewayProcess(**config, default_sampling=SERVERS) as gateway:
+        yield gateway.await_ready()
+
+
+def sampled(
+    engine: ScriptedEngine, gateway: GatewayProcess, path: str, body: dict[str, Any]
+) -> SamplingParams:
+    """The parameters that reach the engine."""
+    response = gateway.post(path, body)
+    assert response.status_code == 200, response.text
+    return engine.generates[-1].params
+
+
+@pytest.mark.parametrize(("path", "body"), CHATS, ids=[path for path, _ in CHATS])
+def test_every_api_has_the_same_defaults_and_the_request_wins(
+    engine: ScriptedEngine, gateway: GatewayProcess, path: str, body: dict[str, Any]
+) -> None:
+    params = sampled(engine, gateway, path, body)
+    assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.9, 40)
+    assert params.presence_penalty == 0.5
+    own = sampled(engine, gateway, path, body | {"temperature": 1, "top_p": 1})
+    assert (own.temperature, own.top_p, own.top_k) == (1, 1, 40)
+
+
+def test_token_ids_are_sampled_as_their_request_says_and_nothing_else(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    body: dict[str, Any] = {"token_ids": [72, 105], "sampling_params": {"max_tokens": 4}}
+    params = sampled(engine, gateway, "/inference/v1/generate", body)
+    assert params == SamplingParams(max_tokens=4, seed=params.seed)
+
+
+def test_a_rendered_request_carries_the_defaults_to_the_token_endpoint(
+    gateway: GatewayProcess,
+) -> None:
+    rendered = gateway.post("/v1/chat/completions/render", {"messages": HI}).json()
+    params = rendered["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.2, 0.9, 40)
+
+
+def test_the_models_list_shows_what_is_in_effect(gateway: GatewayProcess) -> None:
+    (model,) = requests.get(gateway.url + "/v1/models", timeout=5).json()["data"]
+    assert model["default_sampling"] == {
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.0,
+    }
