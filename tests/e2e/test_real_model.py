@@ -128,7 +128,7 @@ def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: Engi
         assert finish == "length"
         assert usage.completion_tokens == STREAM_TOKENS
         assert usage.prompt_tokens == 1 + 3 * number
-    view.wait_until_free(1.0)
+    view.wait_until_free()
 
 
 def test_greedy_answers_over_http_equal_transformers(exact_client: OpenAI) -> None:
@@ -221,12 +221,11 @@ def test_after_two_hundred_disconnects_nothing_is_held(server: Server, view: Eng
         thread.start()
     for thread in threads:
         thread.join()
-    took = view.wait_until_free(1.0)
+    view.wait_until_free()
     after = view.stats()
     accepted = after.num_accepted - before.num_accepted
     ended = sum(after.num_finished.values()) - sum(before.num_finished.values())
     assert accepted == ended >= DISCONNECTS * 0.5
-    print(f"{accepted} requests were open; all was free after {took:.3f} s")
 
 
 def test_the_zeromq_client_speaks_token_ids(exact_server: Server) -> None:
@@ -243,7 +242,7 @@ def test_leaving_a_generation_early_aborts_it(server: Server, view: EngineView) 
         for output in engine.generate([1, 2, 3], max_tokens=1000, ignore_eos=True):
             assert output.tokens
             break
-        view.wait_until_free(1.0)
+        view.wait_until_free()
     assert view.stats().num_finished["abort"] == aborted + 1
 
 

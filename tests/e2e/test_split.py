@@ -29,7 +29,6 @@ NUM_REQUESTS, MOST_TOKENS, SHORT_PROMPT = 200, 5, 20
 TIE = 1e-3
 """Between the two best logits: batches of other shapes sum up in another order."""
 EXACT = ("--dtype", "float32", "--max-len", "1024")
-FREE_WITHIN_S = 5.0
 LONG_PROMPT, LONG_ANSWER = 700, 300
 
 
@@ -124,7 +123,7 @@ def test_two_hundred_answers_are_those_of_one_engine_and_nothing_is_computed_twi
             check(row, answer, count)
         check_counts(p.stats(), d.stats(), [(len(row["prompt"]), n) for row, n in asked])
         for view in (p, d):
-            view.wait_until_free(FREE_WITHIN_S)
+            view.wait_until_free()
     num_handed = sum(len(row["prompt"]) > 1 for row, _ in asked)
     assert metric(split.url, "tidegate_handovers_total") == num_handed
 
@@ -162,7 +161,7 @@ def test_a_client_that_goes_at_any_moment_leaves_nothing_behind(cluster: Cluster
                 send_post(sock, GENERATE, body)
                 assert eventually(has_come), moment
             for view in (p, d):
-                view.wait_until_free(FREE_WITHIN_S)
+                view.wait_until_free()
 
 
 def test_whoever_dies_is_told_of_and_p_is_done_without(cluster: Cluster) -> None:
@@ -201,7 +200,7 @@ def test_whoever_dies_is_told_of_and_p_is_done_without(cluster: Cluster) -> None
             os.kill(cluster.d.engine_pid, signal.SIGKILL)
             asking.join()
             assert failed[0].json()["error"]["code"] == "engine_lost"
-            p.wait_until_free(FREE_WITHIN_S)
+            p.wait_until_free()
         assert eventually(
             lambda: requests.get(cluster.url + "/readyz", timeout=5).status_code == 503
         )

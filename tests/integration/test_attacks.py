@@ -19,9 +19,10 @@ from tests.support.scripted_engine import ScriptedEngine
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 MESSAGES, RESPONSES, TOKENIZE = "/v1/messages", "/v1/responses", "/tokenize"
 HI = [{"role": "user", "content": "hi"}]
-AT_ONCE_S = 0.05
 TRIES = 5
 """Other programs run on this machine, too; the best try counts."""
+MOST_TIMES = 10
+"""An absurd body may cost this many times a harmless one of its length."""
 FLAT_KIB = 48 << 10
 """What a process may have grown by after all attacks: it was new, and pools keep some pages."""
 
@@ -52,6 +53,7 @@ def nested(levels: int, field: str, around: str = "{}") -> tuple[str, bytes]:
     return CHAT, f'{messages}"{field}":{around.replace("{}", deep)}}}'.encode()
 
 
+HARMLESS = b'{"messages": [{"role": "user", "content": "hi"}], "n": -1}'
 HUGE = {str(i): 1 for i in range(1_000_000)}
 ATTACKS: dict[str, tuple[str, Any]] = {
     "a billion choices": chat(n=10**9),
@@ -122,16 +124,23 @@ def as_bytes(body: Any) -> bytes:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_absurd_request_is_refused_at_once(gateway: GatewayProcess, attack: str):
     path, body = ATTACKS[attack]
-    data, best_s = as_bytes(body), math.inf
+    data = as_bytes(body)
+    harmless = HARMLESS.ljust(len(data))
+    ratio = math.inf
     for _ in range(TRIES):
-        began = time.perf_counter()
-        status, _, told = exchange(gateway.port, path, data)
-        best_s = min(best_s, time.perf_counter() - began)
-        assert 400 <= status < 500, told
-        assert "error" in json.loads(told)
-        if best_s < AT_ONCE_S:
-            break
-    assert best_s < AT_ONCE_S
+        absurd_s = seconds_to_refuse(gateway, path, data)
+        ratio = min(ratio, absurd_s / seconds_to_refuse(gateway, CHAT, harmless))
+        if ratio < MOST_TIMES:
+            return
+    raise AssertionError(f"{ratio:.1f} times a harmless body of {len(data):,} bytes")
+
+
+def seconds_to_refuse(gateway: GatewayProcess, path: str, data: bytes) -> float:
+    began = time.perf_counter()
+    status, _, told = exchange(gateway.port, path, data)
+    assert 400 <= status < 500, told
+    assert "error" in json.loads(told)
+    return time.perf_counter() - began
 
 
 def rss_kib(gateway: GatewayProcess) -> int:
@@ -165,14 +174,13 @@ def test_absurd_requests_leave_no_memory_behind(gateway: GatewayProcess):
 )
 def test_heads_without_end_are_cut_off(gateway: GatewayProcess, head: bytes, statuses: set[int]):
     """However much is sent, little of it is read."""
-    before, began = rss_kib(gateway), time.monotonic()
+    before = rss_kib(gateway)
     with connect(gateway.port) as client, client.makefile("rb") as file:
         try:
             client.sendall(head)
             assert read_head(file)[0] in statuses
         except ConnectionError:
             pass  # it was not read to its end
-    assert time.monotonic() - began < 5
     assert rss_kib(gateway) - before < FLAT_KIB
     assert requests.get(gateway.url + "/livez", timeout=5).status_code == 200
 

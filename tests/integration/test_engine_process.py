@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -228,10 +227,8 @@ def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> Non
         next(answer)
         killer = threading.Timer(0.05, os.kill, (own.worker_pid, signal.SIGKILL))
         killer.start()
-        started = time.monotonic()
-        with pytest.raises(EngineLost, match="killed by SIGKILL"):
+        with pytest.raises(EngineLost, match="killed by SIGKILL"):  # not: "has been silent"
             answer.tokens()
-        assert time.monotonic() - started < 4  # long before any lease is over
     assert own.program.end() == ExitCode.WORKER_LOST
     assert "killed by SIGKILL" in own.program.err[-1]
 
@@ -242,10 +239,8 @@ def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: Process) -> None:
         next(answer)
         worker = own.worker_pid
         own.program.process.kill()
-        started = time.monotonic()
-        with pytest.raises(EngineLost):
+        with pytest.raises(EngineLost, match="connection"):  # not: "has been silent"
             answer.tokens()
-        assert time.monotonic() - started < 6
         assert eventually(lambda: not is_alive(worker), within_s=5)
 
 

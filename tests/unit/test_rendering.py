@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from gateway.tokens.generate_schema import GenerateBody
 from gateway.tokens.generate_tell import chosen_token
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.messages import Output, TokenLogprobs
+from tests.support.cpu_time import best_cpu_s
 from tests.support.http import folded, said_whole, spoken, unfolded
 from tests.support.rendering import CONFIG, Trip
 from tests.support.scripted_engine import (
@@ -419,12 +420,8 @@ def size_and_seconds(one: Trip, text: str, num_chunks: int) -> tuple[int, float]
         chunk = news(ids[at : at + step])
         _, state = one.derender_chat_chunk(chunk, state)
     assert state is not None
-    best = math.inf
-    for _ in range(25):
-        started = time.perf_counter()
-        one.derender_chat_chunk(news(ids_of("x")), state)
-        best = min(best, time.perf_counter() - started)
-    return len(state), best
+    one_more = partial(one.derender_chat_chunk, news(ids_of("x")), state)
+    return len(state), best_cpu_s(one_more, tries=25)
 
 
 def news(ids: list[int]) -> dict[str, Any]:
