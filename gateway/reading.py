@@ -7,6 +7,7 @@ said in the log and in /v1/models, so a wrong one is seen.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from gateway.metering import ThinkingMarks, thinking_marks
-from gateway.output.detect import Detected, detect
+from gateway.output.detect import BAR, Detected, detect
 from gateway.output.formats import BoundFormat, Format, bind, format_of, format_of_template
 from gateway.output.grammar.answers import frame_of
 from gateway.output.grammar.frame import Frame
@@ -27,6 +28,7 @@ from protocol.grammar import Body, Grammar, Thinking, ThinkingBudget
 from protocol.model_card import ModelCard
 
 AUTO, NONE = "auto", "none"
+TOOLS_OPTION, REASONING_OPTION = "--tool-format", "--reasoning-format"
 OWN = "hf"
 """The format that the checkpoint describes itself."""
 TAUGHT = "hermes"
@@ -115,7 +117,8 @@ class Reading:
     teachable        the model has a chat template with no place for tools, so they can be taught
 
     Raises ValueError, with the names there are, for a name that is none, and WrongOption where the
-    checkpoint's own format is asked for and there is none that can be read.
+    checkpoint's own format is asked for and there is none that can be read, or where a format is
+    asked for whose markers this model cannot write.
     """
 
     def __init__(
@@ -143,6 +146,8 @@ class Reading:
             format = format_of(self.tools, self.reasoning)
         self._tokenizer = tokenizer
         format = format.fitted([*added, *spelt_in(card.chat_template or "")])
+        if own is None:
+            _check_markers(format, tools, reasoning, card, tokenizer)
         self._formats = {True: format, False: _without_calls(format)}
         self._bound: dict[Format, BoundFormat] = {}
 
@@ -207,7 +212,7 @@ def check_names(tools: str, reasoning: str) -> None:
 
 def _option(tools: str) -> str:
     """The one that asks for the checkpoint's own format."""
-    return "--tool-format" if tools == OWN else "--reasoning-format"
+    return TOOLS_OPTION if tools == OWN else REASONING_OPTION
 
 
 def _own_format(
@@ -247,15 +252,56 @@ def _chosen(asked: str, found: str | None) -> str | None:
 
 
 def _why(tools: str, reasoning: str, found: Detected) -> str:
-    if AUTO not in (tools, reasoning):
-        return "as the options say"
-    told = [f"{kind}: as the options say" for kind, name in _named(tools, reasoning)]
-    return "; ".join([*told, found.why])
+    both = (("tool calls", TOOLS_OPTION, tools), ("reasoning", REASONING_OPTION, reasoning))
+    said = [f"{kind}: {name}, as {option} says" for kind, option, name in both if name != AUTO]
+    if not said:
+        return found.why
+    guess = [f"auto finds {found.why}"] if AUTO in (tools, reasoning) else []
+    return "; ".join([*said, *guess])
 
 
-def _named(tools: str, reasoning: str) -> list[tuple[str, str]]:
-    both = (("tool calls", tools), ("reasoning", reasoning))
-    return [(kind, name) for kind, name in both if name != AUTO]
+_CONTROL_TOKEN = re.compile(rf"<[|{BAR}].*>|\[[A-Z_]+\]")
+"""A marker of this shape is one token in every model that writes it, or made of such tokens."""
+_MIN_PART_CHARS = 3
+"""A shorter token says nothing about a marker that contains it."""
+
+
+def _check_markers(
+    format: Format, tools: str, reasoning: str, card: ModelCard, tokenizer: Tokenizer
+) -> None:
+    """Raise WrongOption if an option names a format that can begin only with a control token, and
+    the model has no such token.
+
+    Other markers (`<tool_call>`) are not checked: a model may write them as ordinary text.
+    """
+    named = ((TOOLS_OPTION, tools, _calls_begin(format)),)
+    named += ((REASONING_OPTION, reasoning, format.reasoning.open if format.reasoning else ()),)
+    for option, name, markers in named:
+        if name in (AUTO, NONE) or not all(map(_CONTROL_TOKEN.fullmatch, markers)) or not markers:
+            continue
+        if not any(_is_known(marker, card.chat_template or "", tokenizer) for marker in markers):
+            listed = " or ".join(dict.fromkeys(markers))
+            raise WrongOption(
+                f"{option} {name}: neither the vocabulary nor the chat template of {card.name} "
+                f"has {listed}"
+            )
+
+
+def _calls_begin(format: Format) -> tuple[str, ...]:
+    """Return the markers of which one begins a call; none if a call may begin without a marker."""
+    if isinstance(format.tools, AnswerSyntax):
+        return tuple(filter(_CONTROL_TOKEN.fullmatch, format.tools.markers()))
+    if format.tools is None or format.tools.start_openers():
+        return ()
+    return format.tools.openers()
+
+
+def _is_known(marker: str, template: str, tokenizer: Tokenizer) -> bool:
+    """Whether the model has the marker as a token, or made of tokens, or in its template."""
+    if marker in template or tokenizer.token_id(marker) is not None:
+        return True
+    added = tokenizer.added_tokens.values()
+    return any(len(part) >= _MIN_PART_CHARS and part in marker for part in added)
 
 
 def _without_calls(format: Format) -> Format:

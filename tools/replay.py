@@ -10,24 +10,26 @@ import sys
 DESCRIPTION = """\
 Give an engine's journal (`tidegate serve --journal DIRECTORY`) to an engine of this version,
 without a worker, and see whether it decides everything as it was decided then. Leaves with code 1,
-and names the first difference, where it does not; with code 2 where the file is no journal.
+and names the first difference, where it does not; with code 2 where there is no journal. Of a
+directory all journals are replayed, oldest first.
 """
 
 EXAMPLES = """\
 examples:
   tidegate serve --journal /var/tmp/journals
+  tidegate replay /var/tmp/journals     all journals that are kept there
   tidegate replay /var/tmp/journals/engine-20260102-030405-77-0001.journal
-  tidegate replay FILE --check          look at every law of slots and blocks on the way: slow
+  tidegate replay PATH --check          look at every law of slots and blocks on the way: slow
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a journal")
+    parser.add_argument("path", metavar="PATH", help="a journal, or the directory of --journal")
     parser.add_argument(
         "--check", action="store_true", help="check the engine's laws after each record"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    command = [sys.executable, "-P", "-m", "engine_core.journal", options.file]
+    command = [sys.executable, "-P", "-m", "engine_core.journal", options.path]
     return subprocess.run([*command, *(["--check"] if options.check else [])]).returncode

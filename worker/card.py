@@ -50,7 +50,7 @@ def _directory_card(path: Path) -> ModelCard:
         path.resolve().name,
         (config.get("architectures") or [""])[0],
         text,
-        vocab_size=max(described.integer("vocab_size", 0), highest + 1),
+        vocab_size=described.integer("vocab_size", 0) or highest + 1,
         context_tokens=context or _made_for(tokenizer_config.get("model_max_length")),
     )
 

@@ -1,6 +1,9 @@
-"""`python -P -m engine_core.journal FILE`: replay a journal, and tell what it was about.
+"""`python -P -m engine_core.journal PATH`: replay a journal, and tell what it was about.
 
-Exit codes: 0 everything was decided as it had been; 1 something was not; 2 this is no journal.
+PATH is a file, or a directory as `--journal` takes it, whose files are replayed one by one.
+
+Exit codes: 0 everything was decided as it had been; 1 something was not; 2 a file is no journal, or
+there is none.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from engine_core.journal.file import read
+from engine_core.journal.file import SUFFIX, journals_in, read
 from engine_core.journal.replay import Differs, NoJournal, Replayed, replay
 from protocol.errors import WireError
 
@@ -20,17 +23,33 @@ SAME, DIFFERS, NO_JOURNAL = 0, 1, 2
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tidegate replay")
-    parser.add_argument("file", type=Path)
+    parser.add_argument("path", type=Path)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
+    if not options.path.is_dir():
+        return replay_file(options.path, checks=options.check)
+    files = journals_in(options.path)
+    if not files:
+        print(f"tidegate: {options.path} holds no journal (*{SUFFIX})", file=sys.stderr)
+        return NO_JOURNAL
+    codes = set()
+    for file in files:
+        print(file.name, flush=True)
+        codes.add(replay_file(file, checks=options.check))
+        print(flush=True)
+    return next(code for code in (DIFFERS, NO_JOURNAL, SAME) if code in codes)
+
+
+def replay_file(file: Path, *, checks: bool) -> int:
+    """Replay one journal, print the outcome, and return the exit code."""
     began = time.monotonic()
     try:
-        done = replay(read(options.file), checks=options.check)
+        done = replay(read(file), checks=checks)
     except Differs as error:
         print(f"it differs: {error}")
         return DIFFERS
     except (NoJournal, WireError, OSError) as error:
-        print(f"tidegate: {options.file}: {error}", file=sys.stderr)
+        print(f"tidegate: {file}: {error}", file=sys.stderr)
         return NO_JOURNAL
     except Exception:  # what the engine raised: it is what one has come for
         traceback.print_exc()

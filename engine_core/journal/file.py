@@ -96,6 +96,11 @@ class Writer:
         self._is_full = False
 
 
+def journals_in(directory: Path) -> list[Path]:
+    """Return the journals of a directory, oldest first: their names begin with the time."""
+    return sorted(directory.glob(f"engine-*{SUFFIX}"))
+
+
 def read(path: Path) -> Iterator[AnyRecord]:
     """In their order, up to the last whole one: an engine that was killed may have left a part of
     one. Raises WireError on anything that is no journal, OSError."""
@@ -130,5 +135,5 @@ def _make_private(directory: Path) -> None:
 
 
 def _make_room(directory: Path) -> None:
-    for old in sorted(directory.glob(f"engine-*{SUFFIX}"))[: 1 - KEPT_FILES or None]:
+    for old in journals_in(directory)[: 1 - KEPT_FILES or None]:
         old.unlink(missing_ok=True)

@@ -59,6 +59,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.codec = _codec_of(self._inner)
         self._tables = self._make_tables(self.codec) if self.codec else None
+        self._vocab_size = card.vocab_size
 
     def _make_tables(self, codec: ByteCodec) -> dict[bool, TokenTable]:
         """skip_special_tokens -> table"""
@@ -76,7 +77,7 @@ class Tokenizer:
         offload: Offload | None = None,
         param: str = "prompt",
     ) -> list[int]:
-        """Raises ContextTooLong or InvalidRequest, naming `param`, before anything is tokenized."""
+        """Raises ContextTooLong or InvalidRequest, naming `param`."""
         num_bytes = _num_bytes(text, param)
         if num_bytes > self.max_text_bytes:
             raise ContextTooLong(
@@ -86,8 +87,21 @@ class Tokenizer:
                 param=param,
             )
         if offload is None or num_bytes < INLINE_BYTES:
-            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-        return offload(lambda: self._encode_long(text, add_special_tokens))
+            ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = offload(lambda: self._encode_long(text, add_special_tokens))
+        self._check_ids(ids, param)
+        return ids
+
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        """Raise InvalidRequest for a token that the tokenizer has and the model does not."""
+        worst = max(ids, default=0)
+        if worst >= self._vocab_size:
+            raise InvalidRequest(
+                f"{param}: the text {self._inner.id_to_token(worst)!r} is token {worst}, which "
+                f"this model's vocabulary of {self._vocab_size:,} tokens does not have",
+                param=param,
+            )
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         encoded = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)

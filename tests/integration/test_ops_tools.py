@@ -210,6 +210,17 @@ def test_a_journal_of_an_engine_that_was_killed_is_replayed(
     assert "13 accepted, 0 refused" in done.stdout
     assert "all was decided as it had been" in done.stdout
     assert replay(ROOT / "README.md").returncode == 2
+    (directory / "engine-20990101-000000-1-0001.journal").write_text("none")
+    whole = replay(directory)
+    assert whole.returncode == 2, whole.stdout + whole.stderr
+    assert "13 accepted, 0 refused" in whole.stdout
+    assert "engine-20990101-000000-1-0001.journal: a record of" in whole.stderr
+
+
+def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
+    done = replay(tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"tidegate: {tmp_path} holds no journal (*.journal)\n"
 
 
 def replay(path: Path) -> subprocess.CompletedProcess[str]:

@@ -48,6 +48,10 @@ def test_any_architecture_will_do_and_no_weights_are_needed(tmp_path: Path) -> N
     assert (card.architecture, card.vocab_size, card.context_tokens) == ("NewForCausalLM", 300, 77)
 
 
+def test_the_vocabulary_is_the_models_even_if_the_tokenizer_has_more(tmp_path: Path) -> None:
+    assert text_card(directory(tmp_path, vocab_size=257)).vocab_size == 257
+
+
 def test_equal_files_have_an_equal_digest_and_others_do_not(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()

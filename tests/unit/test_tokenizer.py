@@ -10,6 +10,7 @@ import tokenizers as hf
 
 from gateway.text.tokenizer import INLINE_BYTES, Tokenizer
 from protocol.errors import ContextTooLong, InvalidRequest
+from tests.support.scripted_engine import byte_tokenizer
 from tests.support.tokenizers import (
     FAMILY_NAMES,
     byte_fallback_json,
@@ -49,6 +50,16 @@ def test_a_text_that_is_too_long_is_refused_unread_with_the_numbers() -> None:
     assert tok.encode("é" * 4, False)
     with pytest.raises(ContextTooLong, match=r"messages is 10 bytes .* takes 8 tokens") as caught:
         tok.encode("é" * 5, False, param="messages")
+    assert caught.value.param == "messages"
+
+
+def test_a_text_whose_token_the_model_does_not_have_is_refused_by_name() -> None:
+    inner = byte_tokenizer(["<new>"])
+    tok = Tokenizer(card_of(inner.to_str().encode(), vocab_size=259))
+    assert tok.encode("ok", False) == list(b"ok")
+    words = r"messages: the text '<new>' is token 259, which this model's vocabulary of 259 tokens"
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        tok.encode("a <new> b", False, param="messages")
     assert caught.value.param == "messages"
 
 

@@ -43,11 +43,34 @@ def test_the_operator_chooses_template_formats_and_defaults(
     with GatewayProcess(engine=engine.address, **options) as own:
         own.await_ready()
         (model,) = requests.get(own.url + "/v1/models", timeout=5).json()["data"]
-        assert model["formats"] == {"tools": None, "reasoning": None, "why": "as the options say"}
+        why = "tool calls: none, as --tool-format says; reasoning: none, as --reasoning-format says"
+        assert model["formats"] == {"tools": None, "reasoning": None, "why": why}
         content = whole(own, WITH_TOOLS)["choices"][0]["message"]["content"]
         assert content == "<think>text</think>" + COLOGNE
         assert text_of(engine.generates[-1].prompt.tolist()) == "False <think>hi"
-    assert "formats: as the options say" in own.log
+    assert f"formats: {why}" in own.log
+
+
+def test_a_format_whose_control_tokens_the_model_lacks_ends_the_start(
+    engine: ScriptedEngine,
+) -> None:
+    with GatewayProcess(engine=engine.address, tool_format="lfm2") as wrong:
+        assert wrong.wait() != 0
+    assert (
+        "the gateway cannot start: --tool-format lfm2: neither the vocabulary nor the chat "
+        "template of scripted has <|tool_call_start|>" in wrong.log
+    )
+
+
+def test_a_format_whose_markers_are_ordinary_text_may_be_named_for_any_model(
+    engine: ScriptedEngine,
+) -> None:
+    with GatewayProcess(engine=engine.address, tool_format="minimax_m2") as own:
+        own.await_ready()
+    assert (
+        "formats: tool calls: minimax_m2, as --tool-format says; auto finds tool calls: hermes"
+        in own.log
+    )
 
 
 @pytest.mark.parametrize(
