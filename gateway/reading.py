@@ -274,8 +274,11 @@ def _check_markers(
 
     Other markers (`<tool_call>`) are not checked: a model may write them as ordinary text.
     """
-    named = ((TOOLS_OPTION, tools, _calls_begin(format)),)
-    named += ((REASONING_OPTION, reasoning, format.reasoning.open if format.reasoning else ()),)
+    thinks = format.reasoning.open if format.reasoning else ()
+    named = (
+        (TOOLS_OPTION, tools, _calls_begin(format)),
+        (REASONING_OPTION, reasoning, thinks),
+    )
     for option, name, markers in named:
         if name in (AUTO, NONE) or not all(map(_CONTROL_TOKEN.fullmatch, markers)) or not markers:
             continue
