@@ -135,7 +135,10 @@ OTHERS = (
 """Those with an opener that models with the sample's vocabulary do not prefer."""
 LACKING = {"mistral": ("[ARGS]", "[CALL_ID]")}
 """Markers that only younger vocabularies have."""
-CALLS = ("one call", "three calls", "no arguments", "nested and unicode", "closing tag in a string")
+CALLS = (
+    *("one call", "three calls", "no arguments", "nested and unicode", "newlines around a string"),
+    "closing tag in a string",
+)
 
 
 def calls_in(sample: Sample) -> tuple[str, ...]:

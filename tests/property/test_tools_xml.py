@@ -112,6 +112,7 @@ def sample(name: str) -> Sample:
         markers=(*syntax.open, *syntax.close, *THINK.markers(), *syntax.skip[:1], *syntax.skip[2:]),
         parts=("｜DSML｜",) if "DSML" in syntax.call_open else (),
         tags=tags,
+        trims=syntax.trim == "blanks",
         tools=TYPED_TOOLS,
     )
 
@@ -194,6 +195,13 @@ def test_one_newline_on_each_side_of_a_value_is_markup_and_the_others_are_not() 
     assert arguments_of(say("qwen3_coder", text)) == [{"z": "\n a \n"}]
     assert arguments_of(say("mimo", text)) == [{"z": "\n\n a \n\n"}]
     assert arguments_of(say("dots", DOTS.format("\n\n a \n\n"))) == [{"z": "a"}]
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "seed_oss", "step3"])
+def test_a_string_whose_template_writes_no_newlines_around_it_keeps_its_own(name: str) -> None:
+    write, _ = WRITERS[name]
+    for value in ("\na\n", "a\n", "\n", " a ", "\n\n"):
+        assert arguments_of(say(name, write([Call("types", {"z": value})], 0))) == [{"z": value}]
 
 
 DOTS = (

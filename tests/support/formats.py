@@ -82,6 +82,7 @@ class Sample:
     spelt_ok   the format is also read where no marker is a token
     max_calls  the most calls a stretch can hold
     only_first calls are calls only where nothing has been said before
+    trims      blanks at both ends of a string argument are markup
     """
 
     name: str
@@ -96,6 +97,7 @@ class Sample:
     spelt_ok: bool = True
     max_calls: int = 99
     only_first: bool = False
+    trims: bool = False
     tools: tuple[DeclaredTool, ...] | None = None
 
 
@@ -128,6 +130,7 @@ def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
     yield "no arguments", [[Call("now")]]
     yield "nested and unicode", [[Call("f_1", nested)]]
     yield "closing tag in a string", [[Call("run", tricky), weather]]
+    yield "newlines around a string", [[Call("run", {"code": "\n\na\n\n", "path": "\n"})]]
     yield "prose that mentions the tag", [Say(f"Write {spelt(tag)} to end, or {spelt(tag)[:9]}")]
     yield "text before a call", [Say("I will look.\n\nOne moment"), [weather]]
     yield "reasoning before", [Think("Hm.\n\nLet me see"), Say("Here."), [weather]]
@@ -144,6 +147,8 @@ def fixtures(sample: Sample) -> list[Fixture]:
         if any(isinstance(part, Think) for part in parts) and sample.think is None:
             continue
         if any(isinstance(part, list) and len(part) > sample.max_calls for part in parts):
+            continue
+        if sample.trims and name == "newlines around a string":
             continue
         if sample.only_first and any(isinstance(part, Say) for part in parts[:-1]):
             continue

@@ -51,8 +51,12 @@ FORMATS = {
     "qwen3_xml": QWEN3_XML,
     "step3p5": QWEN3_XML,
     "mimo": XmlParameters(bare=True, trim="nothing", many=False),
-    "seed_oss": XmlParameters(open=("<seed:tool_call>",), close=("</seed:tool_call>",), many=False),
-    "minimax_m2": _invoke(open=("<minimax:tool_call>",), close=("</minimax:tool_call>",)),
+    "seed_oss": XmlParameters(
+        open=("<seed:tool_call>",), close=("</seed:tool_call>",), trim="nothing", many=False
+    ),
+    "minimax_m2": _invoke(
+        open=("<minimax:tool_call>",), close=("</minimax:tool_call>",), trim="nothing"
+    ),
     "dots": _invoke(
         open=("<dots_function_call>",), close=("</dots_function_call>",), trim="blanks"
     ),
@@ -76,7 +80,7 @@ FORMATS = {
         open=("<｜tool_calls_begin｜>",),
         close=("<｜tool_calls_end｜>",),
         skip=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", "<｜tool_call_end｜>"),
-        trim="blanks",
+        trim="nothing",
         call_before="<｜tool_call_begin｜>function<｜tool_sep｜>",
         call_after="<｜tool_call_end｜>",
     ),
