@@ -5,21 +5,32 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.output.events import Content, ToolArguments, ToolCall, ToolCallEnd, Warning, merged
+from gateway.output.events import (
+    Content,
+    Event,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    Warning,
+    merged,
+)
 from gateway.output.formats import Format
 from gateway.output.reasoning import THINK
+from gateway.output.teller import DeclaredTool
 from gateway.output.tools.literal import PythonScan, json_number, literal_to_json
 from gateway.output.tools.pythonic import FORMATS
 from tests.support.format_tools import arguments_of
 from tests.support.formats import (
     JOINT,
     Call,
+    Fixture,
     Sample,
     check,
     content,
@@ -70,10 +81,10 @@ def cases(sample: Sample) -> list[Any]:
 BEHIND_TEXT = ("text before a call", "reasoning before")
 
 
-def say(name: str, text: str) -> list[Any]:
+def say(name: str, text: str, tools: Sequence[DeclaredTool] | None = None) -> list[Any]:
     s = next(sample for sample in SAMPLES if sample.name == name)
     words = lexicon(s, tokens=True)
-    machine = s.format.machine(words, new_id=lambda: "id")
+    machine = s.format.machine(words, tools=tools, new_id=lambda: "id")
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish())
 
@@ -177,6 +188,39 @@ def test_a_list_at_the_beginning_that_holds_no_call_is_content() -> None:
         assert content(events) == text
         assert not any(isinstance(event, ToolCall) for event in events)
     assert say("pythonic", "Yes [f()]") == [Content("Yes [f()]")]
+
+
+PROSE = (
+    "[sorted(x) for x in [3, 1]] is a list comprehension",
+    "[print(end='')] prints nothing",
+    "[f2()]",
+)
+
+
+@pytest.mark.parametrize("name", ["pythonic", "llama4_pythonic"])
+def test_a_list_without_a_marker_calls_only_tools_of_the_request(name: str) -> None:
+    declared = [DeclaredTool("f")]
+    for text in PROSE:
+        events = say(name, text, declared)
+        assert content(events) == text
+        assert not any(isinstance(event, ToolCall) for event in events)
+    call, *_ = say(name, "[f(x=1)]", declared)
+    assert call == ToolCall(0, "id", "f")
+
+
+@pytest.mark.parametrize("name", ["pythonic", "llama4_pythonic"])
+def test_prose_in_brackets_is_content_however_it_is_cut(name: str) -> None:
+    s = next(sample for sample in SAMPLES if sample.name == name)
+    s = replace(s, name=f"{name} (prose)", tools=(DeclaredTool("f"),))
+    why = Warning("tool_parse_failed", "a list of tool calls that is none")
+    row = check(s, [Fixture(text[:9], text, before_the_parenthesis(text, why)) for text in PROSE])
+    assert not row.differences, row.first
+
+
+def before_the_parenthesis(text: str, why: Warning) -> list[Event]:
+    """The warning stands where it became certain that there is no call."""
+    at = text.index("(")
+    return [Content(text[:at]), why, Content(text[at:])]
 
 
 def test_a_string_argument_is_told_while_it_is_written() -> None:

@@ -9,9 +9,9 @@
     end      behind the list: the closing marker
     broken   what follows is no call; up to the closing marker it is told as it stands
 
-A `[` at the very beginning of an answer opens a list of calls only if a name and a parenthesis
-follow: otherwise it is content. Arguments without a name are no call of ours: what follows is told
-as the model wrote it, and the arguments are no JSON.
+A `[` at the very beginning of an answer opens a list of calls only if the name of a tool of the
+request and a parenthesis follow: otherwise it is content. Arguments without a name are no call of
+ours: what follows is told as the model wrote it, and the arguments are no JSON.
 
 Sources: the model cards of Llama 3.2 and 4, LFM2 and OLMo 3.
 """
@@ -152,10 +152,15 @@ class PythonicSection(Section):
             return self._no_word(rest)
         if not rest:
             return ""
-        if rest[0] == ("(" if s.at == "name" else "="):
-            self._named(s.word.strip())
-            return rest[1:]
-        return self._no_word(rest)
+        name = s.word.strip()
+        if rest[0] != ("(" if s.at == "name" else "=") or self._is_prose(name):
+            return self._no_word(rest)
+        self._named(name)
+        return rest[1:]
+
+    def _is_prose(self, name: str) -> bool:
+        """Whether a list without a marker begins with `name(`, and no such tool exists."""
+        return self.s.bare and bool(self.s.raw) and not self.teller.declares(name)
 
     def _no_word(self, rest: str) -> str:
         word, self.s.word = self.s.word, ""
