@@ -7,6 +7,7 @@ it. Nothing here knows what a field means.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, TypeVar
@@ -31,11 +32,18 @@ MAX_STRINGS = 65_536
 """Keys and texts in a body. What decodes so slowly that others would have to wait, has more: 10 MB
 of keys of two letters take a quarter of a second, and are known after the first of these."""
 MAX_LISTED_FIELDS = 16
+MAX_SHOWN_CHARS = 64
+"""Of a key of the request, in an error."""
+MAX_SHORT_VALUES = 256
 BODY_S = 60
 _PIECE_BYTES = 1 << 17
 
 T = TypeVar("T")
-_WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_WHERE = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
+_PLACE = re.compile(r"\[\d+\]")
+_STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
+_ANY_KEY = "[...]"
+"""A key of a mapping, in msgspec's paths."""
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -82,23 +90,71 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
+        raise _invalid_field(str(error), data, decoder) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is no valid JSON: {error}") from None
 
 
-def _invalid_field(text: str) -> InvalidRequest:
+def _invalid_field(text: str, data: bytes, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
     """From msgspec's words, which end in the path: "Expected `int` >= 1 - at `$.n`"."""
     where = _WHERE.search(text)
-    path = where[1] if where else ""
+    path = where[2] if where else ""
     message = text[: where.start()] if where else text
     if missing := _MISSING.search(message):
         path = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequest(f"{path}: this field is required", param=path)
-    param = path.replace("[...]", "") or None
+    mapping, is_inside, rest = path.partition(_ANY_KEY)
+    if is_inside or (where and where[1]):
+        try:
+            key = _key_at_fault(text, data, decoder, mapping)
+        except (ValueError, LookupError, RecursionError):  # no JSON after this, or a name twice
+            key = None
+        if key is not None and _FIELD_NAME.fullmatch(key):
+            path = f"{mapping}.{key}{rest}"
+        if key is not None and not is_inside:
+            message = f"the key {key[:MAX_SHOWN_CHARS]!r}: {message}"
+    param = path.replace(_ANY_KEY, "") or None
     return InvalidRequest(f"{param}: {message}" if param else message, param=param)
+
+
+def _key_at_fault(
+    text: str, data: bytes, decoder: msgspec.json.Decoder[Any], path: str
+) -> str | None:
+    """Return the key of the mapping at `path` that `decoder` complains about; None: not found.
+
+    msgspec does not say which it is. So the mapping is decoded again with fewer of its members,
+    until the first is found with which the error is the same. Of what surrounds it only short
+    values are decoded again: they may say of what type it is.
+    """
+    steps = [int(place) if place else name for place, name in _STEP.findall(path)]
+    around: list[dict[str, msgspec.Raw]] = []
+    inner = msgspec.Raw(data)
+    for step in steps:
+        if isinstance(step, int):
+            inner = msgspec.json.decode(inner, type=list[msgspec.Raw])[step]
+            around.append({})
+        else:
+            beside = msgspec.json.decode(inner, type=dict[str, msgspec.Raw])
+            inner = beside[step]
+            short = len(beside) <= MAX_SHORT_VALUES
+            around.append({k: v for k, v in beside.items() if short and len(v) <= MAX_SHOWN_CHARS})
+    members = list(msgspec.json.decode(inner, type=dict[str, msgspec.Raw]).items())
+    same = _PLACE.sub("[0]", text)
+
+    def fails(count: int) -> bool:
+        value: Any = dict(members[:count])
+        for step, beside in zip(reversed(steps), reversed(around), strict=True):
+            value = [value] if isinstance(step, int) else {**beside, step: value}
+        try:
+            decoder.decode(msgspec.json.encode(value))
+        except msgspec.ValidationError as error:
+            return str(error) == same
+        return False
+
+    place = bisect_left(range(1, len(members) + 1), True, key=fails)
+    return members[place][0] if place < len(members) else None
 
 
 def check_depth(value: Any, param: str) -> None:

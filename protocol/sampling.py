@@ -101,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             raise ValueError("logit_bias must hold finite numbers")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})"
+                f"max_tokens ({self.max_tokens}) must not be below min_tokens ({self.min_tokens})"
             )
         if sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
             raise ValueError(f"bad_words must not be more than {MAX_BAD_TOKENS} tokens together")

@@ -37,8 +37,9 @@ def choices_of(
     try:
         return [_params(body, model, place, echoes, bad) for place in range(body.n or 1)]
     except ValueError as error:  # a cross-check, in words that begin with the field's name
-        message = str(error)
-        raise InvalidRequest(message, param=message.split()[0]) from None
+        field, rest = str(error).split(maxsplit=1)
+        field = body.max_tokens_field if field == "max_tokens" else field
+        raise InvalidRequest(f"{field} {rest}", param=field) from None
 
 
 def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:

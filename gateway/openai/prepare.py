@@ -17,6 +17,7 @@ from gateway.chat.kwargs import effective_kwargs, thinking_budget
 from gateway.chat.render import Conversation
 from gateway.chat.template import ChatTemplate
 from gateway.metering import ThinkingMeter
+from gateway.openai.naming import renamed
 from gateway.openai.parameters import choices_of, first, read_options
 from gateway.openai.schema import BatchBody, ChatBody, empty_prompt
 from gateway.openai.structured import answer_form
@@ -97,7 +98,9 @@ class Preparation:
             )
 
     def named(self, error: RequestError) -> RequestError:
-        """The engine's words for fields, "prompt" and "grammar", are not those of the request."""
+        """The engine's words for fields are not those of the request."""
+        if error.param == "max_tokens":  # the message names it, too
+            return renamed(error, lambda _: self.body.max_tokens_field)
         fields = {"prompt": "messages", "grammar": self.form_field}
         error.param = fields.get(error.param or "", error.param)
         return error

@@ -135,6 +135,11 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    @property
+    def max_tokens_field(self) -> str:
+        """The field that limits the answer's length, as the client spelled it."""
+        return "max_tokens"
+
 
 class ConversationBody(GenerationBody, frozen=True, kw_only=True):
     """What routes with conversations understand, beside the conversations.
@@ -179,6 +184,10 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def thinking_fields(self) -> ThinkingFields:

@@ -17,6 +17,7 @@ from gateway.asking import Ask, Readers
 from gateway.body import unknown_fields
 from gateway.handing import handed, is_idle, wish_of
 from gateway.openai.checks import unsupported
+from gateway.openai.naming import renamed
 from gateway.openai.parameters import bad_sequences, first, nth_seed
 from gateway.openai.structured import structured_form
 from gateway.output.reader import AnswerOptions, ReaderFactory, ReadOptions
@@ -108,8 +109,8 @@ def namespace_of(body: GenerateBody) -> str:
 def named(error: RequestError, body: GenerateBody) -> RequestError:
     """The engine's words for fields are not those of the request."""
     param = error.param or ""
-    if param in SamplingParams.__struct_fields__:
-        error.param = f"{SAMPLING}.{param}"
+    if param in SamplingParams.__struct_fields__:  # the message names it, too
+        return renamed(error, lambda name: f"{SAMPLING}.{name}")
     fields = {"prompt": "token_ids", "grammar": "grammar" if body.grammar else STRUCTURED}
     error.param = fields.get(param, error.param)
     return error

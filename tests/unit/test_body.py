@@ -30,6 +30,7 @@ class Body(msgspec.Struct):
     name: str
     inner: Inner | None = None
     table: dict[int, float] = {}
+    tables: list[dict[int, float]] = []
 
 
 decoder = msgspec.json.Decoder(Body)
@@ -89,8 +90,13 @@ def test_a_body_of_nothing_but_strings_is_refused_after_the_first_of_them() -> N
         (b'{"name": 5}', "name"),
         (b'{"name": "x", "inner": {}}', "inner.size"),
         (b'{"name": "x", "inner": {"size": "big"}}', "inner.size"),
-        (b'{"name": "x", "table": {"a": 1}}', "table"),
-        (b'{"name": "x", "table": {"1": "a"}}', "table"),
+        (b'{"name": "x", "table": {"a": 1}}', "table.a"),
+        (b'{"name": "x", "table": {"1": "a"}}', "table.1"),
+        (b'{"tables": [{"5": 1}, {"1": 1, "2": 1, "3": "c", "4": "d"}]}', "tables[1].3"),
+        (b'{"table": {"1": 1, "no name": 1}}', "table"),
+        (b'{"table": {"a": 1}', "table"),
+        (b'{"table": {"a": 1}, "table": 5}', "table"),
+        (b'{"tables": [{}, {"a": 1}], "tables": []}', "tables[1]"),
         (b"[]", None),
         (b"", None),
         (b"{", None),
@@ -108,6 +114,14 @@ def test_what_is_wrong_is_said_with_the_path_of_the_field(data: bytes, param: st
     assert "$" not in caught.value.message
     if param is not None:
         assert caught.value.message.startswith(f"{param}: ")
+
+
+def test_a_key_at_fault_is_shown_as_far_as_it_is_short() -> None:
+    data = msgspec.json.encode({"table": {"1": 1, "n o" + "!" * 1000: 2}})
+    with pytest.raises(InvalidRequest) as caught:
+        decode(data, decoder)
+    assert caught.value.message.startswith("table: the key 'n o!!")
+    assert len(caught.value.message) < 120
 
 
 def nested(levels: int) -> object:

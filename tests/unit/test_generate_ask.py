@@ -102,7 +102,7 @@ def test_what_is_said_is_what_the_engine_is_asked() -> None:
         ("sampling_params.n", {"n": 9}, {}),
         ("sampling_params.temperature", {"temperature": 3}, {}),
         ("sampling_params.stop", {"stop": ""}, {}),
-        ("sampling_params.min_tokens", {"min_tokens": 5, "max_tokens": 2}, {}),
+        ("sampling_params.max_tokens", {"min_tokens": 5, "max_tokens": 2}, {}),
         ("sampling_params.logprob_token_ids", {"logprob_token_ids": [1]}, {}),
         ("sampling_params.logprobs_of", {"logprobs_of": "both"}, {}),
         ("sampling_params.logprobs_of", {"logprobs_of": "all", "logprobs": 1}, {}),

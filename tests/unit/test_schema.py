@@ -125,7 +125,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
 def test_crossed_limits_name_the_field() -> None:
     with pytest.raises(InvalidRequest) as caught:
         choices_of(chat_body(min_tokens=9, max_tokens=8), SILENT_MODEL)
-    assert caught.value.param == "min_tokens"
+    assert caught.value.param == "max_tokens"
 
 
 def test_what_changes_nothing_is_taken_and_what_would_change_meaning_is_not() -> None:

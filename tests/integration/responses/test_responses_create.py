@@ -272,7 +272,7 @@ def test_a_conversation_of_items_is_the_prompt_of_the_same_messages(
         ({"conversation": "conv_1"}, "conversation"),
         ({"messages": [{}]}, "messages"),
         ({"n": 2}, "n"),
-        ({"metadata": {"k": 1}}, "metadata"),
+        ({"metadata": {"k": 1}}, "metadata.k"),
         ({"truncation": "middle"}, "truncation"),
         ({"stream_options": {}}, "stream_options"),
     ],

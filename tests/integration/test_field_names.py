@@ -1,0 +1,326 @@
+"""A refusal names the field at fault as the client spelled it: every field of every route.
+
+The fields are those of the structs that the routes declare for their documentation, so a new route
+or a new field is tested as soon as it exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import requests
+from msgspec import inspect
+
+from gateway.openai.schema import BatchBody
+from gateway.openapi.routes import operations
+from gateway.rendering.schema import DerenderChat, DerenderCompletion
+from protocol.errors import ErrorInfo
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_engine import ScriptedEngine
+
+HI = [{"role": "user", "content": "hi"}]
+RESPONSE = {
+    "output_mode": "tokens",
+    "request_id": "generate-tokens-1",
+    "model": "scripted",
+    "created": 0,
+    "choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}],
+}
+BESIDE: dict[type, dict[str, Any]] = {
+    BatchBody: {"messages": [HI]},
+    DerenderChat: {"generate_response": RESPONSE},
+    DerenderCompletion: {"generate_responses": [RESPONSE]},
+}
+"""What a body needs beside the fields that its struct requires."""
+VALID: dict[str, Any] = {
+    "messages": HI,
+    "prompt": "hi",
+    "input": "hi",
+    "chat_request": {"messages": HI},
+    "completion_request": {"prompt": "hi"},
+}
+"""Fields whose form a struct does not say in full, where a route requires them."""
+FREE: dict[str, Any] = {
+    "audio": {"voice": "alloy"},
+    "best_of": 7,
+    "container": "x",
+    "content_parts": [{}],
+    "context_management": [{}],
+    "conversation": "x",
+    "ec_transfer_params": {"x": 1},
+    "effort": 5,
+    "enable_thinking": 5,
+    "extra_args": {"x": 1},
+    "features": {"x": 1},
+    "flat_logprobs": True,
+    "format": 5,
+    "function_call": "auto",
+    "functions": [{"name": "f"}],
+    "max_completion_tokens": 5,
+    "max_tokens": 5,
+    "mcp_servers": [{}],
+    "messages": HI,
+    "modalities": ["audio"],
+    "moderation": {"x": 1},
+    "n": 2,
+    "output_config": 5,
+    "output_format": 5,
+    "prompt": {"id": "x"},
+    "prompt_logprob_start": 1,
+    "prompt_logprob_token_ids": [1],
+    "reasoning": 5,
+    "reasoning_effort": 5,
+    "repetition_detection": {"x": 1},
+    "response_format": 5,
+    "routed_experts_prompt_start": 1,
+    "stream_interval": 2,
+    "structured_outputs": 5,
+    "suffix": "end",
+    "system": 5,
+    "thinking": 5,
+    "thinking_token_budget": "many",
+    "tool_choice": 5,
+    "trace_decode_token_ids": [1],
+    "watermarking": True,
+}
+"""Fields that a struct leaves free, with a value that is refused."""
+WITHOUT_EFFECT = {
+    *("cache_control", "metadata", "service_tier"),  # for a service that bills
+    *("output_kind", "spaces_between_special_tokens", "token_offsets"),  # of the peer
+    *("mm_placeholders", "metrics", "prompt_token_id_logprobs"),  # what a peer's answer may hold
+    *("routed_experts", "sampling_mask", "weight_versions"),
+}
+"""Fields that any value may have."""
+MAX_ITEMS = 1 << 16
+"""Lists with a bound above this are not filled."""
+OTHERS = {"text": "x", "number": 5, "list": [], "object": {}}
+"""A value of each kind of JSON."""
+KINDS: dict[type, str] = {
+    inspect.StrType: "text",
+    inspect.LiteralType: "text",
+    inspect.IntType: "number",
+    inspect.FloatType: "number",
+    inspect.ListType: "list",
+    inspect.DictType: "object",
+    inspect.StructType: "object",
+}
+Put = Callable[[Any], Any]
+Fault = tuple[str, Any]
+"""(where the value at fault stands in the body, the body)"""
+Outer = tuple[type, ...]
+"""The structs around a value: one that holds itself is looked into once."""
+
+
+def members_of(kind: inspect.Type) -> list[inspect.Type]:
+    """Of a union; without null, which is the same as an absent field."""
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if not isinstance(kind, inspect.UnionType):
+        return [kind]
+    inner = [member for outer in kind.types for member in members_of(outer)]
+    return [m for m in inner if not isinstance(m, inspect.NoneType)]
+
+
+def valid(kind: inspect.Type) -> Any:
+    kind = members_of(kind)[0]
+    match kind:
+        case inspect.StrType():
+            return "x" * (kind.min_length or 1)
+        case inspect.IntType() | inspect.FloatType():
+            return max(kind.ge or 0, (kind.gt or -1) + 1)
+        case inspect.BoolType():
+            return True
+        case inspect.LiteralType():
+            return kind.values[0]
+        case inspect.ListType():
+            return [valid(kind.item_type)] * (kind.min_length or 0)
+        case inspect.DictType():
+            return {}
+        case inspect.StructType():
+            return required(kind)
+    return {}
+
+
+def required(struct: inspect.StructType) -> dict[str, Any]:
+    """A value of the struct with nothing but what it requires."""
+    value = {struct.tag_field: struct.tag} if struct.tag_field else {}
+    for field in struct.fields:
+        if field.required:
+            name = field.encode_name
+            value[name] = VALID[name] if name in VALID else valid(field.type)
+    return value | BESIDE.get(struct.cls, {})
+
+
+def faults(kind: inspect.Type, at: str, put: Put, outer: Outer = ()) -> Iterator[Fault]:
+    """Every way in which a value of this kind, which stands at `at`, can be wrong."""
+    members = members_of(kind)
+    accepted = {KINDS.get(type(member), "") for member in members}
+    if not any(isinstance(member, inspect.AnyType) for member in members):
+        wrong = next(value for name, value in OTHERS.items() if name not in accepted)
+        yield at, put(wrong)
+    for member in members:
+        yield from bounds(member, at, put, outer)
+
+
+def bounds(kind: inspect.Type, at: str, put: Put, outer: Outer) -> Iterator[Fault]:
+    match kind:
+        case inspect.IntType() | inspect.FloatType():
+            for value in _beyond(kind):
+                yield at, put(value)
+        case inspect.StrType():
+            if kind.min_length:
+                yield at, put("x" * (kind.min_length - 1))
+            if kind.max_length is not None:
+                yield at, put("x" * (kind.max_length + 1))
+            if kind.pattern is not None:
+                yield at, put("\n")
+        case inspect.LiteralType():
+            yield at, put("no such value")
+        case inspect.ListType():
+            if kind.min_length:
+                yield at, put([])
+            if kind.max_length is not None and kind.max_length < MAX_ITEMS:
+                yield at, put([valid(kind.item_type)] * (kind.max_length + 1))
+            if isinstance(kind.item_type, inspect.AnyType):
+                yield f"{at}[0]", put([5])
+            else:
+                yield from faults(kind.item_type, f"{at}[0]", lambda value: put([value]), outer)
+        case inspect.DictType():
+            if not isinstance(kind.value_type, inspect.AnyType):
+                inside = faults(kind.value_type, f"{at}.1", lambda value: put({"1": value}), outer)
+                yield from inside
+            if isinstance(kind.key_type, inspect.IntType):
+                yield f"{at}.x", put({"1": valid(kind.value_type), "x": valid(kind.value_type)})
+        case inspect.StructType():
+            if kind.cls not in outer:
+                yield from faults_of_struct(kind, f"{at}.", put, outer)
+
+
+def _beyond(kind: inspect.IntType | inspect.FloatType) -> Iterator[float]:
+    for bound, step in ((kind.ge, -1), (kind.gt, 0), (kind.le, 1), (kind.lt, 0)):
+        if bound is not None:
+            yield bound + step
+
+
+def faults_of_struct(
+    struct: inspect.StructType, at: str, put: Put, outer: Outer = ()
+) -> Iterator[Fault]:
+    whole = required(struct)
+    for field in struct.fields:
+        name = field.encode_name
+
+        def put_field(value: Any, name: str = name) -> Any:
+            return put({**whole, name: value})
+
+        if any(isinstance(member, inspect.AnyType) for member in members_of(field.type)):
+            if name not in WITHOUT_EFFECT:
+                yield f"{at}{name}", put_field(FREE[name])
+        else:
+            yield from faults(field.type, f"{at}{name}", put_field, (*outer, struct.cls))
+
+
+BODIES = [(op.rule, kind) for op in operations() for kind in op.takes]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), BODIES, ids=[f"{path} {kind.__name__}" for path, kind in BODIES]
+)
+def test_every_refusal_names_the_field_as_it_was_spelled(
+    path: str, kind: type, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    struct = inspect.type_info(kind)
+    assert isinstance(struct, inspect.StructType)
+    wrong: list[Any] = []
+    with requests.Session() as session:
+        for at, body in faults_of_struct(struct, "", lambda value: value):
+            answer = session.post(gateway.url + path, json=body, timeout=20)
+            error = answer.json().get("error", {})
+            named = (answer.status_code, error.get("param"))
+            if named != (400, at) or at not in error["message"]:
+                wrong.append((at, str(body)[:120], answer.status_code, error))
+    assert wrong == []
+    assert engine.generates == []
+
+
+CHAT, MESSAGES = {"messages": HI}, {"messages": HI, "max_tokens": 9}
+GENERATE: dict[str, Any] = {"token_ids": [1]}
+LENGTHS = [
+    ("/v1/chat/completions", CHAT, "max_tokens"),
+    ("/v1/chat/completions", CHAT, "max_completion_tokens"),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 99}, "max_completion_tokens"),
+    ("/v1/chat/completions/batch", {"messages": [HI]}, "max_completion_tokens"),
+    ("/v1/completions", {"prompt": "x"}, "max_tokens"),
+    ("/v1/responses", {"input": "x"}, "max_output_tokens"),
+    ("/v1/messages", MESSAGES, "max_tokens"),
+    ("/v1/chat/completions/render", CHAT, "max_completion_tokens"),
+    ("/v1/responses/render", {"input": "x"}, "max_output_tokens"),
+    ("/inference/v1/generate", GENERATE, "sampling_params.max_tokens"),
+]
+LENGTHS_IDS = [f"{path} {field}" for path, _, field in LENGTHS]
+
+
+def with_field(body: dict[str, Any], at: str, value: Any) -> dict[str, Any]:
+    """`at` may be in an object of the body."""
+    outer, _, inner = at.rpartition(".")
+    return {**body, outer: {**body.get(outer, {}), inner: value}} if outer else {**body, at: value}
+
+
+def error_of(gateway: GatewayProcess, path: str, body: Any) -> tuple[str | None, str]:
+    answer = gateway.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error.get("param"), error["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), LENGTHS, ids=LENGTHS_IDS)
+def test_a_limit_below_min_tokens_is_named_as_it_was_spelled(
+    path: str, body: dict[str, Any], field: str, gateway: GatewayProcess
+) -> None:
+    least = field.replace(field.rpartition(".")[2], "min_tokens")
+    body = with_field(with_field(body, least, 8), field, 5)
+    named, message = error_of(gateway, path, body)
+    assert named == field
+    assert message == f"{field} (5) must not be below min_tokens (8)"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [case for case in LENGTHS if not case[0].endswith("/render")],
+    ids=[name for name in LENGTHS_IDS if "/render" not in name],
+)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_limit_that_the_engine_refuses_is_named_as_it_was_spelled(
+    path: str,
+    body: dict[str, Any],
+    field: str,
+    is_stream: bool,
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    engine.script = lambda generate: ErrorInfo(
+        code="context_length_exceeded",
+        message="max_tokens is 9,000; this model takes 512 tokens",
+        param="max_tokens",
+    )
+    body = with_field(body, field, 9)
+    if is_stream and not path.endswith("/batch"):
+        body["stream"] = True
+    assert error_of(gateway, path, body) == (
+        field,
+        f"{field} is 9,000; this model takes 512 tokens",
+    )
+    engine.generates.clear()
