@@ -8,7 +8,6 @@ VENV   ?= .venv
 ARGS   ?=
 
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -ra --durations=10
 DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/csrc/*)
 
 .DEFAULT_GOAL := help
@@ -24,17 +23,9 @@ help:
 serve: $(VENV)/.installed-all
 	@$(BIN)/tidegate serve $(ARGS)
 
-# What computes little runs on all cores at once; what starts processes, and mostly waits for them, two
-# files at a time; what measures moments, the real model, and servers as users start them, alone.
-# Exit code 5 (no test matches ARGS) is a failure of none.
+# All stages run, whichever fails; the last lines sum them up (tests/stages.py).
 test: $(VENV)/.installed-test
-	@echo '== Unit and property tests, as many at a time as there are cores'
-	@$(PYTEST) --numprocesses auto tests/unit tests/property $(ARGS) || test $$? -eq 5
-	@echo '== Integration tests: real processes, two files at a time'
-	@$(PYTEST) -v --numprocesses 2 --dist loadfile -m 'not alone' tests/integration $(ARGS) || test $$? -eq 5
-	@echo '== One at a time: what measures moments, the real model, whole servers'
-	@$(PYTEST) -v -m alone tests/integration $(ARGS) || test $$? -eq 5
-	@$(PYTEST) -v tests/differential tests/e2e $(ARGS) || test $$? -eq 5
+	@$(BIN)/python -m tests.stages $(ARGS)
 
 # The whole table; `make test` runs a few of its cells.
 torture: $(VENV)/.installed-test

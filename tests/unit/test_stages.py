@@ -1,0 +1,55 @@
+"""The suite's stages: all of them run, and the summary says what each came to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import stages
+from tests.stages import Stage, main, read_report
+
+FOUND = {
+    "good": "def test_good(): pass\n",
+    "bad": "def test_bad(): assert False\n",
+    "skipped": "import pytest\n@pytest.mark.skip(reason='no such machine')\ndef test_it(): pass\n",
+}
+
+
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stages of one test each; the first fails."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take a second each
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    made = []
+    for name in ("bad", "good", "skipped"):
+        file = tmp_path / f"test_{name}.py"
+        file.write_text(FOUND[name])
+        made.append(Stage(name, "a test", ["-q", "-c", str(tmp_path / "pytest.ini"), str(file)]))
+    monkeypatch.setattr(stages, "STAGES", made)
+
+
+@pytest.mark.usefixtures("three")
+def test_every_stage_runs_although_the_first_one_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 1
+    rows = capfd.readouterr().out.split("== Summary\n")[1].splitlines()
+    assert [row.split()[:4] for row in rows[:3]] == [
+        ["FAILED", "bad", "1", "failed"],
+        ["ok", "good", "1", "passed"],
+        ["ok", "skipped", "1", "skipped"],
+    ]
+    assert rows[3].endswith("test_bad::test_bad")
+
+
+@pytest.mark.usefixtures("three")
+def test_arguments_go_to_every_stage_and_a_stage_without_a_match_is_good(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["-k", "test_good"]) == 0
+    assert capfd.readouterr().out.count("no test matches") == 2
+
+
+def test_a_stage_without_a_report_has_no_counts(tmp_path: Path) -> None:
+    (tmp_path / "cut.xml").write_text("<testsuites><testsuite")
+    assert read_report(tmp_path / "cut.xml") == ({}, [])
+    assert read_report(tmp_path / "none.xml") == ({}, [])
