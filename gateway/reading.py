@@ -24,7 +24,7 @@ from gateway.output.reasoning import NO_REASONING, ReasoningFormat, says_inside,
 from gateway.output.suffix import spelt_in
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
-from protocol.grammar import Body, Grammar, Thinking, ThinkingBudget
+from protocol.grammar import Body, Grammar, Rules, Thinking, ThinkingBudget
 from protocol.model_card import ModelCard
 
 AUTO, NONE = "auto", "none"
@@ -71,9 +71,11 @@ class Beginning(msgspec.Struct, frozen=True):
             closes=frame.closes, opens=frame.opens, inside=self.inside, optional=not self.inside
         )
 
-    def grammar(self, body: Body, budget: ThinkingBudget | None) -> Grammar:
+    def grammar(
+        self, body: Body, budget: ThinkingBudget | None, calls: Rules | None = None
+    ) -> Grammar:
         """Of an answer that calls no tools: `body` with the markup that the model writes around all
-        it says, unless the prompt has written it already."""
+        it says, unless the prompt has written it already. With `calls` it may be those instead."""
         frame = frame_of(self.bound) if self.bound else Frame()
         return Grammar(
             body=body,
@@ -81,6 +83,7 @@ class Beginning(msgspec.Struct, frozen=True):
             budget=budget,
             before="" if self.answering else frame.before,
             after=frame.after,
+            calls=calls,
         )
 
     def call_grammar(self, body: Body, budget: ThinkingBudget | None) -> Grammar:

@@ -197,6 +197,8 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     body           None: free text, with a budget
     before, after  fixed text around the body, behind the thinking: markup that the answers of
                    some models need around all they say
+    calls          what the answer may be instead of `before`, the body and `after`: tool calls, in
+                   the model's own format
     """
 
     body: Body | None = None
@@ -204,3 +206,4 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     budget: ThinkingBudget | None = None
     before: str = ""
     after: str = ""
+    calls: Rules | None = None

@@ -56,13 +56,16 @@ def check_grammar(grammar: Grammar) -> None:
     if grammar.body is None:
         _check_free(grammar)
         return
-    texts = _texts(grammar.body)
+    calls = grammar.calls
+    texts = [*_texts(grammar.body), *(_texts(calls) if calls is not None else ())]
     size = sum(map(len, texts))
     if size > MAX_GRAMMAR_CHARS:
         raise _invalid(f"is {size:,} characters long; the limit is {MAX_GRAMMAR_CHARS:,}")
     match grammar.body:
         case Regex(pattern=text) | Lark(text=text) | Gbnf(text=text):
             _check_size("characters", len(text), MAX_SYNTAX_CHARS)
+    if calls is not None:
+        _check_rules(calls)
     match grammar.body:
         case Choice(choices=choices):
             _check_size("choices", len(choices), MAX_CHOICES)
@@ -127,8 +130,8 @@ def _check_budget(budget: ThinkingBudget) -> None:
 def _check_free(grammar: Grammar) -> None:
     if grammar.budget is None:
         raise _invalid("has neither a body nor a budget for thinking")
-    if grammar.thinking or grammar.before or grammar.after:
-        raise _invalid("has no body, and so nothing that could stand around it")
+    if grammar.thinking or grammar.before or grammar.after or grammar.calls:
+        raise _invalid("has no body, and so nothing that could stand around it, or instead of it")
 
 
 def _check_structural(triggers: list[str], tags: list[Tag]) -> None:

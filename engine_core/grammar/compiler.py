@@ -13,7 +13,8 @@ from engine_core.grammar.markers import added_tokens, with_markers_special
 from engine_core.grammar.matcher import Template, explain
 from engine_core.grammar.source import invalid, write
 from engine_core.grammar.trial import Trial
-from protocol.grammar import Grammar
+from protocol.errors import InvalidRequest
+from protocol.grammar import Body, Grammar
 from protocol.model_card import ModelCard
 
 LIMITS = LLParserLimits(
@@ -43,16 +44,25 @@ class Compiler:
 
     def compile(self, grammar: Grammar) -> Template:
         """Raises InvalidRequest. Takes milliseconds, for huge schemas seconds, mostly without the
-        GIL; needs a deep stack. Thinking before it doubles the time."""
+        GIL; needs a deep stack. Thinking before it doubles the time, and so do calls beside it."""
         inner = None
         if grammar.body is not None:
-            if (
-                grammar.thinking is not None
-            ):  # behind it, what the body lacks would be seen too late
-                self._compile(Grammar(body=grammar.body))
+            self._check_parts(grammar, grammar.body)
             inner = self._compile(grammar)
         budget = grammar.budget
         return Template(inner, (budget, self._spelling) if budget is not None else None)
+
+    def _check_parts(self, grammar: Grammar, body: Body) -> None:
+        """Refuse what is wrong with the body or with the calls by itself: after the thinking it
+        would be found too late, and beside the other one not at all."""
+        if grammar.thinking is not None or grammar.calls is not None:
+            self._compile(Grammar(body=body))
+        if grammar.calls is not None:
+            try:
+                self._compile(Grammar(body=grammar.calls))
+            except InvalidRequest as error:
+                error.param = f"{error.param}.calls"
+                raise
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         inner = LLMatcher(

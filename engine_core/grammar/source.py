@@ -59,6 +59,9 @@ JSON_OPTIONS = msgspec.Raw(
 OPTIONS_KEY = "x-guidance"
 BODY = "tidegate-body"
 """The name of the body where something stands around it."""
+CALLS = "tidegate-calls"
+"""The name of the calls that an answer may be instead, and the beginning of their schemas' names.
+"""
 FREE = f"FREE: /{ANY_TEXT}/"
 BLANKS = r"BLANKS: /[ \t\r\n]{1,8}/"
 
@@ -72,8 +75,11 @@ def write(grammar: Grammar, markers: Markers) -> str:
     spell = speller(markers)
     body, others = _body(grammar.body, spell)
     parts = [body, *others]
-    if grammar.thinking or grammar.before or grammar.after:
+    if grammar.thinking or grammar.before or grammar.after or grammar.calls:
         parts = [_lark(_around(grammar, spell)), body | {"name": BODY}, *others]
+    if grammar.calls is not None:
+        calls, schemas = _rules(grammar.calls, spell, prefix=f"{CALLS}-")
+        parts += [calls | {"name": CALLS}, *schemas]
     return msgspec.json.encode({"grammars": parts}).decode()
 
 
@@ -98,9 +104,14 @@ def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
         case Structural():
             return _structural(body, spell)
         case Rules():
-            names = {name: f"schema-{n}" for n, name in enumerate(body.schemas)}
-            schemas = {names[name]: text for name, text in body.schemas.items()}
-            return _lark(lines_of(body, names, spell)), _named(schemas)
+            return _rules(body, spell)
+
+
+def _rules(rules: Rules, spell: Speller, prefix: str = "") -> tuple[Part, list[Part]]:
+    """`prefix` begins the names of its schemas, which all grammars of an answer share."""
+    names = {name: f"{prefix}schema-{n}" for n, name in enumerate(rules.schemas)}
+    schemas = {names[name]: text for name, text in rules.schemas.items()}
+    return _lark(lines_of(rules, names, spell)), _named(schemas)
 
 
 def _lark(lines: Iterable[str]) -> Part:
@@ -138,8 +149,10 @@ def _from_gbnf(text: str) -> str:
 
 
 def _around(grammar: Grammar, spell: Speller) -> list[str]:
-    """The rules of the whole answer; one of them is `BODY`, which stands for the body."""
+    """The rules of the whole answer. `BODY` stands for the body in them, `CALLS` for the calls."""
     framed = f"framed: {spell(grammar.before)} @{BODY} {spell(grammar.after)}"
+    if grammar.calls is not None:
+        framed += f" | @{CALLS}"
     if grammar.thinking is None:
         return ["start: framed", framed]
     return [*_thinking(grammar.thinking, spell, many=grammar.budget is None), framed]

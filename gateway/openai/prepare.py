@@ -21,7 +21,7 @@ from gateway.openai.naming import renamed
 from gateway.openai.parameters import choices_of, first, read_options
 from gateway.openai.schema import BatchBody, ChatBody, empty_prompt
 from gateway.openai.structured import answer_form
-from gateway.openai.tool_grammar import tool_grammar
+from gateway.openai.tool_grammar import calls_instead, tool_grammar
 from gateway.openai.tools import ToolPlan, tool_plan
 from gateway.output.reader import AnswerOptions, ReaderFactory
 from gateway.reading import Beginning
@@ -57,7 +57,9 @@ class Preparation:
     """What holds for all conversations of a body. Raises InvalidRequest naming the field.
 
     trusts_template  a request may bring its own
-    form             what all answers must look like; None: free text
+    form             what all answers must look like; None: free text. With tools that the model
+                     may call, an answer is of this form or it is calls; with a call that is
+                     required, it is calls
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Preparation:
         self.model = model
         self.plan: ToolPlan = tool_plan(body)
         field, form = answer_form(body) or (_schema_field(self.plan), None)
+        if self.demands_call:
+            field, form = _schema_field(self.plan), None
         self.form_field: str = field
         self.form: Body | None = form
         self._template = self._own_template(trusts_template)
@@ -85,23 +89,31 @@ class Preparation:
         return self.model.renderer.compiled(source)
 
     def _check_tools(self) -> None:
-        if self.plan.mode in ("required", "named") and self.model.reading.tools is None:
+        if self.demands_call and self.model.reading.tools is None:
             raise InvalidRequest(
                 "tool_choice: it is not known how this model writes tool calls (--tool-format)",
                 param="tool_choice",
             )
-        if self.form is not None and self.plan.mode != "none":
-            raise InvalidRequest(
-                f"{self.form_field}: an answer of one form cannot call tools; tool_choice may be "
-                "'none'",
-                param=self.form_field,
-            )
+
+    @property
+    def demands_call(self) -> bool:
+        """The answer must be calls."""
+        return self.plan.mode in ("required", "named")
+
+    @property
+    def is_calls_or_form(self) -> bool:
+        """The answer is either calls or of the form."""
+        return self.form is not None and self.plan.mode == "auto"
 
     def named(self, error: RequestError) -> RequestError:
         """The engine's words for fields are not those of the request."""
         if error.param == "max_tokens":  # the message names it, too
             return renamed(error, lambda _: self.body.max_tokens_field)
-        fields = {"prompt": "messages", "grammar": self.form_field}
+        fields = {
+            "prompt": "messages",
+            "grammar": self.form_field,
+            "grammar.calls": _schema_field(self.plan),
+        }
         error.param = fields.get(error.param or "", error.param)
         return error
 
@@ -154,7 +166,6 @@ class Preparation:
         """The same, to read answers that were made without us: no grammar is written."""
         body, model, plan = self.body, self.model, self.plan
         marks, inside = begun.marks, begun.inside
-        demands = plan.mode in ("required", "named")
         return Ask(
             prompt.ids,
             choices_of(body, model.defaults, model.tokenizer),
@@ -162,14 +173,17 @@ class Preparation:
                 model.tokenizer, read_options(body, continues=False), self._answer(begun)
             ),
             new_meter=partial(ThinkingMeter, marks, starts_inside=inside) if marks else None,
-            demand=Demand(plan.name) if demands else None,
+            demand=Demand(plan.name) if self.demands_call else None,
         )
 
     def _grammar(self, begun: Beginning) -> Grammar | None:
         said = thinking_budget(self.body.thinking_fields)
         budget = begun.budget(*said) if said else None
         if self.form is not None:
-            return begun.grammar(self.form, budget)
+            beside = None
+            if self.is_calls_or_form:
+                beside = calls_instead(begun.bound, self.plan, self.form_field)
+            return begun.grammar(self.form, budget, beside)
         calls = tool_grammar(begun.bound, self.plan)
         if calls is not None:
             return begun.call_grammar(calls, budget)
@@ -185,4 +199,5 @@ class Preparation:
             starts_inside=begun.inside,
             include_reasoning=self.body.include_reasoning is not False,
             parallel_tool_calls=self.plan.many,
+            calls_or_text=self.is_calls_or_form,
         )

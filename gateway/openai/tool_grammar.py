@@ -13,10 +13,10 @@ import msgspec
 from gateway.openai.tools import ToolPlan
 from gateway.output.formats import BoundFormat
 from gateway.output.grammar.book import NotWritable
-from gateway.output.grammar.calls import required, strict
+from gateway.output.grammar.calls import instead, required, strict
 from gateway.output.teller import DeclaredTool
 from protocol.errors import InvalidRequest
-from protocol.grammar import Body
+from protocol.grammar import Body, Rules
 
 
 def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
@@ -37,6 +37,20 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
             named = [tool for tool in plan.declared if plan.name in (None, tool.name)]
             return required(bound, named, many=plan.many)
         return strict(bound, _loosened(plan), many=plan.many)
+    except NotWritable as error:
+        raise _refusal(error, plan) from None
+
+
+def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
+    """The calls that an answer may be instead of the form that `form_field` asks for."""
+    if bound is None or not bound.format.has_calls:
+        raise InvalidRequest(
+            f"{form_field}: it is not known how this model writes calls (--tool-format), so its "
+            "answer cannot be either a call or of this form; tool_choice may be 'none'",
+            param=form_field,
+        )
+    try:
+        return instead(bound, _loosened(plan), many=plan.many)
     except NotWritable as error:
         raise _refusal(error, plan) from None
 

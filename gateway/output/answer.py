@@ -92,14 +92,15 @@ class Answer(Machine):
         reasoning = self.reasoning
         calls = self.tools.openers() if self.tools else ()
         first = self.tools.start_openers() if self.tools else ()
+        later = () if self.context.calls_or_text else calls
         again = () if reasoning.only_at_start else reasoning.open
         ends = reasoning.close + (calls if reasoning.calls_end_it else ())
         wrap = reasoning.wrap_open if reasoning.header else ()
         between = reasoning.header + reasoning.ignored
         return {
             START: reasoning.open + reasoning.wrap_open + between + calls + first,
-            CONTENT: again + wrap + between + calls,
-            WRAPPED: again + reasoning.wrap_close + between + calls,
+            CONTENT: again + wrap + between + later,
+            WRAPPED: again + reasoning.wrap_close + between + later,
             HEADER: reasoning.open + wrap + between + calls,
             OPENING: reasoning.open + reasoning.label + ends,
             REASONING: ends,
@@ -245,7 +246,8 @@ class Answer(Machine):
     def _leave_if_done(self) -> None:
         assert self.section is not None
         if self.section.s.done:
-            self.s.at = CONTENT
+            more_calls = self.context.calls_or_text and self.teller.num_calls > 0
+            self.s.at = START if more_calls else CONTENT
 
     # ---- the end
 

@@ -122,10 +122,11 @@ class Format(msgspec.Struct, frozen=True):
         tools: Sequence[DeclaredTool] | None = None,
         new_id: Callable[[], str] = new_call_id,
         starts_inside: bool = False,
+        calls_or_text: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> Machine:
         """A fresh machine for one choice, or one that goes on from `state`."""
-        context = Context(lexicon, tools, self._id_maker(new_id))
+        context = Context(lexicon, tools, self._id_maker(new_id), calls_or_text)
         own = dict(state or {})
         teller = context.teller(own.pop("teller", None))
         if isinstance(self.tools, AnswerSyntax):
@@ -207,11 +208,17 @@ class BoundFormat(msgspec.Struct, frozen=True):
         tools: Sequence[DeclaredTool] | None = None,
         new_id: Callable[[], str] = new_call_id,
         starts_inside: bool = False,
+        calls_or_text: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> Machine:
         """See `Format.machine`."""
         return self.format.machine(
-            self.lexicon, tools=tools, new_id=new_id, starts_inside=starts_inside, state=state
+            self.lexicon,
+            tools=tools,
+            new_id=new_id,
+            starts_inside=starts_inside,
+            calls_or_text=calls_or_text,
+            state=state,
         )
 
 

@@ -84,11 +84,13 @@ class Context(msgspec.Struct, frozen=True):
 
     tools   what the request declared; None: nothing is known, so no name is unknown
     new_id  an id for a call whose format brings none
+    calls_or_text  the answer is calls or text, never both: nothing in a text is a call
     """
 
     lexicon: Lexicon
     tools: Sequence[DeclaredTool] | None = None
     new_id: Callable[[], str] = new_call_id
+    calls_or_text: bool = False
 
     def teller(self, state: Mapping[str, Any] | None = None) -> Teller:
         """A fresh one, or one that goes on from `state`: one per choice."""
@@ -312,8 +314,13 @@ class Section(Machine):
         return None
 
     def _give_back(self, why: str) -> None:
-        """What was read is no call after all: it is content, with a warning."""
-        self.teller.give_back("".join(self.s.raw), why)
+        """What was read is no call after all: it is content, with a warning. There is nothing to
+        warn of if the text has a form, which may begin like a call."""
+        text = "".join(self.s.raw)
+        if self.context.calls_or_text:
+            self.teller.content(text)
+        else:
+            self.teller.give_back(text, why)
         self.s.raw = []
 
 

@@ -51,6 +51,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     starts_inside        the prompt has already opened the reasoning (`BoundFormat.starts_inside`)
     include_reasoning    reasoning is told; otherwise it is read, and not told
     parallel_tool_calls  if not, the answer ends with its first complete call
+    calls_or_text        the answer is calls or text, never both: nothing in a text is a call
     new_id               an id for a call that has none of its own
     """
 
@@ -59,6 +60,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     starts_inside: bool = False
     include_reasoning: bool = True
     parallel_tool_calls: bool = True
+    calls_or_text: bool = False
     new_id: Callable[[], str] = new_call_id
 
 
@@ -144,6 +146,7 @@ class Reader:
             tools=answer.tools,
             new_id=answer.new_id,
             starts_inside=answer.starts_inside,
+            calls_or_text=answer.calls_or_text,
             state=state.machine if state else None,
         )
         chain = Chain(

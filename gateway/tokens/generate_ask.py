@@ -188,7 +188,11 @@ def _readers(body: GenerateBody, model: ServedModel) -> Readers:
     begun = _beginning(body, model, calls=body.reads_calls is not False)
     answer = None
     if begun.bound is not None:
-        answer = AnswerOptions(format=begun.bound, starts_inside=begun.inside)
+        answer = AnswerOptions(
+            format=begun.bound,
+            starts_inside=begun.inside,
+            calls_or_text=body.grammar is not None and body.grammar.calls is not None,
+        )
     return ReaderFactory(model.tokenizer, msgspec.structs.replace(options, continues=False), answer)
 
 

@@ -146,9 +146,16 @@ class Model:
         return possible(matcher, self._card.vocab_size)
 
     def read(
-        self, ids: Sequence[int], tools: Sequence[DeclaredTool], *, inside: bool = False
+        self,
+        ids: Sequence[int],
+        tools: Sequence[DeclaredTool],
+        *,
+        inside: bool = False,
+        calls_or_text: bool = False,
     ) -> list[Event]:
-        options = AnswerOptions(format=self.bound, tools=tools, starts_inside=inside)
+        options = AnswerOptions(
+            format=self.bound, tools=tools, starts_inside=inside, calls_or_text=calls_or_text
+        )
         reader = ReaderFactory(self.tokenizer, None, options).new()
         return merged(reader.push(Output(request=1, tokens=list(ids), finish="stop")).events)
 
@@ -165,9 +172,12 @@ class Walk:
     model: Model
     rng: random.Random
 
-    def __call__(self, body: Rules, **around: Any) -> list[int]:
-        matcher, said, plan = self.model.start(body, **around), list[int](), list[int]()
-        hints, ends = self._hints(body), self._ends(body)
+    def __call__(self, body: Rules, calls: Rules | None = None, **around: Any) -> list[int]:
+        matcher = self.model.start(body, calls=calls, **around)
+        said, plan = list[int](), list[int]()
+        parts = [body] if calls is None else [body, calls]
+        hints = [hint for part in parts for hint in self._hints(part)]
+        ends = [end for part in parts for end in self._ends(part)]
         while not matcher.is_complete:
             if len(said) >= LIMIT:
                 raise Endless(self.model.tokenizer.decode(said, skip_special_tokens=False))

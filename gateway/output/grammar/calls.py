@@ -1,14 +1,15 @@
 """Where calls may stand in an answer that is told to make some.
 
-`required`: the answer is calls and nothing else. `strict`: it is free text, in which whatever opens
-a call must go on as one. Both describe the answer behind its thinking.
+`required`: the answer is calls and nothing else. `instead`: the same, for an answer that may be
+something else altogether, of a form that the request wants. `strict`: it is free text, in which
+whatever opens a call must go on as one. All describe the answer behind its thinking.
 
 In free text an opener is never just text: where a format's calls begin like prose ("functools["),
 or like JSON at the start of an answer, no prose can begin so while strict tools are declared. Of
 the format's other markers those that say nothing (around the answer proper, say) may stand
 anywhere.
 
-Both raise NotWritable for a tool that the format cannot write.
+All raise NotWritable for a tool that the format cannot write.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.output.formats import BoundFormat
+from gateway.output.grammar import json_tags
 from gateway.output.grammar.answers import ANSWERS
 from gateway.output.grammar.book import Book
 from gateway.output.grammar.forms import either, optional, sequence, several
@@ -45,6 +47,16 @@ def required(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -
     header = (bound.format.reasoning or NO_REASONING).header
     between = Text(header[0]) if header else optional(BETWEEN)
     return book.body(several(one, between, many=many))
+
+
+def instead(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
+    """`required`, for an answer that may also be no call, but a form: which of them it is shows in
+    how it begins, or, if calls begin like any JSON, in what it says."""
+    syntax = bound.format.tools
+    if not isinstance(syntax, JsonTags) or not syntax.start_openers():
+        return required(bound, tools, many=many)
+    book = Book(bound.lexicon)
+    return book.body(json_tags.json_values(syntax, tools, many, book))
 
 
 def preferred(syntax: SectionSyntax, lexicon: Lexicon) -> str:

@@ -7,10 +7,11 @@ templates spell it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gateway.output.grammar import named_json
-from gateway.output.grammar.book import Book
+from gateway.output.grammar.book import ANY_OBJECT, Book
 from gateway.output.grammar.forms import either, optional, quoted, repeated, sequence, several
 from gateway.output.teller import DeclaredTool
 from gateway.output.tools.json_tags import JsonTags
@@ -68,6 +69,48 @@ def _call(syntax: JsonTags, tool: DeclaredTool, book: Book, begun: str = "") -> 
 
 def _id(key: str) -> Form:
     return optional(sequence(f', {quoted(key)}: "', named_json.CALL_ID, '"'))
+
+
+# ---- calls that begin like any JSON
+
+
+def json_values(syntax: JsonTags, tools: Sequence[DeclaredTool], many: bool, book: Book) -> Form:
+    """Calls without a marker, written like any JSON, for an answer that may be other JSON instead.
+
+    The grammar's lexer reads the longest text it knows. If calls were spelt exactly here, it would
+    read `{"name": ` of every other object as the beginning of a call.
+    """
+    if syntax.array:
+        calls = [_call_schema(syntax, tool, f"#/items/anyOf/{n}") for n, tool in enumerate(tools)]
+        most = {} if many else {"maxItems": 1}
+        return book.json({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+    call = book.rule("call", either(book.json(_call_schema(syntax, tool)) for tool in tools))
+    return several(call, f"{syntax.separator} ", many=many and bool(syntax.separator))
+
+
+def _call_schema(syntax: JsonTags, tool: DeclaredTool, place: str = "#") -> Mapping[str, Any]:
+    """`place`: where it stands in the whole schema."""
+    name, arguments = syntax.keys.name[0], syntax.keys.arguments[0]
+    parameters = {**(tool.parameters or {}), **ANY_OBJECT}
+    moved = _moved(parameters, f"{place}/properties/{arguments}")
+    return {
+        "type": "object",
+        "properties": {name: {"const": tool.name}, arguments: moved},
+        "required": [name, arguments],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The same schema at another place of a document, to which its references lead now."""
+    if isinstance(schema, Mapping):
+        return {
+            key: place + value.removeprefix("#")
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, place)
+            for key, value in schema.items()
+        }
+    return [_moved(item, place) for item in schema] if isinstance(schema, list) else schema
 
 
 def mistral(

@@ -22,6 +22,7 @@ Regions are told as they come, so a field that stands several times is told each
 have the types the tool's schema asks for where the body is text, and else those they have.
 
     outside  between regions
+    text     the same, after text that is the whole answer (`Context.calls_or_text`)
     head     behind the literal that a region's opening begins with
     region   in a region of text
     calls    in a region of tool calls: its syntax reads
@@ -47,7 +48,7 @@ from gateway.output.machine import (
     SectionSyntax,
 )
 from gateway.output.reasoning import ReasoningFormat
-from gateway.output.teller import Teller
+from gateway.output.teller import BLANKS, Teller
 from gateway.output.tools.gemma import Gemma
 from gateway.output.tools.named_json import NamedJson
 from gateway.output.tools.template_pattern import MAX_HEAD_CHARS, Opening
@@ -179,7 +180,7 @@ class TemplateMachine(Machine):
         opens = sorted((literal for literal in self._openings if literal), key=len, reverse=True)
         outside = self._outside.close if self._outside else ()
         inside = {f"region{n}": region.close for n, region in enumerate(self.syntax.regions)}
-        return {"outside": (*opens, *outside), **inside}
+        return {"outside": (*opens, *outside), "text": outside, **inside}
 
     # ---- text
 
@@ -189,9 +190,12 @@ class TemplateMachine(Machine):
             return self._in_head(text)
         if s.at == "calls":
             return self._in_calls(text)
-        region = self._outside if s.at == "outside" else self.syntax.regions[s.region]
+        region = self.syntax.regions[s.region] if s.region >= 0 else self._outside
         if region is not None:
             self._tell(region.kind, text)
+            says = region.kind == "content" and text.strip(BLANKS)
+            if s.at == "outside" and says and self.context.calls_or_text:
+                s.at = "text"
         return ""
 
     def _tell(self, kind: str, text: str) -> None:

@@ -1,0 +1,204 @@
+"""Tools together with a form for the answer: the answer is calls, or it is of the form.
+
+The engine holds the model to the request's grammar, whatever the model would rather say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scenarios import (
+    CHAT,
+    COLOGNE,
+    HI,
+    OFF,
+    ON,
+    SCHEMA,
+    TOOLS,
+    Compiling,
+    Tasteful,
+    both,
+    json_schema,
+    whole,
+)
+from tests.support.scripted_engine import EOS, MARKERS, ScriptedEngine, marked_ids
+
+CITY = '{"city": "Köln"}'
+ANSWER = '{"a": 1}'
+THOUGHT = "<think>\nhm\n</think>\n\n"
+BOTH = json_schema(SCHEMA) | {"tools": TOOLS}
+STRICT = {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}
+
+
+def would_say(*texts: str) -> Tasteful:
+    """A model that says the first of these that it may, or else as little as it can."""
+
+    def taste(said: list[int]) -> Iterable[int]:
+        for text in texts:
+            ids = marked_ids(text)
+            if ids[: len(said)] == said:
+                yield ids[len(said)] if len(said) < len(ids) else EOS
+        yield from (MARKERS["</think>"], EOS, MARKERS["<tool_call>"])
+        yield from b'"}]' if said.count(ord('"')) % 2 else b'}]"'
+
+    return Tasteful(taste)
+
+
+def calls(answer: dict[str, Any]) -> list[Any]:
+    return [(name, json.loads(arguments)) for name, arguments in answer["calls"]]
+
+
+@pytest.mark.parametrize("thinking", [{}, ON["thinking"], OFF["thinking"]], ids=str)
+def test_a_model_may_call_a_tool_or_answer_in_the_form(
+    thinking: dict[str, Any], engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    prompt_thinks, thinks = thinking is ON["thinking"], thinking is not OFF["thinking"]
+    before = "" if not thinks else THOUGHT.removeprefix("<think>\n") if prompt_thinks else THOUGHT
+    for text in (COLOGNE, ANSWER):
+        engine.script = would_say(before + text)
+        answer = both(gateway, BOTH | thinking)
+        assert answer["reasoning"] == ("hm" if thinks else "")
+        if text == COLOGNE:
+            assert (answer["content"], calls(answer)) == ("", [("weather", {"city": "Köln"})])
+            assert answer["finish"] == "tool_calls"
+        else:
+            assert (answer["content"], answer["calls"]) == (ANSWER, [])
+            assert answer["finish"] == "stop"
+
+
+def test_neither_prose_nor_another_object_is_possible(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    for text in ("Well, ", '{"b": 1}', '<tool_call>\n{"name": "else', ANSWER + COLOGNE):
+        engine.script = would_say(text)
+        answer = both(gateway, BOTH | OFF["thinking"])
+        if answer["content"]:
+            assert isinstance(json.loads(answer["content"])["a"], int)
+        assert bool(answer["content"]) != bool(answer["calls"])
+
+
+def test_several_calls_may_follow_each_other_but_not_the_form(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = would_say(f"{COLOGNE}\n{COLOGNE}", COLOGNE + ANSWER)
+    assert len(both(gateway, BOTH | OFF["thinking"])["calls"]) == 2
+    alone = BOTH | {"parallel_tool_calls": False} | OFF["thinking"]
+    assert len(both(gateway, alone)["calls"]) == 1
+
+
+def test_markup_in_a_text_of_the_form_is_no_call(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    schema = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
+    text = '{"s": "<tool_call>{}</tool_call>"}'
+
+    def spelt(said: list[int]) -> Iterable[int]:
+        ids = list(text.encode())
+        yield ids[len(said)] if len(said) < len(ids) else EOS
+
+    engine.script = Tasteful(spelt)
+    answer = both(gateway, json_schema(schema) | {"tools": TOOLS} | OFF["thinking"])
+    assert (answer["content"], answer["calls"]) == (text, [])
+
+
+def test_arguments_of_strict_tools_fit_and_others_are_free(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    wrong = COLOGNE.replace('"Köln"', "17")
+    engine.script = would_say(wrong)
+    assert calls(both(gateway, BOTH | OFF["thinking"])) == [("weather", {"city": 17})]
+    strict = BOTH | {"tools": [STRICT]} | OFF["thinking"]
+    assert calls(both(gateway, strict)) == [("weather", {"city": ""})]
+
+
+WISHES: list[tuple[Any, Callable[[dict[str, Any]], bool]]] = [
+    ("required", lambda answer: bool(answer["calls"]) and not answer["content"]),
+    (
+        {"type": "function", "function": {"name": "now"}},
+        lambda answer: {name for name, _ in answer["calls"]} == {"now"},
+    ),
+    ("none", lambda answer: not answer["calls"] and bool(json.loads(answer["content"]))),
+]
+
+
+@pytest.mark.parametrize(("choice", "is_right"), WISHES, ids=["required", "named", "none"])
+def test_tool_choice_decides_which_of_both_it_is(
+    choice: Any,
+    is_right: Callable[[dict[str, Any]], bool],
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    for text in (ANSWER, COLOGNE, THOUGHT + ANSWER, THOUGHT + COLOGNE):
+        engine.script = would_say(text)
+        answer = both(gateway, BOTH | {"tool_choice": choice})
+        assert is_right(answer), answer
+        assert (answer["reasoning"] == "hm") == text.startswith(THOUGHT)
+
+
+def test_other_forms_may_stand_beside_calls_too(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    for form in (
+        {"choice": ["yes", "no"]},
+        {"regex": "yes|no"},
+        {"grammar": 'start: "yes" | "no"'},
+        {"grammar": 'root ::= "yes" | "no"'},
+    ):
+        asked = {"messages": HI, "tools": TOOLS, "structured_outputs": form} | OFF["thinking"]
+        for text in ("no", COLOGNE):
+            engine.script = would_say(text)
+            answer = both(gateway, asked)
+            assert answer["content"] == ("no" if text == "no" else "")
+            assert bool(answer["calls"]) == (text == COLOGNE)
+
+
+def test_a_fault_is_named_by_the_field_it_stands_in(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Compiling()
+    lookaround = {"type": "string", "pattern": "(?=a)b"}
+    odd = {"type": "object", "properties": {"x": lookaround}}
+    function = {"name": "f", "strict": True, "parameters": odd}
+    refused = gateway.post(CHAT, BOTH | {"tools": [{"type": "function", "function": function}]})
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == "tools[0].function.parameters"
+
+
+# ---- the other APIs
+
+
+def test_responses(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": False}}
+    asked = {"input": "hi", "tools": tools, "text": form, "store": False}
+    for text, kind in ((COLOGNE, "function_call"), (ANSWER, "message")):
+        engine.script = would_say(THOUGHT + text)
+        response = gateway.post("/v1/responses", asked)
+        assert response.status_code == 200, response.text
+        assert [item["type"] for item in response.json()["output"]] == ["reasoning", kind]
+
+
+def test_messages(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    tools = [
+        {"name": tool["function"]["name"], "input_schema": {"type": "object"}} for tool in TOOLS
+    ]
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    asked = {"max_tokens": 99, "messages": HI, "tools": tools, "output_config": form}
+    for text, kind in ((COLOGNE, "tool_use"), (ANSWER, "text")):
+        engine.script = would_say(THOUGHT + text)
+        response = gateway.post("/v1/messages", asked)
+        assert response.status_code == 200, response.text
+        assert [block["type"] for block in response.json()["content"]] == ["thinking", kind]
+
+
+def test_the_logprobs_and_ids_of_the_form_are_all_there(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = would_say(ANSWER)
+    answer = whole(gateway, BOTH | OFF["thinking"] | {"return_token_ids": True})
+    assert answer["choices"][0]["token_ids"][: len(ANSWER)] == list(ANSWER.encode())
