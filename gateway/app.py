@@ -44,7 +44,7 @@ IGNORED_HEADER = "x-ignored-fields"
 ANTHROPIC = "/v1/messages"
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 LEAVE_BODY = (408, 413)
-NOT_READ = (400, 401, 403, 404, 405)
+NOT_READ = (400, 401, 403, 404, 405, 415, 429, 503)
 """What may be answered before the body has been read. One of more than so many bytes is left."""
 UNREAD_BODY_BYTES = 1 << 16
 QUIET = frozenset(

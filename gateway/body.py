@@ -1,20 +1,25 @@
 """Request bytes -> a checked struct. Whatever is wrong is said here, with the field's name.
 
-Sizes are checked before anything is read, types and bounds while decoding (msgspec), nesting after
-it. Nothing here knows what a field means.
+Sizes and counts are checked while the body is read, types and bounds while decoding (msgspec),
+nesting after it. Nothing here knows what a field means.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
 import gevent
 import msgspec
 from flask import Request
+from gevent.event import Event
+from gevent.lock import BoundedSemaphore
+from gunicorn.http.errors import NoMoreData, ParseException
 from werkzeug.exceptions import (
     ClientDisconnected,
     RequestEntityTooLarge,
@@ -22,21 +27,27 @@ from werkzeug.exceptions import (
     UnsupportedMediaType,
 )
 
-from protocol.errors import InvalidRequest
+from gateway.json_size import USUAL_BOUNDS, JsonBounds, JsonCounter, too_much
+from protocol.errors import InvalidRequest, Overloaded
 
 MAX_DEPTH = 64
 """Levels of objects and arrays in what a request may hold freely (tools, template arguments)."""
 MAX_VALUES = 200_000
 """Values inside it, on all levels."""
-MAX_STRINGS = 65_536
-"""Keys and texts in a body. What decodes so slowly that others would have to wait, has more: 10 MB
-of keys of two letters take a quarter of a second, and are known after the first of these."""
 MAX_LISTED_FIELDS = 16
 MAX_SHOWN_CHARS = 64
 """Of a key of the request, in an error."""
 MAX_SHORT_VALUES = 256
 BODY_S = 60
-_PIECE_BYTES = 1 << 17
+SMALL_BYTES = 1 << 18
+"""Bodies up to this size do not count in `BodyMemory`."""
+NUM_LARGE = 4
+"""Bodies of the largest size that are in memory at once."""
+WAIT_S = 20
+"""For as long a large body waits until others have been decoded."""
+TURN_S = 0.001
+"""Others' turn between two uninterruptible parts of the work on a large body."""
+_PIECE_BYTES = 1 << 16
 
 T = TypeVar("T")
 _WHERE = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
@@ -49,40 +60,125 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def read_json(request: Request, max_bytes: int, max_strings: int = MAX_STRINGS) -> bytes:
-    """The body of a JSON request. A request without a content type is taken to be JSON.
+class BodyMemory:
+    """Bounds the memory of large bodies that are being read and decoded: who comes first is first.
 
-    Raises 413 when it is longer than `max_bytes`, 415 when it says that it is something else, 408
-    when it takes longer than BODY_S: who trickles it must not keep a connection.
+    The rest waits unread, so the clients' own sockets hold it.
     """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_free = num_bytes
+        self._waiting: deque[tuple[int, Event]] = deque()
+
+    def acquire(self, num_bytes: int, timeout_s: float) -> None:
+        """Raises Overloaded after `timeout_s`."""
+        turn = Event()
+        entry = (num_bytes, turn)
+        self._waiting.append(entry)
+        self._admit()
+        try:
+            if not turn.wait(timeout_s):
+                raise Overloaded("too many large bodies are being read", retry_after_s=1)
+        except BaseException:
+            if turn.is_set():
+                self.release(num_bytes)
+            else:
+                self._waiting.remove(entry)
+                self._admit()
+            raise
+
+    def release(self, num_bytes: int) -> None:
+        self._num_free += num_bytes
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._num_free:
+            num_bytes, turn = self._waiting.popleft()
+            self._num_free -= num_bytes
+            turn.set()
+
+
+class BodyReader:
+    """Reads and decodes the JSON bodies of one process. max_bytes: of each"""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._memory = BodyMemory(NUM_LARGE * max_bytes)
+        self._decoding = BoundedSemaphore()  # large bodies, one at a time
+
+    def parse(
+        self, request: Request, decoder: msgspec.json.Decoder[T], bounds: JsonBounds = USUAL_BOUNDS
+    ) -> T:
+        """Return the struct of a body; raises as `read` and `decode`."""
+        with self.read(request, bounds) as data:
+            return decode(data, decoder)
+
+    def parse_known(
+        self, request: Request, decoder: msgspec.json.Decoder[T], bounds: JsonBounds = USUAL_BOUNDS
+    ) -> tuple[T, list[str]]:
+        """Return the struct of a body, and the names of its `unknown_fields`."""
+        with self.read(request, bounds) as data:
+            body = decode(data, decoder)
+            if len(data) > SMALL_BYTES:
+                gevent.sleep(TURN_S)
+            return body, unknown_fields(data, type(body))  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def read(self, request: Request, bounds: JsonBounds = USUAL_BOUNDS) -> Iterator[bytes]:
+        """The body of a JSON request, for as long as it is decoded. A request without a content
+        type is taken to be JSON.
+
+        Raises 413 if it is longer than `max_bytes`, 415 if it says that it is something else, 408
+        if it takes longer than BODY_S, InvalidRequest if it is cut or malformed or holds more than
+        `bounds`, and Overloaded if other large bodies are in the way.
+        """
+        _check_type(request)
+        with contextlib.ExitStack() as held:
+            try:
+                with gevent.Timeout(
+                    BODY_S, RequestTimeout(f"the body took longer than {BODY_S} s")
+                ):
+                    data = self._receive(request, bounds, held)
+            except (NoMoreData, ClientDisconnected):
+                raise InvalidRequest("the body ended before its announced length") from None
+            except ParseException:
+                raise InvalidRequest("the body's chunked transfer coding is malformed") from None
+            if len(data) > SMALL_BYTES:
+                held.enter_context(self._decoding)
+                gevent.sleep(TURN_S)
+            yield data
+
+    def _receive(self, request: Request, bounds: JsonBounds, held: contextlib.ExitStack) -> bytes:
+        length = request.content_length
+        too_large = RequestEntityTooLarge(f"the body is larger than {self._max_bytes:,} bytes")
+        if length is not None and length > self._max_bytes:
+            raise too_large
+        counter = JsonCounter(bounds)
+        pieces: list[bytes] = []
+        num_bytes = num_held = 0
+        while piece := request.stream.read(_PIECE_BYTES):
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > self._max_bytes:
+                raise too_large
+            if excess := counter.push(piece):
+                raise too_much(b"".join(pieces), excess)
+            if num_bytes > SMALL_BYTES:
+                if not num_held:
+                    num_held = self._max_bytes if length is None else length
+                    self._memory.acquire(num_held, WAIT_S)
+                    held.callback(self._memory.release, num_held)
+                gevent.sleep(0)  # others' turn: a socket that has more does not wait
+        return b"".join(pieces)
+
+
+def _check_type(request: Request) -> None:
+    encoding = request.headers.get("Content-Encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
+        name = encoding if _FIELD_NAME.fullmatch(encoding) else "this encoding"
+        raise UnsupportedMediaType(f"Content-Encoding: {name} is not supported; send plain JSON")
     if request.mimetype and not request.is_json:
         raise UnsupportedMediaType(f"the body must be application/json, not {request.mimetype}")
-    too_large = RequestEntityTooLarge(f"the body is larger than {max_bytes:,} bytes")
-    if request.content_length is not None and request.content_length > max_bytes:
-        raise too_large
-    try:
-        with gevent.Timeout(BODY_S, RequestTimeout(f"the body took longer than {BODY_S} s")):
-            data = request.stream.read(max_bytes + 1)
-    except ClientDisconnected:
-        raise InvalidRequest("the body ended before its announced length") from None
-    if len(data) > max_bytes:
-        raise too_large
-    check_strings(data, max_strings)
-    return bytes(data)
-
-
-def check_strings(data: bytes, most: int) -> None:
-    """Raises InvalidRequest where JSON has more strings than so many; at the latest than twice.
-
-    Each has two quotes, and quotes within are escaped; those whose last letter is a backslash are
-    counted half. 3 ms for 1 MB.
-    """
-    num_quotes = 0
-    for start in range(0, len(data), _PIECE_BYTES):
-        piece = data[start : start + _PIECE_BYTES]
-        num_quotes += piece.count(b'"') - piece.count(b'\\"')
-        if num_quotes > 2 * most:
-            raise InvalidRequest(f"the body has more than {most:,} strings")
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:

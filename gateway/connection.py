@@ -60,6 +60,7 @@ def linger(sock: Any) -> None:
             sock.settimeout(left_s)
             if not sock.recv(_LINGER_BYTES):
                 return
+            gevent.sleep(0)  # a client that sends without pause does not hold up the others
 
 
 class HangUp:

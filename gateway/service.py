@@ -21,10 +21,12 @@ from gateway.admin.doing import doing
 from gateway.admin.told import EngineFacts, EngineState, GatewayFacts
 from gateway.answering import Answer
 from gateway.asking import Ask
+from gateway.body import BodyReader
 from gateway.connection import IdleConnections
 from gateway.engine_client import EngineClient
 from gateway.engineless import Engineless
 from gateway.journal import Journal
+from gateway.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.keeping import Keeping
 from gateway.metrics import Metrics
 from gateway.pairs import PairedEngine
@@ -84,6 +86,7 @@ class Service:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.options = ModelOptions.of(config)
+        self.bodies = BodyReader(config.max_body_mib << 20)
         self.keys = KeyWatch(config)
         self.metrics = Metrics(lambda: self.engine.lines, self._model_name)
         self.engine: AnyEngine = _engine_of(config, self.metrics)
@@ -242,6 +245,11 @@ class Service:
         """Of one request by the engine; where there are several, each has a queue of its own."""
         if len(self.engine.lines) == 1:
             self._standing.note(account, refusal, time.monotonic())
+
+    def id_bounds(self, num_prompts: int = 1) -> JsonBounds:
+        """Return the bounds of a body with prompts of token ids: as many as the context takes."""
+        limits = self.engine.limits
+        return JsonBounds.with_ids(num_prompts * (limits.max_len if limits else MAX_TOKEN_IDS))
 
     def forget(self, answer: Answer) -> None:
         self._answers.discard(answer)

@@ -17,7 +17,6 @@ from gateway.anthropic.shapes import Origin, encode
 from gateway.anthropic.stream import PING, EventWriter
 from gateway.anthropic.translate import Translation, translate
 from gateway.anthropic.whole import whole_message
-from gateway.body import decode, read_json, unknown_fields
 from gateway.connection import Outlet
 from gateway.exchange import Exchange
 from gateway.openai.checks import check_ignored
@@ -74,9 +73,7 @@ def count(service: Service) -> Response:
 
 
 def _read(service: Service, decoder: msgspec.json.Decoder[Body]) -> Body:
-    data = read_json(request, service.config.max_body_mib << 20)
-    body = decode(data, decoder)
-    g.ignored = unknown_fields(data, type(body))
+    body, g.ignored = service.bodies.parse_known(request, decoder)
     return body
 
 

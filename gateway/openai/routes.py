@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from flask import Blueprint, Response, g, request
 
-from gateway.body import decode, read_json, unknown_fields
 from gateway.handing import is_idle
 from gateway.openai import checks, schema
 from gateway.openai.completion import Completion
@@ -30,12 +29,11 @@ def blueprint(service: Service) -> Blueprint:
 
 
 def chat(service: Service) -> Response:
-    data = read_json(request, service.config.max_body_mib << 20)
-    body = decode(data, schema.chat_decoder)
+    body, unknown = service.bodies.parse_known(request, schema.chat_decoder)
     checks.check_chat(body)
     model = service.model(body.model)
     knock(service)
-    _note_ignored(data, body, model)
+    _note_ignored(unknown, body, model)
     preparation = _preparation(service, body, model)
     with g.exchange.journal.tokenizing():
         prompt = preparation.prompt(body.messages)
@@ -55,12 +53,11 @@ def chat(service: Service) -> Response:
 def batch(service: Service) -> Response:
     """Each conversation has effective kwargs, prompt and readers of its own; the choices are those
     of the first conversation, then those of the second, and so on."""
-    data = read_json(request, service.config.max_body_mib << 20)
-    body = decode(data, schema.batch_decoder)
+    body, unknown = service.bodies.parse_known(request, schema.batch_decoder)
     checks.check_batch(body, service.config.max_prompts)
     model = service.model(body.model)
     knock(service)
-    _note_ignored(data, body, model)
+    _note_ignored(unknown, body, model)
     preparation = _preparation(service, body, model)
     with g.exchange.journal.tokenizing():
         prompts = [
@@ -91,20 +88,20 @@ def _preparation(
     return Preparation(body, model, trusts_template=trusts)
 
 
-def _note_ignored(data: bytes, body: schema.GenerationBody, model: ServedModel) -> None:
-    g.ignored = unknown_fields(data, type(body))
+def _note_ignored(unknown: list[str], body: schema.GenerationBody, model: ServedModel) -> None:
+    g.ignored = unknown
     if is_idle(body.kv_transfer_params, model.limits):
         g.ignored.append(KV_FIELD)
     checks.check_ignored(g.ignored, body)
 
 
 def completions(service: Service) -> Response:
-    data = read_json(request, service.config.max_body_mib << 20)
-    body = decode(data, schema.completion_decoder)
+    bounds = service.id_bounds(service.config.max_prompts)
+    body, unknown = service.bodies.parse_known(request, schema.completion_decoder, bounds)
     checks.check_completion(body)
     model = service.model(body.model)
     knock(service)
-    _note_ignored(data, body, model)
+    _note_ignored(unknown, body, model)
     with g.exchange.journal.tokenizing():
         completion = Completion(body, model, max_prompts=service.config.max_prompts)
     try:

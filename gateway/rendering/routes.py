@@ -4,7 +4,7 @@ asked.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import flask
 import msgspec
@@ -13,8 +13,9 @@ from flask import Blueprint, Response, g, request
 from gateway.anthropic.fitting import fitted
 from gateway.anthropic.schema import messages_decoder
 from gateway.anthropic.translate import translate
-from gateway.body import MAX_STRINGS, decode, read_json, unknown_fields
+from gateway.body import decode, unknown_fields
 from gateway.exchange import Exchange
+from gateway.json_size import USUAL_BOUNDS, JsonBounds
 from gateway.openai import checks, schema
 from gateway.openai.completion import Completion
 from gateway.openai.parameters import check_counts
@@ -30,12 +31,16 @@ from gateway.rendering.schema import (
 from gateway.responses.checks import check, ignored
 from gateway.responses.rendering import rendered
 from gateway.responses.routes import history_of
-from gateway.responses.schema import ResponsesBody, responses_decoder
+from gateway.responses.schema import responses_decoder
 from gateway.service import Service
 from protocol.errors import RequestError
 
-RECORDED_STRINGS = 1 << 20
-"""In a body: logprobs of a long answer name twenty texts for each token."""
+RECORDED_BOUNDS = JsonBounds(max_strings=1 << 19, max_values=1 << 19)
+"""Of a body with a recorded answer: the logprobs of 8,000 tokens, with 20 others for each, are
+504,000 strings and as many values. Decoding these takes about 60 ms."""
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -62,52 +67,49 @@ def blueprint(service: Service) -> Blueprint:
 
 
 def render_chat(service: Service) -> Response:
-    data = _read(service)
-    body = decode(data, schema.chat_decoder)
-    _note_ignored(unknown_fields(data, type(body)), body)
+    body, carried, unknown = _read(service, schema.chat_decoder)
+    _note_ignored(unknown, body)
     checks.check_chat(body)
     preparation = _preparation(service, body)
-    return _chat(service, data, preparation, preparation.prompt(body.messages), "chatcmpl")
+    return _chat(service, carried, preparation, preparation.prompt(body.messages), "chatcmpl")
 
 
 def render_completions(service: Service) -> Response:
-    data = _read(service)
-    body = decode(data, schema.completion_decoder)
-    _note_ignored(unknown_fields(data, type(body)), body)
+    bounds = service.id_bounds(service.config.max_prompts)
+    body, carried, unknown = _read(service, schema.completion_decoder, bounds)
+    _note_ignored(unknown, body)
     checks.check_completion(body)
     model, config = service.model(body.model), service.config
     completion = Completion(body, model, max_prompts=config.max_prompts)
     check_counts(completion.asks, body, config.max_n, max(config.max_n, config.max_prompts))
     try:
-        return _json(rendered_completion(completion, model, _carried(data), _id("cmpl")))
+        return _json(rendered_completion(completion, model, carried, _id("cmpl")))
     except RequestError as error:
         raise completion.named(error) from None
 
 
 def render_responses(service: Service) -> Response:
-    data = _read(service)
-    body = decode(data, responses_decoder)
+    body, carried, unknown = _read(service, responses_decoder)
     check(body)
     items, before = history_of(service).items_of(body)
     model = service.model(body.model)
     trusts = service.config.trust_request_chat_template
     ready = rendered(body, [*before, *items], model, trusts_template=trusts)
-    names = ignored(body, unknown_fields(data, ResponsesBody))
+    names = ignored(body, unknown)
     _note_ignored(names, ready.translation.chat)
     with ready.named():
-        return _chat(service, data, ready.preparation, ready.prompt, "resp")
+        return _chat(service, carried, ready.preparation, ready.prompt, "resp")
 
 
 def render_messages(service: Service) -> Response:
-    data = _read(service)
-    body = decode(data, messages_decoder)
+    body, carried, unknown = _read(service, messages_decoder)
     translation = translate(body)
-    _note_ignored(unknown_fields(data, type(body)), translation.chat)
+    _note_ignored(unknown, translation.chat)
     with translation.named():
         model = service.model(translation.chat.model)
         chat, _ = fitted(translation.chat, model.limits.max_len, model.reading)
         preparation = _preparation(service, chat)
-        return _chat(service, data, preparation, preparation.prompt(chat.messages), "msg")
+        return _chat(service, carried, preparation, preparation.prompt(chat.messages), "msg")
 
 
 def _preparation(service: Service, body: schema.ChatBody) -> Preparation:
@@ -116,18 +118,23 @@ def _preparation(service: Service, body: schema.ChatBody) -> Preparation:
 
 
 def _chat(
-    service: Service, data: bytes, preparation: Preparation, prompt: Prompt, kind: str
+    service: Service, carried: Carried, preparation: Preparation, prompt: Prompt, kind: str
 ) -> Response:
     config = service.config
     check_counts([], preparation.body, config.max_n, config.max_n)
     try:
-        return _json(rendered_chat(preparation, prompt, _carried(data), _id(kind)))
+        return _json(rendered_chat(preparation, prompt, carried, _id(kind)))
     except RequestError as error:
         raise preparation.named(error) from None
 
 
-def _carried(data: bytes) -> Carried:
-    return decode(data, carried_decoder)
+def _read(
+    service: Service, decoder: msgspec.json.Decoder[Body], bounds: JsonBounds = USUAL_BOUNDS
+) -> tuple[Body, Carried, list[str]]:
+    """The body, what it carries on, and the fields that neither the API nor these have."""
+    with service.bodies.read(request, bounds) as data:
+        body = decode(data, decoder)
+        return body, decode(data, carried_decoder), unknown_fields(data, type(body))
 
 
 def _note_ignored(names: list[str], body: schema.GenerationBody) -> None:
@@ -144,14 +151,14 @@ def _id(kind: str) -> str:
 
 
 def derender_chat(service: Service) -> Response:
-    body = decode(_read(service, RECORDED_STRINGS), derender_chat_decoder)
+    body = service.bodies.parse(request, derender_chat_decoder, RECORDED_BOUNDS)
     model = service.model(body.model or body.chat_request.model)
     derendering = ChatDerendering(body, model, service.config)
     return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
 
 
 def derender_completions(service: Service) -> Response:
-    body = decode(_read(service, RECORDED_STRINGS), derender_completion_decoder)
+    body = service.bodies.parse(request, derender_completion_decoder, RECORDED_BOUNDS)
     model = service.model(body.model or body.completion_request.model)
     derendering = CompletionDerendering(body, model, service.config)
     return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
@@ -159,10 +166,6 @@ def derender_completions(service: Service) -> Response:
 
 def _chunk(chunk: dict[str, Any] | None, state: str) -> Response:
     return _json({"chunk": chunk, "stream_state": state})
-
-
-def _read(service: Service, max_strings: int = MAX_STRINGS) -> bytes:
-    return read_json(request, service.config.max_body_mib << 20, max_strings)
 
 
 def _json(value: Any) -> Response:

@@ -18,7 +18,6 @@ from flask import Blueprint, Response, g, request
 from gateway import respond as any_api
 from gateway.answering import Answer
 from gateway.asking import Ask
-from gateway.body import decode, read_json, unknown_fields
 from gateway.keeping import RESPONSE
 from gateway.openai.checks import check_ignored
 from gateway.responses.checks import check, ignored
@@ -62,9 +61,8 @@ def create(service: Service) -> Response:
 
 
 def _read(service: Service) -> ResponsesBody:
-    data = read_json(request, service.config.max_body_mib << 20)
-    body = decode(data, responses_decoder)
-    g.ignored = ignored(body, unknown_fields(data, ResponsesBody))
+    body, unknown = service.bodies.parse_known(request, responses_decoder)
+    g.ignored = ignored(body, unknown)
     check(body)
     return body
 

@@ -80,12 +80,17 @@ def check(body: GenerateBody, max_n: int) -> None:
             )
 
 
-def ignored_fields(data: bytes, body: GenerateBody, limits: Limits) -> list[str]:
-    """Fields of `data` without effect: those we do not know, and a transfer of K/V that does not
-    take place. Raises InvalidRequest where the request does not want that."""
-    ignored = unknown_fields(data, GenerateBody)
+def unknown(data: bytes) -> list[str]:
+    """Return the names of fields that are not known here, those of `sampling_params` included."""
     sampling = msgspec.json.decode(data, type=_Parts).sampling_params
-    ignored += [f"{SAMPLING}.{name}" for name in unknown_fields(sampling, GenerateSampling)]
+    inner = [f"{SAMPLING}.{name}" for name in unknown_fields(sampling, GenerateSampling)]
+    return unknown_fields(data, GenerateBody) + inner
+
+
+def ignored_fields(unknown: list[str], body: GenerateBody, limits: Limits) -> list[str]:
+    """Fields without effect: those we do not know, and a transfer of K/V that does not take place.
+    Raises InvalidRequest where the request does not want that."""
+    ignored = list(unknown)
     if is_idle(body.kv_transfer_params, limits):
         ignored.append(KV_FIELD)
     if ignored and body.strict_params:

@@ -14,7 +14,7 @@ from flask import Blueprint, Response, g, request
 from gateway import respond
 from gateway.access.caller import Caller
 from gateway.answering import Answer
-from gateway.body import decode, has_field, read_json
+from gateway.body import decode, has_field
 from gateway.connection import Outlet
 from gateway.exchange import REQUEST_ID_HEADER, Exchange
 from gateway.openai.checks import check_chat
@@ -47,18 +47,24 @@ def blueprint(service: Service) -> Blueprint:
 
 def tokenize(service: Service) -> Response:
     """Of a text, or of a conversation: what a chat request with these fields would send."""
-    data = read_json(request, service.config.max_body_mib << 20)
-    if has_field(data, "messages"):
-        return _tokenize_chat(service, data)
-    body = decode(data, schema.tokenize_decoder)
+    with service.bodies.read(request) as data:
+        decoder: msgspec.json.Decoder[Any] = schema.tokenize_decoder
+        if has_field(data, "messages"):
+            decoder = schema.tokenize_chat_decoder
+        body = decode(data, decoder)
+    if isinstance(body, schema.TokenizeChatBody):
+        return _tokenize_chat(service, body)
+    return _tokenize_text(service, body)
+
+
+def _tokenize_text(service: Service, body: schema.TokenizeBody) -> Response:
     model = service.model(body.model)
     add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
     ids = model.tokenizer.encode(body.prompt, add_special_tokens, offload=offload)
     return _json(_tokenized(model, ids, body.return_token_strs))
 
 
-def _tokenize_chat(service: Service, data: bytes) -> Response:
-    body = decode(data, schema.tokenize_chat_decoder)
+def _tokenize_chat(service: Service, body: schema.TokenizeChatBody) -> Response:
     model, prompt = _rendered(service, body)
     answer = _tokenized(model, prompt.ids, body.return_token_strs)
     if body.return_effective_kwargs:
@@ -68,12 +74,13 @@ def _tokenize_chat(service: Service, data: bytes) -> Response:
 
 def generate(service: Service) -> Response:
     """Token ids in, token ids out."""
-    data = read_json(request, service.config.max_body_mib << 20)
-    body = decode(data, generate_decoder)
+    with service.bodies.read(request, service.id_bounds()) as data:
+        body = decode(data, generate_decoder)
+        unknown = asking.unknown(data)
     asking.check(body, service.config.max_n)
     model = service.model(body.model)
     respond.knock(service)
-    g.ignored = asking.ignored_fields(data, body, model.limits)
+    g.ignored = asking.ignored_fields(unknown, body, model.limits)
     exchange: Exchange = g.exchange
     if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
         exchange.request_id = body.request_id
@@ -96,7 +103,7 @@ def _generate_stream(answer: Answer, outlet: Outlet, *, telling: Telling) -> Gen
 def abort_requests(service: Service) -> Response:
     """End requests of any API: the caller's own or, for an admin, anybody's. The engine knows which
     there are, this process only its own."""
-    body = decode(read_json(request, service.config.max_body_mib << 20), abort_decoder)
+    body = service.bodies.parse(request, abort_decoder)
     service.model()
     caller: Caller = g.caller
     named = {caller.sought(name): name for name in body.request_ids}
@@ -109,7 +116,7 @@ def abort_requests(service: Service) -> Response:
 
 def input_tokens(service: Service) -> Response:
     """How many tokens a chat request would send."""
-    body = decode(read_json(request, service.config.max_body_mib << 20), chat_decoder)
+    body = service.bodies.parse(request, chat_decoder)
     _, prompt = _rendered(service, body)
     told = InputTokens(object="chat.completion.input_tokens", input_tokens=len(prompt.ids))
     return _json(told)
@@ -131,7 +138,7 @@ def _tokenized(model: ServedModel, ids: list[int], tells_strs: bool | None) -> d
 
 
 def detokenize(service: Service) -> Response:
-    body = decode(read_json(request, service.config.max_body_mib << 20), schema.detokenize_decoder)
+    body = service.bodies.parse(request, schema.detokenize_decoder, service.id_bounds())
     model = service.model(body.model)
     worst = max(body.tokens, default=0)
     if worst >= model.card.vocab_size:

@@ -36,7 +36,7 @@ def take(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
     """Through every check."""
     data, body = request(sampling, **fields)
     asking.check(body, max_n=8)
-    asking.ignored_fields(data, body, LIMITS)
+    asking.ignored_fields(asking.unknown(data), body, LIMITS)
     asking.ask_of(body, THINKER)
 
 
@@ -166,13 +166,13 @@ def test_fields_of_the_peer_that_ask_for_nothing_are_taken() -> None:
     }
     data, body = request(idle, features=None, token_offsets=[[0, 1]])
     asking.check(body, max_n=8)
-    assert asking.ignored_fields(data, body, LIMITS) == []
+    assert asking.ignored_fields(asking.unknown(data), body, LIMITS) == []
     assert asking.grammar_of(body, THINKER) is None
 
 
 def test_fields_without_effect_are_listed_with_where_they_stand() -> None:
     data, body = request({"mood": 1}, mood=2, kv_transfer_params={"do_remote_decode": True})
-    assert asking.ignored_fields(data, body, LIMITS) == [
+    assert asking.ignored_fields(asking.unknown(data), body, LIMITS) == [
         "mood",
         "sampling_params.mood",
         "kv_transfer_params",

@@ -1,0 +1,129 @@
+"""Bounds on what a JSON text holds, checked while it arrives and before anything is built of it.
+
+A megabyte of `1,1,1,` or `[],[],` becomes half a million objects, and decoding it holds up every
+other request of the process. Strings, containers and values are counted here instead, by a few C
+calls per piece, so a body that holds too much is refused after its first part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from protocol.errors import InvalidRequest
+
+MAX_STRINGS = 1 << 16
+"""Keys and texts, and also objects and arrays: 65,536 of each take about 20 ms to decode."""
+MAX_VALUES = 200_000
+"""Values beside a prompt's token ids. To decode so many takes about 10 ms."""
+MAX_TOKEN_IDS = 1 << 20
+"""Token ids in one body, however long the model's context and however many the prompts."""
+_MAX_WALK = 4096
+"""Strings that are looked at to name the field at fault, one by one."""
+_RUN = 256
+_BRACKETS = re.compile(rb"[\[\]{}]")
+_KEY_NAME = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBounds:
+    max_strings: int = MAX_STRINGS
+    max_values: int = MAX_VALUES
+
+    @classmethod
+    def with_ids(cls, num_ids: int) -> JsonBounds:
+        """Return the bounds of a body that also holds `num_ids` token ids."""
+        return cls(max_values=MAX_VALUES + min(num_ids, MAX_TOKEN_IDS))
+
+
+USUAL_BOUNDS = JsonBounds()
+
+
+class JsonCounter:
+    """Counts what JSON holds, in pieces of any size. What is no JSON is counted, too."""
+
+    def __init__(self, bounds: JsonBounds) -> None:
+        self._bounds = bounds
+        self._escape = b""  # a backslash at the end of the last piece
+        self._is_inside = False  # of a string
+        self._num_quotes = 0
+        self._num_containers = 0
+        self._num_values = 1
+
+    def push(self, piece: bytes) -> str:
+        """Count `piece`; return which bound is exceeded, in words, or an empty string."""
+        parts, self._escape = _parts(self._escape + piece)
+        outside = b"".join(parts[self._is_inside :: 2])
+        self._is_inside ^= len(parts) % 2 == 0
+        self._num_quotes += len(parts) - 1
+        self._num_containers += outside.count(b"[") + outside.count(b"{")
+        self._num_values += outside.count(b",")
+        bounds = self._bounds
+        if self._num_quotes > 2 * bounds.max_strings:
+            return f"more than {bounds.max_strings:,} strings"
+        if self._num_containers > bounds.max_strings:
+            return f"more than {bounds.max_strings:,} objects and arrays"
+        if self._num_values > bounds.max_values:
+            return f"more than {bounds.max_values:,} values"
+        return ""
+
+
+def too_much(text: bytes, excess: str) -> InvalidRequest:
+    """Return the refusal of a body whose first part is `text` and that holds `excess`. It names the
+    field unless there are so many strings that looking for it would take long."""
+    field = open_field(text) if text.count(b'"') <= 3 * MAX_STRINGS else None
+    if field is None:
+        return InvalidRequest(f"the body has {excess}")
+    return InvalidRequest(f"{field}: {excess}", param=field)
+
+
+def open_field(text: bytes) -> str | None:
+    """Return the field that unfinished JSON breaks off in, down to its first array; None in no
+    field, or if its name cannot be shown.
+
+    Walks back from the end, over the keys of the objects that are still open.
+    """
+    parts, _ = _parts(text)
+    is_inside = len(parts) % 2 == 0
+    last = len(parts) - 1 - is_inside
+    depth = least = _net_depth(b"".join(parts[0 : last + 1 : 2]))
+    path: list[bytes] = []
+    for place in _places_before(parts, last):
+        depth -= _net_depth(parts[place])
+        value = parts[place].lstrip()
+        if depth < least and value.startswith(b":"):
+            path = [parts[place - 1], *(path if value[1:].lstrip().startswith(b"{") else ())]
+            least = depth
+        if least == 1:
+            break
+    if least > 1 or not path or not all(map(_KEY_NAME.fullmatch, path)):
+        return None
+    return b".".join(path).decode()
+
+
+def _places_before(parts: list[bytes], last: int) -> Iterator[int]:
+    """Yield the places outside strings from `last` back to the first string, but for long runs in
+    which nothing is opened or closed: these have no key of an object around them."""
+    num_left = _MAX_WALK
+    for end in range(last, 0, -2 * _RUN):
+        run = range(end, max(end - 2 * _RUN, 0), -2)
+        if end != last and not _BRACKETS.search(b"".join(parts[run[-1] : end + 1 : 2])):
+            continue
+        num_left -= len(run)
+        if num_left < 0:
+            return
+        yield from run
+
+
+def _parts(text: bytes) -> tuple[list[bytes], bytes]:
+    """Split at the quotes that start and end strings, without the escapes; and the backslash that
+    `text` breaks off after."""
+    text = text.replace(b"\\\\", b"")
+    end = b"\\" if text.endswith(b"\\") else b""
+    return text.removesuffix(end).replace(b'\\"', b"").split(b'"'), end
+
+
+def _net_depth(outside: bytes) -> int:
+    opened = outside.count(b"[") + outside.count(b"{")
+    return opened - outside.count(b"]") - outside.count(b"}")
