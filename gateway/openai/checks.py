@@ -71,11 +71,6 @@ def check_completion(body: CompletionBody) -> None:
         raise unsupported("suffix")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens: 0 needs echo, or there is no answer", param="max_tokens")
-    if body.echo and None not in (body.logprobs, body.prompt_logprobs):
-        raise InvalidRequest(
-            "prompt_logprobs: logprobs with echo already tells the prompt's",
-            param="prompt_logprobs",
-        )
 
 
 def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:

@@ -3,8 +3,9 @@
     [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage, timings]  [DONE]
 
 A chunk brings a bit of content or reasoning, the head of a tool call (id, name, no arguments yet),
-or a bit of its arguments. Warnings come with the finish chunk of their choice. Choices interleave
-as their tokens come. The first chunks (a chat's role, an echoed prompt) are sent with the first
+or a bit of its arguments. The finish of a completion comes with its last text, that of a chat in a
+chunk of its own. Warnings come with the finish of their choice. Choices interleave as their tokens
+come. The first chunks (a chat's role, an echoed prompt) are sent with the first
 token, so the first byte of the body never makes a server look faster than it is. After an error,
 one `{"error": ...}` event and [DONE] close the stream. JSON is put together from parts encoded once
 per answer: in the common case only the new text is encoded.
@@ -100,14 +101,16 @@ class ChunkStream:
             return
         frames = self._openings()
         num_openings = len(frames)
-        for event in events:
-            if type(event) is Finished:
-                frames.append(self._finished(choice, event, delta))
-                continue
-            members = self._members(choice, event)
-            if members is not None:
-                frames.append(self._said(choice, members, delta))
-                delta = _TOLD
+        said = [m for m in (self._members(choice, event) for event in events) if m is not None]
+        end = events[-1] if events else None
+        ending = self._dialect.nothing()
+        if said and type(end) is Finished and self._dialect.ends_with_text:
+            ending = said.pop()
+        for members in said:
+            frames.append(self._said(choice, members, delta))
+            delta = _TOLD
+        if type(end) is Finished:
+            frames.append(self._finished(choice, end, delta, ending))
         if len(frames) == num_openings and not self._is_plain:  # no words of its own, but tokens
             frames.append(self._said(choice, self._dialect.nothing(), delta))
         if frames:
@@ -181,7 +184,7 @@ class ChunkStream:
             choice, members, self._logprobs(choice, delta), b"null", self._ids(delta)
         )
 
-    def _finished(self, choice: Choice, event: Finished, delta: Delta) -> bytes:
+    def _finished(self, choice: Choice, event: Finished, delta: Delta, members: bytes) -> bytes:
         """Tokens that end an answer without text of their own are told here."""
         logprobs = b"null" if delta is _TOLD else self._logprobs(choice, delta)
         more = self._ids(delta) + b',"stop_reason":%b' % encode(event.stop_reason)
@@ -189,9 +192,7 @@ class ChunkStream:
         on_top = b""
         if warnings:
             on_top = b',"warnings":%b' % encode([warning_of(w, choice.index) for w in warnings])
-        return self._chunk(
-            choice, self._dialect.nothing(), logprobs, encode(event.reason), more, on_top
-        )
+        return self._chunk(choice, members, logprobs, encode(event.reason), more, on_top)
 
     def _logprobs(self, choice: Choice, delta: Delta) -> bytes:
         return encode(self._dialect.logprobs(choice, delta))

@@ -32,10 +32,9 @@ def choices_of(
 ) -> list[SamplingParams]:
     """The parameters of each of a prompt's n answers. `tokenizer` spells `bad_words`. Raises
     InvalidRequest."""
-    echoes = isinstance(body, CompletionBody) and bool(body.echo)
     bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
     try:
-        return [_params(body, model, place, echoes, bad) for place in range(body.n or 1)]
+        return [_params(body, model, place, bad) for place in range(body.n or 1)]
     except ValueError as error:  # a cross-check, in words that begin with the field's name
         field, rest = str(error).split(maxsplit=1)
         field = body.max_tokens_field if field == "max_tokens" else field
@@ -56,7 +55,6 @@ def _params(
     body: ChatBody | BatchBody | CompletionBody,
     model: SamplingDefaults,
     place: int,
-    echoes: bool,
     bad: list[list[int]],
 ) -> SamplingParams:
     return SamplingParams(
@@ -77,8 +75,16 @@ def _params(
         allowed_token_ids=body.allowed_token_ids,
         logprob_token_ids=body.logprob_token_ids or [],
         logprobs=body.num_logprobs,
-        prompt_logprobs=body.num_logprobs if echoes else body.prompt_logprobs,
+        prompt_logprobs=_prompt_logprobs(body),
     )
+
+
+def _prompt_logprobs(body: ChatBody | BatchBody | CompletionBody) -> int | None:
+    """As many as `prompt_logprobs` asks for, and as `logprobs` does of a prompt that is echoed."""
+    asked = [body.prompt_logprobs]
+    if isinstance(body, CompletionBody) and body.echo:
+        asked.append(body.logprobs)
+    return max((count for count in asked if count is not None), default=None)
 
 
 def nth_seed(seed: int | None, place: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,9 @@ from gateway.output.events import Warning
 from gateway.resume import respond as resume
 from gateway.served import ServedModel
 from gateway.service import Service
+from gateway.text.logprobs import prompt_chances
 from protocol.kv import KV_FIELD
+from protocol.messages import TokenLogprobs
 
 
 def origin(
@@ -62,7 +65,6 @@ def respond(
         sink_of = partial(_chunk_stream, body=body, dialect=dialect, origin=origin)
         stream = resume.resumable if resume.is_wanted() else any_api.stream
         return stream(service, asks, terms, sink_of)
-    tokenizer = service.model(body.model).tokenizer if body.prompt_logprobs is not None else None
     answer, fold = any_api.whole(service, asks, terms)
     if (params := told(answer)) is not None:
         origin = replace(origin, asides={**origin.asides, KV_FIELD: params})
@@ -72,9 +74,18 @@ def respond(
         dialect,
         origin,
         tells_ids=bool(body.return_token_ids),
-        prompt_logprobs=tokenizer,
+        prompt_logprobs=prompt_shape(body, service.model(body.model)),
     )
     return flask.Response(data, content_type="application/json")
+
+
+def prompt_shape(
+    body: GenerationBody, model: ServedModel
+) -> Callable[[Sequence[TokenLogprobs]], list[Any]] | None:
+    """Return what shapes the logprobs of a prompt; None: the body does not ask for them."""
+    if body.prompt_logprobs is None:
+        return None
+    return partial(prompt_chances, model.tokenizer, num_top=body.prompt_logprobs)
 
 
 def _chunk_stream(

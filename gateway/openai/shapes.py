@@ -85,6 +85,7 @@ class Dialect(Protocol):
     chunk_kind: str
     num_logprobs: int | None
     prompt_ids_on_top: bool  # beside the choices, not in each of them
+    ends_with_text: bool  # the finish comes with the last text, not in a chunk of its own
 
     def said(self, text: str) -> bytes:
         """A bit of text, as members of a choice in a chunk."""
@@ -119,6 +120,7 @@ class ChatDialect:
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    ends_with_text = False
 
     def __init__(
         self,
@@ -196,6 +198,7 @@ class CompletionDialect:
     kind = "text_completion"
     chunk_kind = "text_completion"
     prompt_ids_on_top = False
+    ends_with_text = True
 
     def __init__(
         self,

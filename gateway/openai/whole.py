@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gateway.answering import Answer
@@ -10,9 +11,8 @@ from gateway.openai.message import Message, message_of, warning_of
 from gateway.openai.shapes import Dialect, Origin, encode, joined, usage_of
 from gateway.output.events import Delta
 from gateway.sinks import Fold
-from gateway.text.logprobs import prompt_chances
-from gateway.text.tokenizer import Tokenizer
 from gateway.timings import told_timings
+from protocol.messages import TokenLogprobs
 
 
 def whole_response(
@@ -22,12 +22,12 @@ def whole_response(
     origin: Origin,
     *,
     tells_ids: bool = False,
-    prompt_logprobs: Tokenizer | None = None,
+    prompt_logprobs: Callable[[Sequence[TokenLogprobs]], list[Any]] | None = None,
 ) -> bytes:
     """The body of a 200. `answer` has ended well, and `fold` has heard all of it.
 
     tells_ids        token ids of prompt and answer, too
-    prompt_logprobs  tell them, with this tokenizer's spelling
+    prompt_logprobs  shapes those of a prompt; None: they are left out
     """
     warnings = [warning_of(warning, None) for warning in origin.warnings]
     choices: list[dict[str, Any]] = []
@@ -41,7 +41,7 @@ def whole_response(
             of_prompt["prompt_token_ids"] = choice.ask.prompt_ids
             told["token_ids"] = delta.token_ids
         if prompt_logprobs is not None:
-            of_prompt["prompt_logprobs"] = prompt_chances(prompt_logprobs, choice.prompt_logprobs)
+            of_prompt["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)
         if dialect.prompt_ids_on_top:
             beside = beside or of_prompt
         else:

@@ -19,6 +19,7 @@ from msgspec import UNSET
 from gateway.asking import Ask
 from gateway.choice import Choice
 from gateway.openai.chunks import ChunkStream, Told
+from gateway.openai.respond import prompt_shape
 from gateway.openai.schema import GenerationBody
 from gateway.openai.shapes import CompletionDialect, Dialect, Origin
 from gateway.openai.whole import whole_response
@@ -112,7 +113,7 @@ def derendered(
         case.dialect,
         case.origin(first.request_id, first.system_fingerprint, first.created, beside),
         tells_ids=bool(request.return_token_ids),
-        prompt_logprobs=model.tokenizer if request.prompt_logprobs is not None else None,
+        prompt_logprobs=prompt_shape(request, model),
     )
 
 

@@ -121,11 +121,8 @@ def completion_logprobs(
 
 def _tops(
     tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]
-) -> dict[str, float] | None:
-    """The most likely tokens, those asked for and the chosen one; None where only that one was
-    asked for."""
-    if not num_top and not asked_ids:
-        return None
+) -> dict[str, float]:
+    """The most likely tokens, those asked for and the chosen one."""
     pairs = likely(entry, num_top, asked_ids)
     pairs.append((entry.token_id, entry.logprob))
     return {_spelled(tokenizer, token_id): shown(logprob) for token_id, logprob in pairs}
@@ -141,14 +138,16 @@ def _spelled(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def prompt_chances(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[Any]:
+def prompt_chances(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
+) -> list[Any]:
     """Per token of the prompt what could have stood there, by id; null for the first, which
-    nothing predicts."""
-    return [None, *(_chances(tokenizer, entry) for entry in entries)]
+    nothing predicts. `num_top` may be less than the engine sent."""
+    return [None, *(_chances(tokenizer, entry, num_top) for entry in entries)]
 
 
-def _chances(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[int, dict[str, Any]]:
-    tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+def _chances(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[int, dict[str, Any]]:
+    tops = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
     told = {i: (logprob, rank) for rank, (i, logprob) in enumerate(tops, start=1)}
     told[entry.token_id] = (entry.logprob, entry.rank)
     return {

@@ -150,7 +150,7 @@ def whole_response(answer: Answer, fold: Fold, telling: Telling) -> bytes:
     parts = [telling.part(choice, fold.whole[choice.index]) for choice in answer.choices]
     chances = None
     if sampling.prompt_logprobs is not None:
-        chances = prompt_chances(telling.tokenizer, first.prompt_logprobs)
+        chances = prompt_chances(telling.tokenizer, first.prompt_logprobs, sampling.prompt_logprobs)
     fields: dict[str, Any] = {
         "request_id": telling.id,
         "model": telling.model,

@@ -157,6 +157,24 @@ def test_a_stream_has_the_same_bytes_written_by_us_or_by_the_server(
         assert bodies[0] == bodies[1] == bodies[2]
 
 
+def test_an_echoed_prompt_has_its_own_logprobs_and_those_asked_for_beside(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    body: dict[str, Any] = {"prompt": "Say:", "echo": True, "max_tokens": 2}
+
+    def told(**fields: Any) -> Any:
+        return gateway.post(COMPLETIONS, {**body, **fields}).json()["choices"][0]
+
+    both = told(logprobs=1, prompt_logprobs=3)
+    assert engine.generates[-1].params.prompt_logprobs == 3
+    assert both["prompt_logprobs"][0] is None
+    assert [len(chances) for chances in both["prompt_logprobs"][1:]] == [3, 3, 3]
+    assert both["text"].startswith("Say:")
+    assert both["logprobs"] == told(logprobs=1)["logprobs"]
+    assert told(prompt_logprobs=3) == {**both, "logprobs": None}
+    assert told(logprobs=3, prompt_logprobs=0)["logprobs"] == told(logprobs=3)["logprobs"]
+
+
 def test_streams_follow_each_other_on_one_connection(gateway: GatewayProcess) -> None:
     with openai.OpenAI(base_url=gateway.url + "/v1", api_key="-", max_retries=0) as client:
         for _ in range(3):

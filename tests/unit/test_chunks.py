@@ -131,6 +131,23 @@ def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
     assert len(finish["choices"][0]["logprobs"]["content"]) == 1
 
 
+def test_a_completion_ends_with_its_last_text_and_the_logprobs_of_it() -> None:
+    answer = an_answer()
+    told = Told(answer, _text_dialect(1, None), tells_ids=True)
+    (choice,) = answer.choices
+    logprobs = [scripted_logprob(token, 1) for token in (72, 105)]
+    told.stream.delta(choice, Delta([Content("H")], [72], logprobs[:1]))
+    odd = Warning("odd", "an odd thing")
+    told.stream.delta(choice, Delta([Content("i"), odd, Finished("stop")], [105], logprobs[1:]))
+    told.stream.end()
+    _, first, last = told.events()
+    assert first["choices"][0]["finish_reason"] is None
+    assert (last["choices"][0]["text"], last["choices"][0]["finish_reason"]) == ("i", "stop")
+    assert last["choices"][0]["token_ids"] == [105]
+    assert last["choices"][0]["logprobs"]["tokens"] == ["i"]
+    assert [warning["code"] for warning in last["warnings"]] == ["odd"]
+
+
 def test_a_failure_is_one_event_and_the_end() -> None:
     answer = an_answer()
     told = Told(answer, chat_dialect())

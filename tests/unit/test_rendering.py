@@ -232,7 +232,7 @@ def test_a_prompts_logprobs_come_back() -> None:
         TokenLogprobs(66, -0.5, 2, [65, 66], [-0.1, -0.5]),
         TokenLogprobs(67, -7.0, 90, [65, 66], [-0.1, -0.5]),
     ]
-    told = json.loads(msgspec.json.encode(prompt_chances(MODEL.tokenizer, entries)))
+    told = json.loads(msgspec.json.encode(prompt_chances(MODEL.tokenizer, entries, 2)))
     typed = msgspec.convert(told, list[dict[str, TokenChance] | None])
     assert prompt_entries([64, 66, 67], typed, "x") == entries
     with pytest.raises(InvalidRequest, match="the prompt has 2"):

@@ -6,7 +6,13 @@ import math
 
 import msgspec
 
-from gateway.text.logprobs import TextOffsets, chat_logprobs, completion_logprobs, shown
+from gateway.text.logprobs import (
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_chances,
+    shown,
+)
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
 from tests.support.tokenizers import real_tokenizer
@@ -66,6 +72,15 @@ def test_the_chosen_token_is_among_the_top_ones_of_a_completion() -> None:
     offsets = TextOffsets(tokenizer().detokenizer())
     shape = completion_logprobs(tokenizer(), [19556], [entry], offsets=offsets, num_top=1)
     assert shape.top_logprobs == [{" world": -0.1, "Hello": -7.0}]
+    shape = completion_logprobs(tokenizer(), [19556], [entry], offsets=offsets, num_top=0)
+    assert shape.top_logprobs == [{"Hello": -7.0}]
+
+
+def test_a_prompt_has_no_more_alternatives_than_were_asked_for() -> None:
+    entry = TokenLogprobs(19556, -7.0, 900, [905, 906], [-0.1, -0.2])
+    first, second = prompt_chances(tokenizer(), [entry], 1)
+    assert first is None
+    assert {token: chance["rank"] for token, chance in second.items()} == {905: 1, 19556: 900}
 
 
 def test_json_never_sees_infinity() -> None:
