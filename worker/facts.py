@@ -17,9 +17,9 @@ from protocol.facts import MachineFacts, ModelFacts
 from worker import device as machine
 from worker.kv_cache import block_bytes
 from worker.loading.errors import UnusableModel
+from worker.loading.header import read_header
 from worker.memory import free_bytes
 from worker.models.config import LlamaConfig
-from worker.models.load import read_files
 
 TELLING_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
@@ -56,10 +56,10 @@ def machine_facts(model: Path | None) -> MachineFacts:
 
 def model_facts(path: Path, dtype: torch.dtype) -> ModelFacts:
     """Raises UnusableModel, saying why in a line."""
-    files = read_files(path)
-    config = files.config
+    header = read_header(path)
+    config = header.config
     return ModelFacts(
-        name=files.name,
+        name=header.name,
         architecture=config.architecture,
         context_tokens=config.context_tokens,
         weights_bytes=num_weights(config) * dtype.itemsize,

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from tests.support.checkpoints import (
-    LLAMA3_ROPE,
-    VOCAB,
-    random_llama,
-    write_directory,
-    write_gguf,
-)
+from tests.support.checkpoints import LLAMA3_ROPE, random_llama, write_directory, write_gguf
+from tests.support.eager import Stepper, assert_same, expected, load, some_tokens
 from tests.support.model import smollm2_gguf
-from tests.support.paged import Row, attention_batch, scattered
-from worker.attention.base import Attention
 from worker.attention.reference import ReferenceAttention
-from worker.attention.select import select_attention
-from worker.kv_cache import KVCache
-from worker.models.load import LoadedModel, load_model
 
-BLOCK_TOKENS = 4
-CPU = torch.device("cpu")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -37,64 +23,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
-
-
-def load(path: Path) -> LoadedModel:
-    return load_model(path, dtype=torch.float32, device=CPU)
-
-
-@dataclass
-class Stepper:
-    """A model, its cache, and as many requests as `tokens`: each one's blocks lie scattered."""
-
-    loaded: LoadedModel
-    tokens: list[list[int]]
-    attention: Attention = field(
-        default_factory=lambda: select_attention(BLOCK_TOKENS, dtype=torch.float32)
-    )
-
-    def __post_init__(self) -> None:
-        config = self.loaded.config
-        sizes = [-(-len(tokens) // BLOCK_TOKENS) for tokens in self.tokens]
-        shape = (config.num_layers, sum(sizes) + 3, BLOCK_TOKENS)
-        shape += (config.num_kv_heads, config.head_dim)  # type: ignore[assignment]
-        self.cache = KVCache(*shape, torch.float32, CPU)
-        self.blocks = scattered(sum(sizes) + 3, *sizes)
-        self.computed = [0] * len(sizes)
-
-    def step(self, *counts: int) -> list[Tensor]:
-        """Compute so many further tokens of each request -> their logits. Decode rows first."""
-        order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: counts[i] > 1)
-        rows = [Row(self.computed[i], counts[i], self.blocks[i]) for i in order]
-        ids = [t for i in order for t in self.tokens[i][self.computed[i] :][: counts[i]]]
-        batch = attention_batch(rows, BLOCK_TOKENS)
-        hidden = self.loaded.model(torch.tensor(ids), batch, self.cache, self.attention)
-        logits = self.loaded.model.logits(hidden).split([row.count for row in rows])
-        self.computed = [done + n for done, n in zip(self.computed, counts, strict=True)]
-        result = [torch.empty(0, VOCAB)] * len(counts)
-        for i, part in zip(order, logits, strict=True):
-            result[i] = part
-        return result
-
-    def run(self, steps: list[tuple[int, ...]]) -> list[Tensor]:
-        """All steps -> each request's logits [tokens, V]."""
-        parts = [self.step(*counts) for counts in steps]
-        return [torch.cat([part[i] for part in parts]) for i in range(len(self.tokens))]
-
-
-def some_tokens(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab, (count,), generator=generator).tolist()
-
-
-@torch.inference_mode()
-def expected(model: Any, tokens: list[int]) -> Tensor:
-    """[tokens, V], by transformers, in one go."""
-    return model(torch.tensor([tokens])).logits[0]
-
-
-def assert_same(ours: Tensor, theirs: Tensor, atol: float = 1e-4) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -128,6 +56,43 @@ def test_a_gguf_file_holds_the_same_model(tmp_path: Path, variant: str) -> None:
     theirs, tokens = random_llama(**VARIANTS[variant]), some_tokens(40)
     stepper = Stepper(load(write_gguf(tmp_path / "tiny.gguf", theirs)), [tokens])
     assert_same(stepper.run([(40,)])[0], expected(theirs, tokens))
+
+
+LINEAR_ROPE = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
+FACTOR, OLD_FACTOR = "llama.rope.scaling.factor", "llama.rope.scale_linear"
+TYPE, WINDOW = "llama.rope.scaling.type", "llama.attention.sliding_window"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "same_as"),
+    [
+        ({FACTOR: 4.0}, LINEAR_ROPE),
+        ({OLD_FACTOR: 4.0}, LINEAR_ROPE),
+        ({FACTOR: 4.0, OLD_FACTOR: 9.0}, LINEAR_ROPE),
+        ({TYPE: "linear", OLD_FACTOR: 4.0}, LINEAR_ROPE),
+        ({FACTOR: 0.0}, {}),
+        ({TYPE: "linear"}, {}),
+        ({TYPE: "none", FACTOR: 4.0}, {}),
+        ({WINDOW: 512}, {}),
+        ({WINDOW: 0}, {}),
+    ],
+    ids=str,
+)
+def test_a_gguf_files_rope_scaling_means_what_it_means_to_llama_cpp(
+    tmp_path: Path, metadata: dict[str, Any], same_as: dict[str, Any]
+) -> None:
+    """The weights do not depend on it: one seed, one file."""
+    theirs, tokens = random_llama(**same_as), some_tokens(40)
+    path = write_gguf(tmp_path / "tiny.gguf", random_llama(), metadata=metadata)
+    assert_same(Stepper(load(path), [tokens]).run([(40,)])[0], expected(theirs, tokens))
+
+
+def test_linear_scaling_comes_on_top_of_each_pairs_own_factor(tmp_path: Path) -> None:
+    theirs, tokens = random_llama(rope_parameters=LLAMA3_ROPE), some_tokens(40)
+    path = write_gguf(tmp_path / "tiny.gguf", theirs, metadata={FACTOR: 2.0})
+    rotary = theirs.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq / 2
+    assert_same(Stepper(load(path), [tokens]).run([(40,)])[0], expected(theirs, tokens))
 
 
 def test_shards_and_half_precision_are_read_as_they_are(tmp_path: Path) -> None:

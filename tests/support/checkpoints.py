@@ -7,6 +7,7 @@ No two dimensions are equal: a transposed or misplaced tensor has the wrong shap
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,12 @@ def write_gguf(
     path: Path,
     model: LlamaForCausalLM,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    metadata: Mapping[str, float | str | int] | None = None,
 ) -> Path:
-    """As llama.cpp's converter does: query and key rows interleaved, vectors kept in float32."""
+    """As llama.cpp's converter does: query and key rows interleaved, vectors kept in float32.
+
+    metadata   keys to add
+    """
     config, tokenizer = model.config, tiny_tokenizer()
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -112,6 +117,9 @@ def write_gguf(
     for name, tensor in model.state_dict().items():
         _add_tensor(writer, config, name, tensor.numpy(), kind)
     _add_rope_scaling(writer, config)
+    for key, value in (metadata or {}).items():
+        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+        add[type(value)](key, value)  # type: ignore[operator]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

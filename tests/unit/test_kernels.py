@@ -19,8 +19,9 @@ from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear, pack_blocks, pack_dense
 from worker.kernels.twin import TorchKernels
 from worker.kv_cache import KVCache
-from worker.layers.rope import RopeConfig, inverse_frequencies, rotation
+from worker.layers.rope import inverse_frequencies, rotation
 from worker.loading.blocks import BlockKind
+from worker.models.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

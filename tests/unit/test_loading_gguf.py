@@ -154,6 +154,41 @@ def test_a_spoiled_header_is_read_or_refused_and_never_anything_else(
         load_model(path, dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
+        ({"llama.rope.scaling.attn_factor": 1.2}, "attn_factor is not supported"),
+        ({"llama.rope.scaling.factor": -2.0}, "not above zero"),
+        ({"llama.expert_count": 8}, "mixtures of experts"),
+    ],
+    ids=str,
+)
+def test_metadata_that_would_change_the_answers_are_refused(
+    tmp_path: Path, metadata: dict[str, Any], message: str
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", random_llama(), metadata=metadata)
+    assert message in refusal(path)
+
+
+def test_the_context_ends_with_the_attention_window(tmp_path: Path) -> None:
+    window = {"llama.attention.sliding_window": 100}
+    path = write_gguf(tmp_path / "tiny.gguf", random_llama(), metadata=window)
+    loaded = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+    assert (loaded.card.context_tokens, loaded.config.window) == (100, 100)
+
+
+def test_kinds_that_no_code_reads_are_known(tmp_path: Path) -> None:
+    for kind in Kind:
+        one = np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8)
+        try:
+            quants.dequantize(one, kind)
+            is_read = True
+        except NotImplementedError:
+            is_read = kind in PLAIN
+        assert GGMLType(kind).is_readable == is_read, kind.name
+
+
 def test_a_file_of_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.write_header_to_file()

@@ -26,11 +26,12 @@ from worker.kernels.twin import TorchKernels
 from worker.kv_cache import KVCache
 from worker.layers.by_rows import NEVER
 from worker.loading.errors import UnusableModel
+from worker.loading.header import read_header
 from worker.loading.weights import load_llama
 from worker.models.forms import maker
 from worker.models.llama import Llama
 from worker.models.llama_native import LINEARS
-from worker.models.load import LoadedModel, load_model, read_files
+from worker.models.load import LoadedModel, load_model, open_weights
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -91,20 +92,22 @@ def test_steps_of_many_rows_compute_with_dense_weights_and_say_the_same(
 ) -> None:
     """The first step has 14 rows, the second 9: both, one or none of them is for dense weights."""
     kernels = native_kernels()
-    files = read_files(directory)
+    header = read_header(directory)
     make = maker(kernels, "auto")
-    weights = load_llama(files.config, files.weights, dtype=torch.bfloat16, device=CPU, make=make)
+    weights = load_llama(
+        header.config, open_weights(header), dtype=torch.bfloat16, device=CPU, make=make
+    )
     linears = [getattr(layer, name) for layer in weights.layers for name in LINEARS]
     for linear in linears:
         assert linear.settle(from_rows) is linear
     weights.head = weights.head.settle(NEVER)
     packed = load(directory, kernels, torch.bfloat16, "packed")
-    both = replace(packed, model=Llama(files.config, weights, kernels))
+    both = replace(packed, model=Llama(header.config, weights, kernels))
     ours, theirs = answers(both), answers(packed)
     assert torch.equal(ours[0], theirs[0]) == (from_rows > 14)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0.03 * float(other.abs().max()))
-    x = randn(20, files.config.hidden, dtype=torch.bfloat16)
+    x = randn(20, header.config.hidden, dtype=torch.bfloat16)
     first = linears[0]
     for rows in (1, 9, 10, 20):
         expected = first.dense if rows >= from_rows else first.packed

@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from worker.layers.rope import (
-    FactorScaling,
-    RopeConfig,
-    attention_factor,
-    inverse_frequencies,
-    rotate,
-    rotation,
-)
+from worker.layers.rope import attention_factor, inverse_frequencies, rotate, rotation
 from worker.loading.errors import UnusableModel
 from worker.models.config import llama_config
+from worker.models.rope_config import FactorScaling, RopeConfig
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],

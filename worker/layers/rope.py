@@ -7,68 +7,18 @@ Legend: T tokens, H heads (queries and keys alike), D head dim.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class NoScaling:
-    """Angles as trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """All angles divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Slow pairs are slowed by `factor`, fast ones kept, those between the two limits blended.
-
-    A pair is fast if it turns more than `high_freq_factor` times in `original_context` tokens,
-    slow if fewer than `low_freq_factor` times.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class FactorScaling:
-    """Each pair's frequency divided by its own factor, as GGUF's `rope_freqs.weight` lists them."""
-
-    factors: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """Slow pairs are slowed by `factor`, fast ones kept, a ramp between; attention is sharpened.
-
-    `beta_fast`, `beta_slow`: turns in `original_context` tokens at the ends of the ramp.
-    `attention_factor` multiplies cos and sin.
-    """
-
-    factor: float
-    original_context: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-
-Scaling = NoScaling | LinearScaling | Llama3Scaling | FactorScaling | YarnScaling
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    theta: float
-    scaling: Scaling = NoScaling()
+from worker.models.rope_config import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NoScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
@@ -106,7 +56,8 @@ def _yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
-    slowed = ((torch.arange(num_pairs) - low) / max(high - low, 0.001)).clamp(0, 1)
+    width = high - low if high != low else 0.001  # a ramp that is a step
+    slowed = ((torch.arange(num_pairs) - low) / width).clamp(0, 1)
     return slowed * inv_freq / scaling.factor + (1 - slowed) * inv_freq
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,21 @@ _REQUIRED: Any = object()
 
 
 class Fields:
-    """`source` is what error messages call the mapping. null counts as absent."""
+    """`source` is what error messages call the mapping. null counts as absent, but not for `in`."""
 
     def __init__(self, values: Any, source: str) -> None:
         if not hasattr(values, "get"):
             raise UnusableModel(f"{source} is not an object")
         self._values = values
         self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def values(self) -> Iterable[Any]:
+        """Return all values, of fields that are read and of others."""
+        values: Iterable[Any] = self._values.values()
+        return values
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name)
@@ -47,7 +56,7 @@ class Fields:
             raise self._wrong(name, value, "above zero")
         return value
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def flag(self, name: str, default: bool = _REQUIRED) -> bool:
         value = self._found(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
@@ -61,6 +70,8 @@ class Fields:
 
     def _found(self, name: str, default: Any) -> Any:
         value = self.get(name, default)
+        if value is _REQUIRED and name in self:
+            raise UnusableModel(f"{self._source}: {name!r} is null")
         if value is _REQUIRED:
             raise UnusableModel(f"{self._source} has no {name!r}")
         return value

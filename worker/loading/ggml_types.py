@@ -50,7 +50,16 @@ class GGMLType(IntEnum):
         """(numbers, bytes) of a block."""
         return _BLOCKS[self]
 
+    @property
+    def is_readable(self) -> bool:
+        """Return whether its numbers can be read: here, or by the package."""
+        return self not in _UNREADABLE
 
+
+_UNREADABLE = frozenset(
+    {GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64, GGMLType.F64}
+    | {GGMLType.Q8_1, GGMLType.Q8_K, GGMLType.Q1_0}
+)
 _SINGLE = {"I8": 1, "F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "I64": 8, "F64": 8}
 _OF_32 = {"MXFP4": 17, "Q4_0": 18, "IQ4_NL": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}
 _OF_32 |= {"Q8_1": 40}

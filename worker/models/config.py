@@ -1,34 +1,83 @@
 """What a model of the Llama family is made of, read from a config.json that is not trusted.
 
 Everything that changes the computation is either understood here or refused by name: a model that
-loads computes what its makers meant.
+loads computes what its makers meant. Needs no torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from worker.layers.rope import (
-    LinearScaling,
-    Llama3Scaling,
-    NoScaling,
-    RopeConfig,
-    Scaling,
-    YarnScaling,
-)
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
+from worker.models.rope_config import RopeConfig, rope_config
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 MAX_DIMENSION = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
+class ConfigClass:
+    """A config class of transformers: the keys that it reads, and the value of each missing one.
+
+    ignored   keys that it does not read, whatever they say, and what that comes to
+    """
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any]
+    ignored: Mapping[str, Any]
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `config` with a value for each key that is read here."""
+        return {**self.defaults, **config, **self.ignored}
+
+    def is_nullable(self, key: str) -> bool:
+        """Return whether null means what a missing key means."""
+        return self.defaults[key] is None
+
+
+_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_parameters": None,
+    "tie_word_embeddings": False,
+}
+_LLAMA_DEFAULTS = _DEFAULTS | {"attention_bias": False, "mlp_bias": False}
+_MISTRAL_DEFAULTS = _DEFAULTS | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+CONFIG_CLASSES = (
+    ConfigClass("LlamaForCausalLM", "llama", _LLAMA_DEFAULTS, {"sliding_window": None}),
+    ConfigClass(
+        "MistralForCausalLM",
+        "mistral",
+        _MISTRAL_DEFAULTS,
+        {"attention_bias": False, "mlp_bias": False},
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """H query heads share H_kv key/value heads; head dim D need not be hidden / H."""
+    """H query heads share H_kv key/value heads; head dim D need not be hidden / H.
+
+    window   how far back attention sees, if that is less than the model's whole context. Attention
+             has no window here, which is the same within it: so the context ends with it
+    """
 
     architecture: str
     vocab_size: int
@@ -41,6 +90,7 @@ class LlamaConfig:
     context_tokens: int
     norm_eps: float
     rope: RopeConfig
+    window: int | None = None
     tied_embeddings: bool = False
     attention_bias: bool = False
     output_bias: bool = False
@@ -62,24 +112,36 @@ class LlamaConfig:
 
 
 def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """From the parsed config.json. Raises UnusableModel, naming the field."""
-    fields = Fields(config, "config.json")
-    architecture = _architecture(fields)
+    """Return the model that a parsed config.json describes.
+
+    A missing key has the value that transformers gives it, and null is accepted where transformers
+    accepts it. Raises UnusableModel, naming the field.
+    """
+    kind = config_class(config)
+    fields = Fields(kind.complete(config), "config.json")
     _refuse_the_unknown(fields)
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = num_heads
+    if not kind.is_nullable("num_key_value_heads") or fields.get("num_key_value_heads") is not None:
+        num_kv_heads = fields.integer("num_key_value_heads")
+    context_tokens, window = within_window(
+        fields.integer("max_position_embeddings"),
+        None if fields.get("sliding_window") is None else fields.integer("sliding_window"),
+    )
     attention_bias = fields.flag("attention_bias")
     return LlamaConfig(
-        architecture=architecture,
+        architecture=kind.architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden=hidden,
         intermediate=fields.integer("intermediate_size"),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=fields.integer("head_dim", hidden // max(num_heads, 1)),
-        context_tokens=fields.integer("max_position_embeddings", 2048),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields),
+        context_tokens=context_tokens,
+        window=window,
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=rope_config(fields),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=attention_bias,
         output_bias=attention_bias,
@@ -87,72 +149,53 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
-def _architecture(fields: Fields) -> str:
-    named = fields.get("architectures")
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
-        raise UnusableModel(f"architecture {named} is not supported; known: {list(ARCHITECTURES)}")
-    return str(named[0])
+def config_class(config: Mapping[str, Any]) -> ConfigClass:
+    """Return the class of a parsed config.json. Raises UnusableModel if it is not supported, or if
+    the config names two."""
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if architectures is None:
+        return _with_model_type(model_type)
+    for each in CONFIG_CLASSES:
+        if architectures == [each.architecture]:
+            if model_type in (None, each.model_type):
+                return each
+            raise UnusableModel(
+                f"config.json contradicts itself: {each.architecture} has the model_type "
+                f"{each.model_type!r}, not {model_type!r}; correct 'architectures' or 'model_type'"
+            )
+    known = ", ".join(each.architecture for each in CONFIG_CLASSES)
+    raise UnusableModel(f"architecture {architectures!r:.80} is not supported; supported: {known}")
+
+
+def _with_model_type(model_type: Any) -> ConfigClass:
+    for each in CONFIG_CLASSES:
+        if model_type == each.model_type:
+            return each
+    if model_type is None:
+        raise UnusableModel("config.json has neither 'architectures' nor 'model_type'")
+    known = ", ".join(each.model_type for each in CONFIG_CLASSES)
+    raise UnusableModel(f"model_type {model_type!r:.80} is not supported; supported: {known}")
+
+
+def within_window(context_tokens: int, window: int | None) -> tuple[int, int | None]:
+    """Return the tokens for which attention with a window is plain attention, and the window if
+    there are more."""
+    if window is None or window >= context_tokens:
+        return context_tokens, None
+    if window < 1:
+        raise UnusableModel(f"sliding_window {window} is not above zero")
+    return window, window
 
 
 def _refuse_the_unknown(fields: Fields) -> None:
-    """What would silently change the answers if it were ignored."""
-    activation = fields.get("hidden_act", "silu")
-    if activation != "silu":
+    """Refuse what would silently change the answers if it were ignored."""
+    activation = fields.text("hidden_act")
+    if activation not in ("silu", "swish"):
         raise UnusableModel(f"hidden_act {activation!r} is not supported, only 'silu'")
     if fields.get("quantization_config") is not None:
         method = Fields(fields.get("quantization_config"), "quantization_config").get(
             "quant_method"
         )
         raise UnusableModel(f"safetensors quantised with {method!r} are not supported")
-    context_tokens = fields.integer("max_position_embeddings", 2048)
-    window = fields.integer("sliding_window", context_tokens)
-    if window < context_tokens:
-        raise UnusableModel(f"sliding_window {window} is shorter than the context: not supported")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnusableModel("partial_rotary_factor is not supported")
-
-
-def _rope(fields: Fields) -> RopeConfig:
-    """Newer files write `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    rope = Fields(given, "rope_parameters")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    if theta <= 1:
-        raise UnusableModel(f"rope_theta {theta} is not above 1")
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnusableModel("partial_rotary_factor is not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return RopeConfig(theta, _scaling(kind, rope, fields))
-
-
-def _scaling(kind: Any, rope: Fields, fields: Fields) -> Scaling:
-    match kind:
-        case "default":
-            return NoScaling()
-        case "linear":
-            return LinearScaling(rope.positive("factor"))
-        case "llama3":
-            return Llama3Scaling(
-                factor=rope.positive("factor"),
-                low_freq_factor=rope.positive("low_freq_factor"),
-                high_freq_factor=rope.positive("high_freq_factor"),
-                original_context=rope.integer("original_max_position_embeddings"),
-            )
-        case "yarn":
-            return _yarn(rope, fields)
-    raise UnusableModel(f"rope_type {kind!r} is not supported")
-
-
-def _yarn(rope: Fields, fields: Fields) -> YarnScaling:
-    if rope.get("mscale") is not None or rope.get("mscale_all_dim") is not None:
-        raise UnusableModel("yarn with mscale is not supported")
-    factor = rope.positive("factor")
-    context = fields.integer("max_position_embeddings", 2048)
-    return YarnScaling(
-        factor=factor,
-        original_context=rope.integer("original_max_position_embeddings", context),
-        attention_factor=rope.number("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
-    )
+    if fields.get("per_layer_config") is not None:
+        raise UnusableModel("per_layer_config is not supported")

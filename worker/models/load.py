@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +15,16 @@ from protocol.model_card import ModelCard
 from worker.kernels.base import Kernels
 from worker.kernels.twin import TorchKernels
 from worker.loading.digest import digest
-from worker.loading.errors import UnusableModel
-from worker.loading.files import ModelFiles
-from worker.loading.gguf_llama import read_gguf
-from worker.loading.huggingface import PICKLES, read_directory
-from worker.loading.weights import load_llama
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_llama import GGUFWeights
+from worker.loading.header import ModelHeader, read_header
+from worker.loading.huggingface import SafetensorsWeights
+from worker.loading.weights import WeightSource, load_llama
 from worker.models.config import LlamaConfig
 from worker.models.forms import fitting, maker, settle
 from worker.models.llama import Llama, LlamaWeights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +51,34 @@ def load_model(
     kernels        torch's, if none are given; they must fit the model, or torch's are used
     measurements   folder where those of other starts are kept
     """
-    files = read_files(Path(path))
-    kernels = fitting(kernels or TorchKernels(), files.config)
+    header = read_header(Path(path))
+    config = header.config
+    if config.window is not None:
+        log.warning("the context ends with the attention window of %d tokens", config.window)
+    kernels = fitting(kernels or TorchKernels(), config)
     make = maker(kernels, weights)
-    loaded = load_llama(files.config, files.weights, dtype=dtype, device=device, make=make)
-    costs = settle(files.config, loaded, dtype, kernels, measurements)
-    card = _card(files, loaded, dtype)
-    return LoadedModel(Llama(files.config, loaded, kernels), card, files.config, costs)
+    loaded = load_llama(config, open_weights(header), dtype=dtype, device=device, make=make)
+    costs = settle(config, loaded, dtype, kernels, measurements)
+    card = _card(header, loaded, dtype)
+    return LoadedModel(Llama(config, loaded, kernels), card, config, costs)
 
 
-def read_files(path: Path) -> ModelFiles:
-    """Headers, and where the weights are. Raises UnusableModel, saying why in a line."""
-    if path.is_dir():
-        return read_directory(path)
-    if path.suffix in PICKLES:
-        raise UnusableModel(f"{path} is a pickle file, which can run code when read: not supported")
-    if not path.is_file():
-        raise UnusableModel(f"{path} does not exist")
-    return read_gguf(path)
+def open_weights(header: ModelHeader) -> WeightSource:
+    """Return a source of the tensors of a model whose header has been read."""
+    if isinstance(header.files, GGUFFile):
+        return GGUFWeights(header.files, header.config)
+    return SafetensorsWeights(header.files)
 
 
-def _card(files: ModelFiles, weights: LlamaWeights, dtype: torch.dtype) -> ModelCard:
-    text = files.text
+def _card(header: ModelHeader, weights: LlamaWeights, dtype: torch.dtype) -> ModelCard:
+    text = header.text
     memory = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors(weights)}
     return ModelCard(
-        name=files.name,
-        architecture=files.config.architecture,
-        digest=digest(files.paths, text.tokenizer, repr(files.config).encode()),
-        vocab_size=files.config.vocab_size,
-        context_tokens=files.config.context_tokens,
+        name=header.name,
+        architecture=header.config.architecture,
+        digest=digest(header.paths, text.tokenizer, repr(header.config).encode()),
+        vocab_size=header.config.vocab_size,
+        context_tokens=header.config.context_tokens,
         tokenizer=text.tokenizer,
         eos_token_ids=text.eos_token_ids,
         bos_token_id=text.bos_token_id,
@@ -86,7 +88,7 @@ def _card(files: ModelFiles, weights: LlamaWeights, dtype: torch.dtype) -> Model
         response_template=text.response_template,
         defaults=text.defaults,
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=_num_parameters(weights, tied=files.config.tied_embeddings),
+        num_parameters=_num_parameters(weights, tied=header.config.tied_embeddings),
         weights_bytes=sum(memory.values()),
         license=text.license,
     )

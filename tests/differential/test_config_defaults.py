@@ -1,0 +1,311 @@
+"""Each key of config.json that we read: missing, null and set, it means what it means to
+transformers, in the config and in the logits.
+
+Where transformers cannot read a config, we refuse it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from tests.support.checkpoints import VOCAB, tiny_tokenizer
+from tests.support.eager import Stepper, assert_same, expected, load, some_tokens
+from worker.layers.rope import attention_factor, inverse_frequencies
+from worker.loading.errors import UnusableModel
+from worker.models.config import CONFIG_CLASSES, LlamaConfig, llama_config
+
+MISSING: Any = object()
+NUM_TOKENS = 40
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-2,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+}
+MODEL_TYPES = {each.architecture: each.model_type for each in CONFIG_CLASSES}
+LLAMA, MISTRAL = MODEL_TYPES
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+SET: dict[str, list[Any]] = {
+    "vocab_size": [VOCAB - 1],
+    "hidden_size": [32],
+    "intermediate_size": [96],
+    "num_hidden_layers": [1],
+    "num_attention_heads": [4],
+    "num_key_value_heads": [2, 8],
+    "head_dim": [8],
+    "hidden_act": ["silu", "swish"],
+    "max_position_embeddings": [64],
+    "rms_norm_eps": [1e-5],
+    "rope_theta": [500.0],
+    "rope_parameters": [
+        {},
+        {"rope_theta": 500.0, "rope_type": "default"},
+        {"rope_type": "default"},
+        {"type": "linear", "factor": 4.0},
+        {"rope_type": "default", "type": "linear", "factor": 4.0},
+        {"rope_type": None, "type": "linear", "factor": 4.0},
+        LLAMA3,
+        YARN,
+    ],
+    "rope_scaling": [{}, {"type": "linear", "factor": 4.0}, {**LINEAR, "rope_theta": 500.0}],
+    "eos_token_id": [5, [5, 6]],
+    "tie_word_embeddings": [True, False],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "sliding_window": [16, 4096],
+    "original_max_position_embeddings": [128],
+    "partial_rotary_factor": [1.0],
+    "architectures": [],
+}
+"""Of each key the values that are tried beside missing and null."""
+ROPE_SET: dict[str, dict[str, list[Any]]] = {
+    "linear": {"rope_theta": [500.0], "factor": [2.0]},
+    "llama3": {
+        "rope_theta": [500.0],
+        "factor": [2.0],
+        "low_freq_factor": [2.0],
+        "high_freq_factor": [8.0],
+        "original_max_position_embeddings": [128],
+    },
+    "yarn": {
+        "rope_theta": [500.0],
+        "factor": [2.0],
+        "original_max_position_embeddings": [128],
+        "attention_factor": [1.5, 0.0],
+        "beta_fast": [16.0, 0.0],
+        "beta_slow": [4.0, 0.0],
+        "truncate": [True, False],
+        "mscale": [0.7],
+        "mscale_all_dim": [0.7],
+    },
+}
+"""The same for the parameters of each kind of rotary embedding."""
+
+FOLLOWS = ("num_key_value_heads", "head_dim")
+"""Keys whose default may be none: their value follows from others then."""
+
+
+@dataclass(frozen=True)
+class Case:
+    architecture: str
+    changes: dict[str, Any]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        whole = {"architectures": [self.architecture], "model_type": MODEL_TYPES[self.architecture]}
+        whole |= BASE | self.changes
+        return {key: value for key, value in whole.items() if value is not MISSING}
+
+    def __str__(self) -> str:
+        said = [
+            f"{key} {'missing' if value is MISSING else json.dumps(value)}"
+            for key, value in self.changes.items()
+        ]
+        return " ".join([self.architecture.removesuffix("ForCausalLM"), *said])
+
+
+def top_level() -> list[Case]:
+    return [
+        Case(architecture, {key: value})
+        for architecture in MODEL_TYPES
+        for key, values in SET.items()
+        for value in [MISSING, None, *values]
+    ]
+
+
+def of_rope() -> list[Case]:
+    cases = []
+    for base in (LINEAR, LLAMA3, YARN):
+        for key, values in ROPE_SET[base["rope_type"]].items():
+            for value in [MISSING, None, *values]:
+                rope = {k: v for k, v in (base | {key: value}).items() if v is not MISSING}
+                cases.append(Case(LLAMA, {"rope_parameters": rope}))
+    return cases
+
+
+COMBINED = [
+    {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rope_scaling": LINEAR},
+    {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rope_scaling": YARN},
+    {"rope_parameters": LLAMA3, "rope_scaling": {**LINEAR, "rope_theta": 700.0}},
+    {"rope_parameters": LLAMA3, "rope_scaling": LINEAR, "rope_theta": 700.0},
+    {"rope_parameters": LLAMA3, "rope_scaling": {}},
+    {"rope_parameters": LLAMA3, "rope_theta": 700.0},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64},
+    {"rope_scaling": YARN, "original_max_position_embeddings": 128},
+    {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128},
+    {"rope_scaling": YARN, "original_max_position_embeddings": None},
+    {"rope_scaling": LINEAR, "original_max_position_embeddings": None},
+    {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    {"rope_parameters": {**YARN, "factor": None, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    {"rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 4.0}},
+    {"rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}},
+    {"rope_parameters": {**LINEAR, "partial_rotary_factor": 1.0}, "rope_theta": None},
+    {"rope_parameters": {**LINEAR, "rope_theta": 500.0}, "rope_theta": None},
+]
+
+
+def cases() -> list[Case]:
+    combined = [Case(each, changes) for each in MODEL_TYPES for changes in COMBINED]
+    return [*top_level(), *of_rope(), *combined]
+
+
+def test_every_key_that_is_read_is_tried() -> None:
+    for kind in CONFIG_CLASSES:
+        assert {*kind.defaults, *kind.ignored} <= SET.keys()
+
+
+@pytest.mark.parametrize("kind", CONFIG_CLASSES, ids=lambda kind: kind.architecture)
+def test_the_defaults_are_those_of_the_config_class(kind: Any) -> None:
+    theirs = AutoConfig.for_model(kind.model_type)
+    rope = {"rope_theta": kind.defaults["rope_theta"], "rope_type": "default"}
+    assert theirs.rope_parameters == rope
+    assert not any(getattr(theirs, key, None) for key in kind.ignored)
+    for key in kind.defaults.keys() - {"rope_theta", "rope_parameters", *FOLLOWS}:
+        assert getattr(theirs, key) == kind.defaults[key], key
+    for key in FOLLOWS:
+        assert getattr(theirs, key) == kind.defaults[key] or kind.is_nullable(key), key
+
+
+def checkpoint(path: Path, case: Case) -> tuple[Path, Any]:
+    """Write the config as it is and weights of its sizes -> (path, the model of transformers).
+
+    Raises whatever transformers raises if it cannot use the config.
+    """
+    (path / "config.json").write_text(json.dumps(case.config))
+    tiny_tokenizer().save(str(path / "tokenizer.json"))
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, tensor in weights.items():
+        if name.endswith("bias"):
+            tensor.normal_(0, 0.3)
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def ends_of(theirs: Any) -> list[int]:
+    eos: int | list[int] | None = theirs.generation_config.eos_token_id
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def assert_same_config(ours: LlamaConfig, theirs: PretrainedConfig) -> None:
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "norm_eps": "rms_norm_eps",
+        "tied_embeddings": "tie_word_embeddings",
+    }
+    for our_name, their_name in names.items():
+        assert getattr(ours, our_name) == getattr(theirs, their_name), our_name
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    reach = theirs.max_position_embeddings
+    window = theirs.sliding_window if theirs.model_type == "mistral" else None
+    assert ours.context_tokens == min(reach, window or reach)
+    assert ours.window == (None if ours.context_tokens == reach else window)
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Case) -> None:
+    try:
+        path, theirs = checkpoint(tmp_path, case)
+        logits = expected(theirs, tokens := some_tokens(NUM_TOKENS, vocab=theirs.vocab_size))
+    except Exception:  # whatever it raises: it has many ways
+        with pytest.raises(UnusableModel):
+            llama_config(case.config)
+        return
+    ours = load(path)
+    assert_same_config(ours.config, theirs.config)
+    rotary = theirs.model.rotary_emb
+    frequencies = inverse_frequencies(ours.config.head_dim, ours.config.rope)
+    torch.testing.assert_close(frequencies, rotary.inv_freq)
+    assert attention_factor(ours.config.rope) == pytest.approx(rotary.attention_scaling)
+    assert ours.card.eos_token_ids == ends_of(theirs)
+    count = min(NUM_TOKENS, ours.card.context_tokens)
+    scale = max(1.0, float(logits.abs().max()) / 20)  # wide models sum up more rounding
+    assert_same(Stepper(ours, [tokens[:count]]).run([(count,)])[0], logits[:count], 1e-4 * scale)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": None}}, "'partial_rotary_factor' is null"),
+        ({"rope_parameters": {"full_attention": LINEAR}}, "differs between layers"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor 1.0 is not"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ],
+    ids=str,
+)
+def test_what_transformers_computes_and_we_do_not_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnusableModel, match=message):
+        llama_config(Case(LLAMA, changes).config)
+
+
+@pytest.mark.parametrize(("theta", "warnings"), [(500.0, 1), (1e4, 0)])
+def test_a_theta_that_rope_scaling_leaves_out_is_warned_of(
+    theta: float, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    assert llama_config(Case(LLAMA, rope | {"rope_scaling": LINEAR}).config).rope.theta == 1e4
+    assert len(caplog.records) == warnings
+
+
+def test_a_window_changes_the_answer_just_behind_the_context_that_is_served(tmp_path: Path) -> None:
+    """So a longer context would be wrong, and a shorter one is not needed."""
+    path, theirs = checkpoint(tmp_path, Case(MISTRAL, {"sliding_window": 16}))
+    plain = json.loads((path / "config.json").read_text()) | {"sliding_window": None}
+    (path / "config.json").write_text(json.dumps(plain))
+    ours, tokens = load(path), some_tokens(17)
+    logits = Stepper(ours, [tokens]).run([(17,)])[0]
+    assert_same(logits[:16], expected(theirs, tokens)[:16])
+    assert (logits[16] - expected(theirs, tokens)[16]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_head_of_its_own_wins_over_tied_embeddings(tmp_path: Path, is_copy: bool) -> None:
+    path, theirs = checkpoint(tmp_path, Case(LLAMA, {"tie_word_embeddings": True}))
+    weights = dict(theirs.state_dict())
+    head = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"] = head if is_copy else head.flip(0)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    theirs, tokens = AutoModelForCausalLM.from_pretrained(path).eval(), some_tokens(20)
+    ours = load(path)
+    assert ours.config.tied_embeddings == is_copy
+    assert_same(Stepper(ours, [tokens]).run([(20,)])[0], expected(theirs, tokens))

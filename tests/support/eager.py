@@ -1,0 +1,78 @@
+"""A loaded model, stepped without a worker: its eager decoder against that of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.checkpoints import VOCAB
+from tests.support.paged import Row, attention_batch, scattered
+from worker.attention.base import Attention
+from worker.attention.select import select_attention
+from worker.kv_cache import KVCache
+from worker.models.load import LoadedModel, load_model
+
+BLOCK_TOKENS = 4
+CPU = torch.device("cpu")
+
+
+def load(path: Path) -> LoadedModel:
+    return load_model(path, dtype=torch.float32, device=CPU)
+
+
+@dataclass
+class Stepper:
+    """A model, its cache, and as many requests as `tokens`: each one's blocks lie scattered."""
+
+    loaded: LoadedModel
+    tokens: list[list[int]]
+    attention: Attention = field(
+        default_factory=lambda: select_attention(BLOCK_TOKENS, dtype=torch.float32)
+    )
+
+    def __post_init__(self) -> None:
+        config = self.loaded.config
+        sizes = [-(-len(tokens) // BLOCK_TOKENS) for tokens in self.tokens]
+        shape = (config.num_layers, sum(sizes) + 3, BLOCK_TOKENS)
+        shape += (config.num_kv_heads, config.head_dim)  # type: ignore[assignment]
+        self.cache = KVCache(*shape, torch.float32, CPU)
+        self.blocks = scattered(sum(sizes) + 3, *sizes)
+        self.computed = [0] * len(sizes)
+
+    def step(self, *counts: int) -> list[Tensor]:
+        """Compute so many further tokens of each request -> their logits. Decode rows first."""
+        order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: counts[i] > 1)
+        rows = [Row(self.computed[i], counts[i], self.blocks[i]) for i in order]
+        ids = [t for i in order for t in self.tokens[i][self.computed[i] :][: counts[i]]]
+        batch = attention_batch(rows, BLOCK_TOKENS)
+        hidden = self.loaded.model(torch.tensor(ids), batch, self.cache, self.attention)
+        logits = self.loaded.model.logits(hidden).split([row.count for row in rows])
+        self.computed = [done + n for done, n in zip(self.computed, counts, strict=True)]
+        result = [torch.empty(0, VOCAB)] * len(counts)
+        for i, part in zip(order, logits, strict=True):
+            result[i] = part
+        return result
+
+    def run(self, steps: list[tuple[int, ...]]) -> list[Tensor]:
+        """All steps -> each request's logits [tokens, V]."""
+        parts = [self.step(*counts) for counts in steps]
+        return [torch.cat([part[i] for part in parts]) for i in range(len(self.tokens))]
+
+
+def some_tokens(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab, (count,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def expected(model: Any, tokens: list[int]) -> Tensor:
+    """[tokens, V], by transformers, in one go."""
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def assert_same(ours: Tensor, theirs: Tensor, atol: float = 1e-4) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)

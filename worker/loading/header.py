@@ -1,0 +1,95 @@
+"""What the files of a model say before any weight is read. Needs no torch.
+
+    path -> config, tensors (compared with the config), tokenizer and templates
+
+Whatever makes a model unusable is found here, so that it can be refused before a server starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from worker.loading.directory_text import directory_text
+from worker.loading.errors import UnusableModel
+from worker.loading.fields import Fields, read_json
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_header import gguf_config, hf_names
+from worker.loading.gguf_text import gguf_text
+from worker.loading.safetensors_files import DTYPES, PICKLES, SafetensorsFiles, weight_files
+from worker.loading.text import TextFacts
+from worker.models.config import LlamaConfig, llama_config
+from worker.models.tensors import EMBEDDING, HEAD_WEIGHT, check_tensors
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHeader:
+    """paths: the weight files, in a fixed order; kinds: of each tensor (by the name that `config`'s
+    tensors have) the type of its numbers, as the format names it."""
+
+    name: str
+    config: LlamaConfig
+    files: SafetensorsFiles | GGUFFile
+    kinds: dict[str, str]
+    text: TextFacts
+    paths: list[Path]
+
+
+def read_header(path: Path) -> ModelHeader:
+    """Read a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line."""
+    if path.is_dir():
+        return _directory_header(path)
+    if path.suffix in PICKLES:
+        raise UnusableModel(f"{path} is a pickle file, which can run code when read: not supported")
+    if not path.is_file():
+        raise UnusableModel(f"{path} does not exist")
+    return _gguf_header(path)
+
+
+def _directory_header(path: Path) -> ModelHeader:
+    config_json = read_json(path / "config.json")
+    config = llama_config(config_json)
+    paths = weight_files(path)
+    text = directory_text(path, Fields(config_json, "config.json"), config.vocab_size)
+    files = SafetensorsFiles(paths)
+    config = _as_tied_as_the_files(config, files)
+    check_tensors(config, {name: tensor.shape for name, tensor in files.tensors.items()})
+    kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
+    _check_kinds(kinds, DTYPES)
+    return ModelHeader(path.resolve().name, config, files, kinds, text, paths)
+
+
+def _gguf_header(path: Path) -> ModelHeader:
+    file = GGUFFile(path)
+    config, names = gguf_config(file), hf_names(file)
+    check_tensors(config, {ours: file.tensors[theirs].shape for ours, theirs in names.items()})
+    kinds = {ours: file.tensors[theirs].kind for ours, theirs in names.items()}
+    for name, kind in kinds.items():
+        if not kind.is_readable:
+            raise UnusableModel(f"{path}: {kind.name} (of {name}) is not supported")
+    text = gguf_text(Fields(file.metadata, str(path)), config.vocab_size)
+    of_names = {name: kind.name for name, kind in kinds.items()}
+    return ModelHeader(path.stem, config, file, of_names, text, [path])
+
+
+def _as_tied_as_the_files(config: LlamaConfig, files: SafetensorsFiles) -> LlamaConfig:
+    """Trust a head of its own that differs from the embeddings more than the config, as
+    transformers does."""
+    both = EMBEDDING in files.tensors and HEAD_WEIGHT in files.tensors
+    if not (config.tied_embeddings and both) or files.are_equal(EMBEDDING, HEAD_WEIGHT):
+        return config
+    log.warning(
+        "tie_word_embeddings is true, but %s differs from the embeddings: it is used, not tied",
+        HEAD_WEIGHT,
+    )
+    return replace(config, tied_embeddings=False)
+
+
+def _check_kinds(kinds: dict[str, str], supported: Iterable[str]) -> None:
+    for name, kind in kinds.items():
+        if kind not in supported:
+            raise UnusableModel(f"{name} has dtype {kind}; supported: {', '.join(supported)}")
