@@ -77,6 +77,26 @@ def name_of(pid: int, proc: Path = PROC) -> str:
     return modules[0] if modules else Path(words[0]).name if words else "?"
 
 
+def age_s_of(pid: int, proc: Path = PROC) -> float | None:
+    """Return the seconds since a process began; None for one that is gone."""
+    stat = stat_of(pid, proc)
+    try:
+        since_boot = float((proc / "uptime").read_text().split()[0])
+    except OSError:
+        return None
+    return None if stat is None else since_boot - stat.started / os.sysconf("SC_CLK_TCK")
+
+
+def memory_of(pid: int, proc: Path = PROC) -> int:
+    """Return the bytes of memory that a process has, with its share of what it shares; 0 for one
+    that is gone."""
+    try:
+        lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
 def is_stopped(pid: int) -> bool:
     """Whether it is stopped (SIGSTOP, SIGTSTP) and computes nothing until somebody lets it go on.
     False where nobody can tell, and for one that is gone."""

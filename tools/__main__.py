@@ -10,7 +10,9 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
+from pathlib import Path
 from typing import Protocol
 
 from tools import (
@@ -33,6 +35,7 @@ from tools.bench import command as bench
 from tools.bench import step as bench_step
 from tools.failure import Failure
 from tools.flags import OneLineParser
+from tools.other_servers import OPTIONS
 from tools.top import command as top
 
 DESCRIPTION = (
@@ -40,6 +43,8 @@ DESCRIPTION = (
 )
 
 BENCH_STEP = "bench step"
+STARTERS = (serve.run, engine.run)
+"""What starts engines, and so has the options for which other servers have other names."""
 
 EXAMPLES = """\
 a first minute:
@@ -105,8 +110,22 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         tool.add_arguments(made)
-        made.set_defaults(run=tool.run)
+        made.set_defaults(run=tool.run, parser=made)
     return whole
+
+
+def _check_command(words: Sequence[str]) -> None:
+    """Raise Failure for a command that does not exist, with the one that may be meant."""
+    names = [name for name, _, _ in COMMANDS]
+    word = words[0] if words else ""
+    if word.startswith("-") or word in names:
+        return
+    if Path(word).suffix == ".gguf" or Path(word).is_dir():
+        hint = f": to serve it, say: tidegate serve {word}"
+    else:
+        close = get_close_matches(word, names, n=1)
+        hint = f": did you mean {close[0]}?" if close else ""
+    raise Failure(f"no command {word!r}{hint}  (see tidegate --help)", exit_code=2)
 
 
 def _commands(arguments: Sequence[str]) -> list[str]:
@@ -117,8 +136,15 @@ def _commands(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(_commands(sys.argv[1:] if arguments is None else arguments))
+    words = _commands(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        parser().print_help()
+        return 0
     try:
+        _check_command(words)
+        options, unknown = parser().parse_known_args(words)
+        if unknown:
+            options.parser.refuse(unknown, OPTIONS if options.run in STARTERS else {})
         code: int = options.run(options)
     except Failure as failure:
         print(f"tidegate: {failure}", file=sys.stderr)

@@ -9,30 +9,21 @@ from __future__ import annotations
 import argparse
 
 from protocol.client import Engine
-from protocol.config.gateway import GatewayConfig
 from protocol.errors import EngineNotReady
-from protocol.sockets import engine_address, run_directory
+from protocol.sockets import engine_address
 from tools.failure import Failure
-from tools.flags import flags_of
-from tools.run_lock import holder
+from tools.servers import add_server, local_server
 
 WAIT_S = 3.0
 
 
-def add_port(parser: argparse.ArgumentParser) -> None:
-    (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
-    parser.add_argument(
-        port.name, default=port.default, type=port.read, metavar=port.metavar, help=port.help
-    )
-
-
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """--port, or --engine and what that may need."""
-    add_port(parser)
+    """Add --port and --url, and --engine with what that may need."""
+    add_server(parser)
     parser.add_argument(
         "--engine",
         metavar="ADDRESS",
-        help="an engine by its address (ipc://PATH, tcp://HOST:PORT), instead of a port",
+        help="an engine by its address (ipc://PATH, tcp://HOST:PORT), instead of a server",
     )
     parser.add_argument(
         "--cluster-key", default="", metavar="FILE", help="the key of its cluster, for TCP"
@@ -41,9 +32,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 def connect(options: argparse.Namespace, name: str) -> Engine:
     """Raises Failure where there is none, or it is not ready."""
-    if options.engine is None and holder(run_directory(options.port)) is None:
-        raise Failure(f"no server runs on port {options.port}; start one: tidegate serve")
-    address = options.engine or engine_address(options.port)
+    address = options.engine or engine_address(local_server(options).port)
     try:
         return Engine(address, name=name, wait_s=WAIT_S, cluster_key=options.cluster_key)
     except EngineNotReady as error:

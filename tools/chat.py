@@ -18,6 +18,7 @@ from typing import Any
 
 from tools.conversation import Answer, Conversation, no_server
 from tools.failure import Failure
+from tools.servers import add_server, server_url
 from tools.web import KEY_VARIABLE, Server
 
 DESCRIPTION = "Talk to a running server. Answers stream; Ctrl-C stops an answer, Ctrl-D ends."
@@ -37,7 +38,7 @@ FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    add_server(parser)
     parser.add_argument("--api-key", help=f"where the server wants one (default: ${KEY_VARIABLE})")
     parser.add_argument("--model", help="which of its models (default: the first)")
     parser.add_argument("--system", help="a system prompt")
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    server = Server(options.url, options.api_key or os.environ.get(KEY_VARIABLE, ""))
+    server = Server(server_url(options), options.api_key or os.environ.get(KEY_VARIABLE, ""))
     model = options.model or server.first_model()
     if model is None:
         raise no_server(server)

@@ -127,6 +127,11 @@ def _serve(solo: SoloConfig, engine: EngineConfig, lock: int, started: float) ->
     def phase(text: str) -> None:
         say(f"{time.monotonic() - started:6.1f} s  {text}")
 
+    def ready(model: str | None) -> None:
+        run_lock.describe(lock, run_lock.LockFacts(url=engine.address, model=model or ""))
+        say(_welcome(engine, model, time.monotonic() - started))
+
+    run_lock.describe(lock, run_lock.LockFacts(url=engine.address))
     phase(f"model {engine.worker.model}")
     return supervise(
         [engine_command("engine", engine, lock)],
@@ -136,7 +141,7 @@ def _serve(solo: SoloConfig, engine: EngineConfig, lock: int, started: float) ->
         max_restarts=solo.max_restarts,
         on_started=lambda children: phase(f"engine started (pid {children[0].pid})"),
         on_listening=lambda: None,
-        on_ready=lambda model: say(_welcome(engine, model, time.monotonic() - started)),
+        on_ready=ready,
     )
 
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, get_args
 
 import msgspec
 from msgspec import NODEFAULT, inspect
+
+from tools.other_servers import advice
 
 C = TypeVar("C", bound=msgspec.Struct)
 
@@ -100,6 +102,21 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def refuse(self, unknown: Sequence[str], others: Mapping[str, str]) -> NoReturn:
+        """End with the unknown options among the words that nothing took, and with advice.
+
+        others   options of other servers and what takes their place
+        """
+        options = [word for word in unknown if word.startswith("-")]
+        if not options:
+            self.error(f"unexpected {' '.join(unknown)!r}")
+        known = [name for action in self._actions for name in action.option_strings]
+        told = []
+        for option in options:
+            hint = advice(option, known, others)
+            told.append(f"unknown option {option}" + (f": {hint}" if hint else ""))
+        self.error("; ".join(told))
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (-[^:]+):", r"\1", message)

@@ -7,6 +7,8 @@ folder of the same name; write ./NAME for the folder.
 from __future__ import annotations
 
 import argparse
+import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from protocol.exit_codes import ExitCode
@@ -36,10 +38,24 @@ def resolve(model: str, cache: Path, *, text_only: bool = False) -> Path:
             raise _unusable(f"{path} is no Hugging Face model directory: it has no {needed}")
         return path
     if not path.is_file():
-        raise _unusable(f"no model {model!r}: it is no path here and no name of {_names()}")
+        raise _unusable(f"no model {model!r}: {_instead(model)}")
     if path.suffix != ".gguf":
         raise _unusable(f"{path} is neither a .gguf file nor a Hugging Face directory")
     return path
+
+
+def _instead(model: str) -> str:
+    """Return what to type for a MODEL that is neither here nor in the catalogue."""
+    hub = re.fullmatch(r"[\w.-]+/([\w.-]+)", model)
+    name = (hub[1] if hub else model).lower()
+    if close := get_close_matches(name, CATALOGUE, n=1, cutoff=0.5):
+        return f"did you mean {close[0]}?"
+    if hub:
+        return (
+            "nothing is fetched from the Hugging Face hub; fetch it first (hf download "
+            f"{model} --local-dir {hub[1]}), then name its folder"
+        )
+    return f"it is no path here and no name of {_names()}"
 
 
 def _unusable(why: str) -> Failure:

@@ -39,6 +39,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A run directory.
 
     name       the HTTP port of a server, or "engine-..." of an engine that runs alone
+    url        of the server, or the engine's address; "" of one that has not said it
+    model      the name of what it serves; "" until it is known
     pid        of its first process, as it has said; None where nobody holds the directory
     leads      that process is there
     processes  all that belong to it
@@ -46,6 +48,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
+    url: str = ""
+    model: str = ""
     pid: int | None
     leads: bool
     processes: list[Process]
@@ -80,9 +84,12 @@ def look(base: Path, proc: Path = PROC) -> Found:
             continue
         own = _family(_holding(directory / run_lock.LOCK, running, proc), running)
         pid = run_lock.holder(directory)
+        facts = run_lock.LockFacts() if pid is None else run_lock.facts(directory)
         places.append(
             Place(
                 name=directory.name,
+                url=facts.url,
+                model=facts.model,
                 pid=pid,
                 leads=pid in running,
                 processes=[] if pid is None else [running[each] for each in sorted(own)],

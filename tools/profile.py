@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Self
 
 from protocol.client import Engine
-from protocol.config.gateway import GatewayConfig
 from protocol.errors import EngineNotReady, ServingError
 from protocol.messages import Profiled
 from protocol.process_state import PROC, all_stats, families, name_of
-from protocol.sockets import engine_address, run_directory
+from protocol.sockets import engine_address
 from tools.bench.report import aligned
 from tools.failure import Failure
-from tools.flags import flags_of
-from tools.run_lock import holder
+from tools.servers import add_server, local_server
 
 DESCRIPTION = """\
 Record what the worker of a running server does in its next steps, as a Chrome trace, and how much
@@ -51,10 +49,7 @@ class Sample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
-    parser.add_argument(
-        port.name, default=port.default, type=port.read, metavar=port.metavar, help=port.help
-    )
+    add_server(parser)
     parser.add_argument(
         "--steps", type=int, default=50, metavar="N", help="how many (default %(default)s)"
     )
@@ -75,14 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    pid = holder(run_directory(options.port))
-    if pid is None:
-        raise Failure(f"no server runs on port {options.port}; start one: tidegate serve")
+    server = local_server(options)
     directory = str(Path(options.directory).expanduser().absolute())
     try:
         with (
-            Engine(engine_address(options.port), name="profile", wait_s=WAIT_S) as engine,
-            Sampler(pid) as sampler,
+            Engine(engine_address(server.port), name="profile", wait_s=WAIT_S) as engine,
+            Sampler(server.pid) as sampler,
         ):
             profiled = engine.profile(options.steps, directory, wait_s=options.wait_s)
     except EngineNotReady as error:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import msgspec
 
+from protocol.process_state import age_s_of, memory_of
 from tools.places import Found, Place, base_directory, look
 
 DESCRIPTION = """\
-List the servers and engines of this user on this machine with their processes, who has which GPU,
-and what others have left behind: sockets that nobody answers, processes whose supervisor is gone.
+List the servers and engines of this user on this machine: model, URL, time since the start, memory,
+processes, who has which GPU, and what others have left behind: sockets that nobody answers,
+processes whose supervisor is gone.
 """
 
 EXAMPLES = """\
@@ -21,18 +24,48 @@ examples:
 """
 
 
+class Usage(msgspec.Struct, frozen=True):
+    """What a server takes: seconds since its supervisor began, bytes of memory of all its
+    processes."""
+
+    age_s: float | None = None
+    memory_bytes: int = 0
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it as one JSON line")
 
 
 def run(options: argparse.Namespace) -> int:
     found = look(base_directory())
-    print(msgspec.json.encode(found).decode() if options.json else told(found))
+    usages = {place.name: usage_of(place) for place in found.places}
+    if options.json:
+        print(msgspec.json.encode(_listed(found, usages)).decode())
+    else:
+        print(told(found, usages))
     return 0
 
 
-def told(found: Found) -> str:
-    lines = [line for place in found.places if place.state != "free" for line in _place(place)]
+def usage_of(place: Place) -> Usage:
+    if place.pid is None:
+        return Usage()
+    memory = sum(memory_of(process.pid) for process in place.processes)
+    return Usage(age_s_of(place.pid), memory)
+
+
+def _listed(found: Found, usages: dict[str, Usage]) -> dict[str, Any]:
+    """Return `found` as JSON, each place with its usage."""
+    listed: dict[str, Any] = msgspec.to_builtins(found)
+    for place in listed["places"]:
+        place |= msgspec.to_builtins(usages[place["name"]])
+    return listed
+
+
+def told(found: Found, usages: dict[str, Usage]) -> str:
+    lines = []
+    for place in found.places:
+        if place.state != "free":
+            lines += _place(place, usages[place.name])
     for stray in found.strays:
         lines.append(f"stray    {stray.name} (pid {stray.pid}), of no server: kill {stray.pid}")
     for name, holders in found.devices.items():
@@ -40,11 +73,25 @@ def told(found: Found) -> str:
     return "\n".join(lines) or "nothing runs, and nothing was left behind"
 
 
-def _place(place: Place) -> list[str]:
+def _place(place: Place, usage: Usage) -> list[str]:
     what = "engine" if place.name.startswith("engine-") else "port"
+    serves = f" {place.model}" if place.leads and place.model else ""
+    where = f" at {place.url}" if place.leads and place.url else ""
     who = f" (pid {place.pid})" if place.pid is not None else ""
-    lines = [f"{what:<8} {place.name}: {place.state}{who}"]
+    takes = "" if usage.age_s is None else f", up {duration(usage.age_s)}"
+    takes += f", {usage.memory_bytes / (1 << 30):.2f} GiB" if usage.memory_bytes else ""
+    lines = [f"{what:<8} {place.name}: {place.state}{serves}{where}{who}{takes}"]
     lines += [f"         {each.name} (pid {each.pid})" for each in place.processes]
     if place.pid is None:
         lines.append(f"         sockets without anybody behind them: {', '.join(place.sockets)}")
     return lines
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in its two largest units: "3 d 4 h", "5 min 2 s", "7 s"."""
+    left, parts = int(seconds), []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        number, left = divmod(left, size)
+        if number:
+            parts.append(f"{number} {unit}")
+    return " ".join(parts[:2]) or "0 s"

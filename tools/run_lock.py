@@ -2,7 +2,8 @@
 
 The lock is a file that the kernel lets one process lock (flock). The children inherit the locked
 descriptor, so the directory stays taken until the last of them is gone, even if we are killed: a
-new server cannot bind its sockets where an old engine is about to clear up.
+new server cannot bind its sockets where an old engine is about to clear up. Its text is the pid of
+the server, and a line of JSON (`LockFacts`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
+
 from protocol.exit_codes import ExitCode
 from protocol.sockets import make_private
 from tools.failure import Failure
 
 LOCK = "pid"
 LISTENING = "0A"  # the state column of /proc/net/tcp
+
+
+class LockFacts(msgspec.Struct, frozen=True):
+    """What a server says of itself beside its pid; each is "" until it is known."""
+
+    url: str = ""
+    model: str = ""
 
 
 PORT_TAKEN = ("a server already runs on port {}", "--port")
@@ -41,8 +51,24 @@ def hold(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> int:
         os.close(lock)
         raise Failure(_taken(directory, *taken), exit_code=ExitCode.IN_USE) from None
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    describe(lock, LockFacts())
     return lock
+
+
+def describe(lock: int, facts: LockFacts) -> None:
+    """Write the holder's pid and `facts` into the lock, for other tools of this user."""
+    text = b"%d\n%s\n" % (os.getpid(), msgspec.json.encode(facts))
+    os.pwrite(lock, text, 0)
+    os.ftruncate(lock, len(text))
+
+
+def facts(directory: Path) -> LockFacts:
+    """Return what the holder of `directory` said last; nothing if it said nothing."""
+    try:
+        said = (directory / LOCK).read_text().split("\n")[1]
+        return msgspec.json.decode(said, type=LockFacts)
+    except (OSError, LookupError, msgspec.DecodeError):
+        return LockFacts()
 
 
 def holder(directory: Path) -> int | None:
@@ -52,7 +78,7 @@ def holder(directory: Path) -> int | None:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         with contextlib.suppress(OSError, ValueError):
-            return int((directory / LOCK).read_text())
+            return int((directory / LOCK).read_text().partition("\n")[0])
     except OSError:
         pass
     return None

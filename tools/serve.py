@@ -191,9 +191,16 @@ def run(options: argparse.Namespace) -> int:
             _make_key(wanted.directory / RUN_KEY)
         else:
             check_key(wanted.serve.cluster_key)
+        _describe(lock, wanted, wanted.gateway.served_name)
         return _serve(_with_model_path(wanted), lock, started)
     finally:
         os.close(lock)
+
+
+def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
+    """Write down where the server is, and the first of its model's names, for other tools."""
+    model = next(filter(None, names), "")
+    run_lock.describe(lock, run_lock.LockFacts(url=plan.url, model=model))
 
 
 def _make_key(file: Path) -> None:
@@ -254,6 +261,10 @@ def _serve(plan: Plan, lock: int, started: float) -> int:
     def started_all(children: Sequence[Child]) -> None:
         phase(", ".join(f"{child.name} started (pid {child.pid})" for child in children))
 
+    def ready(model: str | None) -> None:
+        _describe(lock, plan, [model])
+        say(_welcome(plan, model, time.monotonic() - started))
+
     if plan.engines or plan.serve.render_only:
         phase(f"model {plan.engine.worker.model}")
     return supervise(
@@ -266,7 +277,7 @@ def _serve(plan: Plan, lock: int, started: float) -> int:
         on_listening=lambda: phase(
             "gateway answers" + ("; the model is loading" if plan.engines else "")
         ),
-        on_ready=lambda model: say(_welcome(plan, model, time.monotonic() - started)),
+        on_ready=ready,
     )
 
 

@@ -13,21 +13,19 @@ from typing import Any
 import msgspec
 
 from protocol.client import Engine
-from protocol.config.gateway import GatewayConfig
 from protocol.errors import EngineError
 from protocol.messages import Limits
-from protocol.sockets import engine_address, run_directory
+from protocol.sockets import engine_address
 from protocol.stats import EngineStats
-from tools.failure import Failure
-from tools.flags import flags_of
-from tools.run_lock import holder
-from tools.web import Server, local_url
+from tools.servers import RunningServer, add_server, local_server
+from tools.web import Server
 
 DESCRIPTION = "Show whether a server is ready and what it does."
 
 EXAMPLES = """\
 examples:
-  tidegate status                 of the server on port 8000
+  tidegate status                 of the only server that runs here
+  tidegate status --port 8001     of the server on this port
   tidegate status --json          the same, for programs
 """
 
@@ -35,24 +33,17 @@ WAIT_S = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options = {flag.field: flag for flag in flags_of(GatewayConfig)}
-    for field in ("host", "port"):
-        flag = options[field]
-        parser.add_argument(
-            flag.name, default=flag.default, type=flag.read, metavar=flag.metavar, help=flag.help
-        )
+    add_server(parser)
     parser.add_argument("--json", action="store_true", help="print it as one JSON line")
 
 
 def run(options: argparse.Namespace) -> int:
     """Exit code 0 if the server and all its engines are ready, 1 if not. Raises Failure where there
     is none."""
-    pid = holder(run_directory(options.port))
-    if pid is None:
-        raise Failure(f"no server runs on port {options.port}; start one: tidegate serve")
-    answer = Server(local_url(options.host, options.port)).get("/readyz", timeout_s=WAIT_S)
+    server = local_server(options)
+    answer = Server(server.url).get("/readyz", timeout_s=WAIT_S)
     status, body = answer or (None, b"")
-    looked = _look(pid, status, body, engine_address(options.port))
+    looked = _look(server, status, body)
     print(msgspec.json.encode(looked).decode() if options.json else _told(looked))
     return 0 if looked.ready else 1
 
@@ -66,6 +57,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     pid: int
+    url: str
     ready: bool
     http: int | None
     engines: list[tuple[str, dict[str, Any]]] = []
@@ -77,15 +69,17 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stats: EngineStats | None = None
 
 
-def _look(pid: int, http: int | None, body: bytes, address: str) -> Looked:
+def _look(server: RunningServer, http: int | None, body: bytes) -> Looked:
+    pid, address = server.pid, engine_address(server.port)
     is_ready = http == HTTPStatus.OK
     if several := _several(body):
         is_ready = is_ready and all(state["ready"] for _, state in several)
-        return Looked(pid=pid, ready=is_ready, http=http, engines=several)
+        return Looked(pid=pid, url=server.url, ready=is_ready, http=http, engines=several)
     try:
         with Engine(address, name="status", wait_s=WAIT_S) as engine:
             return Looked(
                 pid=pid,
+                url=server.url,
                 ready=is_ready,
                 http=http,
                 model=engine.model.name,
@@ -95,11 +89,11 @@ def _look(pid: int, http: int | None, body: bytes, address: str) -> Looked:
                 stats=engine.look(0).stats,
             )
     except EngineError as error:
-        return Looked(pid=pid, ready=False, http=http, why=str(error))
+        return Looked(pid=pid, url=server.url, ready=False, http=http, why=str(error))
 
 
 def _told(looked: Looked) -> str:
-    lines = [f"server   pid {looked.pid}", f"http     {_http(looked.http)}"]
+    lines = [f"server   {looked.url} (pid {looked.pid})", f"http     {_http(looked.http)}"]
     lines += [_one_of_several(role, state) for role, state in looked.engines]
     if looked.why is not None:
         lines.append(f"engine   not ready: {looked.why}")

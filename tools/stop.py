@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tools.failure import Failure
 from tools.places import Found, Place, Process, base_directory, clear, look, processes
+from tools.servers import add_server, local_server
 
 DESCRIPTION = """\
 Stop servers of this user: open requests may finish. What was left behind goes as well: processes
@@ -25,6 +26,7 @@ server that could be named here; whoever started them may want them.
 
 EXAMPLES = """\
 examples:
+  tidegate stop                the only server that runs here
   tidegate stop 8000           the server on that port
   tidegate stop --all          all servers and engines of this user on this machine
   tidegate stop 8000 --kill    at once; what was open is lost
@@ -35,6 +37,7 @@ LOOK_EVERY_S = 0.05
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="PORT", help="or a name that `ps` shows")
+    add_server(parser)
     parser.add_argument("--all", action="store_true", help="all of this user")
     parser.add_argument("--kill", action="store_true", help="at once, without asking")
     parser.add_argument(
@@ -47,10 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if bool(options.names) == options.all:
-        raise Failure("name ports, or say --all", exit_code=2)
+    names = [] if options.all else options.names or [_only(options)]
+    if options.all and (options.names or options.port or options.url):
+        raise Failure("name servers, or say --all: not both", exit_code=2)
     base = base_directory()
-    places = chosen(look(base), options.names)
+    places = chosen(look(base), names)
     victims = [each for place in places for each in asked(place, everybody=options.kill)]
     leaving = [each for place in places for each in place.processes]
     _signal(victims, signal.SIGKILL if options.kill else signal.SIGTERM)
@@ -60,6 +64,11 @@ def run(options: argparse.Namespace) -> int:
     if not leaving and not any(place.sockets for place in places):
         print("nothing ran, and nothing was left behind")
     return 0
+
+
+def _only(options: argparse.Namespace) -> str:
+    """Return the name of the server that --port or --url names, or of the only one."""
+    return str(local_server(options, otherwise="see: tidegate ps").port)
 
 
 def chosen(found: Found, names: Sequence[str]) -> list[Place]:

@@ -136,5 +136,7 @@ def _port(parts: Any, url: str) -> int | None:
     try:
         port: int | None = parts.port
     except ValueError:
-        raise Failure(f"--url {url!r} has a port that is no port", exit_code=2) from None
+        raise Failure(
+            f"--url {url!r}: the port must be a number from 0 to 65535", exit_code=2
+        ) from None
     return port

@@ -149,6 +149,19 @@ def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_non
     assert machine.place("8001").processes == []
 
 
-def test_it_has_to_be_said_what_is_to_stop(machine: Machine) -> None:
-    for words in (["stop"], ["stop", "8001", "--all"]):
-        assert "name ports, or say --all" in machine.tool(*words, code=2)
+def test_the_only_server_is_stopped_and_of_several_one_has_to_be_named(machine: Machine) -> None:
+    assert "no server runs here; see: tidegate ps" in machine.tool("stop", code=1)
+    assert "name servers, or say --all" in machine.tool("stop", "8001", "--all", code=2)
+    machine.serve("8001")
+    machine.serve("8002")
+    assert "2 servers run here: 8001, 8002; choose with --port" in machine.tool("stop", code=2)
+    assert "stopped  8002 (3" in machine.tool("stop", "--port", "8002", "--kill")
+    assert "stopped  8001 (3 processes)" in machine.tool("stop", "--kill")
+
+
+def test_age_and_memory_of_a_server_are_listed(machine: Machine) -> None:
+    machine.serve("8001")
+    (listed,) = msgspec.json.decode(machine.tool("ps", "--json"))["places"]
+    assert listed["age_s"] > 0
+    assert listed["memory_bytes"] > 1 << 20
+    assert ", up " in machine.tool("ps")

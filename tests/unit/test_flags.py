@@ -41,6 +41,7 @@ def test_every_field_but_wiring_is_an_option() -> None:
     for _, config in ROOMS:
         fields = {field.name for field in msgspec.structs.fields(config)}
         wiring = {"model", "address", "worker", "engine", "card", "measurements"}
+        wiring |= {"recommended_sampling"}
         wiring |= {"api_key_digests", "supervisor_digest"}
         if config is not ServeConfig:
             wiring |= {"cluster_key", "kv_export", "kv_address"}

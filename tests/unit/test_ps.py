@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from protocol.devices import Holder
 from tools.places import Found, Place, Process, look
-from tools.ps import told
+from tools.ps import Usage, duration, told
 from tools.stop import asked, chosen
 
 SUPERVISOR, ENGINE = Process(10, 1, 5, "tools"), Process(11, 10, 6, "engine_core")
@@ -19,23 +21,37 @@ def place(**fields) -> Place:
 
 
 def test_each_state_of_a_place_is_told() -> None:
-    lost = place(leads=False, processes=[ENGINE])
+    named = place(name="7000", url="http://127.0.0.1:7000", model="small")
+    lost = place(name="8001", leads=False, processes=[ENGINE])
     stale = place(name="engine-ab", pid=None, leads=False, processes=[])
     free = place(name="8002", pid=None, leads=False, processes=[], sockets=[])
+    usages = {"7000": Usage(3725.0, 3 << 29), "8000": Usage(5.2), "8001": Usage()}
     holder = Holder(pid=13, place="engine-cd", model="small", since=1.7e9, shares=True)
     strays, devices = [Process(12, 1, 7, "worker")], {"gpu-0a1b": [holder]}
-    text = told(Found([place(), lost, stale, free], strays, devices))
+    found = Found([named, place(), lost, stale, free], strays, devices)
+    text = told(found, usages | {"engine-ab": Usage()})
     assert text.splitlines() == [
-        "port     8000: serves (pid 10)",
+        "port     7000: serves small at http://127.0.0.1:7000 (pid 10), up 1 h 2 min, 1.50 GiB",
         "         tools (pid 10)",
         "         engine_core (pid 11)",
-        "port     8000: lost its supervisor (pid 10)",
+        "port     8000: serves (pid 10), up 5 s",
+        "         tools (pid 10)",
+        "         engine_core (pid 11)",
+        "port     8001: lost its supervisor (pid 10)",
         "         engine_core (pid 11)",
         "engine   engine-ab: left behind",
         "         sockets without anybody behind them: engine.sock",
         "stray    worker (pid 12), of no server: kill 12",
         "device   gpu-0a1b: pid 13 (small as engine-cd, since 2023-11-14 22:13:20 UTC, shared)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (61, "1 min 1 s"), (86400, "1 d"), (90061, "1 d 1 h")],
+)
+def test_a_time_span_is_told_in_its_two_largest_units(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
 
 
 def test_the_first_process_is_asked_and_the_others_where_it_is_gone() -> None:

@@ -29,6 +29,7 @@ from tools.bench.stats import Run, Summary, summarize
 from tools.conversation import no_server
 from tools.failure import Failure
 from tools.flags import add_flags, build
+from tools.servers import add_server, server_url
 from tools.web import KEY_VARIABLE, Server
 
 DESCRIPTION = """\
@@ -62,17 +63,18 @@ class Target:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = msgspec.structs.fields(BenchConfig)[0].default
-    parser.add_argument(
-        "url", nargs="?", default=default, metavar="URL", help=f"the server (default {default})"
-    )
+    parser.add_argument("server", nargs="?", metavar="URL", help="the same as --url URL")
+    add_server(parser)
     add_flags(parser, BenchConfig, title="the benchmark")
 
 
 def run(options: argparse.Namespace) -> int:
     """Exit code 1 if a request failed."""
     try:
-        config = build(BenchConfig, vars(options), url=options.url)
+        if options.server and (options.url or options.port):
+            raise Failure("URL, --url and --port all name the server: give one", exit_code=2)
+        options.url = options.url or options.server
+        config = build(BenchConfig, vars(options), url=server_url(options))
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
     seed = config.seed or random.SystemRandom().randrange(1, SEEDS)
