@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import time
 
 import zmq
@@ -60,6 +61,10 @@ TICK_MS = 250
 """Leases and the step's deadline are looked at so often, those of requests when they come."""
 
 
+class Dismissed(Exception):
+    """This process was asked to end at once (SIGQUIT)."""
+
+
 class Loop:
     """One engine_core process at work.
 
@@ -100,7 +105,7 @@ class Loop:
 
     def run(self) -> None:
         """Returns when drained; `drained_by` says who asked for it first. Raises WorkerLost when
-        the worker is."""
+        the worker is, and Dismissed; all clients are sent the cause."""
         poller = zmq.Poller()
         sources = (self._mail.socket, self._workers.socket, self._workers.death, self._wakeup)
         for source in (*sources, self._grammars.fd):
@@ -121,7 +126,8 @@ class Loop:
         if self._engine is not None:
             self._mail.tell_each(self._engine.tick(now))
         if self._wakeup in ready:
-            os.read(self._wakeup, 4096)
+            if signal.SIGQUIT in os.read(self._wakeup, 4096):
+                raise Dismissed("the engine was stopped, as another process of its server failed")
             self._drain("by a signal")
         if self._workers.socket in ready:
             self._hear_worker(now)

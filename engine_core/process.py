@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from engine_core.journal.file import Writer
-from engine_core.loop import Loop
+from engine_core.loop import Dismissed, Loop
 from engine_core.workers import WorkerLost
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
@@ -67,6 +67,9 @@ def run(config: EngineConfig) -> int:
     except WorkerLost as error:
         log.error("%s", error)
         return error.exit_code
+    except Dismissed as order:
+        log.info("%s", order)
+        return ExitCode.OK
     except Exception:
         log.exception("the engine failed")
         return ExitCode.FAILED
@@ -79,12 +82,10 @@ def run(config: EngineConfig) -> int:
 
 
 def _signals() -> int:
-    """A file descriptor that becomes readable when we are asked to stop.
-
-    Handlers do nothing else.
-    """
+    """Return a file descriptor from which the numbers of the signals that ask this process to stop
+    can be read, one byte each: SIGQUIT at once, the others when open requests have finished."""
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writable)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, lambda *_: None)
     return readable

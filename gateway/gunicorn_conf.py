@@ -33,11 +33,27 @@ workers = _config.gateways
 
 
 class Worker(GeventWorker):  # type: ignore[misc]
-    """gunicorn's, which has no hook for a connection that has not asked for anything yet."""
+    """gunicorn's gevent worker, with a hook for new connections and an end that clients see.
+
+    gunicorn's own worker cuts its open responses off when it is asked to quit, and when its master
+    is gone. This one sends each client an error first.
+    """
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         _service(self).idle_connections.opened(client)
         super().handle(listener, client, addr)
+
+    def handle_quit(self, sig: int, frame: Any) -> None:
+        """End open answers with an error now, then leave as after SIGTERM."""
+        self.alive = False
+        if getattr(self, "wsgi", None) is not None:  # it may still start
+            _service(self).ends_at_once = True
+
+    def notify(self) -> None:
+        """Report to the master, once a second; quit if the master is gone."""
+        super(GeventWorker, self).notify()
+        if self.ppid != os.getppid():
+            self.handle_quit(signal.SIGQUIT, None)
 
 
 worker_class = Worker
@@ -66,9 +82,9 @@ if workers > 1:  # before prometheus_client is imported: see gateway/metrics.py
 
 
 def post_fork(_server: Any, _worker: Any) -> None:
-    """In the worker, first of all. gunicorn's own look at its parent comes once a second, and only
-    when it serves."""
-    die_with_parent(signal.SIGTERM)
+    """In the worker, first of all. `Worker.notify` looks for its master only once a second, and
+    only when it serves."""
+    die_with_parent(signal.SIGQUIT)
 
 
 def post_worker_init(worker: Any) -> None:

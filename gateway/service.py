@@ -38,7 +38,7 @@ from gateway.threads import result_of
 from gateway.tracing import tracing_to
 from protocol.cluster_key import read_cluster_key
 from protocol.config.gateway import GatewayConfig
-from protocol.errors import Draining, EngineNotReady, ServingError, UnknownModel
+from protocol.errors import Draining, EngineLost, EngineNotReady, ServingError, UnknownModel
 from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard
 from protocol.sockets import engine_address
@@ -77,6 +77,7 @@ def _engine_of(config: GatewayConfig, metrics: Metrics) -> AnyEngine:
 
 class Service:
     """is_draining   whether this process is on its way out; set by whoever runs it
+    ends_at_once  answers end now, with an error, instead of going on for `drain_s`; set likewise
     give_up       called with the reason where an option and the first model exclude each other; set
                   by whoever runs it
 
@@ -91,6 +92,7 @@ class Service:
         self.metrics = Metrics(lambda: self.engine.lines, self._model_name)
         self.engine: AnyEngine = _engine_of(config, self.metrics)
         self.is_draining: Callable[[], bool] = lambda: False
+        self.ends_at_once = False
         self.give_up: Callable[[str], None] = lambda why: None
         self.tracing = tracing_to(config.otlp_traces_endpoint, self._model_name)
         self.idle_connections = IdleConnections()
@@ -140,12 +142,22 @@ class Service:
                 continue
             draining_since = draining_since or time.monotonic()
             self.idle_connections.close()
-            if time.monotonic() - draining_since >= self.config.drain_s:
+            if self.ends_at_once or time.monotonic() - draining_since >= self.config.drain_s:
                 self._end_answers()
 
     def _end_answers(self) -> None:
         for answer in list(self._answers):
-            answer.fail(Draining("this server was shut down before the answer was complete"))
+            answer.fail(self._last_words())
+
+    def _last_words(self) -> ServingError:
+        """Return the error that ends an open answer when this process leaves."""
+        if not self.ends_at_once:
+            return Draining("this server was shut down before the answer was complete")
+        for line in self.engine.lines:
+            if isinstance(trouble := line.engine.trouble(), EngineLost):
+                which = f"{line.role} engine" if line.role else "engine"
+                return EngineLost(f"the server stops: the {which} was lost: {trouble.message}")
+        return Draining("the server stops after a failure, before the answer was complete")
 
     def model(self, name: str | None = None) -> ServedModel:
         """Raises EngineNotReady, EngineLost or Draining where nothing can be served now, and

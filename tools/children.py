@@ -46,6 +46,8 @@ class Command:
     stands_for    the server's exit code where this one's end is the server's
     tells         of its own codes those that mean what they mean in `ExitCode`
     revives       it starts what it has started again when that dies
+    survivors_s   how long the processes that it has started may live on after its death, to send
+                  their clients an error
     """
 
     name: str
@@ -56,6 +58,7 @@ class Command:
     stands_for: int = ExitCode.FAILED
     tells: Collection[int] = ()
     revives: bool = False
+    survivors_s: float = 0.0
 
 
 class Child:
@@ -63,6 +66,7 @@ class Child:
 
     def __init__(self, command: Command) -> None:
         self.name = command.name
+        self.survivors_s = command.survivors_s
         self._command = command
         self._lifeline = Lifeline()
         self._process = subprocess.Popen(
@@ -114,8 +118,8 @@ class Child:
         return Exit(self.name, code, last_words([*self._lines, rest]), stands_for)
 
     def kill(self, pid: int) -> None:
-        """One of those that the child has started, and that is stopped: it cannot go by itself."""
-        if Stopped(self.name, pid, is_child=False) in self.stopped():
+        """Kill the child alone, or a process that it has started, if that is stopped (SIGSTOP)."""
+        if any(each.pid == pid for each in self.stopped()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -37,6 +37,7 @@ from tools.fetch import home
 from tools.flags import add_flags, build
 from tools.layout import RUN_KEY, Engines, check_reachable, engines_of, wired, with_model
 from tools.models import resolve
+from tools.supervisor import STOP_S
 from tools.watch import say, supervise
 from tools.web import KEY_VARIABLE, Server, local_url
 
@@ -165,6 +166,7 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
         keeps_open=[lock],
         stands_for=ExitCode.GATEWAY_LOST,
         revives=True,
+        survivors_s=STOP_S,
     )
     engines = [engine_command(name, engine, lock) for name, engine in plan.engines.items()]
     return [gateway, *engines]

@@ -12,9 +12,11 @@ The laws, beside the table of phases:
   good one: the others are drained;
 - a drain stops the children one after the other, those who take requests first, so that whoever
   still streams keeps the processes it needs;
-- who does not stop in time is killed; a second Ctrl-C kills at once;
-- a process that somebody has stopped (SIGSTOP) answers nobody: if others would start it again, it
-  is killed;
+- a failure ends the others at once (SIGQUIT): each sends its clients an error and leaves. A drain
+  (SIGTERM) lets open requests finish;
+- a process that does not stop in time is killed; a second Ctrl-C kills at once;
+- a process that was stopped by a signal (SIGSTOP) answers nobody: if it would be started again, it
+  is killed, and it alone: what it has started may still send its clients an error;
 - the end comes when no child is left and none is to come back, and only then.
 """
 
@@ -29,7 +31,7 @@ from protocol.exit_codes import DRAINED, KILLED, ExitCode
 from tools.restarts import Restarts
 
 STOP_S = 5.0
-"""After a failure, how long the others have to leave by themselves: to tell their clients."""
+"""After a failure, how long the other processes have to send their clients an error and leave."""
 UNUSED_STOP_S = 1.0
 """The same before the server was ready: nobody waits for an answer."""
 SAME_WISH_S = 0.5
@@ -141,7 +143,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One of the processes that `child` has started."""
+    """Kill one process alone: `child` itself, or one that it has started."""
 
     child: str
     pid: int
@@ -262,14 +264,12 @@ class Supervisor:
         if self.phase not in (Phase.STARTING, Phase.SERVING, Phase.RESTARTING):
             return orders
         for each in [each for each, began in since.items() if now - began >= STOPPED_S]:
-            if each.is_child and self._restarts.is_on:
-                end: Order = Send(each.child, signal.SIGKILL)
-            elif not each.is_child and each.child in self._revives:
-                end = Kill(each.child, each.pid)
-            else:
+            comes_back = self._restarts.is_on if each.is_child else each.child in self._revives
+            if not comes_back:
                 continue  # whoever has stopped it may let it go on
             words = f"{each.child}: process {each.pid} has been stopped for {STOPPED_S:g} s"
-            orders += [Say(f"{words}; it is killed and comes back", is_failure=True), end]
+            say = Say(f"{words}; it is killed and comes back", is_failure=True)
+            orders += [say, Kill(each.child, each.pid)]
         return orders
 
     def _moves(self, event: Event) -> bool:
@@ -313,7 +313,7 @@ class Supervisor:
         self._late_at, self._code = now + patience_s, code
         self._due.clear()
         self._told.update(self.alive)
-        stops = [Send(child, signal.SIGTERM) for child in self.alive]
+        stops = [Send(child, signal.SIGQUIT) for child in self.alive]
         return [Say(cause, is_failure=True), *stops]
 
     def _left(self, exit: Exit) -> list[Order]:

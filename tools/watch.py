@@ -143,6 +143,7 @@ class Watch:
         self._on_ready = on_ready
         self._look_at = time.monotonic()
         self._lost_at = 0.0
+        self._bury_at: dict[str, float] = {}  # children that are dead, but not what they started
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeups, selectors.EVENT_READ, self._hear_signals)
         self._selector.register(readiness.news, selectors.EVENT_READ, self._hear_readiness)
@@ -160,13 +161,15 @@ class Watch:
                     if code is not None:
                         return code
                 now = time.monotonic()
-                self._obey(self._supervisor.tick(now))
+                code = self._obey([*self._bury_due(now), *self._supervisor.tick(now)])
+                if code is not None:
+                    return code
                 self._look(now)
 
     def _patience(self) -> float:
         deadline = self._supervisor.deadline
-        until = self._look_at if deadline is None else min(deadline, self._look_at)
-        return max(0.0, until - time.monotonic())
+        times = [self._look_at, *self._bury_at.values(), *([] if deadline is None else [deadline])]
+        return max(0.0, min(times) - time.monotonic())
 
     def _look(self, now: float) -> None:
         if now < self._look_at:
@@ -179,20 +182,33 @@ class Watch:
         def printed() -> list[Order]:
             if not child.relay():
                 self._selector.unregister(child.output)
+                if child.name in self._bury_at:
+                    return self._bury(child)
             return []
 
         def exited() -> list[Order]:
             self._selector.unregister(child.pidfd)
-            if child.output in self._selector.get_map():
-                self._selector.unregister(child.output)
-            del self._children[child.name]
             now = time.monotonic()
             if self._supervisor.phase is Phase.SERVING:
                 self._lost_at = now
-            return self._supervisor.exited(child.bury(), now)
+            if child.survivors_s and child.output in self._selector.get_map():
+                self._bury_at[child.name] = now + child.survivors_s  # or when its output ends
+                return []
+            return self._bury(child)
 
         self._selector.register(child.output, selectors.EVENT_READ, printed)
         self._selector.register(child.pidfd, selectors.EVENT_READ, exited)
+
+    def _bury_due(self, now: float) -> list[Order]:
+        due = [name for name, when in self._bury_at.items() if when <= now]
+        return [order for name in due for order in self._bury(self._children[name])]
+
+    def _bury(self, child: Child) -> list[Order]:
+        self._bury_at.pop(child.name, None)
+        if child.output in self._selector.get_map():
+            self._selector.unregister(child.output)
+        del self._children[child.name]
+        return self._supervisor.exited(child.bury(), time.monotonic())
 
     def _hear_signals(self) -> list[Order]:
         now = time.monotonic()

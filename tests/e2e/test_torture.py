@@ -7,8 +7,8 @@ One server for those cells that it survives, so that it is started once.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
-from itertools import product, starmap
 from pathlib import Path
 
 import pytest
@@ -17,18 +17,20 @@ from tests.support.kill_storm import ABORTED, FAILED, end_of_stream, storm
 from tests.support.memory_slope import measure
 from tests.support.small_requests import FINISHED, LEFT, REFUSED
 from tests.support.torture import (
+    CELLS,
     DECODE,
     ENGINE,
     GATEWAY,
     IDLE,
     KILL,
-    MOMENTS,
+    MASTER,
     PREFILL,
-    SIGNALS,
+    PREFILLER,
+    SPLIT,
+    SPLIT_RESTARTS,
     START,
     STOP,
     SUPERVISOR,
-    VICTIMS,
     WORKER,
     Cell,
     Row,
@@ -87,6 +89,25 @@ def test_what_each_process_has_is_read_while_small_requests_of_all_kinds_end_wel
 
 
 @pytest.mark.parametrize(
+    ("kind", "cells"),
+    [
+        (SPLIT_RESTARTS, [(MASTER, DECODE, KILL), (PREFILLER, DECODE, KILL)]),
+        (SPLIT, [(PREFILLER, PREFILL, KILL)]),
+    ],
+)
+def test_every_stream_of_a_split_ends_with_an_answer_or_an_error_and_done(
+    model: Path, kind: str, cells: list[tuple[str, str, signal.Signals]]
+) -> None:
+    rows: list[Row] = []
+    with Scene(model, kind) as scene:
+        for cell in cells:
+            rows.append(scene.strike(Cell(*cell, kind)))
+            assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
+        scene.stop(rows[-1])
+        assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
+
+
+@pytest.mark.parametrize(
     "lines",
     [
         [],
@@ -102,10 +123,10 @@ def test_a_stream_without_exactly_one_end_is_found(lines: list[bytes]) -> None:
 
 
 def test_every_cell_has_a_fate_and_who_departs_from_it_is_complained_of() -> None:
-    for cell in starmap(Cell, product(VICTIMS, MOMENTS, SIGNALS)):
+    for cell in CELLS:
         fate = fate_of(cell)
-        end = "" if cell.moment in (START, IDLE) else "error: the worker was killed"
-        well = Row(cell, end=end, end_s=0.5, unready_s=0.5, again_s=None if fate.codes else 2.0)
+        ends = [] if cell.moment in (START, IDLE) else ["error: the worker was killed"] * 2
+        well = Row(cell, ends=ends, end_s=0.5, unready_s=0.5, again_s=None if fate.codes else 2.0)
         well.code = min(fate.codes, default=None)
         assert well.complaints() == []
         assert replace(well, orphans=[7]).complaints() == ["left behind: [7]"]
@@ -113,8 +134,15 @@ def test_every_cell_has_a_fate_and_who_departs_from_it_is_complained_of() -> Non
         if fate.is_unready:
             assert replace(well, unready_s=2.5).complaints() == ["unready after 2.50"]
             assert replace(well, unready_s=2.5).complaints(slack=2) == []
-        if end:
-            assert replace(well, end="").complaints() == ["the open request never ended"]
-        if end and fate.is_told:
-            assert replace(well, end="broken: reset").complaints()
+        if ends:
+            assert replace(well, ends=[*ends, ""]).complaints() == ["an open stream never ended"]
+            broken = replace(well, ends=[*ends, "broken: reset"])
+            assert bool(broken.complaints()) != fate.breaks
+        if ends and fate.is_told:
+            assert replace(well, ends=["finished"]).complaints()
             assert replace(well, end_s=5.5).complaints()
+
+
+def test_only_the_death_of_the_gateway_process_may_break_streams_off() -> None:
+    breaks = {(cell.victim, cell.signal) for cell in CELLS if fate_of(cell).breaks}
+    assert breaks == {(GATEWAY, KILL), (GATEWAY, STOP)}

@@ -221,6 +221,16 @@ def test_sigterm_finishes_what_is_open_refuses_what_is_new_and_exits_0(own: Proc
     assert isinstance(refusals[0], Draining)
 
 
+def test_sigquit_ends_what_is_open_with_an_error_at_once_and_exits_0(own: Process) -> None:
+    with connect(own) as engine:
+        answer = engine.generate([5], max_tokens=1900, ignore_eos=True)
+        next(answer)
+        own.program.signal(signal.SIGQUIT)
+        with pytest.raises(EngineLost, match="another process of its server failed"):
+            answer.tokens()
+    assert own.program.end() == ExitCode.OK
+
+
 def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> None:
     with connect(own) as engine:
         answer = engine.generate([5], max_tokens=1000, ignore_eos=True)

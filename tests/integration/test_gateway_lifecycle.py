@@ -206,6 +206,28 @@ def test_a_stream_that_outlasts_the_drain_is_told_so_as_its_last_event(address: 
         engine.await_abort(engine.generates[0].request)
 
 
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGKILL])
+def test_a_stream_whose_server_fails_ends_with_an_error_and_done_long_before_the_drain_would(
+    address: str, number: signal.Signals
+) -> None:
+    """SIGQUIT is the supervisor's word; of SIGKILL, the master's process knows by its parent."""
+    with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=600) as gateway:
+        gateway.await_ready()
+        engine.script = lambda generate: says("z" * 100_000)
+        engine.step_s = 0.05
+        with connect(gateway.port) as client, client.makefile("rb") as file:
+            send_post(client, CHAT, {"messages": HI, "stream": True})
+            _, headers = read_head(file)
+            engine.await_generates(1)
+            gateway.process.send_signal(number)
+            body = read_body(file, headers)
+        assert body.endswith(b"data: [DONE]\n\n")
+        error: Any = events_of(body)[-1]
+        assert error["error"]["message"].startswith("the server stops after a failure")
+        engine.await_abort(engine.generates[0].request)
+        assert gateway.wait() == (0 if number is signal.SIGQUIT else -signal.SIGKILL)
+
+
 def test_a_gateway_starts_without_the_heavy_libraries(address: str) -> None:
     """What a process has loaded is seen from outside, once it serves."""
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address) as gateway:

@@ -98,6 +98,31 @@ def test_a_killed_child_takes_all_others_with_it_and_the_cause_is_told(victim: i
         assert eventually(lambda: not any(map(is_alive, started)))
 
 
+SURVIVOR = """
+import subprocess, sys
+code = "import sys, time; sys.stdin.read(); time.sleep(SLEEP_S); print('an error', flush=True)"
+helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+print("helper", helper.pid, file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("sleep_s", "is_told"), [(0.2, True), (1000, False)])
+def test_what_a_gateway_had_started_may_tell_its_clients_after_its_death(
+    sleep_s: float, is_told: bool
+) -> None:
+    port = free_port()
+    code = (SURVIVOR + dedent(GATEWAY)).replace("SLEEP_S", str(sleep_s)).replace("PORT", str(port))
+    commands = [["gateway", code], ["engine", DEAF]]
+    told = {"port": port, "commands": commands, "survivors_s": 30.0 if is_told else 0.1}
+    with Program(["-P", SUPERVISED, json.dumps(told)]) as program:
+        program.line_with("ready")
+        helper = helper_of(program)
+        os.kill(pids(program)[0], SIGKILL)
+        assert program.end() == 128 + SIGKILL
+        assert ("an error" in program.err) == is_told, program.said
+        assert eventually(lambda: not is_alive(helper))
+
+
 def test_a_child_that_fails_to_start_is_told_by_its_last_error() -> None:
     with supervised(BROKEN) as program:
         assert program.end() == 1

@@ -1,7 +1,7 @@
 """A supervisor of its own process, over small children: run as a program by the tests.
 
-argv: JSON {"port": int, "drain_s": float, "max_restarts": int, "commands": [[name, python source],
-...]}; the first is taken for a gateway.
+argv: JSON {"port": int, "drain_s": float, "max_restarts": int, "survivors_s": float, "commands":
+[[name, python source], ...]}; the first is taken for a gateway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ def main() -> int:
     wanted = json.loads(sys.argv[1])
     return supervise(
         [
-            Command(name, [sys.executable, "-P", "-c", code], revives=number == 0)
+            Command(
+                name,
+                [sys.executable, "-P", "-c", code],
+                revives=number == 0,
+                survivors_s=(number == 0) * wanted.get("survivors_s", 0.0),
+            )
             for number, (name, code) in enumerate(wanted["commands"])
         ],
         Server(f"http://127.0.0.1:{wanted['port']}"),

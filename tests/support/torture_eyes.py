@@ -16,13 +16,17 @@ PATIENCE_S = 1.0
 
 
 class Eye:
-    """Asks /readyz all the time while inside. `looks`: (when, ready, why or what is done)."""
+    """Asks /readyz all the time while inside. `looks`: (when, ready, why or what is done).
+
+    `num_at_prefill`: how many requests a prefill engine computes, where the server has one.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url + "/readyz"
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.looks: list[tuple[float, bool, str]] = []
+        self.num_at_prefill: int | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -37,7 +41,10 @@ class Eye:
         return bool(self.looks) and self.looks[-1][1]
 
     def sees_chunk(self) -> bool:
-        """The worker computes a chunk of a prompt, and neither its first nor its last."""
+        """Return whether a prompt is being computed: one chunk of several, neither the first nor
+        the last, or anything at all by an engine that computes nothing else."""
+        if self.num_at_prefill is not None:
+            return self.num_at_prefill > 0
         words = self.looks[-1][2] if self.looks else ""
         if "chunk" not in words:
             return False
@@ -58,12 +65,17 @@ class Eye:
             except (requests.RequestException, ValueError) as error:
                 self.looks.append((time.monotonic(), False, f"no answer: {type(error).__name__}"))
                 continue
+            if "prefill" in facts:
+                self.num_at_prefill = facts["prefill"][0]["running"] or 0
             words = str(facts["why"] or facts["engine"]["doing"])
             self.looks.append((time.monotonic(), facts["ready"], words))
 
 
 class Client:
-    """One streamed completion. `end` says how it ended: finished; error: ...; broken: ..."""
+    """One streamed completion. `end` says how it ended: finished; error: ...; broken: ...
+
+    Only [DONE] ends a stream: without it even one that has sent its error is broken.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url + "/v1/completions"
@@ -101,15 +113,14 @@ class Client:
         self.end = end
 
     def _read(self, body: dict[str, Any]) -> str:
-        end = "broken: no end"
+        end, is_done = "finished", False
         with requests.post(self._url, json=body, stream=True, timeout=60) as response:
             self._response = response
             if not response.ok:
                 return f"error {response.status_code}: {response.json()['error']['message']}"
             for line in response.iter_lines():
                 self._num_events += 1
-                if line == b"data: [DONE]" and end.startswith("broken"):
-                    end = "finished"
-                elif b'"error"' in line:
+                is_done = is_done or line == b"data: [DONE]"
+                if b'"error"' in line:
                     end = f"error: {json.loads(line.removeprefix(b'data: '))['error']['message']}"
-        return end
+        return end if is_done else f"broken: no [DONE] ({end})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from signal import SIGINT, SIGKILL, SIGTERM
+from signal import SIGINT, SIGKILL, SIGQUIT, SIGTERM
 
 import pytest
 
@@ -63,10 +63,18 @@ def test_a_child_that_leaves_by_itself_takes_the_others_with_it(made, code: int)
     supervisor = made()
     exit = Exit("engine", code, "out of memory", ExitCode.OUT_OF_MEMORY)
     orders = supervisor.exited(exit, 5.0)
-    assert deeds(orders) == [Send("gateway", SIGTERM)]
+    assert deeds(orders) == [Send("gateway", SIGQUIT)]
     assert complaints(orders) == [exit.cause]
     wanted = 128 + SIGKILL if code < 0 else ExitCode.OUT_OF_MEMORY
     assert supervisor.exited(Exit("gateway", 0), 6.0) == [End(wanted)]
+
+
+def test_a_failure_ends_all_others_at_once_so_that_each_can_send_its_clients_an_error() -> None:
+    names = ["gateway", "decode engine", "prefill engine"]
+    supervisor = Supervisor(names, 0.0, start_timeout_s=60.0, drain_s=DRAIN_S)
+    supervisor.ready()
+    orders = supervisor.exited(Exit("prefill engine", -SIGKILL), 5.0)
+    assert deeds(orders) == [Send("gateway", SIGQUIT), Send("decode engine", SIGQUIT)]
 
 
 def test_only_the_first_cause_is_told() -> None:
@@ -93,7 +101,7 @@ def test_a_server_that_does_not_get_ready_is_given_up() -> None:
     supervisor = starting()
     assert supervisor.tick(59.9) == []
     orders = supervisor.tick(60.0)
-    assert deeds(orders) == [Send("gateway", SIGTERM), Send("engine", SIGTERM)]
+    assert deeds(orders) == [Send("gateway", SIGQUIT), Send("engine", SIGQUIT)]
     assert complaints(orders) == ["not ready after 60 s"]
 
 
@@ -261,7 +269,7 @@ def test_more_deaths_than_the_limit_end_the_server_with_the_last_cause() -> None
         supervisor.exited(KILLED, now)
         supervisor.tick(now + LONGEST_WAIT_S)
     orders = supervisor.exited(KILLED, 50.0)
-    assert deeds(orders) == [Send("gateway", SIGTERM)]
+    assert deeds(orders) == [Send("gateway", SIGQUIT)]
     assert complaints(orders) == [
         "engine was killed by SIGKILL; it was started again 3 times, which did not help"
     ]
@@ -281,11 +289,11 @@ def test_deaths_of_long_ago_do_not_count() -> None:
 def test_what_a_restart_does_not_mend_is_not_started_again(stands_for: int, code: int) -> None:
     supervisor = serving(max_restarts=3)
     orders = supervisor.exited(Exit("engine", code, "", stands_for), 5.0)
-    assert deeds(orders) == [Send("gateway", SIGTERM)]
+    assert deeds(orders) == [Send("gateway", SIGQUIT)]
 
 
 def test_who_never_was_ready_is_not_started_again() -> None:
-    assert deeds(starting(3).exited(KILLED, 5.0)) == [Send("gateway", SIGTERM)]
+    assert deeds(starting(3).exited(KILLED, 5.0)) == [Send("gateway", SIGQUIT)]
 
 
 def test_a_restart_that_does_not_get_ready_is_given_up() -> None:
@@ -328,7 +336,7 @@ def test_a_stopped_gateway_process_is_killed_for_its_master_starts_another() -> 
 
 
 def test_a_stopped_engine_is_killed_only_where_it_comes_back() -> None:
-    for max_restarts, wanted in ((0, []), (3, [Send("engine", SIGKILL)])):
+    for max_restarts, wanted in ((0, []), (3, [Kill("engine", 13)])):
         supervisor = serving(max_restarts)
         supervisor.saw([STOPPED_ENGINE], 5.0)
         assert deeds(supervisor.saw([STOPPED_ENGINE], 5.0 + STOPPED_S)) == wanted
