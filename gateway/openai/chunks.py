@@ -24,7 +24,7 @@ from gateway.choice import Choice
 from gateway.faults import fault_of
 from gateway.openai.errors import error_body
 from gateway.openai.message import warning_of
-from gateway.openai.shapes import Dialect, Origin, encode, usage_of
+from gateway.openai.shapes import Dialect, Origin, encode, usage_of, usage_of_choice
 from gateway.output.events import (
     Content,
     Delta,
@@ -42,12 +42,14 @@ from protocol.errors import ServingError
 class Told(msgspec.Struct):
     """What a stream remembers of what it has told; plain data, so that it can go on elsewhere.
 
-    has_begun  the first chunks are out
-    warnings   choice -> what waits to be told with its finish chunk
+    has_begun   the first chunks are out
+    warnings    choice -> what waits to be told with its finish chunk
+    num_tokens  choice -> its tokens that were sent; counted where each chunk has a usage
     """
 
     has_begun: bool = False
     warnings: dict[int, list[Warning]] = {}
+    num_tokens: dict[int, int] = {}
 
 
 class ChunkStream:
@@ -56,7 +58,7 @@ class ChunkStream:
     write            takes frames as they are made
     finish           called after the last one
     includes_usage   a chunk with the whole usage before [DONE]; `"usage":null` in the others
-    repeats_usage    usage so far in every chunk
+    repeats_usage    in every other chunk the usage of its choice, as far as it was sent
     tells_ids        token ids in the chunks that bring them, prompt ids in the first
     told             where another stream of this answer left off
     """
@@ -101,6 +103,7 @@ class ChunkStream:
             return
         frames = self._openings()
         num_openings = len(frames)
+        self.count(choice, delta)
         said = [m for m in (self._members(choice, event) for event in events) if m is not None]
         end = events[-1] if events else None
         ending = self._dialect.nothing()
@@ -115,6 +118,13 @@ class ChunkStream:
             frames.append(self._said(choice, self._dialect.nothing(), delta))
         if frames:
             self._write(b"".join(frames) if len(frames) > 1 else frames[0])
+
+    def count(self, choice: Choice, delta: Delta) -> None:
+        """Count the tokens of `delta` as sent: what a client has been sent may lag behind what the
+        engine has generated, and a chunk's usage goes with its text."""
+        if self._repeats_usage and delta.token_ids:
+            counts = self.told.num_tokens
+            counts[choice.index] = counts.get(choice.index, 0) + len(delta.token_ids)
 
     def begin(self) -> None:
         """Write the first chunks now, if they are not out. They come with the first news else."""
@@ -212,7 +222,8 @@ class ChunkStream:
         """`in_choice` and `on_top`: more members, each with a comma before it."""
         usage = b',"usage":null' if self._includes_usage else b""
         if self._repeats_usage:
-            usage = b',"usage":%b' % encode(usage_of(self._answer))
+            num_tokens = self.told.num_tokens.get(choice.index, 0)
+            usage = b',"usage":%b' % encode(usage_of_choice(self._answer, choice, num_tokens))
         inner = b'%b,"logprobs":%b,"finish_reason":%b%b}' % (members, logprobs, reason, in_choice)
         return b"%b%b]%b%b}\n\n" % (self._heads[choice.index], inner, on_top, usage)
 

@@ -55,7 +55,9 @@ Object = dict[str, Any]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """continuous_usage_stats   usage so far in every chunk"""
+    """include_usage           a last chunk with the usage of all choices
+    continuous_usage_stats  with it: in every other chunk the usage of its choice so far
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -129,7 +131,9 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def repeats_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """As the peer has it: only beside the usage at the end."""
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
     @property
     def stop_strings(self) -> list[str]:

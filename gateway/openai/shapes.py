@@ -67,6 +67,23 @@ def usage_of(answer: Answer) -> dict[str, Any]:
     return usage
 
 
+def usage_of_choice(answer: Answer, choice: Choice, num_tokens: int) -> dict[str, Any]:
+    """Return the usage of one choice, of which `num_tokens` were sent."""
+    prompt = answer.num_prompt_tokens
+    if len(answer.asks) > 1:
+        prompt = len(choice.ask.prompt_ids)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": prompt + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": choice.num_cached},
+    }
+    if choice.meter is not None:
+        reasoning = min(choice.meter.count, num_tokens)  # more may be generated than was sent
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return usage
+
+
 def _completion_details(answer: Answer) -> dict[str, int]:
     details = {}
     if (reasoning := answer.num_reasoning_tokens) is not None:

@@ -248,7 +248,7 @@ class _GoingOn:
         reader = choice.reader
         assert isinstance(reader, Reader)
         if not (self._case.request.return_token_ids or self._case.num_logprobs is not None):
-            reader.release()
+            self._stream.count(choice, reader.release())
         elif reader.num_waiting > MAX_WAITING_TOKENS:
             self._stream.delta(choice, reader.release())
 

@@ -169,16 +169,18 @@ def whole_response(answer: Answer, fold: Fold, telling: Telling) -> bytes:
     return encode(kind(**fields))
 
 
-def usage_of(answer: Answer, choice: Choice | None = None) -> GenerateUsage:
-    """Of all choices, or of one; so far, or in all."""
+def usage_of(answer: Answer) -> GenerateUsage:
+    """Of all choices."""
+    return _usage(answer, answer.num_generated_tokens, answer.num_cached_tokens)
+
+
+def _usage(answer: Answer, num_tokens: int, num_cached: int) -> GenerateUsage:
     prompt = answer.num_prompt_tokens
-    generated = choice.num_generated if choice else answer.num_generated_tokens
-    cached = choice.num_cached if choice else answer.num_cached_tokens
     return GenerateUsage(
         prompt_tokens=prompt,
-        completion_tokens=generated,
-        total_tokens=prompt + generated,
-        prompt_tokens_details=PromptTokensDetails(cached),
+        completion_tokens=num_tokens,
+        total_tokens=prompt + num_tokens,
+        prompt_tokens_details=PromptTokensDetails(num_cached),
     )
 
 
@@ -203,6 +205,7 @@ class GenerateStream:
         self._write = write
         self._finish = finish
         self._has_begun = False
+        self._num_sent = [0] * len(answer.choices)  # tokens, where each chunk has a usage
         self._kind: type[GenerateChunk] = GenerateChunk
         if telling.tells_text:
             self._kind = GenerateTextChunk
@@ -242,7 +245,9 @@ class GenerateStream:
         if is_last:
             more |= {"kv_transfer_params": None, **self._identity()}
         if telling.body.repeats_usage:
-            more["usage"] = usage_of(self._answer, choice)
+            self._num_sent[choice.index] += len(delta.token_ids)
+            num_sent = self._num_sent[choice.index]
+            more["usage"] = _usage(self._answer, num_sent, choice.num_cached)
         return self._frame([telling.part(choice, delta)], **more)
 
     def _identity(self) -> dict[str, str]:

@@ -92,12 +92,26 @@ def test_without_include_usage_no_chunk_speaks_of_usage(gateway: GatewayProcess)
     assert all("usage" not in event for event in stream(gateway, CHAT, {"messages": HI}))
 
 
-def test_continuous_usage_counts_up_in_every_chunk(gateway: GatewayProcess) -> None:
+@pytest.mark.parametrize("body", [{"prompt": "p"}, {"messages": HI}], ids=["text", "chat"])
+def test_continuous_usage_counts_up_with_the_text(
+    body: dict[str, Any], gateway: GatewayProcess
+) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = stream(gateway, COMPLETIONS, {"prompt": "p", "stream_options": options})
+    path = CHAT if "messages" in body else COMPLETIONS
+    events = stream(gateway, path, {**body, "stream_options": options, "return_token_ids": True})
     counts = [event["usage"]["completion_tokens"] for event in events]
-    assert counts == sorted(counts)
-    assert counts[-1] == 14
+    sent = [len(ids) for e in events for c in e["choices"] for ids in [c.get("token_ids", [])]]
+    assert counts == [sum(sent[: place + 1]) for place in range(len(sent))] + [14]
+
+
+@pytest.mark.parametrize("options", [{"include_usage": False}, {}], ids=["false", "absent"])
+@pytest.mark.parametrize("body", [{"prompt": "p"}, {"messages": HI}], ids=["text", "chat"])
+def test_continuous_usage_needs_include_usage(
+    body: dict[str, Any], options: dict[str, Any], gateway: GatewayProcess
+) -> None:
+    path = CHAT if "messages" in body else COMPLETIONS
+    body = {**body, "stream_options": {**options, "continuous_usage_stats": True}}
+    assert all("usage" not in event for event in stream(gateway, path, body))
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -172,6 +172,35 @@ def test_usage_counts_each_prompt_once_and_every_choice() -> None:
     }
 
 
+def test_continuous_usage_is_of_the_choice_and_of_what_was_sent_of_it() -> None:
+    """All was generated before the first chunk is sent, as with a client that comes late."""
+    answer = an_answer(n=2)
+    first, second = answer.choices
+    first.num_generated, second.num_generated = 3, 9
+    told = Told(answer, chat_dialect(), includes_usage=True, repeats_usage=True)
+    told.stream.delta(first, Delta([Content("a")], [72]))
+    told.stream.delta(second, Delta([Content("bc")], [73, 74]))
+    told.stream.delta(first, Delta([Content("d"), Finished("stop")], [75, 257]))
+    told.stream.end()
+    *chunks, last = told.events()
+    counts = [
+        (chunk["choices"][0]["index"], chunk["usage"]["completion_tokens"]) for chunk in chunks
+    ]
+    assert counts == [(0, 0), (1, 0), (0, 1), (1, 2), (0, 3), (0, 3)]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 12)
+
+
+def test_continuous_usage_of_several_prompts_counts_its_own() -> None:
+    answer = an_answer(prompts=2)
+    told = Told(answer, _text_dialect(None, None), includes_usage=True, repeats_usage=True)
+    for choice in answer.choices:
+        told.stream.delta(choice, Delta([Content("a"), Finished("stop")], [72]))
+    told.stream.end()
+    *chunks, _ = told.events()
+    assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [4, 4]
+
+
 def test_usage_tells_what_was_guessed_ahead_as_far_as_the_engine_has_told() -> None:
     answer = an_answer(n=2)
     for choice, (drafts, accepted) in zip(answer.choices, [(5, 3), (2, 0)], strict=True):

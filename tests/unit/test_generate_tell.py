@@ -215,6 +215,14 @@ def test_continuous_usage_is_of_its_own_choice_and_only_beside_the_usage_of_all(
     assert [event["usage"] for event in alone.events] == [None, None]
 
 
+def test_continuous_usage_counts_what_was_sent() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    told = Told(body_of(stream_options=options))
+    told.answer.choices[0].num_generated = 7  # more than the client has been sent
+    told.push(say(1), say(2), stop(EOS))
+    assert [e["usage"]["completion_tokens"] for e in told.events[:-1]] == [1, 2, 3]
+
+
 def test_a_stop_string_ends_the_tokens_too_and_is_named() -> None:
     told = Told(body_of({"stop": ["lo!"]})).push(*(say(i) for i in b"Hello! World"))
     assert [i for event in told.events for i in event["choices"][0]["token_ids"]] == list(b"Hello!")
