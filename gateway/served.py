@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.chat.kwargs import effective_kwargs
 from gateway.chat.render import ChatRenderer
-from gateway.chat.template import ChatTemplate
+from gateway.chat.template import TemplateLoader
 from gateway.reading import Reading, check_names
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import GatewayConfig
@@ -52,12 +52,14 @@ class ModelOptions:
     default_sampling: SamplingDefaults
 
     @classmethod
-    def of(cls, config: GatewayConfig) -> ModelOptions:
+    def of(cls, config: GatewayConfig, templates: TemplateLoader) -> ModelOptions:
         """Raises ValueError, saying which option is wrong."""
         check_names(config.tool_format, config.reasoning_format)
         return cls(
             served_names=config.served_name,
-            chat_template=_template_in(config.chat_template) if config.chat_template else None,
+            chat_template=_template_in(config.chat_template, templates)
+            if config.chat_template
+            else None,
             template_kwargs=_template_kwargs(config.default_chat_template_kwargs),
             tool_format=config.tool_format,
             reasoning_format=config.reasoning_format,
@@ -65,10 +67,10 @@ class ModelOptions:
         )
 
 
-def _template_in(path: str) -> str:
+def _template_in(path: str, templates: TemplateLoader) -> str:
     try:
         source = Path(path).read_text(encoding="utf-8")
-        ChatTemplate(source)
+        templates.load(source, {})
     except (OSError, ValueError) as error:
         raise ValueError(f"--chat-template {path}: {error}") from None
     return source
@@ -107,12 +109,14 @@ class ServedModel:
     since: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, card: ModelCard, limits: Limits, options: ModelOptions) -> ServedModel:
+    def of(
+        cls, card: ModelCard, limits: Limits, options: ModelOptions, templates: TemplateLoader
+    ) -> ServedModel:
         """Raises ValueError where the card's tokenizer, or an option, cannot be used with it."""
         if options.chat_template is not None:
             card = msgspec.structs.replace(card, chat_template=options.chat_template)
         tokenizer = Tokenizer(card)
-        renderer = ChatRenderer(card, tokenizer)
+        renderer = ChatRenderer(card, tokenizer, templates)
         return cls(
             card=card,
             limits=limits,

@@ -14,6 +14,7 @@ from functools import partial
 
 import gevent
 from gevent import get_hub
+from gevent.lock import Semaphore
 
 from gateway import heap
 from gateway.access.keyring import KeyWatch
@@ -28,6 +29,7 @@ from gateway.engineless import Engineless
 from gateway.journal import Journal
 from gateway.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.keeping import Keeping
+from gateway.limited.templates import TemplateProcesses
 from gateway.metrics import Metrics
 from gateway.pairs import PairedEngine
 from gateway.patience import Patience
@@ -86,7 +88,8 @@ class Service:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self.options = ModelOptions.of(config)
+        self.templates = TemplateProcesses()
+        self.options = ModelOptions.of(config, self.templates)
         self.bodies = BodyReader(config.max_body_mib << 20)
         self.keys = KeyWatch(config)
         self.metrics = Metrics(lambda: self.engine.lines, self._model_name)
@@ -101,6 +104,7 @@ class Service:
         self._answers: set[Answer] = set()
         self._standing = StandingRefusals()
         self._watch: gevent.Greenlet[..., None] | None = None
+        self._preparing = Semaphore(1)
         self._served: ServedModel | None = None
         self._served_card: ModelCard | None = None
         self._unservable: tuple[ModelCard, ValueError] | None = None
@@ -108,6 +112,7 @@ class Service:
     def start(self) -> None:
         """Begin to live, once: in the process that serves, after any fork."""
         if self._watch is None:
+            self.templates.start()
             self.engine.start()
             self._watch = gevent.spawn(self._keep_watch)
 
@@ -124,6 +129,7 @@ class Service:
         if self.keeping is not None:
             self.keeping.close()
         self.engine.close()
+        self.templates.close()
         if self.tracing is not None:
             self.tracing.close()
 
@@ -191,6 +197,10 @@ class Service:
     def _current(self) -> ServedModel:
         """Made anew with each Welcome: the engine may have come back with another model. Raises
         ValueError for one that cannot be served; it is tried, and told, once."""
+        with self._preparing:  # a template is loaded in another process: others come meanwhile
+            return self._prepared_once()
+
+    def _prepared_once(self) -> ServedModel:
         card, limits = self.engine.model, self.engine.limits
         assert card is not None
         assert limits is not None
@@ -198,8 +208,8 @@ class Service:
             raise self._unservable[1]
         served = self._served
         if served is None or served.limits is not limits or self._served_card is not card:
-            self._served_card = card
             served = self._served = self._prepared(card, limits)
+            self._served_card = card
         return served
 
     def _model_name(self) -> str:
@@ -209,7 +219,7 @@ class Service:
     def _prepared(self, card: ModelCard, limits: Limits) -> ServedModel:
         started_at = time.monotonic()
         try:
-            served = ServedModel.of(card, limits, self.options)
+            served = ServedModel.of(card, limits, self.options, self.templates)
         except ValueError as error:
             self._unservable = card, error
             log.error("the engine's model cannot be served: %s", error)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.chat.content import template_messages
 from gateway.chat.teaching import taught
-from gateway.chat.template import ChatTemplate, Habits
+from gateway.chat.template import Habits, Template, TemplateLoader
 from gateway.text.tokenizer import Offload, Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import ModelCard
@@ -30,7 +30,7 @@ class Conversation:
 
     messages: Sequence[Any]
     param: str = "messages"
-    template: ChatTemplate | None = None
+    template: Template | None = None
     teaches: bool = False
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
@@ -46,20 +46,21 @@ class ChatRenderer:
     and `tokens` then raise InvalidRequest, saying so.
     """
 
-    def __init__(self, card: ModelCard, tokenizer: Tokenizer) -> None:
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer, templates: TemplateLoader) -> None:
         self._tokenizer = tokenizer
-        self._template: ChatTemplate | None = None
+        self._templates = templates
+        self._template: Template | None = None
         self._missing = "this model has no chat template"
         if card.chat_template is not None:
             try:
-                self._template = ChatTemplate(card.chat_template, card.special_tokens)
+                self._template = templates.load(card.chat_template, card.special_tokens)
             except ValueError as error:
                 self._missing = str(error)
 
         self._special_tokens = card.special_tokens
 
     @property
-    def template(self) -> ChatTemplate:
+    def template(self) -> Template:
         if self._template is None:
             raise InvalidRequest(
                 f"{self._missing}; use the completions API with a prompt", param="messages"
@@ -101,16 +102,17 @@ class ChatRenderer:
         """A prompt as ids. The template writes the special tokens, so none are added."""
         return self._tokenizer.encode(text, False, offload=offload, param=param)
 
-    def compiled(self, source: str) -> ChatTemplate:
-        """A request's own template, with this model's special tokens. Raises InvalidRequest."""
+    def compiled(self, source: str) -> Template:
+        """A request's own template, with this model's special tokens. Raises InvalidRequest, and
+        Overloaded if too many others wait."""
         try:
-            return ChatTemplate(source, self._special_tokens)
+            return self._templates.load_foreign(source, self._special_tokens)
         except ValueError as error:
             raise InvalidRequest(str(error), param="chat_template") from None
 
 
 def _taught(
-    messages: Sequence[Any], tools: Sequence[Any], template: ChatTemplate
+    messages: Sequence[Any], tools: Sequence[Any], template: Template
 ) -> list[dict[str, Any]]:
     """`messages` have been checked in the template's form; a lesson is a text, whatever that is."""
     plain = Habits(strings=True, parts=False)

@@ -1,4 +1,4 @@
-"""A model's chat template: compiled once, rendered under a budget, asked what it can take.
+"""A chat template: compiled once, rendered for each request, asked what it can take.
 
 What a template does with a message is known for certain only from what it writes; so `Habits` come
 from rendering a few tiny conversations when the template is loaded, not from reading its source.
@@ -6,20 +6,21 @@ from rendering a few tiny conversations when the template is loaded, not from re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import jinja2
 import msgspec
 
-from gateway.chat.profile import thinking_profile
-from gateway.chat.sandbox import Budget, ChatEnvironment, Now, run
+from gateway.chat.profile import ThinkingProfile, thinking_profile
+from gateway.chat.sandbox import ChatEnvironment, Now
 from protocol.errors import InvalidRequest
 
 Message = Mapping[str, Any]
 
-_RAISED_BY_TEMPLATES = (
+RAISED_BY_TEMPLATES = (
     jinja2.TemplateError,
     ArithmeticError,
     AttributeError,
@@ -50,31 +51,14 @@ class Habits(msgspec.Struct, frozen=True):
     tools: bool = False
 
 
-class ChatTemplate:
-    """Raises ValueError where `source` does not compile.
+class Template(Protocol):
+    """A chat template that is ready to use, in this process or in another one."""
 
-    habits          how it wants its messages
-    profile         what it understands of thinking
-    special_tokens  the names templates use -> text: bos_token, eos_token, ...
-    new_budget      makes the budget of one rendering
-    """
+    @property
+    def habits(self) -> Habits: ...
 
-    def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str] | None = None,
-        *,
-        now: Now = datetime.now,
-        new_budget: Callable[[], Budget] = Budget,
-    ) -> None:
-        self._special_tokens = dict(special_tokens or {})
-        self._new_budget = new_budget
-        try:
-            self._template = ChatEnvironment(now).template(source)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            raise ValueError(f"the chat template does not compile: {error}") from error
-        self.habits = _habits(self, source)
-        self.profile = thinking_profile(source)
+    @property
+    def profile(self) -> ThinkingProfile: ...
 
     def render(
         self,
@@ -84,33 +68,99 @@ class ChatTemplate:
         documents: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
-        budget: Budget | None = None,
         param: str = "messages",
     ) -> str:
-        """`messages` as the template wants them (see `habits`). Raises InvalidRequest, naming
-        `param`."""
-        variables = {
-            **self._special_tokens,
-            **(kwargs or {}),
-            "messages": messages,
-            "tools": tools or None,
-            "documents": documents or None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        """Return the prompt. `messages` are as the template wants them (see `habits`). Raises
+        InvalidRequest, naming `param`."""
+
+
+class TemplateLoader(Protocol):
+    """Makes templates from their source. Both methods raise ValueError if it cannot be used."""
+
+    def load(self, source: str, special_tokens: Mapping[str, str]) -> Template:
+        """Load a template of the model, or of the operator."""
+
+    def load_foreign(self, source: str, special_tokens: Mapping[str, str]) -> Template:
+        """Load a template that a request brought. Raises Overloaded if too many wait."""
+
+
+class ChatTemplate:
+    """A template in this process, without limits of time and memory. Raises ValueError if `source`
+    does not compile.
+
+    special_tokens  the names templates use -> text: bos_token, eos_token, ...
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        now: Now = datetime.now,
+    ) -> None:
+        self._source = source
+        self._special_tokens = dict(special_tokens or {})
         try:
-            return run(self._template, variables, budget or self._new_budget())
-        except _RAISED_BY_TEMPLATES as error:
-            raise InvalidRequest(
-                f"the model's chat template cannot render these messages: {error}", param=param
-            ) from error
+            self._template = ChatEnvironment(now).from_string(source)
+        except (jinja2.TemplateSyntaxError, RecursionError, SyntaxError, ValueError) as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
+
+    @cached_property
+    def habits(self) -> Habits:
+        """How it wants its messages."""
+        return _habits(self, self._source)
+
+    @cached_property
+    def profile(self) -> ThinkingProfile:
+        """What it understands of thinking."""
+        return thinking_profile(self._source)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+        param: str = "messages",
+    ) -> str:
+        variables = template_variables(
+            messages, tools, documents, add_generation_prompt, kwargs or {}
+        )
+        try:
+            return self.render_variables(variables)
+        except RAISED_BY_TEMPLATES as error:
+            raise InvalidRequest(cannot_render(str(error)), param=param) from error
+
+    def render_variables(self, variables: Mapping[str, Any]) -> str:
+        """Return what the template writes. Raises one of RAISED_BY_TEMPLATES, as a rule."""
+        context = self._template.new_context({**self._special_tokens, **variables})
+        return "".join(self._template.root_render_func(context))
+
+
+def template_variables(
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    documents: Sequence[Any] | None,
+    add_generation_prompt: bool,
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the variables of one rendering, except for the special tokens."""
+    return {
+        **kwargs,
+        "messages": messages,
+        "tools": tools or None,
+        "documents": documents or None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+
+
+def cannot_render(why: str) -> str:
+    return f"the model's chat template cannot render these messages: {why}"
 
 
 _NEEDLE = "n33dle"
-
-
-def _trial_budget() -> Budget:
-    """Generous for a conversation of three lines."""
-    return Budget(max_chars=100_000, max_steps=10_000, max_seconds=1)
 
 
 def _habits(template: ChatTemplate, source: str) -> Habits:
@@ -140,7 +190,7 @@ def _tried(
 ) -> str:
     """What the template writes; nothing, where it refuses."""
     try:
-        return template.render(messages, tools=tools, budget=_trial_budget())
+        return template.render(messages, tools=tools)
     except InvalidRequest:
         return ""
 

@@ -15,7 +15,7 @@ from gateway.asking import Ask, Demand
 from gateway.chat import teaching
 from gateway.chat.kwargs import effective_kwargs, thinking_budget
 from gateway.chat.render import Conversation
-from gateway.chat.template import ChatTemplate
+from gateway.chat.template import Template
 from gateway.metering import ThinkingMeter
 from gateway.openai.naming import renamed
 from gateway.openai.parameters import choices_of, first, read_options
@@ -76,7 +76,7 @@ class Preparation:
         self._template = self._own_template(trusts_template)
         self._check_tools()
 
-    def _own_template(self, trusts: bool) -> ChatTemplate | None:
+    def _own_template(self, trusts: bool) -> Template | None:
         source = self.body.chat_template
         if source is None:
             return None

@@ -26,6 +26,7 @@ from tests.support.rendering import Trip
 from tests.support.response_templates import TEMPLATES
 from tests.support.scripted_engine import EOS, TEMPLATE, byte_tokenizer, scripted_card
 from tests.support.served import LIMITS
+from tests.support.templates import UnlimitedTemplates
 
 BY_NAME = {sample.name: (sample, list(cases)) for sample, cases in SAMPLES}
 SUFFIX = " (template)"
@@ -64,7 +65,9 @@ def model_with(
         chat_template=TEMPLATE + "{% for tool in tools or [] %}{% endfor %}",
         response_template=response_template,
     )
-    return ServedModel.of(card, LIMITS, ModelOptions.of(GatewayConfig(**options)))
+    templates = UnlimitedTemplates()
+    chosen = ModelOptions.of(GatewayConfig(**options), templates)
+    return ServedModel.of(card, LIMITS, chosen, templates)
 
 
 def lexicon_of(

@@ -103,7 +103,12 @@ class Process:
         return trend_of([(number, getattr(memory, kind)) for number, memory in later])
 
 
-NAMES = {"-m gunicorn": "gunicorn master", "-m engine_core": "engine", "-m worker": "worker"}
+NAMES = {
+    "-m gunicorn": "gunicorn master",
+    "-m gateway.limited": "templates",
+    "-m engine_core": "engine",
+    "-m worker": "worker",
+}
 """What a command line has, and who that is: parents come before children."""
 
 

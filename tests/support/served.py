@@ -6,6 +6,7 @@ from gateway.served import ModelOptions, ServedModel
 from protocol.config.gateway import GatewayConfig
 from protocol.messages import Limits
 from protocol.model_card import ModelCard
+from tests.support.templates import UnlimitedTemplates
 
 LIMITS = Limits(
     max_len=512, max_slots=8, block_tokens=16, num_blocks=64, token_budget=256, prefix_cache=True
@@ -13,4 +14,5 @@ LIMITS = Limits(
 
 
 def served(card: ModelCard) -> ServedModel:
-    return ServedModel.of(card, LIMITS, ModelOptions.of(GatewayConfig()))
+    templates = UnlimitedTemplates()
+    return ServedModel.of(card, LIMITS, ModelOptions.of(GatewayConfig(), templates), templates)

@@ -1,6 +1,10 @@
-"""Chat templates with the idioms of thinking in use, in a few lines each."""
+"""Chat templates with the idioms of thinking in use, in a few lines each; and a loader of any."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.chat.template import ChatTemplate, Template
 
 _TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -51,3 +55,13 @@ THINKING_TEMPLATES = {
     "free effort": FREE_EFFORT,
     "switch and effort": SWITCH_AND_EFFORT,
 }
+
+
+class UnlimitedTemplates:
+    """Loads templates into this process: for tests that need no limits, and no process."""
+
+    def load(self, source: str, special_tokens: Mapping[str, str]) -> Template:
+        return ChatTemplate(source, special_tokens)
+
+    def load_foreign(self, source: str, special_tokens: Mapping[str, str]) -> Template:
+        return ChatTemplate(source, special_tokens)

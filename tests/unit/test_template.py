@@ -1,15 +1,12 @@
-"""Templates speak Hugging Face's dialect, in a sandbox, within a budget."""
+"""Templates speak Hugging Face's dialect, in a sandbox."""
 
 from __future__ import annotations
 
-import itertools
-import time
 from datetime import datetime
 from typing import Any
 
 import pytest
 
-from gateway.chat.sandbox import Budget
 from gateway.chat.template import ChatTemplate
 from protocol.errors import InvalidRequest
 
@@ -87,63 +84,9 @@ def test_a_template_that_fails_or_reaches_out_is_an_error_of_the_request(source:
         rendered(source)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}xxxxx{% endfor %}{% endfor %}",
-        "{% set n=namespace(s='a') %}{% for i in range(99)%}{% set n.s = n.s + n.s %}{% endfor %}",
-        "{% set n=namespace(s='a') %}{% for i in range(99)%}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "{% set n=namespace(s=[1]) %}{% for i in range(99)%}{% set n.s = n.s + n.s %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(25) }}",
-        "{{ 'a' * 10 ** 12 }}",
-        "{{ [0] * 10 ** 12 }}",
-        "{{ 10 ** (10 ** 9) }}",
-        "{{ 'a'.ljust(10 ** 12) }}",
-        "{{ 'a' | center(10 ** 12) }}",
-        "{{ 'a\nb' | indent(10 ** 12) }}",
-        "{{ '%1000000000000d' % 3 }}",
-        "{{ '%1000000000000d' | format(3) }}",
-        "{{ '{:1000000000000}'.format(3) }}",
-        "{% set x = 'a' * 10000000 %}{{ x.replace('a', x) }}",
-        "{% set x = 'a' * 10000000 %}{{ x | replace('a', x) }}",
-        "{% set x = 'a' * 10000000 %}{{ x.join(range(1000) | map('string') | list) }}",
-        "{% set x = 'a' * 10000000 %}{{ range(1000) | join(x) }}",
-        "{{ range(10 ** 9) | list }}",
-        "{{ [1] | tojson(indent=10 ** 9) }}",
-        "{{ [1] | batch(10 ** 12, 0) | list }}",
-        "{{ 5 | round(10 ** 9, 'ceil') }}",
-        "{% set n=namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-        "{% set x = 'a' * 9999999 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}"
-        "{% endset %}",
-        "{% set x = 'a' * 9999999 %}{% macro m() %}{% for i in range(9999) %}{{ x }}{% endfor %}"
-        "{% endmacro %}{{ m() | length }}",
-    ],
-)
-def test_a_hostile_template_ends_soon_and_small(source: str) -> None:
-    template = ChatTemplate(source, new_budget=lambda: Budget(max_steps=20_000))
-    start = time.process_time()
-    with pytest.raises(InvalidRequest):
-        template.render(USER)
-    assert time.process_time() - start < 2.0
-
-
-def test_time_is_bounded_whatever_the_template_does_with_it() -> None:
-    ticks = itertools.count()
-    budget = Budget(max_seconds=10, clock=lambda: next(ticks))
-    template = ChatTemplate("{% for i in range(1000) %}{% endfor %}")
-    with pytest.raises(InvalidRequest, match="takes too long"):
-        template.render(USER, budget=budget)
-
-
-def test_each_rendering_has_its_own_budget() -> None:
-    template = ChatTemplate(
-        "{% for i in range(600) %}{{ i }}{% endfor %}", new_budget=lambda: Budget(max_steps=700)
-    )
-    assert template.render(USER) == template.render(USER)
-
-
 def test_a_template_that_does_not_compile_is_refused_when_it_is_loaded() -> None:
-    for source in ("{% if %}", "{{ messages | nosuchfilter }}", "{{ " + "(" * 5000):
+    loops = "{% for i in range(2) %}" * 30 + "{% endfor %}" * 30
+    digits = "{{ " + "9" * 5000 + " }}"
+    for source in ("{% if %}", "{{ messages | nosuchfilter }}", "{{ " + "(" * 5000, loops, digits):
         with pytest.raises(ValueError, match="does not compile"):
             ChatTemplate(source)

@@ -10,6 +10,7 @@ import pytest
 from gateway.chat.render import ChatRenderer, Conversation
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ContextTooLong, InvalidRequest
+from tests.support.templates import UnlimitedTemplates
 from tests.support.tokenizers import card_of, family, real_tokenizer, smollm2_tokenizer_json
 
 CHATML = (
@@ -26,7 +27,7 @@ def renderer(template: str | None = CHATML) -> ChatRenderer:
         chat_template=template,
         special_tokens={"bos_token": "<|endoftext|>"},
     )
-    return ChatRenderer(card, real_tokenizer("smollm2"))
+    return ChatRenderer(card, real_tokenizer("smollm2"), UnlimitedTemplates())
 
 
 def text(messages: Any = HELLO, template: str | None = CHATML, **options: Any) -> str:
@@ -48,7 +49,7 @@ def test_bos_is_not_doubled_where_the_tokenizer_would_add_one() -> None:
         special_tokens={"bos_token": config["bos_token"]},
     )
     tokenizer = real_tokenizer("llama3_1")
-    ids = ChatRenderer(card, tokenizer).tokens(Conversation(messages=HELLO))
+    ids = ChatRenderer(card, tokenizer, UnlimitedTemplates()).tokens(Conversation(messages=HELLO))
     assert ids.count(tokenizer.token_id("<|begin_of_text|>") or 0) == 1
 
 
@@ -91,7 +92,7 @@ def test_a_model_without_a_usable_template_says_so(template: str | None, said: s
 
 def test_a_prompt_that_is_too_long_names_the_messages() -> None:
     card = card_of(smollm2_tokenizer_json(), chat_template=CHATML, context_tokens=8)
-    renderer = ChatRenderer(card, Tokenizer(card))
+    renderer = ChatRenderer(card, Tokenizer(card), UnlimitedTemplates())
     with pytest.raises(ContextTooLong, match=r"messages is [\d,]+ bytes long") as caught:
         renderer.tokens(Conversation(messages=[{"role": "user", "content": "x" * 1000}]))
     assert caught.value.param == "messages"

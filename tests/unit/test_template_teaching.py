@@ -13,6 +13,7 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import ModelCard
 from tests.support.scripted_engine import scripted_card, thinking_card
+from tests.support.templates import UnlimitedTemplates
 
 PLAIN = scripted_card()
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
@@ -26,7 +27,7 @@ HISTORY = [
 
 
 def rendered(messages: Any, card: ModelCard = PLAIN, **options: Any) -> str:
-    renderer = ChatRenderer(card, Tokenizer(card))
+    renderer = ChatRenderer(card, Tokenizer(card), UnlimitedTemplates())
     return renderer.text(Conversation(messages=messages, **options))
 
 
@@ -65,7 +66,7 @@ def test_what_is_wrong_with_a_message_is_said_as_ever() -> None:
 def test_a_model_without_a_format_of_its_own_is_read_as_it_was_taught() -> None:
     for card, tools in ((PLAIN, "hermes"), (scripted_card(chat_template=None), None)):
         tokenizer = Tokenizer(card)
-        teachable = ChatRenderer(card, tokenizer).writes_no_tools
+        teachable = ChatRenderer(card, tokenizer, UnlimitedTemplates()).writes_no_tools
         reading = Reading(card, tokenizer, teachable=teachable)
         assert reading.tools == tools
         assert ("in words" in reading.why) is teachable

@@ -1,0 +1,158 @@
+"""`python -P -m gateway.limited`: runs foreign code for the gateway that started it.
+
+Its stdin is a socket to that gateway: calls come in, replies go out. It opens nothing else. The
+kernel enforces the limits, so no template has to be looked at for what it does:
+
+    memory    RLIMIT_AS: what it had at its start and MEMORY_BYTES more. Python then raises
+              MemoryError, which is reported, and the process ends: the next has a clean heap
+    CPU time  a timer for each call, whose signal ends the process wherever it is
+    files     none are written, and no core is dumped
+    life      it ends with its gateway: the socket closes, and the kernel sends SIGKILL if a call is
+              open. Signals for a whole group of processes (Ctrl-C) are blocked since its start
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import socket
+import sys
+from functools import lru_cache
+
+from gateway.chat.template import RAISED_BY_TEMPLATES, ChatTemplate
+from gateway.limited.calls import (
+    LENGTH_BYTES,
+    Call,
+    CallFailed,
+    LoadTemplate,
+    OutOfMemory,
+    RenderTemplate,
+    Reply,
+    TemplateLoaded,
+    TemplateRendered,
+    decode_call,
+    marked_last,
+    to_frame,
+)
+from protocol.lifeline import die_with_parent
+
+MEMORY_BYTES = 512 << 20
+"""A prompt of 16 million characters takes a quarter of it, in any script."""
+MAX_OUTPUT_CHARS = 16_000_000
+MAX_MESSAGE_CHARS = 1_000
+RETIRE_BYTES = 64 << 20
+"""A process that holds so much more than at its start, after a call, is replaced."""
+MAX_TEMPLATES = 16
+
+
+class Footprint:
+    """How much memory this process has. Where the system does not say, it is taken for nothing."""
+
+    def __init__(self) -> None:
+        self._file = open("/proc/self/statm", "rb") if sys.platform == "linux" else None  # noqa: SIM115
+
+    def address_space(self) -> int:
+        return self._pages()[0] * resource.getpagesize()
+
+    def resident(self) -> int:
+        return self._pages()[1] * resource.getpagesize()
+
+    def _pages(self) -> tuple[int, int]:
+        if self._file is None:
+            return 0, 0
+        total, resident, *_ = os.pread(self._file.fileno(), 256, 0).split()
+        return int(total), int(resident)
+
+
+def set_limits(footprint: Footprint) -> None:
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+    if sys.platform == "linux":
+        most = footprint.address_space() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def serve(connection: socket.socket, footprint: Footprint, cpu_s: float) -> None:
+    """Answer calls until the gateway closes the connection, or this process should be replaced."""
+    most = footprint.resident() + RETIRE_BYTES
+    is_last = False
+    while not is_last and (frame := _received(connection)):
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        reply = _answered(frame)
+        data = to_frame(reply)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        is_last = isinstance(reply, OutOfMemory)
+        del frame, reply
+        is_last = is_last or footprint.resident() > most + len(data)
+        connection.sendall(marked_last(data) if is_last else data)
+        del data
+
+
+def _received(connection: socket.socket) -> bytearray | None:
+    head = _exactly(connection, LENGTH_BYTES)
+    return head and _exactly(connection, int.from_bytes(head, "big"))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray | None:
+    """None if the connection ends before."""
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        received = connection.recv_into(rest)
+        if not received:
+            return None
+        rest = rest[received:]
+    return data
+
+
+def _answered(frame: bytearray) -> Reply:
+    try:
+        return _answer(decode_call(frame))
+    except MemoryError:
+        return OutOfMemory()
+    except RAISED_BY_TEMPLATES as error:
+        return CallFailed(_words(str(error)))
+    except Exception as error:  # foreign code: whatever it raises is its own failure
+        return CallFailed(_words(f"{type(error).__name__}: {error}"))
+
+
+def _words(text: str) -> str:
+    return text[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode()
+
+
+def _answer(call: Call) -> Reply:
+    template = _template(call.source, tuple(call.special_tokens.items()))
+    match call:
+        case LoadTemplate():
+            return TemplateLoaded(template.habits, template.profile)
+        case RenderTemplate(variables=variables):
+            text = template.render_variables(variables)
+            if len(text) > MAX_OUTPUT_CHARS:
+                return CallFailed(f"it writes more than {MAX_OUTPUT_CHARS:,} characters")
+            text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
+            return TemplateRendered(text)
+
+
+@lru_cache(maxsize=MAX_TEMPLATES)
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="gateway.limited")
+    parser.add_argument("--cpu-s", type=float, required=True, help="CPU time of one call")
+    parser.add_argument("--nice", type=int, default=0, help="added to the niceness")
+    options = parser.parse_args()
+    os.closerange(3, 1 << 20)  # sockets that the gateway's own parent made inheritable
+    die_with_parent(signal.SIGKILL)
+    os.nice(options.nice)
+    footprint = Footprint()
+    set_limits(footprint)
+    with socket.socket(fileno=0) as connection:
+        serve(connection, footprint, options.cpu_s)
+
+
+if __name__ == "__main__":
+    main()
