@@ -7,6 +7,7 @@ Ctrl-C ends quietly with the code that shells expect.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -146,9 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             options.parser.refuse(unknown, OPTIONS if options.run in STARTERS else {})
         code: int = options.run(options)
+        sys.stdout.flush()
     except Failure as failure:
         print(f"tidegate: {failure}", file=sys.stderr)
         return failure.exit_code
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 128 + signal.SIGINT

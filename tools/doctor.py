@@ -22,6 +22,7 @@ import msgspec
 from protocol import devices
 from protocol.config.gateway import GatewayConfig
 from protocol.facts import MachineFacts
+from protocol.rooms import check_rooms
 from protocol.sockets import MAX_IPC_PATH, run_directory
 from tools import findings
 from tools.catalogue import CATALOGUE
@@ -87,6 +88,7 @@ def told(finding: Finding) -> str:
 def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
     """One finding after the other, the quick ones first."""
     yield findings.python(sys.version_info[:3])
+    yield findings.packages(check_rooms(thorough=True))
     libraries = {extra: versions for extra in EXTRAS if (versions := _versions(extra))}
     yield from findings.libraries(libraries)
     yield findings.port(port, _port_trouble(host, port), holder(run_directory(port)))

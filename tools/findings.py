@@ -14,6 +14,7 @@ from pathlib import Path
 
 from protocol.devices import Holder
 from protocol.facts import MachineFacts, ModelFacts
+from protocol.rooms import REMEDY, RoomTrouble
 
 GIB = 1 << 30
 OLDEST_PYTHON = (3, 11)
@@ -44,6 +45,15 @@ def python(version: tuple[int, int, int]) -> Finding:
     if version[:2] < OLDEST_PYTHON:
         return Finding("python", said, Verdict.BAD, "install Python 3.11 or newer")
     return Finding("python", said)
+
+
+def packages(troubles: Sequence[RoomTrouble]) -> Finding:
+    """Tidegate's own packages, whose names other distributions may use as well."""
+    if not troubles:
+        return Finding("packages", "protocol, gateway, engine_core, worker and tools are ours")
+    is_bad = any(trouble.is_fatal for trouble in troubles)
+    said = "; ".join(trouble.said for trouble in troubles)
+    return Finding("packages", said, Verdict.BAD if is_bad else Verdict.DOUBT, REMEDY)
 
 
 def libraries(found: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
+from tests.support.processes import ROOT
 from tools.__main__ import COMMANDS, main
 from tools.failure import Failure
 from tools.flags import flags_of
@@ -31,6 +35,16 @@ def test_tidegate_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> N
     assert main([]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name, _, _ in COMMANDS)
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-P", "-m", "tools", "models"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT) as program:
+        assert program.stdout is not None
+        program.stdout.close()
+        assert program.stderr is not None
+        assert program.stderr.read() == ""
+    assert program.returncode == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize(

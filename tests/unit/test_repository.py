@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOP = {
     *("protocol", "gateway", "engine_core", "worker", "tools", "tests", "docs", "deploy", ".ci"),
-    *("README.md", "SECURITY.md", "LICENSE", "Makefile", "setup.py", "setup.cfg"),
+    *("README.md", "SECURITY.md", "LICENSE", "Makefile", "setup.py", "setup.cfg", "tidegate.py"),
     *("pyproject.toml", "MANIFEST.in", ".gitignore"),
 }
 LARGEST_BYTES = 256 << 10

@@ -1,0 +1,28 @@
+"""The command `tidegate`: checks the installation, then hands over to `tools`.
+
+It stands outside of the packages, so it works if another distribution has replaced one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    try:
+        from protocol.rooms import REMEDY, check_rooms
+    except ImportError as error:
+        print(f"tidegate: the package protocol is not Tidegate's: {error}", file=sys.stderr)
+        return 1
+    troubles = check_rooms()
+    for trouble in troubles:
+        print(f"tidegate: {trouble.said}; {REMEDY}", file=sys.stderr)
+    if any(trouble.is_fatal for trouble in troubles):
+        return 1
+    from tools.__main__ import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
