@@ -134,7 +134,7 @@ class Reading:
         teachable: bool = False,
     ) -> None:
         added = tokenizer.added_tokens.values()
-        found = detect(card.chat_template, tokenizer.token_id, added)
+        found = detect(_templates_of(card), tokenizer.token_id, added)
         if teachable and not found.written:
             found = msgspec.structs.replace(found, tools=TAUGHT, why=found.why + _TEACHES)
         own, self.why = _own_format(card, tools, reasoning, teachable)
@@ -148,7 +148,7 @@ class Reading:
             self.why = _why(tools, reasoning, found) + self.why
             format = format_of(self.tools, self.reasoning)
         self._tokenizer = tokenizer
-        format = format.fitted([*added, *spelt_in(card.chat_template or "")])
+        format = format.fitted([*added, *spelt_in(_templates_of(card) or "")])
         if own is None:
             _check_markers(format, tools, reasoning, card, tokenizer)
         self._formats = {True: format, False: _without_calls(format)}
@@ -188,6 +188,12 @@ class Reading:
         if format not in self._bound:
             self._bound[format] = bind(format, self._tokenizer)
         return self._bound[format]
+
+
+def _templates_of(card: ModelCard) -> str | None:
+    """All that the model's templates write; None if it has none."""
+    sources = [each for each in (card.tool_use_template, card.chat_template) if each is not None]
+    return "\n".join(sources) if sources else None
 
 
 def _opened_by(prompt_tail: str, format: ReasoningFormat) -> str:
@@ -285,7 +291,7 @@ def _check_markers(
     for option, name, markers in named:
         if name in (AUTO, NONE) or not all(map(_CONTROL_TOKEN.fullmatch, markers)) or not markers:
             continue
-        if not any(_is_known(marker, card.chat_template or "", tokenizer) for marker in markers):
+        if not any(_is_known(marker, _templates_of(card) or "", tokenizer) for marker in markers):
             listed = " or ".join(dict.fromkeys(markers))
             raise WrongOption(
                 f"{option} {name}: neither the vocabulary nor the chat template of {card.name} "

@@ -114,7 +114,9 @@ class ServedModel:
     ) -> ServedModel:
         """Raises ValueError where the card's tokenizer, or an option, cannot be used with it."""
         if options.chat_template is not None:
-            card = msgspec.structs.replace(card, chat_template=options.chat_template)
+            card = msgspec.structs.replace(
+                card, chat_template=options.chat_template, tool_use_template=None
+            )
         tokenizer = Tokenizer(card)
         renderer = ChatRenderer(card, tokenizer, templates)
         return cls(

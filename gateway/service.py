@@ -197,13 +197,13 @@ class Service:
     def _current(self) -> ServedModel:
         """Made anew with each Welcome: the engine may have come back with another model. Raises
         ValueError for one that cannot be served; it is tried, and told, once."""
-        with self._preparing:  # a template is loaded in another process: others come meanwhile
-            return self._prepared_once()
-
-    def _prepared_once(self) -> ServedModel:
         card, limits = self.engine.model, self.engine.limits
         assert card is not None
         assert limits is not None
+        with self._preparing:  # a template is loaded in another process: others come meanwhile
+            return self._prepared_once(card, limits)
+
+    def _prepared_once(self, card: ModelCard, limits: Limits) -> ServedModel:
         if self._unservable is not None and self._unservable[0] is card:
             raise self._unservable[1]
         served = self._served

@@ -75,6 +75,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     context_tokens     what the model was made for; a server may allow less (Limits.max_len)
     tokenizer          tokenizer.json of Hugging Face `tokenizers`, as bytes
     chat_template      Jinja source, or None where the model has none
+    tool_use_template  the one for conversations with tools, if the model has another for them
     response_template  JSON in which the checkpoint describes its own answers, or None
     special_tokens     the names templates use -> text: {"bos_token": "<s>", "eos_token": ...}
     eos_token_ids      any of them ends an answer
@@ -98,3 +99,4 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     num_parameters: int = 0
     weights_bytes: int = 0
     license: str | None = None
+    tool_use_template: str | None = None

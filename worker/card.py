@@ -90,6 +90,7 @@ def _card(
         pad_token_id=text.pad_token_id,
         special_tokens=text.special_tokens,
         chat_template=text.chat_template,
+        tool_use_template=text.tool_use_template,
         response_template=text.response_template,
         defaults=text.defaults,
         license=text.license,

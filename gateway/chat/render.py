@@ -49,32 +49,39 @@ class ChatRenderer:
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, templates: TemplateLoader) -> None:
         self._tokenizer = tokenizer
         self._templates = templates
-        self._template: Template | None = None
-        self._missing = "this model has no chat template"
-        if card.chat_template is not None:
-            try:
-                self._template = templates.load(card.chat_template, card.special_tokens)
-            except ValueError as error:
-                self._missing = str(error)
-
         self._special_tokens = card.special_tokens
+        self._default = self._loaded(card.chat_template)
+        self._tool_use = self._default
+        if card.tool_use_template is not None:
+            self._tool_use = self._loaded(card.tool_use_template)
 
-    @property
-    def template(self) -> Template:
-        if self._template is None:
+    def _loaded(self, source: str | None) -> Template | str:
+        """The template, or why there is none."""
+        if source is None:
+            return "this model has no chat template"
+        try:
+            return self._templates.load(source, self._special_tokens)
+        except ValueError as error:
+            return str(error)
+
+    def template_for(self, tools: Sequence[Any] | None) -> Template:
+        """Return the template of conversations with these tools. Raises InvalidRequest if there is
+        none."""
+        found = self._tool_use if tools else self._default
+        if isinstance(found, str):
             raise InvalidRequest(
-                f"{self._missing}; use the completions API with a prompt", param="messages"
+                f"{found}; use the completions API with a prompt", param="messages"
             )
-        return self._template
+        return found
 
     @property
     def writes_no_tools(self) -> bool:
         """There is a template, and it has no place for tools."""
-        return self._template is not None and not self._template.habits.tools
+        return not isinstance(self._tool_use, str) and not self._tool_use.habits.tools
 
     def text(self, conversation: Conversation) -> str:
         """The prompt as text. Raises InvalidRequest."""
-        template = conversation.template or self.template
+        template = conversation.template or self.template_for(conversation.tools)
         messages = template_messages(conversation.messages, template.habits, conversation.param)
         if conversation.teaches and conversation.tools and not template.habits.tools:
             messages = _taught(messages, conversation.tools, template)

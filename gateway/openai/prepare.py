@@ -120,13 +120,13 @@ class Preparation:
     def prompt(self, messages: Sequence[Any], param: str = "messages") -> Prompt:
         """Render and encode. `param` is where the messages stand in the body."""
         body, renderer = self.body, self.model.renderer
-        template, kwargs = self._template or renderer.template, self.kwargs()
+        kwargs = self.kwargs()
         continues = bool(body.continue_final_message)
         text = renderer.text(
             Conversation(
                 messages=messages,
                 param=param,
-                template=template,
+                template=self._template,
                 teaches=self.model.reading.tools in teaching.FORMATS,
                 tools=self.plan.shown or None,
                 documents=body.documents,
@@ -143,7 +143,7 @@ class Preparation:
     def kwargs(self) -> dict[str, Any]:
         """What the template is told."""
         body = self.body
-        template = self._template or self.model.renderer.template
+        template = self._template or self.model.renderer.template_for(self.plan.shown)
         return effective_kwargs(
             body.thinking_fields,
             body.chat_template_kwargs,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.chat.content import template_messages
+from gateway.chat.render import Conversation
 from gateway.chat.template import ChatTemplate
+from protocol.errors import InvalidRequest
+from tests.support.scripted_engine import byte_tokenizer
+from tests.support.served import served
 from tests.support.tokenizers import FAMILY_NAMES, family
+from worker.card import text_card
 
 TOOLS = [
     {
@@ -73,3 +81,51 @@ def test_prompts_are_the_same_to_the_letter(
         kwargs=kwargs,
     )
     assert text == theirs
+
+
+NAMED = {
+    "default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    "tool_use": "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{% endfor %}",
+}
+"""A model's templates, by name."""
+
+
+def _in_config(folder: Path, names: Sequence[str]) -> None:
+    several = [{"name": name, "template": NAMED[name]} for name in names]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+
+
+def _in_files(folder: Path, names: Sequence[str]) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "not used"}))
+    (folder / "additional_chat_templates").mkdir()
+    for name in names:
+        own = "chat_template.jinja" if name == "default" else None
+        (folder / (own or f"additional_chat_templates/{name}.jinja")).write_text(NAMED[name])
+
+
+@pytest.mark.parametrize("write", [_in_config, _in_files])
+@pytest.mark.parametrize("names", [("default",), ("tool_use",), ("default", "tool_use")])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_the_template_is_chosen_as_transformers_does(
+    tmp_path: Path,
+    write: Callable[[Path, Sequence[str]], None],
+    names: Sequence[str],
+    tools: list[Any] | None,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    write(tmp_path, names)
+    messages = CONVERSATIONS["plain"]
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    try:
+        expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+    except ValueError:
+        expected = None
+    renderer = served(text_card(tmp_path)).renderer
+    try:
+        text = renderer.text(
+            Conversation(messages=messages, tools=tools, add_generation_prompt=False)
+        )
+    except InvalidRequest:
+        text = None
+    assert text == expected

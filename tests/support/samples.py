@@ -144,6 +144,7 @@ CARD = ModelCard(
     num_parameters=1000,
     weights_bytes=2000,
     license="apache-2.0",
+    tool_use_template="{{ tools }}",
 )
 ERROR = ErrorInfo(
     code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25

@@ -86,6 +86,22 @@ def test_a_template_of_its_own_file_comes_first_and_of_several_the_default(direc
     assert load(directory).card.chat_template == "J"
 
 
+def test_a_template_for_conversations_with_tools_is_read_by_its_name(directory: Path) -> None:
+    named = {"default": "D", "tool_use": "T", "rag": "R"}
+    several = [{"name": name, "template": source} for name, source in named.items()]
+    for given in (several, named):
+        change(directory / "tokenizer_config.json", chat_template=given)
+        card = load(directory).card
+        assert (card.chat_template, card.tool_use_template) == ("D", "T")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("U")
+    card = load(directory).card
+    assert (card.chat_template, card.tool_use_template) == (None, "U")
+    (directory / "chat_template.jinja").write_text("J")
+    card = load(directory).card
+    assert (card.chat_template, card.tool_use_template) == ("J", "U")
+
+
 def test_the_checkpoints_own_description_of_its_answers_is_in_the_card(directory: Path) -> None:
     assert load(directory).card.response_template is None
     described = {"fields": {"content": {"close": "</s>é"}}}

@@ -96,6 +96,13 @@ def test_the_card_tells_all_that_the_file_says(tiny: Path) -> None:
     assert card.defaults == SamplingDefaults()
 
 
+def test_a_template_for_conversations_with_tools_has_a_key_of_its_own(tmp_path: Path) -> None:
+    metadata = {"tokenizer.chat_template.tool_use": "T"}
+    path = write_gguf(tmp_path / "a.gguf", random_llama(), metadata=metadata)
+    card = load_model(path, dtype=torch.float32, device=torch.device("cpu")).card
+    assert (card.chat_template, card.tool_use_template) == (TEMPLATE, "T")
+
+
 def refusal(path: Path) -> str:
     with pytest.raises(UnusableModel) as refused:
         load_model(path, dtype=torch.float32, device=torch.device("cpu"))

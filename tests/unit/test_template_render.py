@@ -34,6 +34,30 @@ def text(messages: Any = HELLO, template: str | None = CHATML, **options: Any) -
     return renderer(template).text(Conversation(messages=messages, **options))
 
 
+def test_a_conversation_with_tools_has_the_template_for_them() -> None:
+    card = card_of(
+        smollm2_tokenizer_json(),
+        chat_template="{% if enable_thinking %}{% endif %}plain",
+        tool_use_template="{% for tool in tools %}{{ tool.function.name }}{% endfor %}",
+    )
+    both = ChatRenderer(card, real_tokenizer("smollm2"), UnlimitedTemplates())
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert both.text(Conversation(messages=HELLO)) == "plain"
+    assert both.text(Conversation(messages=HELLO, tools=[])) == "plain"
+    assert both.text(Conversation(messages=HELLO, tools=tools)) == "now"
+    assert not both.writes_no_tools
+    assert both.template_for(None).profile.has_switch
+    assert not both.template_for(tools).profile.has_switch
+
+
+def test_a_model_may_have_a_template_for_tools_alone() -> None:
+    card = card_of(b"", tool_use_template="{{ tools | length }}")
+    only = ChatRenderer(card, real_tokenizer("smollm2"), UnlimitedTemplates())
+    assert only.text(Conversation(messages=HELLO, tools=[{}])) == "1"
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        only.text(Conversation(messages=HELLO))
+
+
 def test_a_conversation_becomes_ids_with_special_tokens_written_by_the_template_only() -> None:
     ids = renderer().tokens(Conversation(messages=HELLO))
     assert ids[:2] == [0, 1]

@@ -9,8 +9,9 @@ from typing import Any
 from protocol.model_card import SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
-from worker.loading.text import TextFacts
+from worker.loading.text import DEFAULT, TOOL_USE, TextFacts
 
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -25,6 +26,7 @@ def directory_text(path: Path, config: Fields, vocab_size: int | None = None) ->
     settings |= _optional_json(path / "tokenizer_config.json")
     generation = Fields(_optional_json(path / "generation_config.json"), "generation_config.json")
     special = _special_tokens(settings)
+    templates = _chat_templates(path, settings)
     ends = _id_list(generation, "eos_token_id") or _id_list(config, "eos_token_id")
     if special.get("eos_token") in ids:
         ends.append(ids[special["eos_token"]])
@@ -38,7 +40,8 @@ def directory_text(path: Path, config: Fields, vocab_size: int | None = None) ->
         bos_token_id=ids.get(special.get("bos_token", "")),
         pad_token_id=ids.get(special.get("pad_token", "")),
         special_tokens=special,
-        chat_template=_chat_template(path, settings),
+        chat_template=templates.get(DEFAULT),
+        tool_use_template=templates.get(TOOL_USE),
         response_template=_response_template(settings),
         defaults=_defaults(generation),
     )
@@ -82,16 +85,19 @@ def _id_list(fields: Fields, name: str) -> list[int]:
     return list(ids)
 
 
-def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
-    """Its own file, or in tokenizer_config.json: a string, or several of which "default" counts."""
-    own = path / "chat_template.jinja"
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
+def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Name -> source. Files of their own, if there are any, or else tokenizer_config.json: as
+    transformers reads them."""
+    files = {file.stem: file for file in sorted((path / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (path / TEMPLATE_FILE).is_file():
+        files[DEFAULT] = path / TEMPLATE_FILE
+    if files:
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     given = settings.get("chat_template")
     if isinstance(given, list):
-        named = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
+        given = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
+    named = given if isinstance(given, dict) else {DEFAULT: given}
+    return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
 def _response_template(settings: dict[str, Any]) -> str | None:

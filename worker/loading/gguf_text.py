@@ -8,7 +8,7 @@ from protocol.model_card import SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.loading.gguf_tokenizer import tokenizer_json
-from worker.loading.text import TextFacts
+from worker.loading.text import TOOL_USE, TextFacts
 
 
 def gguf_text(fields: Fields, vocab_size: int) -> TextFacts:
@@ -26,6 +26,7 @@ def gguf_text(fields: Fields, vocab_size: int) -> TextFacts:
         pad_token_id=padding,
         special_tokens={f"{n}_token": tokens[i] for n, i in named.items() if i is not None},
         chat_template=fields.text("tokenizer.chat_template", "") or None,
+        tool_use_template=fields.text(f"tokenizer.chat_template.{TOOL_USE}", "") or None,
         defaults=_defaults(fields),
         license=fields.text("general.license", "") or None,
     )

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 from protocol.model_card import SamplingDefaults
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of a model's chat templates: the second is for conversations with tools. Others are only
+used by name, which no request can do."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
@@ -17,6 +21,7 @@ class TextFacts:
     pad_token_id: int | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
     chat_template: str | None = None
+    tool_use_template: str | None = None
     response_template: str | None = None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     license: str | None = None
