@@ -193,9 +193,12 @@ class Preparation:
         """None: all text is content."""
         if begun.bound is None:
             return None
+        plan = self.plan
+        calls_have_grammar = plan.mode in ("required", "named") or bool(plan.strict)
+        has_grammar = calls_have_grammar or self.form is not None
         return AnswerOptions(
-            format=begun.bound,
-            tools=self.plan.declared,
+            format=begun.bound.with_drafts() if has_grammar else begun.bound,
+            tools=plan.declared,
             starts_inside=begun.inside,
             include_reasoning=self.body.include_reasoning is not False,
             parallel_tool_calls=self.plan.many,

@@ -11,6 +11,11 @@
 Reasoning may come again after content, where the format says so. Inside a stretch of calls only the
 tool syntax reads, so no marker of reasoning means anything there. A marker token that means nothing
 is dropped from content; in reasoning it is text, for there a model may talk about markup.
+
+A model may forget to close its reasoning and call a tool there. So a marker of calls in reasoning
+opens a trial: the tool syntax reads on, and if it finds the name of a tool of the request, that is
+a call. Otherwise the marker was text, and what follows it is read again as reasoning. A trial holds
+at most MAX_TRIAL_CHARS back. After such a call the reasoning goes on, until it is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.output.events import Content, Event, Reasoning
+from gateway.output.events import Content, Event, Reasoning, ToolCall
 from gateway.output.machine import (
     Context,
     Machine,
@@ -29,7 +34,7 @@ from gateway.output.machine import (
     SectionSyntax,
 )
 from gateway.output.reasoning import NO_REASONING, ReasoningFormat
-from gateway.output.teller import Teller
+from gateway.output.teller import Checkpoint, Teller
 
 START, CONTENT, WRAPPED, HEADER = "start", "content", "wrapped", "header"
 OPENING, REASONING, CALLS = "opening", "reasoning", "calls"
@@ -38,17 +43,31 @@ OPENING, REASONING, CALLS = "opening", "reasoning", "calls"
 MAX_HEADER_CHARS = 128
 """What is longer is no header."""
 
+MAX_TRIAL_CHARS = 1024
+MAX_TRIAL_TOKENS = 8
+"""A call in reasoning names its tool within so many characters and marker tokens."""
+
+TEXT, TOKEN, PART = "text", "token", "part"
+TrialPiece = tuple[str, str]
+"""A piece of the answer as plain data: one of these three kinds, and its text."""
+
 
 class AnswerState(MachineState):
     """thoughts  all reasoning so far, kept only where it may have to be given as content
     heading   the header so far
     marked    a marker has been seen: a text without any has no header either
+    inside    the stretch of calls at hand stands in reasoning
+    opener    the marker that has opened a trial; "" outside of one
+    trial     the pieces behind it, which may have to be read again
     """
 
     at: str = START
     thoughts: list[str] = []
     heading: str = ""
     marked: bool = False
+    inside: bool = False
+    opener: str = ""
+    trial: list[TrialPiece] = []
 
 
 class Answer(Machine):
@@ -69,6 +88,7 @@ class Answer(Machine):
     ) -> None:
         self.reasoning = reasoning or NO_REASONING
         self.tools = tools
+        self._again: list[TrialPiece] = []  # to be read again; empty between two pushes
         own = dict(state or {})
         inner = own.pop("section", None)
         self.section: Section | None = tools.section(context, teller, inner) if tools else None
@@ -94,7 +114,7 @@ class Answer(Machine):
         first = self.tools.start_openers() if self.tools else ()
         later = () if self.context.calls_or_text else calls
         again = () if reasoning.only_at_start else reasoning.open
-        ends = reasoning.close + (calls if reasoning.calls_end_it else ())
+        ends = reasoning.close + (() if reasoning.drafts_calls else calls)
         wrap = reasoning.wrap_open if reasoning.header else ()
         between = reasoning.header + reasoning.ignored
         return {
@@ -167,11 +187,13 @@ class Answer(Machine):
                 self.s.at = REASONING
             case "opening" if marker in reasoning.open:
                 pass
+            case "opening" | "reasoning" if marker in reasoning.close:
+                self._close_reasoning()
+            case "opening" | "reasoning" if reasoning.calls_end_it:
+                self._close_reasoning()
+                self._open_section(marker)
             case "opening" | "reasoning":
-                self.teller.end_reasoning()
-                self.s.at = START
-                if marker not in reasoning.close:
-                    self._open_section(marker)
+                self._open_trial(marker)
             case _:
                 self._between(marker)
 
@@ -215,6 +237,10 @@ class Answer(Machine):
         self.teller.begin_reasoning()
         self.s.at = OPENING
 
+    def _close_reasoning(self) -> None:
+        self.teller.end_reasoning()
+        self.s.at = START
+
     # ---- tool calls
 
     def _open_section(self, marker: str) -> None:
@@ -228,6 +254,8 @@ class Answer(Machine):
 
     def _in_section(self, piece: str | Part) -> str:
         assert self.section is not None
+        if self.s.opener:
+            return self._try(piece)
         rest = self.section.read(piece)
         self._leave_if_done()
         return rest
@@ -235,24 +263,145 @@ class Answer(Machine):
     def _section_token(self, marker: str) -> None:
         """Reasoning may begin again where a call is complete, though its stretch is not."""
         assert self.section is not None
-        if marker in self.reasoning.open and self.section.is_between:
+        s, reasoning = self.s, self.reasoning
+        if s.opener:
+            self._try_token(marker)
+        elif s.inside and marker in reasoning.close and self.section.is_between:
             self.section.end(True)
-            self.s.at = CONTENT
+            s.inside = False
+            self._close_reasoning()
+        elif not s.inside and marker in reasoning.open and self.section.is_between:
+            self.section.end(True)
+            s.at = CONTENT
             self._between(marker)
-            return
-        self.section.read_token(marker)
-        self._leave_if_done()
+        else:
+            self.section.read_token(marker)
+            self._leave_if_done()
 
     def _leave_if_done(self) -> None:
         assert self.section is not None
+        s = self.s
         if self.section.s.done:
             more_calls = self.context.calls_or_text and self.teller.num_calls > 0
-            self.s.at = START if more_calls else CONTENT
+            s.at = REASONING if s.inside else START if more_calls else CONTENT
+            if s.inside and self._closes_both():
+                self._close_reasoning()
+            s.inside = False
+
+    def _closes_both(self) -> bool:
+        """The marker behind a call is the one behind reasoning as well."""
+        return self.tools is not None and not {*self.reasoning.close}.isdisjoint(
+            self.tools.markers()
+        )
+
+    # ---- trials: a marker of calls in reasoning
+
+    def _open_trial(self, marker: str) -> None:
+        assert self.section is not None
+        s = self.s
+        s.at, s.inside, s.opener, s.trial = CALLS, True, marker, []
+        self.section.open(marker)
+
+    def _try(self, piece: str | Part) -> str:
+        """Text is tried only up to the limit, so how it was cut does not matter."""
+        assert self.section is not None
+        checkpoint = self.teller.checkpoint()
+        if isinstance(piece, Part):
+            rest, later = self.section.read(piece), ""
+            self._keep(PART, piece.text)
+        else:
+            room = MAX_TRIAL_CHARS - self._num_tried()
+            now, later = piece[:room], piece[room:]
+            rest = self.section.read(now)
+            self._keep(TEXT, now)
+        if self._is_call(checkpoint):
+            return rest + later
+        if later:
+            self._again.append((TEXT, later))
+        return ""
+
+    def _try_token(self, marker: str) -> None:
+        assert self.section is not None
+        checkpoint = self.teller.checkpoint()
+        if marker in self.reasoning.open + self.reasoning.close:  # in no call's head
+            self._give_up(checkpoint)
+            self._again.append((TOKEN, marker))
+        else:
+            self.section.read_token(marker)
+            self._keep(TOKEN, marker)
+            self._is_call(checkpoint)
+
+    def _keep(self, kind: str, text: str) -> None:
+        trial = self.s.trial
+        if kind == TEXT and trial and trial[-1][0] == TEXT:
+            trial[-1] = (TEXT, trial[-1][1] + text)
+        else:
+            trial.append((kind, text))
+
+    def _num_tried(self) -> int:
+        return sum(len(text) for _, text in self.s.trial)
+
+    def _is_call(self, checkpoint: Checkpoint) -> bool:
+        """The first thing that the section has told since then decides, if there is one."""
+        assert self.section is not None
+        s, told = self.s, self.teller.out[checkpoint.num_events :]
+        if told and isinstance(told[0], ToolCall) and self.teller.declares(told[0].name):
+            s.opener, s.trial = "", []
+            self._leave_if_done()
+            return True
+        num_tokens = sum(kind != TEXT for kind, _ in s.trial)
+        is_full = self._num_tried() >= MAX_TRIAL_CHARS or num_tokens >= MAX_TRIAL_TOKENS
+        if told or self.section.s.done or is_full:
+            self._give_up(checkpoint)
+        return False
+
+    def _give_up(self, checkpoint: Checkpoint) -> None:
+        """The marker was text. What follows it is read again."""
+        s = self.s
+        self.teller.roll_back(checkpoint)
+        opener, self._again = s.opener, s.trial
+        s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
+        self._think(opener)
+
+    def _read_text(self, text: str) -> str:
+        rest = super()._read_text(text)
+        self._read_again()
+        return rest
+
+    def read_token(self, marker: str) -> None:
+        super().read_token(marker)
+        self._read_again()
+
+    def _settle(self) -> None:
+        super()._settle()
+        while self._again:
+            self._read_again()
+            super()._settle()
+
+    def _read_again(self) -> None:
+        """What a trial has given back. It may be given back once more, before what follows it."""
+        self._follow()
+        while self._again:
+            pieces, self._again = self._again, []
+            for place, (kind, text) in enumerate(pieces, start=1):
+                match kind:
+                    case "text":
+                        super()._read_text(text)
+                    case "token":
+                        super().read_token(text)
+                    case _:
+                        self._read_part(Part(text))
+                if self._again:
+                    self._again += pieces[place:]
+                    break
 
     # ---- the end
 
     def on_end(self, complete: bool) -> None:
-        if self.s.at == CALLS and self.section is not None:
+        is_ended = False
+        while self.s.opener and not is_ended:
+            is_ended = self._end_trial(complete)
+        if self.s.at == CALLS and self.section is not None and not is_ended:
             self.section.end(complete)
         elif self.s.at in (OPENING, REASONING):
             self.teller.end_reasoning()
@@ -261,3 +410,19 @@ class Answer(Machine):
         if self.reasoning.force_content and not self.teller.s.said:
             self.teller.content("".join(self.s.thoughts).strip())
         self.teller.finish()
+
+    def _end_trial(self, complete: bool) -> bool:
+        """Whether the section has ended with it, as that of a call."""
+        assert self.section is not None
+        s = self.s
+        if not complete:  # perhaps the beginning of a call, so it is not shown
+            s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
+            return False
+        checkpoint = self.teller.checkpoint()
+        self.section.end(True)
+        if self._is_call(checkpoint):
+            return True
+        if s.opener:
+            self._give_up(checkpoint)
+        self._settle()
+        return False

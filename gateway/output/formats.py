@@ -202,6 +202,14 @@ class BoundFormat(msgspec.Struct, frozen=True):
     format: Format
     lexicon: Lexicon
 
+    def with_drafts(self) -> BoundFormat:
+        """To read answers that cannot end in their reasoning: a call in it is a draft."""
+        if self.format.reasoning is None:
+            return self
+        reasoning = msgspec.structs.replace(self.format.reasoning, drafts_calls=True)
+        format = msgspec.structs.replace(self.format, reasoning=reasoning)
+        return msgspec.structs.replace(self, format=format)
+
     def machine(
         self,
         *,

@@ -44,7 +44,9 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     close           markers that end it
     label           text that may follow the opening marker, and is no part of the reasoning
     only_at_start   a block may begin only where nothing has been said
-    calls_end_it    the first marker of a tool call ends the block, too
+    calls_end_it    the first marker of a tool call ends the block, whatever follows it. In other
+                    formats, a call in the block is one if it names a tool of the request
+    drafts_calls    calls in the block are drafts, and text: the answer cannot end in it
     wrap_open       markers that some models put before the answer proper, where nothing has been
                     said; no content
     wrap_close      markers behind it
@@ -65,6 +67,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     label: tuple[str, ...] = ()
     only_at_start: bool = False
     calls_end_it: bool = False
+    drafts_calls: bool = False
     wrap_open: tuple[str, ...] = ()
     wrap_close: tuple[str, ...] = ()
     wrap_blank: str = ""

@@ -65,10 +65,18 @@ class TellerState(msgspec.Struct):
     arguments: ObjectScan = msgspec.field(default_factory=ObjectScan)
 
 
-class Teller:
-    """One choice's. Events gather in `out` until they are taken."""
+class Checkpoint(msgspec.Struct, frozen=True):
+    """What `Teller.roll_back` goes back to."""
 
-    __slots__ = ("_new_id", "_tools", "out", "s")
+    num_events: int
+    state: TellerState
+
+
+class Teller:
+    """One choice's. Events gather in `out` until they are taken. Calls get their ids then, so none
+    is drawn for a call that is rolled back."""
+
+    __slots__ = ("_lacks_ids", "_new_id", "_tools", "out", "s")
 
     def __init__(
         self,
@@ -78,6 +86,7 @@ class Teller:
     ) -> None:
         self._tools = None if tools is None else {tool.name: tool for tool in tools}
         self._new_id = new_id
+        self._lacks_ids = False
         self.out: list[Event] = []
         self.s = TellerState() if state is None else msgspec.convert(state, TellerState)
 
@@ -88,7 +97,23 @@ class Teller:
 
     def take(self) -> list[Event]:
         events, self.out = self.out, []
-        return events
+        if not self._lacks_ids:
+            return events
+        self._lacks_ids = False
+        return [self._with_id(event) if type(event) is ToolCall else event for event in events]
+
+    def _with_id(self, call: ToolCall) -> ToolCall:
+        return call if call.id else ToolCall(call.index, self._new_id(), call.name)
+
+    def checkpoint(self) -> Checkpoint:
+        """No call is open."""
+        state = msgspec.structs.replace(self.s, blanks=[*self.s.blanks], arguments=ObjectScan())
+        return Checkpoint(len(self.out), state)
+
+    def roll_back(self, checkpoint: Checkpoint) -> None:
+        """Untell all events since then. None of them may have been taken."""
+        del self.out[checkpoint.num_events :]
+        self.s = checkpoint.state
 
     # ---- text
 
@@ -194,7 +219,8 @@ class Teller:
         assert not self.s.open, "calls do not nest"
         s = self.s
         s.blanks, s.dropping, s.said, s.open = [], BLANKS, True, True
-        self.out.append(ToolCall(s.num_calls, call_id or self._new_id(), name))
+        self._lacks_ids |= not call_id
+        self.out.append(ToolCall(s.num_calls, call_id or "", name))
         s.num_calls += 1
         if not self.declares(name):
             self.warn(UNKNOWN_TOOL, f"{name!r} is no tool of this request")

@@ -193,10 +193,12 @@ def _readers(body: GenerateBody, model: ServedModel) -> Readers:
     begun = _beginning(body, model, calls=body.reads_calls is not False)
     answer = None
     if begun.bound is not None:
+        grammar = body.grammar
+        has_grammar = grammar is not None and grammar.body is not None
         answer = AnswerOptions(
-            format=begun.bound,
+            format=begun.bound.with_drafts() if has_grammar else begun.bound,
             starts_inside=begun.inside,
-            calls_or_text=body.grammar is not None and body.grammar.calls is not None,
+            calls_or_text=grammar is not None and grammar.calls is not None,
         )
     return ReaderFactory(model.tokenizer, msgspec.structs.replace(options, continues=False), answer)
 

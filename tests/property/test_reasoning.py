@@ -178,7 +178,7 @@ def test_the_end_of_reasoning_and_a_call_in_one_delta_show_no_tag() -> None:
         assert events[-1] == ToolCallEnd(0)
 
 
-def test_a_section_of_calls_ends_kimis_reasoning_and_no_one_elses() -> None:
+def test_a_marker_of_calls_ends_kimis_reasoning_whatever_follows_it() -> None:
     calls = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
@@ -186,8 +186,10 @@ def test_a_section_of_calls_ends_kimis_reasoning_and_no_one_elses() -> None:
     events = said(REASONING["kimi_k2"], "<think>hm" + calls, tools="kimi_k2")
     assert events[:2] == [Reasoning("hm"), ToolCall(0, "functions.f:0", "f")]
     assert events[-1] == ToolCallEnd(0)
-    others = said(REASONING["qwen3"], "<think>hm" + calls, tools="kimi_k2", tokens=True)
-    assert others == [Reasoning("hm" + calls)]
+    empty = "<|tool_calls_section_begin|>hm"
+    assert said(REASONING["kimi_k2"], "<think>a" + empty, tools="kimi_k2")[0] == Reasoning("a")
+    others = said(REASONING["qwen3"], "<think>a" + empty, tools="kimi_k2", tokens=True)
+    assert others == [Reasoning("a" + empty)]
 
 
 def test_markers_of_reasoning_mean_nothing_in_a_calls_arguments() -> None:
