@@ -19,7 +19,7 @@ from gateway.anthropic.translate import Translation, translate
 from gateway.anthropic.whole import whole_message
 from gateway.connection import Outlet
 from gateway.exchange import Exchange
-from gateway.openai.checks import check_ignored
+from gateway.openai.checks import listed
 from gateway.openai.prepare import Preparation, Prompt
 from gateway.output.events import Warning
 from gateway.served import ServedModel
@@ -79,7 +79,7 @@ def _read(service: Service, decoder: msgspec.json.Decoder[Body]) -> Body:
 
 def _translated(body: schema.CountBody) -> Translation:
     translation = translate(body)
-    check_ignored(g.ignored, translation.chat)
+    g.ignored = listed(g.ignored, translation.chat)
     return translation
 
 
@@ -89,6 +89,7 @@ def _prepare(
     chat, warnings = fitted(translation.chat, g.caller.longest(model.limits.max_len), model.reading)
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(chat, model, trusts_template=trusts)
+    g.ignored = listed([*g.ignored, *map(translation.own_name, preparation.ignored)], chat)
     with g.exchange.journal.tokenizing():
         prompt = preparation.prompt(chat.messages)
     return preparation, prompt, warnings

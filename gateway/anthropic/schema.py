@@ -18,9 +18,9 @@ from gateway.openai.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
     CacheSalt,
+    FormFields,
     Object,
     Priority,
-    SamplingFields,
     StopString,
     Timeout,
 )
@@ -30,7 +30,7 @@ from protocol.sampling import (
 )
 
 
-class CountBody(SamplingFields, frozen=True, kw_only=True):
+class CountBody(FormFields, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: a request as it is; what concerns only its answer has no
     effect.
 
@@ -59,7 +59,6 @@ class CountBody(SamplingFields, frozen=True, kw_only=True):
     cache_control: Any = None
     container: Any = None
     mcp_servers: Any = None
-    structured_outputs: Any = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     timeout_s: Timeout | None = None

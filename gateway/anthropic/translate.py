@@ -53,9 +53,10 @@ class Translation(msgspec.Struct, frozen=True):
 
     def named(self) -> AbstractContextManager[None]:
         """Errors about the chat, raised inside, leave with the names of the request."""
-        return named(self._own_name)
+        return named(self.own_name)
 
-    def _own_name(self, name: str) -> str:
+    def own_name(self, name: str) -> str:
+        """The request's name of a field of the chat."""
         if (found := _PLACE.match(name)) and int(found[1]) < len(self.places):
             return self.places[int(found[1])]
         for pattern, own in {**_OF_TOOLS, **self._of_formats()}.items():
@@ -146,4 +147,4 @@ def _form(form: Any, at: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"{at}.type must be json_schema; it is {form.get('type')!r}", param=f"{at}.type"
         )
-    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}

@@ -5,11 +5,12 @@ A field that this server cannot honour is never dropped in silence. Raises Inval
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gateway.body import check_depth
+from gateway.body import MAX_LISTED_FIELDS, check_depth
 from gateway.openai.schema import BatchBody, ChatBody, CompletionBody, GenerationBody
+from gateway.openai.structured import FORM_FIELDS
 from protocol.errors import InvalidRequest
 
 _NESTED = (
@@ -20,6 +21,12 @@ _NESTED = (
     "reasoning",
     "thinking",
 )
+_REFUSED = {
+    "guided_whitespace_pattern": "between two items of JSON are at most 8 blanks",
+    "grammar_lazy": "a tool with strict true has its arguments enforced where the model calls it",
+    "grammar_triggers": "structural_tag has triggers",
+}
+"""field -> what to do instead"""
 _REASONING_MEMBERS = ("effort", "enabled", "max_tokens")
 _THINKING_MEMBERS = ("type", "budget_tokens")
 
@@ -82,14 +89,20 @@ def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
         raise InvalidRequest("logprob_token_ids: needs logprobs", param="logprob_token_ids")
     if body.best_of not in (None, body.n or 1):
         raise unsupported("best_of", "only a value equal to n is")
-    for field in ("response_format", "structured_outputs"):
+    for field, instead in _REFUSED.items():
+        if getattr(body, field):
+            raise unsupported(field, instead)
+    for field in FORM_FIELDS:
         check_depth(getattr(body, field), field)
 
 
-def check_ignored(ignored: Sequence[str], body: GenerationBody) -> None:
-    """`ignored`: the fields of the request that have no effect."""
-    if ignored and body.strict_params:
-        raise InvalidRequest(f"unknown fields: {', '.join(ignored)}", param=ignored[0])
+def listed(ignored: Iterable[str], body: GenerationBody) -> list[str]:
+    """The fields of the request that have no effect, each once, as the answer lists them. Raises
+    InvalidRequest if the request wants none of those."""
+    fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]
+    if fields and body.strict_params:
+        raise InvalidRequest(f"unknown fields: {', '.join(fields)}", param=fields[0])
+    return fields
 
 
 def unsupported(field: str, instead: str = "") -> InvalidRequest:

@@ -17,7 +17,8 @@ from protocol.grammar import Grammar
 
 
 class Completion:
-    """asks  one for each prompt
+    """asks     one for each prompt
+    ignored  parts of the description of the answer's form that have no effect
 
     ids: the prompts' tokens, where they are known. Raises InvalidRequest naming the field.
     """
@@ -34,10 +35,12 @@ class Completion:
         self._model = model
         self._prompts = schema.prompts_of(body, max_prompts)
         self._options = read_options(body, continues=True)
-        self._form_field, form = answer_form(body) or ("", None)
+        form = answer_form(body)
+        self.ignored: list[str] = form.ignored if form else []
+        self._form_field = form.field if form else ""
         choices = choices_of(body, model.defaults, model.tokenizer)
         readers = ReaderFactory(model.tokenizer, self._options)
-        grammar = Grammar(body=form) if form is not None else None
+        grammar = Grammar(body=form.body) if form is not None else None
         if ids is None:
             ids = [_prompt_ids(prompt, model) for prompt in self._prompts]
         self.asks = [Ask(known, choices, readers, grammar=grammar) for known in ids]

@@ -60,6 +60,7 @@ class Preparation:
     form             what all answers must look like; None: free text. With tools that the model
                      may call, an answer is of this form or it is calls; with a call that is
                      required, it is calls
+    ignored          parts of the form's description that have no effect
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class Preparation:
         self.body = body
         self.model = model
         self.plan: ToolPlan = tool_plan(body)
-        field, form = answer_form(body) or (_schema_field(self.plan), None)
+        form = answer_form(body)
+        self.ignored: list[str] = form.ignored if form else []
         if self.demands_call:
-            field, form = _schema_field(self.plan), None
-        self.form_field: str = field
-        self.form: Body | None = form
+            form = None
+        self.form_field: str = form.field if form else _schema_field(self.plan)
+        self.form: Body | None = form.body if form else None
         self._template = self._own_template(trusts_template)
         self._check_tools()
 

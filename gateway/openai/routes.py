@@ -33,8 +33,8 @@ def chat(service: Service) -> Response:
     checks.check_chat(body)
     model = service.model(body.model)
     knock(service)
-    _note_ignored(unknown, body, model)
     preparation = _preparation(service, body, model)
+    _note_ignored([*unknown, *preparation.ignored], body, model)
     with g.exchange.journal.tokenizing():
         prompt = preparation.prompt(body.messages)
     effective = prompt.effective if body.return_effective_kwargs else None
@@ -57,8 +57,8 @@ def batch(service: Service) -> Response:
     checks.check_batch(body, service.config.max_prompts)
     model = service.model(body.model)
     knock(service)
-    _note_ignored(unknown, body, model)
     preparation = _preparation(service, body, model)
+    _note_ignored([*unknown, *preparation.ignored], body, model)
     with g.exchange.journal.tokenizing():
         prompts = [
             preparation.prompt(messages, f"messages[{place}]")
@@ -88,11 +88,10 @@ def _preparation(
     return Preparation(body, model, trusts_template=trusts)
 
 
-def _note_ignored(unknown: list[str], body: schema.GenerationBody, model: ServedModel) -> None:
-    g.ignored = unknown
+def _note_ignored(ignored: list[str], body: schema.GenerationBody, model: ServedModel) -> None:
     if is_idle(body.kv_transfer_params, model.limits):
-        g.ignored.append(KV_FIELD)
-    checks.check_ignored(g.ignored, body)
+        ignored.append(KV_FIELD)
+    g.ignored = checks.listed(ignored, body)
 
 
 def completions(service: Service) -> Response:
@@ -101,9 +100,9 @@ def completions(service: Service) -> Response:
     checks.check_completion(body)
     model = service.model(body.model)
     knock(service)
-    _note_ignored(unknown, body, model)
     with g.exchange.journal.tokenizing():
         completion = Completion(body, model, max_prompts=service.config.max_prompts)
+    _note_ignored([*unknown, *completion.ignored], body, model)
     try:
         return respond(
             service,

@@ -88,7 +88,34 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: AllowedTokenIds | None = None
 
 
-class GenerationBody(SamplingFields, frozen=True, kw_only=True):
+class FormFields(SamplingFields, frozen=True, kw_only=True):
+    """What an answer looks like, beside each API's own field for it; see `structured`.
+
+    structured_outputs   one of json, json_object, regex, choice, grammar, structural_tag
+    guided_json, guided_regex, guided_choice, guided_grammar   the same, as older vLLM has it
+    structural_tag       the same
+    regex, ebnf          the same, as SGLang has it
+    json_schema          the same, as SGLang and llama.cpp have it
+    grammar              GBNF, as llama.cpp has it; an empty text is none
+    guided_whitespace_pattern, grammar_lazy, grammar_triggers   refused where they ask for anything
+    """
+
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structural_tag: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    grammar: Any = None
+    guided_whitespace_pattern: Any = None
+    grammar_lazy: Any = None
+    grammar_triggers: Any = None
+
+
+class GenerationBody(FormFields, frozen=True, kw_only=True):
     """What both routes understand.
 
     n                   answers per prompt; answer i is drawn with `seed` + i
@@ -123,7 +150,6 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     kv_transfer_params: Object | None = None
     best_of: Any = None
     response_format: Any = None
-    structured_outputs: Any = None
 
     @property
     def includes_usage(self) -> bool:

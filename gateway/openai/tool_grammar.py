@@ -6,10 +6,11 @@ never left to chance. Raises InvalidRequest naming the field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import msgspec
 
+from gateway.openai.schema_keywords import check_keywords
 from gateway.openai.tools import ToolPlan
 from gateway.output.formats import BoundFormat
 from gateway.output.grammar.book import NotWritable
@@ -32,9 +33,10 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
         return None
     if not demands and not plan.strict:
         return None
+    named = [tool for tool in plan.declared if demands and plan.name in (None, tool.name)]
+    _check_schemas(plan, {*plan.strict, *(tool.name for tool in named)})
     try:
         if demands:
-            named = [tool for tool in plan.declared if plan.name in (None, tool.name)]
             return required(bound, named, many=plan.many)
         return strict(bound, _loosened(plan), many=plan.many)
     except NotWritable as error:
@@ -49,10 +51,19 @@ def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) ->
             "answer cannot be either a call or of this form; tool_choice may be 'none'",
             param=form_field,
         )
+    _check_schemas(plan, plan.strict)
     try:
         return instead(bound, _loosened(plan), many=plan.many)
     except NotWritable as error:
         raise _refusal(error, plan) from None
+
+
+def _check_schemas(plan: ToolPlan, enforced: Set[str]) -> None:
+    """Raises InvalidRequest for a keyword that cannot be enforced."""
+    for place, tool in enumerate(plan.declared):
+        if tool.name in enforced:
+            at = f"tools[{place}].function.parameters"
+            check_keywords(tool.parameters, at, strict=tool.name in plan.strict)
 
 
 def _loosened(plan: ToolPlan) -> Sequence[DeclaredTool]:

@@ -68,19 +68,19 @@ def blueprint(service: Service) -> Blueprint:
 
 def render_chat(service: Service) -> Response:
     body, carried, unknown = _read(service, schema.chat_decoder)
-    _note_ignored(unknown, body)
     checks.check_chat(body)
     preparation = _preparation(service, body)
+    _note_ignored([*unknown, *preparation.ignored], body)
     return _chat(service, carried, preparation, preparation.prompt(body.messages), "chatcmpl")
 
 
 def render_completions(service: Service) -> Response:
     bounds = service.id_bounds(service.config.max_prompts)
     body, carried, unknown = _read(service, schema.completion_decoder, bounds)
-    _note_ignored(unknown, body)
     checks.check_completion(body)
     model, config = service.model(body.model), service.config
     completion = Completion(body, model, max_prompts=config.max_prompts)
+    _note_ignored([*unknown, *completion.ignored], body)
     check_counts(completion.asks, body, config.max_n, max(config.max_n, config.max_prompts))
     try:
         return _json(rendered_completion(completion, model, carried, _id("cmpl")))
@@ -95,7 +95,7 @@ def render_responses(service: Service) -> Response:
     model = service.model(body.model)
     trusts = service.config.trust_request_chat_template
     ready = rendered(body, [*before, *items], model, trusts_template=trusts)
-    names = ignored(body, unknown)
+    names = [*ignored(body, unknown), *ready.ignored]
     _note_ignored(names, ready.translation.chat)
     with ready.named():
         return _chat(service, carried, ready.preparation, ready.prompt, "resp")
@@ -104,11 +104,11 @@ def render_responses(service: Service) -> Response:
 def render_messages(service: Service) -> Response:
     body, carried, unknown = _read(service, messages_decoder)
     translation = translate(body)
-    _note_ignored(unknown, translation.chat)
     with translation.named():
         model = service.model(translation.chat.model)
         chat, _ = fitted(translation.chat, model.limits.max_len, model.reading)
         preparation = _preparation(service, chat)
+        _note_ignored([*unknown, *map(translation.own_name, preparation.ignored)], chat)
         return _chat(service, carried, preparation, preparation.prompt(chat.messages), "msg")
 
 
@@ -138,8 +138,9 @@ def _read(
 
 
 def _note_ignored(names: list[str], body: schema.GenerationBody) -> None:
-    g.ignored = [name for name in names if name not in Carried.__struct_fields__]
-    checks.check_ignored(g.ignored, body)
+    g.ignored = checks.listed(
+        (name for name in names if name not in Carried.__struct_fields__), body
+    )
 
 
 def _id(kind: str) -> str:

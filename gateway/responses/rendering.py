@@ -27,6 +27,11 @@ class Rendered:
     preparation: Preparation
     prompt: Prompt
 
+    @property
+    def ignored(self) -> list[str]:
+        """Parts of fields that have no effect."""
+        return [self.translation.own_name(path) for path in self.preparation.ignored]
+
     def ask(self) -> Ask:
         with self.translation.named():
             return self.preparation.ask(self.prompt)

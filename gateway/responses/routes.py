@@ -19,7 +19,7 @@ from gateway import respond as any_api
 from gateway.answering import Answer
 from gateway.asking import Ask
 from gateway.keeping import RESPONSE
-from gateway.openai.checks import check_ignored
+from gateway.openai.checks import listed
 from gateway.responses.checks import check, ignored
 from gateway.responses.events import ResponseEvents
 from gateway.responses.history import History
@@ -52,7 +52,7 @@ def create(service: Service) -> Response:
     any_api.knock(service)
     with g.exchange.journal.tokenizing():
         ready = rendered(body, [*before, *items], model, trusts_template=trusts)
-    check_ignored(g.ignored, ready.translation.chat)
+    g.ignored = listed([*g.ignored, *ready.ignored], ready.translation.chat)
     ask = ready.ask()
     head = _head(body, ready, ask, stores=keeps)
     record = _record(head, items) if keeps else None

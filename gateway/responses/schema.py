@@ -16,9 +16,9 @@ from gateway.openai.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
     CacheSalt,
+    FormFields,
     Object,
     Priority,
-    SamplingFields,
     Stop,
     Timeout,
 )
@@ -64,7 +64,7 @@ class ResponseTextOptions(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
-class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
+class ResponsesBody(FormFields, frozen=True, kw_only=True):
     """POST /v1/responses.
 
     previous_response_id  go on behind that response: its input, its output, and all before it
@@ -110,7 +110,6 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     priority: Priority | None = None
     timeout_s: Timeout | None = None
     queue_timeout_s: Timeout | None = None
-    structured_outputs: Any = None
     documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: Object | None = None

@@ -118,5 +118,5 @@ def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
             param="text.format.type",
         )
     if kind != "json_schema":
-        return {"type": kind}
+        return dict(format)
     return {"type": kind, "json_schema": {k: v for k, v in format.items() if k != "type"}}

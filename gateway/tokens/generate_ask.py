@@ -90,7 +90,8 @@ def unknown(data: bytes) -> list[str]:
 def ignored_fields(unknown: list[str], body: GenerateBody, limits: Limits) -> list[str]:
     """Fields without effect: those we do not know, and a transfer of K/V that does not take place.
     Raises InvalidRequest where the request does not want that."""
-    ignored = list(unknown)
+    form = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
+    ignored = [*unknown, *(form.ignored if form else ())]
     if is_idle(body.kv_transfer_params, limits):
         ignored.append(KV_FIELD)
     if ignored and body.strict_params:
@@ -139,7 +140,8 @@ def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingP
 
 def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
     """As the request has it, or made of `structured_outputs` and of what may precede it."""
-    form = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
+    found = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
+    form = found.body if found else None
     most = body.sampling_params.thinking_token_budget
     limits = most is not None and most >= 0
     if body.grammar is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ import pytest
 from engine_core.grammar.compiler import Compiler
 from gateway.body import decode
 from gateway.openai import schema
+from gateway.openai.checks import check_chat
+from gateway.openai.schema_keywords import ENFORCED, SILENT, UNENFORCEABLE
 from gateway.openai.structured import answer_form
 from gateway.openai.tool_grammar import tool_grammar
 from gateway.openai.tools import tool_plan
@@ -57,7 +60,20 @@ def chat_body(**fields: Any) -> schema.ChatBody:
 
 def form(**fields: Any) -> Body | None:
     found = answer_form(chat_body(**fields))
-    return found[1] if found else None
+    return found.body if found else None
+
+
+AT = "response_format.json_schema"
+WHITESPACE = "structured_outputs.whitespace_pattern"
+AGES = {
+    "type": "object",
+    "title": "Ages",
+    "properties": {"ages": {"type": "array", "items": {"type": "integer", "minimun": 1}}},
+}
+
+
+def asked_for(wanted: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": wanted}}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +89,43 @@ def form(**fields: Any) -> Body | None:
         ({"structured_outputs": {"json": OBJECT}}, JsonSchema(text='{"type":"object"}')),
         ({"structured_outputs": {"json": "{}", "regex": None}}, JsonSchema(text="{}")),
         ({"structured_outputs": {"json_object": True}}, JsonObject()),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": False}},
+            Regex(pattern="a"),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": OBJECT}},
+            JsonSchema(text='{"type":"object"}'),
+        ),
+        ({"response_format": {"type": "json_object", "schema": {}}}, JsonObject()),
+        (
+            {"response_format": {"type": "json_schema", "schema": OBJECT}},
+            JsonSchema(text='{"type":"object"}'),
+        ),
+        ({"guided_json": OBJECT}, JsonSchema(text='{"type":"object"}')),
+        ({"guided_json": '{"type": "object"}'}, JsonSchema(text='{"type":"object"}')),
+        ({"guided_regex": "a+"}, Regex(pattern="a+")),
+        ({"guided_choice": ["a", "b"]}, Choice(choices=["a", "b"])),
+        ({"guided_grammar": 'start: "a"'}, Lark(text='start: "a"')),
+        ({"guided_grammar": 'root ::= "a"'}, Gbnf(text='root ::= "a"')),
+        ({"regex": "a+"}, Regex(pattern="a+")),
+        ({"ebnf": 'root ::= "start:"'}, Gbnf(text='root ::= "start:"')),
+        ({"json_schema": '{"type": "object"}'}, JsonSchema(text='{"type":"object"}')),
+        ({"grammar": 'root ::= "a"'}, Gbnf(text='root ::= "a"')),
+        ({"grammar": ""}, None),
+        ({"grammar": "", "json_schema": OBJECT}, JsonSchema(text='{"type":"object"}')),
+        ({"guided_json": None, "guided_decoding_backend": "xgrammar"}, None),
+        (
+            {
+                "structural_tag": {
+                    "triggers": ["<f"],
+                    "structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}],
+                }
+            },
+            Structural(
+                triggers=["<f"], tags=[Tag(begin="<f=a>", schema='{"type":"object"}', end="</f>")]
+            ),
+        ),
         ({"structured_outputs": {"regex": "a+"}}, Regex(pattern="a+")),
         ({"structured_outputs": {"choice": ["a", "b"]}}, Choice(choices=["a", "b"])),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Lark(text='start: "a"')),
@@ -120,12 +173,90 @@ def test_every_way_to_ask_for_a_form(fields: dict[str, Any], body: Body | None) 
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",
         ),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"grammar": {"type": "json", "value": {}}}, "grammar"),
+        ({"guided_json": 1}, "guided_json"),
+        ({"guided_choice": "a"}, "guided_choice"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, WHITESPACE),
+        (asked_for({"strict": 1, "schema": OBJECT}), f"{AT}.strict"),
+        (asked_for({"strict": True, "schema": OBJECT, "strickt": 1}), f"{AT}.strickt"),
+        (asked_for({"strict": True, "schema": AGES}), f"{AT}.schema.properties.ages.items.minimun"),
+        (asked_for({"schema": {"anyOf": [OBJECT, {"not": {}}]}}), f"{AT}.schema.anyOf[1].not"),
+        (asked_for({"schema": {"$defs": {"a": {"if": {}}}}}), f"{AT}.schema.$defs.a.if"),
+        ({"guided_json": {"uniqueItems": True}}, "guided_json.uniqueItems"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json.not"),
     ],
 )
 def test_a_form_that_is_none_is_refused_at_its_place(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         form(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        (asked_for({"schema": OBJECT, "name": "n", "description": "d", "strict": None}), []),
+        (asked_for({"schema": OBJECT, "strickt": 1}), [f"{AT}.strickt"]),
+        (asked_for({"schema": AGES}), [f"{AT}.schema.properties.ages.items.minimun"]),
+        (asked_for({"schema": {"properties": {"a\n": {"nullable": 1}}}}), [f"{AT}.schema"]),
+        ({"response_format": {"type": "json_object", "value": OBJECT}}, ["response_format.value"]),
+        (
+            {"guided_json": {"title": "t", "x-more": 1, "propertyOrder": []}},
+            ["guided_json.propertyOrder"],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_listed_by_its_path(
+    fields: dict[str, Any], ignored: list[str]
+) -> None:
+    found = answer_form(chat_body(**fields))
+    assert found is not None
+    assert found.ignored == ignored
+
+
+@pytest.mark.parametrize("field", ["guided_whitespace_pattern", "grammar_lazy", "grammar_triggers"])
+def test_options_that_would_change_the_grammar_are_refused(field: str) -> None:
+    check_chat(chat_body(**{field: None}))
+    with pytest.raises(InvalidRequest, match="not supported") as caught:
+        check_chat(chat_body(**{field: [" "]}))
+    assert caught.value.param == field
+
+
+EXAMPLES: dict[str, Any] = {
+    "type": "string",
+    "enum": ["a"],
+    "const": "a",
+    "required": ["a"],
+    "pattern": "a+",
+    "format": "date",
+    "$ref": "#/$defs/a",
+    "dependentRequired": {"a": ["b"]},
+    "dependencies": {"a": ["b"]},
+    "$recursiveRef": "#",
+    "$dynamicRef": "#a",
+    "$dynamicAnchor": "a",
+    "$id": "https://example.com/a",
+    "id": "https://example.com/a",
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    **{key: {"a": {}} for key in ("properties", "patternProperties", "dependentSchemas", "$defs")},
+    **{key: [{"type": "string"}] for key in ("allOf", "anyOf", "oneOf", "prefixItems")},
+    **dict.fromkeys(("uniqueItems", "$recursiveAnchor", "deprecated", "readOnly"), True),
+}
+
+
+@pytest.mark.parametrize("keyword", sorted(ENFORCED | UNENFORCEABLE | SILENT))
+def test_the_table_of_keywords_is_the_engines(keyword: str, compiler: Compiler) -> None:
+    numeric = keyword.startswith(("min", "max", "exclusive", "multiple"))
+    value = EXAMPLES.get(keyword, 1 if numeric else {})
+    schema = {"$defs": {"a": {}}, keyword: value}
+    grammar = Grammar(body=JsonSchema(text=json.dumps(schema)))
+    if keyword in UNENFORCEABLE:
+        with pytest.raises(InvalidRequest, match=re.escape(keyword)):
+            compiler.compile(grammar)
+    else:
+        compiler.compile(grammar)
 
 
 # ---- thinking before a form

@@ -24,6 +24,8 @@ from tests.support.scripted_engine import (
     ScriptedEngine,
 )
 
+AGED = {"type": "object", "properties": {"age": {"type": "integer", "minimun": 0}}}
+
 
 @pytest.mark.parametrize(
     "body",
@@ -73,7 +75,8 @@ def test_58_a_keyword_that_is_not_understood_is_named_in_a_400(
     engine.script = Compiling()
     response = gateway.post(CHAT, json_schema({**SCHEMA, "unevaluatedProperties": False}))
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "response_format")
+    at = "response_format.json_schema.schema.unevaluatedProperties"
+    assert (response.status_code, error["param"]) == (400, at)
     assert "unevaluatedProperties" in error["message"]
 
 
@@ -85,8 +88,94 @@ def test_58_a_keyword_in_a_tools_schema_is_named_with_the_tools_place(
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     response = gateway.post(CHAT, {"messages": HI, "tools": [tool], "tool_choice": "required"})
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "tools[0].function.parameters")
+    at = "tools[0].function.parameters.unevaluatedProperties"
+    assert (response.status_code, error["param"]) == (400, at)
     assert "unevaluatedProperties" in error["message"]
+
+
+PEERS_FIELDS: list[tuple[str, Any]] = [
+    ("structured_outputs", {"choice": ["yes", "no"]}),
+    ("guided_json", {"enum": ["yes", "no"]}),
+    ("guided_regex", "yes|no"),
+    ("guided_choice", ["yes", "no"]),
+    ("guided_grammar", 'start: "yes" | "no"'),
+    ("regex", "yes|no"),
+    ("ebnf", 'root ::= "yes" | "no"'),
+    ("json_schema", {"const": "yes"}),
+    ("grammar", 'root ::= "yes" | "no"'),
+]
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": HI, "max_tokens": 9} | OFF["thinking"]),
+    (f"{CHAT}/batch", {"messages": [HI], "max_tokens": 9} | OFF["thinking"]),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 9}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 9, "enable_thinking": False}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 9} | OFF["thinking"]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), PEERS_FIELDS, ids=[f for f, _ in PEERS_FIELDS])
+@pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
+def test_a_form_is_enforced_by_whatever_name_other_servers_have_for_it(
+    path: str,
+    body: dict[str, Any],
+    field: str,
+    value: Any,
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    engine.script = Tasteful(lambda said: b'xyes"')
+    response = gateway.post(path, {**body, field: value})
+    assert response.status_code == 200, response.text
+    assert "x-ignored-fields" not in response.headers
+    assert re.search(r"\byes\b", response.text)
+    assert "xyes" not in response.text
+    for wrong in (17, {"a": {"b": 1}} if field not in ("guided_json", "json_schema") else [1]):
+        refused = gateway.post(path, {**body, field: wrong})
+        assert refused.status_code == 400, refused.text
+        assert field in refused.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "at"),
+    [
+        (CHAT, json_schema(AGED), "response_format.json_schema.schema.properties.age.minimun"),
+        (
+            "/v1/responses",
+            {"input": "hi", "text": {"format": {"type": "json_schema", "schema": AGED}}},
+            "text.format.schema.properties.age.minimun",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": HI,
+                "max_tokens": 9,
+                "output_config": {"format": {"type": "json_schema", "schema": AGED}},
+            },
+            "output_config.format.schema.properties.age.minimun",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "hi", "guided_json": AGED},
+            "guided_json.properties.age.minimun",
+        ),
+    ],
+)
+def test_a_keyword_that_nobody_knows_is_listed_and_refused_if_the_request_is_strict(
+    path: str, body: dict[str, Any], at: str, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = Compiling()
+    told = gateway.post(path, body)
+    assert told.status_code == 200, told.text
+    assert told.json()["ignored_params"] == [at]
+    assert told.headers["x-ignored-fields"] == at
+    refused = gateway.post(path, body | {"strict_params": True})
+    assert refused.status_code == 400
+    assert at in refused.text
+    strict = json.loads(json.dumps(body).replace('"schema":', '"strict": true, "schema":'))
+    if strict != body:
+        refused = gateway.post(path, strict)
+        assert refused.status_code == 400
+        assert at in refused.text
 
 
 DEEP: dict[str, Any] = {"type": "integer"}
