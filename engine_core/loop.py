@@ -40,6 +40,7 @@ from protocol.messages import (
     Goodbye,
     Hello,
     KeepKV,
+    Loading,
     Look,
     Outputs,
     Ping,
@@ -47,6 +48,7 @@ from protocol.messages import (
     Profile,
     Refused,
     ReleaseKV,
+    SessionLost,
     ToEngine,
     View,
     Welcome,
@@ -84,6 +86,7 @@ class Loop:
         self._config = config
         self._wakeup = wakeup
         self._epoch = os.urandom(8).hex()
+        self._started_at = time.monotonic()
         self._key = key
         self._mail = Mailbox(
             context, config.address, key, lease_s=config.lease_s, on_gone=self._drop
@@ -138,9 +141,7 @@ class Loop:
         if self._mail.socket in ready:
             for client, message in self._mail.receive(now):
                 self._hear(client, message, now)
-        for client in self._clients.expire(now):
-            log.warning("client %s fell silent; its requests are aborted", client.hex())
-            self._drop(client)
+        self._mail.check_clients(now)
         self._compile_grammars(ready, now)
         self._next_step(now)
         if self._engine is not None and self._engine.freed:
@@ -191,12 +192,14 @@ class Loop:
                 if self._engine is not None:
                     self._engine.release_kv(handles)
             case Ping() if client not in self._clients:
-                # Its connection broke, and this is another: it has to greet us anew.
-                error = EngineNotReady("say Hello before Ping")
-                self._mail.tell(client, Refused(request=-1, error=error.info()))
-            case Ping(num_early=num_early):
+                # Its connection broke, and this is another; or it was dropped.
+                self._mail.tell(client, SessionLost(why="the connection to the engine broke"))
+            case Ping(num_early=num_early, read_bytes=read_bytes):
                 self._num_early += num_early
-                self._mail.tell(client, Pong(epoch=self._epoch, stats=self._stats()))
+                self._clients.on_read(client, read_bytes)
+                sent_bytes = self._clients.sent_bytes(client)
+                pong = Pong(epoch=self._epoch, stats=self._stats(), sent_bytes=sent_bytes)
+                self._mail.tell(client, pong)
             case Goodbye():
                 self._clients.drop(client)
                 self._drop(client)
@@ -206,20 +209,23 @@ class Loop:
 
     def _generate(self, client: bytes, message: Generate) -> None:
         if client not in self._clients or self._engine is None:
-            error = EngineNotReady("say Hello and wait for Welcome before Generate")
-            self._mail.tell(client, Refused(request=message.request, error=error.info()))
+            self._mail.tell(client, Refused(request=message.request, error=self._not_yet()))
         elif (reply := self._engine.add(client, message)) is not None:
             self._mail.tell(client, reply)
 
     def _profile(self, client: bytes, message: Profile) -> None:
         reply: Refused | None
         if client not in self._clients or self._engine is None:
-            error = EngineNotReady("say Hello and wait for Welcome before Profile")
-            reply = Refused(request=message.request, error=error.info())
+            reply = Refused(request=message.request, error=self._not_yet())
         else:
             reply = self._profiling.ask(client, message)
         if reply is not None:
             self._mail.tell(client, reply)
+
+    def _not_yet(self) -> ErrorInfo:
+        """The refusal of what comes before a Welcome. It was meant for an engine that is gone."""
+        what = "the model is loading" if self._engine is None else "the engine was restarted"
+        return EngineNotReady(f"{what}: ask again", retry_after_s=1).info()
 
     def _say_freed(self, engine: Engine) -> None:
         freed, engine.freed = engine.freed, {}
@@ -241,6 +247,8 @@ class Loop:
 
     def _welcome(self, client: bytes) -> None:
         """Once the model is loaded; those who greet earlier are welcomed then."""
+        if self._engine is None:
+            self._mail.tell(client, Loading(elapsed_s=time.monotonic() - self._started_at))
         if self._engine is not None and self._model is not None:
             welcome = Welcome(
                 protocol=PROTOCOL_VERSION,

@@ -4,14 +4,15 @@ Its laws:
 
 - frames that are no message are counted and refused, and the conversation goes on; a flood of them
   is no flood of log lines;
-- who cannot be told anything, as it is not connected any more or does not read, is gone: it is
-  forgotten, and `on_gone` hears of it;
+- a client that is not connected any more, or that does not read, is dropped (clients.py), and
+  `on_gone` is called with it;
 - nothing here waits.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 import zmq
@@ -20,7 +21,7 @@ from engine_core.clients import Clients
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
 from protocol.errors import WireError
-from protocol.messages import Message, Refused, ToEngine
+from protocol.messages import Message, Probe, Refused, SessionLost, ToEngine
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Mailbox:
         lease_s: float,
         on_gone: Callable[[bytes], None],
     ) -> None:
-        self.socket = sockets.bind_router(context, address, key)
+        self.socket = sockets.bind_router(context, address, key, heartbeat=True)
         self.clients = Clients(lease_s)
         self.num_wire_errors = 0
         self._on_gone = on_gone
@@ -55,6 +56,8 @@ class Mailbox:
                 client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if self.clients.is_ignored(client, now):
+                continue
             try:
                 message = self._decoder.decode(frames)
             except WireError as error:
@@ -64,13 +67,36 @@ class Mailbox:
             yield client, message
 
     def tell(self, client: bytes, message: Message) -> None:
+        if self.clients.reads_too_little(client):
+            self._ignore(client)
+        else:
+            self._send(client, message)
+
+    def _send(self, client: bytes, message: Message) -> None:
+        frames = wire.encode(message)
         try:
-            self.socket.send_multipart([client, *wire.encode(message)], zmq.NOBLOCK)
+            self.socket.send_multipart([client, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if client in self.clients:
                 log.info("client %s is gone: %s", client.hex(), error)
                 self.clients.drop(client)
                 self._on_gone(client)
+        else:
+            self.clients.on_sent(client, sum(memoryview(frame).nbytes for frame in frames))
+
+    def _ignore(self, client: bytes) -> None:
+        log.warning("client %s does not read what it is sent; it is dropped", client.hex())
+        self.clients.ignore(client, time.monotonic())
+        self._on_gone(client)
+        self._send(client, SessionLost(why="the engine dropped this client, which did not read"))
+
+    def check_clients(self, now: float) -> None:
+        """Find out which silent clients are gone."""
+        for client in self.clients.to_probe(now):
+            self.tell(client, Probe())
+        for client in self.clients.expire(now):
+            log.warning("client %s fell silent; its requests are aborted", client.hex())
+            self._on_gone(client)
 
     def tell_each(self, messages: Mapping[bytes, Message]) -> None:
         for client, message in messages.items():

@@ -185,7 +185,8 @@ class Service:
             return Draining("this server is shutting down", retry_after_s=1)
         trouble = self.engine.trouble()
         if trouble is not None:
-            return type(trouble)(f"the engine is not ready: {trouble.message}", retry_after_s=1)
+            why = f"the engine is not ready: {trouble.message}"
+            return type(trouble)(why, retry_after_s=trouble.retry_after_s or 1)
         try:
             self._current()
         except ValueError as error:

@@ -22,7 +22,7 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_TIMEOUT_S = 86400.0
@@ -167,9 +167,11 @@ class Ping(Message, frozen=True, kw_only=True):
 
     num_early   since its last one, how many requests it has refused itself, as refusals of the
                 engine stood (`ErrorInfo.stands_s`)
+    read_bytes  `sent_bytes` of the last Pong that it has read
     """
 
     num_early: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+    read_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
@@ -204,6 +206,28 @@ class Welcome(Message, frozen=True, kw_only=True):
     epoch: str
     model: ModelCard
     limits: Limits
+
+
+class Loading(Message, frozen=True, kw_only=True):
+    """Engine -> client, answering Hello while the model is loading: Welcome follows when it is
+    loaded.
+
+    elapsed_s  since the engine started
+    """
+
+    elapsed_s: float
+
+
+class SessionLost(Message, frozen=True, kw_only=True):
+    """Engine -> client that it does not know, or not any more: all that it had open is lost, and it
+    has to greet again. `why` is shown to users."""
+
+    why: str
+
+
+class Probe(Message, frozen=True, kw_only=True):
+    """Engine -> client that has been silent: sent to find out whether its connection still exists.
+    A client that reads it sends a Ping."""
 
 
 class Accepted(Message, frozen=True, kw_only=True):
@@ -381,10 +405,14 @@ class Freed(Message, frozen=True, kw_only=True):
 class Pong(Message, frozen=True, kw_only=True):
     """Engine -> client, answering Ping, and unasked when it can compute no more, or again. Another
     epoch than Welcome's: all earlier requests are lost.
+
+    sent_bytes  to this client before this message; the client returns it with its next Ping, so the
+                engine knows how much is unread. 0, unasked
     """
 
     epoch: str
     stats: EngineStats
+    sent_bytes: int = 0
 
 
 class Gone(Message, frozen=True, kw_only=True):
@@ -406,4 +434,18 @@ ToEngine = (
     | Ping
     | Goodbye
 )
-ToClient = Welcome | Accepted | Refused | Aborted | Profiled | View | Outputs | Freed | Pong | Gone
+ToClient = (
+    Welcome
+    | Loading
+    | SessionLost
+    | Probe
+    | Accepted
+    | Refused
+    | Aborted
+    | Profiled
+    | View
+    | Outputs
+    | Freed
+    | Pong
+    | Gone
+)

@@ -34,14 +34,17 @@ from protocol.messages import (
     Goodbye,
     Hello,
     Limits,
+    Loading,
     Look,
     Output,
     Outputs,
     Ping,
     Pong,
+    Probe,
     Profile,
     Profiled,
     Refused,
+    SessionLost,
     ToClient,
     ToEngine,
     View,
@@ -53,6 +56,7 @@ from protocol.stats import EngineStats
 
 PING_EVERY_S = 0.5
 LEASE_S = 4.0
+MAX_LOADING_RETRY_S = 10.0
 ASLEEP_S = 1.0
 """Who calls `tick` no more often has been asleep."""
 
@@ -99,6 +103,8 @@ class Session:
         self._next_request = 1
         self._said_at = float("-inf")
         self._ticked_at: float | None = None
+        self._is_loading = False
+        self._read_bytes = 0
 
     @property
     def is_ready(self) -> bool:
@@ -185,6 +191,16 @@ class Session:
                 # Greeting it anew makes it forget all of that.
                 self._said_at = float("-inf")
                 return self._lose(f"the engine did not understand this client: {error.message}")
+            case SessionLost(why=why):
+                self._said_at = float("-inf")
+                # Before a Welcome it answers what was sent to an engine that is gone.
+                return self._lose(why) if self.is_ready else []
+            case Loading(elapsed_s=elapsed_s):
+                self._load(elapsed_s)
+                return []
+            case Probe():
+                self._said_at = float("-inf")  # a Ping with the next tick
+                return []
             case Refused() | Aborted() | Profiled() | View():
                 return self._end(message)
             case Freed():
@@ -204,7 +220,10 @@ class Session:
     def disconnected(self) -> list[News]:
         """The connection broke: an engine forgets who has gone, and knows no one by another. Call
         when all that came over it has been received."""
-        return self._lose("the connection to the engine broke") if self.is_ready else []
+        why = "the connection to the engine broke"
+        if self._is_loading:
+            self._is_loading, self.trouble = False, EngineLost(why)
+        return self._lose(why) if self.is_ready else []
 
     def tick(self, now: float) -> tuple[list[ToEngine], list[News]]:
         """Call a few times a second: what to send (at most a greeting or a ping), and news of
@@ -219,7 +238,7 @@ class Session:
         self._said_at = now
         if self.is_ready:
             num_early, self.num_early = self.num_early, 0
-            return [Ping(num_early=num_early)], news
+            return [Ping(num_early=num_early, read_bytes=self._read_bytes)], news
         return [Hello(protocol=PROTOCOL_VERSION, name=self._name, pid=os.getpid())], news
 
     def _forgive(self, now: float) -> None:
@@ -232,7 +251,7 @@ class Session:
 
     def _check_ready(self) -> None:
         if not self.is_ready:
-            raise type(self.trouble)(self.trouble.message)
+            raise type(self.trouble)(self.trouble.message, retry_after_s=self.trouble.retry_after_s)
 
     def _outputs(self, message: Outputs) -> list[News]:
         news: list[News] = []
@@ -260,11 +279,20 @@ class Session:
             return []
         news = [] if message.epoch == self.epoch else self._lose("the engine was restarted")
         self.model, self.limits, self.epoch = message.model, message.limits, message.epoch
+        self._is_loading = False
         return news
+
+    def _load(self, elapsed_s: float) -> None:
+        self._is_loading = True
+        self.trouble = EngineNotReady(
+            f"the model is loading ({elapsed_s:.0f} s so far)",
+            retry_after_s=min(max(elapsed_s, 1.0), MAX_LOADING_RETRY_S),
+        )
 
     def _pong(self, message: Pong) -> list[News]:
         if message.epoch == self.epoch:
             self.stats = message.stats
+            self._read_bytes = max(self._read_bytes, message.sent_bytes)
             return []
         self._said_at = float("-inf")  # greet who is there at the next tick, not a second later
         # What was lost before is told already, and why: this may be an old answer.
@@ -273,6 +301,7 @@ class Session:
     def _lose(self, why: str) -> list[News]:
         self.trouble = EngineLost(why)
         self.epoch = None
+        self._read_bytes = 0
         lost, self.open = sorted(self.open), {}
         error = ErrorInfo(code=EngineLost.code, message=why)
         return [(request, Output(request=request, finish="error", error=error)) for request in lost]

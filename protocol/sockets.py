@@ -36,7 +36,7 @@ gone.
 LINGER_MS = 500
 """A closing socket delivers last words for so long."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
-"""A host that vanishes closes no TCP connection; without these, nothing would ever notice."""
+"""A host that vanishes, or a process that is stopped, closes no connection."""
 _UP = zmq.EVENT_CONNECTED
 _DOWN = (
     zmq.EVENT_CONNECT_RETRIED
@@ -92,15 +92,21 @@ def bind_router(
     key: ClusterKey | None = None,
     *,
     send_queue: int = SEND_QUEUE,
+    heartbeat: bool = False,
 ) -> zmq.Socket[bytes]:
     """The end that waits for others. Sending to a peer that is gone raises zmq.ZMQError
     (EHOSTUNREACH).
 
     On TCP only those who hold `key` are heard. Raises ValueError as `check_address` does.
     send_queue   messages kept for a peer that does not read
+    heartbeat    the connection of a peer that is stopped breaks after HEARTBEAT_TIMEOUT_MS; always
+                 so on TCP. libzmq's own threads see to it at both ends, so a peer whose program is
+                 busy keeps its connection
     """
     path = check_address(address, key)
     socket = _socket(context, zmq.ROUTER)
+    if heartbeat:
+        _set_up_heartbeat(socket)
     socket.setsockopt(zmq.SNDHWM, send_queue)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if path is None:
@@ -243,6 +249,10 @@ def _secure_client(socket: zmq.Socket[bytes], address: str, key: ClusterKey | No
 
 def _set_up_tcp(socket: zmq.Socket[bytes], address: str) -> None:
     socket.setsockopt(zmq.IPV6, int("[" in address))
+    _set_up_heartbeat(socket)
+
+
+def _set_up_heartbeat(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 

@@ -97,8 +97,13 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     ] = 10.0
     lease_s: Annotated[
         float,
-        about("a client silent for so long is gone: its requests are aborted", ge=0.5, le=3600),
-    ] = 6.0
+        about(
+            "a client that is connected but sends nothing for this many seconds is dropped;"
+            " one whose connection breaks is dropped at once",
+            ge=0.5,
+            le=3600,
+        ),
+    ] = 60.0
     step_timeout_s: Annotated[
         float, about("a worker silent for so long within one step has failed", ge=1, le=86400)
     ] = 300.0

@@ -29,6 +29,11 @@ def address(tmp_path: Path) -> str:
     return f"ipc://{tmp_path / 'engine.sock'}"
 
 
+def why_not_ready(gateway: GatewayProcess) -> str:
+    told: str = requests.get(gateway.url + "/readyz", timeout=5).json()["why"] or ""
+    return told
+
+
 def test_before_the_engine_is_ready_everything_says_so_and_when_to_come_back(address: str) -> None:
     with GatewayProcess(engine=address) as gateway:
         gateway.await_status("/livez", 200)
@@ -49,8 +54,10 @@ def test_before_the_engine_is_ready_everything_says_so_and_when_to_come_back(add
         assert (started.status_code, started.json()["started"]) == (503, False)
         assert "not answered yet" in started.json()["why"]
         with ScriptedEngine(address, welcomes=False) as engine:  # it is there, but still loads
-            time.sleep(0.2)
-            assert requests.get(gateway.url + "/readyz", timeout=5).status_code == 503
+            assert eventually(lambda: "loading" in why_not_ready(gateway))
+            response = gateway.post(CHAT, {"messages": HI})
+            assert (response.status_code, response.headers["Retry-After"]) == (503, "3")
+            assert "the model is loading (3 s so far)" in response.json()["error"]["message"]
             engine.welcomes = True
             facts = gateway.await_status("/readyz", 200).json()
             assert facts["engine"]["epoch"] == engine.epoch

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
+from engine_core.clients import MAX_UNREAD_BYTES
 from engine_core.mailbox import Mailbox
 from protocol import wire
-from protocol.messages import PROTOCOL_VERSION, Hello, Pong, Refused, ToClient, ToEngine
+from protocol.errors import ErrorInfo
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Gone,
+    Hello,
+    Ping,
+    Pong,
+    Probe,
+    Refused,
+    SessionLost,
+    ToClient,
+    ToEngine,
+)
 from protocol.stats import EngineStats
+from tests.support.processes import eventually
 
 WAIT_MS = 10_000
 PONG = Pong(epoch="e", stats=EngineStats())
@@ -24,7 +41,7 @@ class Scene:
     def __init__(self, address: str) -> None:
         self.context: zmq.Context[Socket] = zmq.Context()
         self.gone: list[bytes] = []
-        self.mail = Mailbox(self.context, address, None, lease_s=5.0, on_gone=self.gone.append)
+        self.mail = Mailbox(self.context, address, None, lease_s=60.0, on_gone=self.gone.append)
         self.client = self.context.socket(zmq.DEALER)
         self.client.connect(address)
 
@@ -85,4 +102,87 @@ def test_who_cannot_be_told_anything_is_gone_once(scene: Scene) -> None:
 
 def test_a_stranger_who_cannot_be_told_anything_is_no_news(scene: Scene) -> None:
     scene.mail.tell_each({b"stranger": PONG})
+    assert scene.gone == []
+
+
+SILENT_CLIENT = """
+import sys, time
+import zmq
+from protocol import wire
+from protocol.messages import PROTOCOL_VERSION, Hello
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(sys.argv[1])
+socket.send_multipart(wire.encode(Hello(protocol=PROTOCOL_VERSION, name="other")))
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_client_that_is_busy_is_probed_and_stays(scene: Scene) -> None:
+    client = scene.greet()
+    scene.mail.check_clients(31.0)
+    assert scene.mail.clients.all() == [client]
+    assert scene.told() == Probe()
+    assert scene.gone == []
+
+
+def test_a_client_that_is_connected_and_silent_beyond_its_lease_is_gone(scene: Scene) -> None:
+    client = scene.greet()
+    scene.mail.check_clients(62.0)
+    assert scene.gone == [client]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_client_that_is_stopped_or_dead_is_gone(
+    scene: Scene, tmp_path: Path, sent: signal.Signals
+) -> None:
+    words = [sys.executable, "-c", SILENT_CLIENT, f"ipc://{tmp_path}/m"]
+    with subprocess.Popen(words) as process:
+        ((other, _),) = scene.receive(1)
+        scene.mail.clients.greet(other, 1.0)
+        client = scene.greet()
+        process.send_signal(sent)
+        now = 3.5
+
+        def is_gone() -> bool:
+            nonlocal now
+            now += 1.1  # so it is probed each time
+            scene.mail.clients.hear(client, now)
+            scene.mail.clients.hear(other, now - 3)
+            scene.mail.check_clients(now)
+            return bool(scene.gone)
+
+        try:
+            assert eventually(is_gone, within_s=60)
+        finally:
+            process.kill()
+    assert scene.gone == [other]
+    assert scene.mail.clients.all() == [client]
+
+
+def test_a_client_that_never_reads_is_dropped_and_may_come_again_later(scene: Scene) -> None:
+    client = scene.greet()
+    large = Gone(error=ErrorInfo(code="x", message="x" * (1 << 20)))
+    for _ in range(MAX_UNREAD_BYTES >> 20):
+        scene.mail.tell(client, large)
+    assert scene.gone == []
+    scene.mail.tell(client, PONG)
+    assert scene.gone == [client]
+    scene.client.send_multipart(wire.encode(Ping()))
+    assert scene.mail.socket.poll(WAIT_MS)
+    assert list(scene.mail.receive(1.0)) == []
+    told = [scene.told() for _ in range((MAX_UNREAD_BYTES >> 20) + 1)]
+    assert isinstance(told[-1], SessionLost)
+    scene.client.send_multipart(wire.encode(Ping()))
+    assert scene.mail.socket.poll(WAIT_MS)
+    assert len(list(scene.mail.receive(1e9))) == 1
+
+
+def test_a_client_that_says_what_it_has_read_is_never_dropped(scene: Scene) -> None:
+    client = scene.greet()
+    large = Gone(error=ErrorInfo(code="x", message="x" * (8 << 20)))
+    for _ in range(2 * (MAX_UNREAD_BYTES >> 23)):
+        scene.mail.tell(client, large)
+        scene.told()
+        scene.mail.clients.on_read(client, scene.mail.clients.sent_bytes(client))
     assert scene.gone == []

@@ -8,7 +8,7 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
-from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, Refused, ToClient, ToEngine
+from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, SessionLost, ToClient, ToEngine
 from protocol.stats import EngineStats
 from tests.support.processes import HANG_S
 
@@ -26,7 +26,7 @@ class EngineView:
             self._socket.recv_multipart()
         self._say(Ping())
         while not isinstance(reply := self._hear(), Pong):
-            if isinstance(reply, Refused):  # it forgets who is silent
+            if isinstance(reply, SessionLost):  # it forgets who is silent
                 self._say(Hello(protocol=PROTOCOL_VERSION, name="test"))
                 self._say(Ping())
         return reply.stats

@@ -41,6 +41,7 @@ from protocol.messages import (
     Hello,
     KeepKV,
     Limits,
+    Loading,
     Output,
     Outputs,
     Ping,
@@ -197,7 +198,7 @@ class ScriptedEngine:
     is_paused   no step is made; everything else goes on
     ignores_aborts   as if each came when the end had just been said
     is_silent   nothing is answered at all, as if the process hung
-    welcomes    whether Hello is answered: False while "loading"
+    welcomes    whether Hello is answered with Welcome: False while loading, since `loading_s`
     """
 
     address: str
@@ -210,6 +211,7 @@ class ScriptedEngine:
     ignores_aborts: bool = False
     is_silent: bool = False
     welcomes: bool = True
+    loading_s: float = 3.0
     generates: list[Generate] = field(default_factory=list)
     aborts: dict[int, float] = field(default_factory=dict)
     num_steps: int = 0
@@ -310,8 +312,8 @@ class ScriptedEngine:
         message = self._decoder.decode(frames)
         match message:
             case Hello():
-                if self.welcomes:
-                    self._send(client, self._welcome())
+                answer = self._welcome() if self.welcomes else Loading(elapsed_s=self.loading_s)
+                self._send(client, answer)
             case Ping(num_early=num_early):
                 self.num_early += num_early
                 self._send(client, Pong(epoch=self.epoch, stats=self.stats))

@@ -16,12 +16,15 @@ from protocol.messages import (
     Goodbye,
     Hello,
     Limits,
+    Loading,
     Output,
     Outputs,
     Ping,
     Pong,
+    Probe,
     Profiled,
     Refused,
+    SessionLost,
     Welcome,
 )
 from protocol.sampling import SamplingParams
@@ -263,3 +266,57 @@ def test_what_a_client_refused_itself_is_told_with_the_next_heartbeat_and_once()
     session.num_early += 3
     pings = [message for now in (50.0, 60.0) for message in session.tick(now)[0]]
     assert pings == [Ping(num_early=3), Ping()]
+
+
+def test_an_engine_that_does_not_know_us_ends_every_open_request_and_is_greeted() -> None:
+    session = connected()
+    request = opened(session)
+    news = session.receive(SessionLost(why="the connection to the engine broke"), 0.1)
+    assert ends(news) == {request: "engine_lost"}
+    assert news[0][1].error.message == "the connection to the engine broke"
+    assert isinstance(session.tick(0.2)[0][0], Hello)
+
+
+def test_an_answer_to_what_was_sent_to_the_engine_before_does_not_hide_why_it_ended() -> None:
+    session = connected()
+    session.receive(Gone(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    assert session.receive(SessionLost(why="the connection to the engine broke"), 0.2) == []
+    assert session.trouble.message == "worker died"
+
+
+def test_while_the_model_is_loading_requests_are_refused_with_the_time_so_far() -> None:
+    session = connected()
+    session.disconnected()
+    for elapsed_s, retry_after_s in ((0.2, 1.0), (4.0, 4.0), (70.0, 10.0)):
+        session.receive(Loading(elapsed_s=elapsed_s), 1.0)
+        with pytest.raises(EngineNotReady, match="the model is loading") as caught:
+            opened(session)
+        assert f"{elapsed_s:.0f} s so far" in caught.value.message
+        assert caught.value.retry_after_s == retry_after_s
+    session.receive(welcome("e2"), 2.0)
+    assert opened(session)
+
+
+def test_an_engine_that_dies_while_it_loads_is_not_said_to_load() -> None:
+    session = Session("test")
+    session.receive(Loading(elapsed_s=3.0), 1.0)
+    session.disconnected()
+    with pytest.raises(EngineLost, match="connection"):
+        opened(session)
+
+
+def test_a_ping_says_how_much_was_read() -> None:
+    session = connected()
+    session.receive(Pong(epoch="e1", stats=EngineStats(), sent_bytes=700), 1.0)
+    session.receive(Pong(epoch="e1", stats=EngineStats()), 1.1)  # unasked
+    assert session.tick(50.0)[0] == [Ping(read_bytes=700)]
+    session.receive(welcome("e2"), 51.0)
+    assert session.tick(60.0)[0] == [Ping()]
+
+
+def test_a_probe_is_answered_with_the_next_tick() -> None:
+    session = connected()
+    session.tick(10.0)
+    assert session.tick(10.1)[0] == []
+    session.receive(Probe(), 10.1)
+    assert session.tick(10.2)[0] == [Ping()]
