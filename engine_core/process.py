@@ -48,7 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
 def run(config: EngineConfig) -> int:
     """Serve until drained or lost."""
     wakeup = _signals()
-    hold_on(signal.SIGTERM)
+    parent = hold_on(signal.SIGTERM)
+
+    def fail(cause: str, code: int) -> int:
+        log.error("%s", cause)
+        parent.send_cause(cause)
+        return code
+
     try:
         key = read_cluster_key(config.cluster_key)
         sockets.check_address(config.address, key)
@@ -57,27 +63,27 @@ def run(config: EngineConfig) -> int:
             journal = Writer(Path(config.journal), config.journal_mib << 20)
             log.info("journal: %s", journal.path)
     except (ValueError, OSError) as error:
-        log.error("%s", error)
-        return ExitCode.USAGE
+        return fail(str(error), ExitCode.USAGE)
     sockets.prepare(config.address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         loop = Loop(config, context, wakeup, key, journal)
         loop.run()
     except WorkerLost as error:
-        log.error("%s", error)
-        return error.exit_code
+        return fail(str(error), error.exit_code)
     except Dismissed as order:
         log.info("%s", order)
         return ExitCode.OK
-    except Exception:
+    except Exception as error:
         log.exception("the engine failed")
+        parent.send_cause(f"{type(error).__name__}: {error}")
         return ExitCode.FAILED
     finally:
         context.term()
         if journal is not None:
             journal.close()
     log.info("%s%s", DRAINED, loop.drained_by)
+    parent.send_cause(f"{DRAINED}{loop.drained_by}")
     return ExitCode.OK
 
 

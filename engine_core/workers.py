@@ -20,7 +20,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.errors import WireError
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
-from protocol.process_state import is_stopped
+from protocol.process_state import is_stopped, num_oom_kills, why_killed
 from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,12 @@ class Workers:
         self._identity: bytes | None = None
         settings = msgspec.json.encode(msgspec.structs.replace(config, address=address)).decode()
         self._lifeline = Lifeline()
+        self._num_oom_kills = num_oom_kills()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "worker", "--config", settings],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **self._lifeline.environment},
-            pass_fds=[self._lifeline.child_end],
+            pass_fds=self._lifeline.child_ends,
         )
         self._lifeline.handed()
         self.death = os.pidfd_open(self._process.pid)
@@ -115,10 +116,13 @@ class Workers:
         """How the process ended, once `death` says that it has."""
         code = self._process.wait()
         if code < 0:
-            return WorkerLost(f"the worker was killed by {signal.Signals(-code).name}")
+            number = signal.Signals(-code)
+            why = why_killed(number, self._num_oom_kills)
+            return WorkerLost(f"the worker was killed by {number.name}" + (why and f": {why}"))
         is_told = code in frozenset(ExitCode) and code not in (ExitCode.OK, ExitCode.FAILED)
         told = ExitCode(code) if is_told else ExitCode.WORKER_LOST
-        return WorkerLost(f"the worker exited with code {code}", told)
+        why = self._lifeline.cause()
+        return WorkerLost(f"the worker exited with code {code}" + (why and f": {why}"), told)
 
     def stop(self) -> None:
         """Ask, then insist."""

@@ -17,12 +17,13 @@ import tempfile
 from typing import Any
 
 import msgspec
+from gunicorn.errors import AppImportError
 from gunicorn.workers.ggevent import GeventWorker
 
 from protocol.config.gateway import GatewayConfig
 from protocol.lifeline import die_with_parent, hold_on
 
-hold_on(signal.SIGTERM)
+_parent = hold_on(signal.SIGTERM)
 
 _config = msgspec.json.decode(os.environ.get("TIDEGATE_GATEWAY", "{}"), type=GatewayConfig)
 
@@ -42,6 +43,14 @@ class Worker(GeventWorker):  # type: ignore[misc]
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         _service(self).idle_connections.opened(client)
         super().handle(listener, client, addr)
+
+    def load_wsgi(self) -> None:
+        """Make the application; what is wrong with its options is the cause of the server's end."""
+        try:
+            super().load_wsgi()
+        except AppImportError as error:
+            _parent.send_cause(str(error))
+            raise
 
     def handle_quit(self, sig: int, frame: Any) -> None:
         """End open answers with an error now, then leave as after SIGTERM."""
@@ -104,6 +113,7 @@ def _give_up(why: str) -> None:
     from gunicorn.arbiter import Arbiter
 
     logging.getLogger(__name__).error("the gateway cannot start: %s", why)
+    _parent.send_cause(f"the gateway cannot start: {why}")
     gevent.spawn(sys.exit, Arbiter.APP_LOAD_ERROR)  # from a greenlet of its own: it ends the worker
 
 

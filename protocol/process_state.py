@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, Signals
 from typing import NamedTuple
 
 PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
 STOPPED = "T"
 """By a signal; "t", which a debugger's look makes of it for a moment, is none of ours."""
 ZOMBIE = "Z"
@@ -102,6 +104,37 @@ def is_stopped(pid: int) -> bool:
     False where nobody can tell, and for one that is gone."""
     stat = stat_of(pid)
     return stat is not None and stat.state == STOPPED
+
+
+def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Return how many processes of this control group the kernel has killed for lack of memory;
+    None if the system does not say."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        name = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers)
+        for base in (cgroups / controllers / path.lstrip("/"), cgroups / controllers):
+            if name is not None and (base / name).is_file():
+                found = re.search(r"^oom_kill (\d+)$", (base / name).read_text(), re.MULTILINE)
+                if found is not None:
+                    return int(found[1])
+    return None
+
+
+def why_killed(number: Signals, num_before: int | None) -> str:
+    """Return what is known of a death by signal `number` beside its name; "" if nothing is.
+
+    num_before   `num_oom_kills` when the process was started
+    """
+    if number is not SIGKILL:
+        return ""
+    num_now = num_oom_kills()
+    if num_now is None or num_before is None:
+        return "perhaps memory was out"
+    return "memory was out, so the kernel ended it" if num_now > num_before else ""
 
 
 def is_ending(pid: int) -> bool:

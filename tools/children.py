@@ -2,7 +2,7 @@
 
 Each child leads its own process group, so that Ctrl-C at the terminal reaches only us, and we
 decide in which order the children hear of it. Its output comes through a pipe, is passed on as it
-is, and its last lines are kept: they tell why it died.
+is, and its last lines are kept for a child that fails without saying why.
 """
 
 from __future__ import annotations
@@ -18,22 +18,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.exit_codes import DRAINED, ExitCode
+from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
-from protocol.process_state import is_stopped
+from protocol.process_state import is_stopped, num_oom_kills, why_killed
 from tools.supervisor import Exit, Stopped
 
 KEPT_LINES = 40
 READ_BYTES = 1 << 16
-OUR_ERROR = re.compile(r"^[0-9:]+ E [\w.]+ ")
-"""How a line of our own log starts that tells of an error."""
-OUR_END = re.compile(rf"^[0-9:]+ I [\w.]+ (?={DRAINED})")
-"""The same, of one that tells who wanted the end."""
-CANNOT_START = "the gateway cannot start: "
-"""How a gateway begins its last words; gunicorn's own come behind them."""
-LOOKS_LIKE_AN_ERROR = re.compile(
-    rf"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|FATAL|error:)|{OUR_ERROR.pattern}"
-)
+LOOKS_LIKE_AN_ERROR = re.compile(r"\w*(Error|Exception)\b.*:|\b(ERROR|CRITICAL|FATAL|error:)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +61,7 @@ class Child:
         self.survivors_s = command.survivors_s
         self._command = command
         self._lifeline = Lifeline()
+        self._num_oom_kills = num_oom_kills()
         self._process = subprocess.Popen(
             command.arguments,
             stdin=subprocess.DEVNULL,
@@ -77,7 +70,7 @@ class Child:
             env={**os.environ, **command.environment, **self._lifeline.environment},
             cwd=command.directory,
             process_group=0,
-            pass_fds=[*command.keeps_open, self._lifeline.child_end],
+            pass_fds=[*command.keeps_open, *self._lifeline.child_ends],
         )
         self._lifeline.handed()
         assert self._process.stdout is not None
@@ -85,6 +78,7 @@ class Child:
         self.pidfd = os.pidfd_open(self.pid)
         self.output = self._process.stdout.fileno()
         os.set_blocking(self.output, False)
+        self.has_printed = False  # since whoever wants to know has reset it
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._unfinished = b""
 
@@ -109,13 +103,21 @@ class Child:
         code = self._process.wait()
         while self._read():
             pass
+        why = self._why(code)
         os.close(self.pidfd)
         self._lifeline.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        rest = self._unfinished.decode(errors="replace")
         stands_for = code if code in self._command.tells else self._command.stands_for
-        return Exit(self.name, code, last_words([*self._lines, rest]), stands_for)
+        return Exit(self.name, code, why, stands_for)
+
+    def _why(self, code: int) -> str:
+        """Return why it ended: as it said, or else as its last lines look, if it failed by itself.
+        What a process has printed before a signal killed it says nothing of its death."""
+        if code < 0:
+            return why_killed(signal.Signals(-code), self._num_oom_kills)
+        rest = self._unfinished.decode(errors="replace")
+        return self._lifeline.cause() or (last_words([*self._lines, rest]) if code else "")
 
     def kill(self, pid: int) -> None:
         """Kill the child alone, or a process that it has started, if that is stopped (SIGSTOP)."""
@@ -134,6 +136,7 @@ class Child:
             data = os.read(self.output, READ_BYTES)
         except BlockingIOError:
             return None
+        self.has_printed = self.has_printed or data != b""
         with contextlib.suppress(OSError):  # our own stderr may be gone; the child need not go
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()
@@ -151,11 +154,7 @@ def _children_of(pid: int) -> list[int]:
 
 
 def last_words(lines: Iterable[str]) -> str:
-    """The line that tells why: the one that says so, else the last that looks like an error, else
-    the last with any text."""
-    spoken = [OUR_END.sub("", line.strip()) for line in lines if line.strip()]
-    for line in spoken:
-        if line.startswith((CANNOT_START, DRAINED)):
-            return line
+    """Return the last line that looks like an error, else the last with any text."""
+    spoken = [line.strip() for line in lines if line.strip()]
     errors = [line for line in spoken if LOOKS_LIKE_AN_ERROR.search(line)]
-    return OUR_ERROR.sub("", (errors or spoken or [""])[-1])
+    return (errors or spoken or [""])[-1]

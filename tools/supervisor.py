@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from protocol.exit_codes import DRAINED, KILLED, ExitCode
@@ -96,7 +96,7 @@ NEXT_PHASE = {
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a child ended: `code` as of wait(2), negative for a signal; the last error it printed.
+    """How a child ended: `code` as of wait(2), negative for a signal; why, in words, if known.
 
     stands_for   the server's exit code, if this is its end and no signal has ended it
     """
@@ -151,9 +151,13 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """All is over; leave with this code."""
+    """All is over; leave with this code.
+
+    cause   of a failure, which is to be the last line on the terminal
+    """
 
     code: int
+    cause: str = field(default="", compare=False)
 
 
 Order = Say | Start | Send | Kill | End
@@ -198,6 +202,7 @@ class Supervisor:
         self._told: set[str] = set()
         self._stopped_since: dict[Stopped, float] = {}
         self._code: int = ExitCode.OK
+        self._cause = ""
         self._wished_at = float("-inf")
 
     @property
@@ -253,8 +258,8 @@ class Supervisor:
             return self._kill()
         late = [child for child in self.alive if child in self._told]
         self._code = ExitCode.FAILED
-        words = f"{' and '.join(late)} did not stop in time and will be killed"
-        return [Say(words, is_failure=True), *self._kill()]
+        self._cause = f"{' and '.join(late)} did not stop in time and will be killed"
+        return [Say(self._cause, is_failure=True), *self._kill()]
 
     def saw(self, stopped: Collection[Stopped], now: float) -> list[Order]:
         """These are stopped at the moment, and no others: look about once a second."""
@@ -310,7 +315,7 @@ class Supervisor:
 
     def _stop(self, cause: str, code: int, was: Phase, now: float) -> list[Order]:
         patience_s = UNUSED_STOP_S if was is Phase.STARTING else STOP_S
-        self._late_at, self._code = now + patience_s, code
+        self._late_at, self._code, self._cause = now + patience_s, code, cause
         self._due.clear()
         self._told.update(self.alive)
         stops = [Send(child, signal.SIGQUIT) for child in self.alive]
@@ -320,8 +325,8 @@ class Supervisor:
         """In a drain: told to go and went, or broke on the way out."""
         if exit.child in self._told and exit.code in (ExitCode.OK, -signal.SIGTERM):
             return []
-        self._code = exit.exit_code
-        return [Say(f"while stopping, {exit.cause}", is_failure=True)]
+        self._code, self._cause = exit.exit_code, f"while stopping, {exit.cause}"
+        return [Say(self._cause, is_failure=True)]
 
     def _drain_next(self, now: float) -> list[Order]:
         if not self.alive or self.alive[0] in self._told:
@@ -338,4 +343,4 @@ class Supervisor:
         if self.alive or self._due or not self._moves(Event.EMPTY):
             return []
         self._late_at = None
-        return [End(self._code)]
+        return [End(self._code, self._cause)]

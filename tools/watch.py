@@ -143,6 +143,7 @@ class Watch:
         self._on_ready = on_ready
         self._look_at = time.monotonic()
         self._lost_at = 0.0
+        self._said_last = ""  # to the terminal, by us
         self._bury_at: dict[str, float] = {}  # children that are dead, but not what they started
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeups, selectors.EVENT_READ, self._hear_signals)
@@ -180,7 +181,9 @@ class Watch:
 
     def _listen_to(self, child: Child) -> None:
         def printed() -> list[Order]:
-            if not child.relay():
+            goes_on = child.relay()
+            self._note_output(child)
+            if not goes_on:
                 self._selector.unregister(child.output)
                 if child.name in self._bury_at:
                     return self._bury(child)
@@ -208,7 +211,13 @@ class Watch:
         if child.output in self._selector.get_map():
             self._selector.unregister(child.output)
         del self._children[child.name]
-        return self._supervisor.exited(child.bury(), time.monotonic())
+        exit = child.bury()
+        self._note_output(child)
+        return self._supervisor.exited(exit, time.monotonic())
+
+    def _note_output(self, child: Child) -> None:
+        if child.has_printed:
+            self._said_last, child.has_printed = "", False
 
     def _hear_signals(self) -> list[Order]:
         now = time.monotonic()
@@ -249,13 +258,16 @@ class Watch:
             match order:
                 case Say(text, is_failure):
                     say(text, is_failure=is_failure)
+                    self._said_last = text
                 case Start(child):
                     self._start(child)
                 case Send(child, number):
                     self._children[child].send(number)
                 case Kill(child, pid):
                     self._children[child].kill(pid)
-                case End(code):
+                case End(code, cause):
+                    if cause and cause != self._said_last:
+                        say(cause, is_failure=True)
                     return code
         return None
 

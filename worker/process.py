@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         format="%(asctime)s %(levelname).1s %(name)s %(message)s",
         datefmt="%H:%M:%S",
     )
+    starter = hold_on(signal.SIGKILL)
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
     parser.add_argument("--config", required=True, help="a WorkerConfig as JSON")
     try:
@@ -53,11 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("address is missing: where does the engine await this worker?")
     except (msgspec.MsgspecError, ValueError) as error:
         log.error("bad --config: %s", error)
+        starter.send_cause(f"bad --config: {error}")
         return ExitCode.USAGE
     # Ctrl-C at a terminal reaches us as well; the engine decides when we stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
-    hold_on(signal.SIGKILL)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         return run(config, context, Connection(context, config.address, parent))
@@ -95,8 +96,11 @@ def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: C
         log.error("the engine is gone")
         return ExitCode.FAILED
     except Exception as error:
-        log.exception("the worker failed")
         code = exit_code_for(error)
+        if code is ExitCode.WORKER_LOST:  # of the others, the message says all there is to know
+            log.exception("the worker failed")
+        else:
+            log.error("%s", in_one_line(error))
         engine.send_last_word(WorkerFailed(message=in_one_line(error), exit_code=code))
         return code
     finally:

@@ -123,6 +123,57 @@ def test_what_a_gateway_had_started_may_tell_its_clients_after_its_death(
         assert eventually(lambda: not is_alive(helper))
 
 
+OLD_ERROR = """
+import signal
+print("WARNING answers cannot be constrained: ValueError: an old error", flush=True)
+signal.pause()
+"""
+SAYS_WHY = """
+import signal, sys
+from protocol.lifeline import hold_on
+parent = hold_on(signal.SIGTERM)
+parent.send_cause("no such device\\nand more")
+print("ValueError: printed last", flush=True)
+sys.exit(3)
+"""
+
+
+def test_the_cause_of_a_death_by_a_signal_is_the_signal_and_no_line_printed_before_it() -> None:
+    with supervised(OLD_ERROR) as program:
+        program.line_with("ready")
+        assert eventually(lambda: any("an old error" in line for line in program.err))
+        os.kill(pids(program)[1], SIGKILL)
+        assert program.end() == 128 + SIGKILL
+        (cause,) = (line for line in program.err if line.startswith("tidegate:"))
+        assert "an old error" not in cause
+        assert cause.startswith("tidegate: engine was killed by SIGKILL")
+
+
+CHATTY = """
+import signal, sys
+def stop(*_):
+    print("a long goodbye", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGQUIT, stop)
+signal.pause()
+"""
+
+
+def test_the_cause_is_the_last_line_whatever_the_others_print_while_they_stop() -> None:
+    with supervised(CHATTY) as program:
+        program.line_with("ready")
+        os.kill(pids(program)[0], SIGKILL)
+        program.end()
+        assert "a long goodbye" in program.err
+        assert program.err[-1] == "tidegate: gateway was killed by SIGKILL"
+
+
+def test_the_cause_that_a_child_sends_is_told_and_not_what_it_prints() -> None:
+    with supervised(SAYS_WHY) as program:
+        program.end()
+        assert "tidegate: engine exited with code 3: no such device" in program.err
+
+
 def test_a_child_that_fails_to_start_is_told_by_its_last_error() -> None:
     with supervised(BROKEN) as program:
         assert program.end() == 1

@@ -356,16 +356,7 @@ def test_every_phase_but_the_last_can_be_left_and_the_last_only_without_children
     [
         (["Traceback (most recent call last):", '  File "x"', "ValueError: no"], "ValueError: no"),
         (["12:00 ERROR engine: no memory", "12:01 INFO bye"], "12:00 ERROR engine: no memory"),
-        (["12:00:00 E engine_core no such model", "12:00:01 I bye"], "no such model"),
-        (
-            ["12:00:00 E engine_core an old error", "12:00:01 I engine_core drained, by a signal"],
-            "drained, by a signal",
-        ),
         (["starting", "  Killed  ", ""], "Killed"),
-        (
-            ["the gateway cannot start: no", "[ERROR] Reason: failed"],
-            "the gateway cannot start: no",
-        ),
         (["python: No module named gunicorn"], "python: No module named gunicorn"),
         ([], ""),
     ],
