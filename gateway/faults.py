@@ -53,7 +53,10 @@ _PLAIN_CODES = {
     405: "method_not_allowed",
     408: "body_too_slow",
     413: "body_too_large",
+    414: "uri_too_long",
     415: "unsupported_media_type",
+    417: "expectation_failed",
+    431: "headers_too_large",
 }
 DEFAULT_RETRY_S = 1
 CHALLENGE = 'Bearer realm="tidegate"'

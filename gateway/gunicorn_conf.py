@@ -52,6 +52,12 @@ class Worker(GeventWorker):  # type: ignore[misc]
             _parent.send_cause(str(error))
             raise
 
+    def handle_error(self, _req: Any, client: Any, _addr: Any, exc: BaseException) -> None:
+        """gunicorn's own writes what it could not parse into its log, and HTML to the client."""
+        from gateway import unparsed
+
+        unparsed.answer(_service(self), client, exc)
+
     def handle_quit(self, sig: int, frame: Any) -> None:
         """End open answers with an error now, then leave as after SIGTERM."""
         self.alive = False

@@ -11,6 +11,7 @@ import msgspec
 from gateway.access_log import FIELDS
 from gateway.discretion import Discreet
 
+_GUNICORN_TEXT = "%(asctime)s [%(process)d] [%(levelname)s] %(message)s"
 TEXT = "%(asctime)s gateway[%(process)d] %(levelname)s %(message)s"
 
 
@@ -45,10 +46,14 @@ def formatter(kind: str, *, shows_content: bool) -> logging.Formatter:
 
 
 def set_up(kind: str, *, shows_content: bool) -> None:
-    """Our own lines, beside gunicorn's, on stderr."""
+    """Our own lines, beside gunicorn's, on stderr. Neither tells the words of an exception, unless
+    `shows_content`."""
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(kind, shows_content=shows_content))
     root = logging.getLogger("gateway")
     root.handlers = [handler]
     root.setLevel(logging.INFO)
     root.propagate = False
+    if not shows_content:
+        for other in logging.getLogger("gunicorn.error").handlers:
+            other.setFormatter(Discreet(_GUNICORN_TEXT, "[%Y-%m-%d %H:%M:%S %z]"))

@@ -16,6 +16,7 @@ import requests
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, exchange, read_body, read_head, send_post
+from tests.support.processes import eventually
 from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -451,3 +452,81 @@ def test_an_engine_that_falls_silent_is_given_up_within_its_lease(
         assert refused.headers["Retry-After"]
         assert gateway.await_status("/readyz", 503).json()["why"]
         assert requests.get(gateway.url + "/livez", timeout=5).status_code == 200
+
+
+UNPARSED = {
+    "a method with blanks": (b"tell me my secret prompt\r\n\r\n", 400),
+    "no line": (b"secret prompt\r\n\r\n", 400),
+    "a header without a colon": (
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nAuthorization Bearer sk-secret\r\n\r\n",
+        400,
+    ),
+    "a long line": (b"GET /?q=" + b"secret" * 2000 + b" HTTP/1.1\r\n\r\n", 414),
+    "a long header": (
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"secret" * 3000 + b"\r\n\r\n",
+        431,
+    ),
+    "many headers": (
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"X: secret\r\n" * 200 + b"\r\n",
+        431,
+    ),
+    "two codings": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: secret\r\n\r\n",
+        501,
+    ),
+}
+
+
+def num_counted(gateway: GatewayProcess, status: int) -> float:
+    told = requests.get(gateway.url + "/metrics", timeout=5).text
+    series = f'tidegate_requests_total{{route="other",status="{status}"}} '
+    found = [line for line in told.splitlines() if line.startswith(series)]
+    return float(found[0].removeprefix(series)) if found else 0.0
+
+
+@pytest.mark.parametrize("case", UNPARSED)
+def test_a_request_that_cannot_be_parsed_is_answered_logged_and_counted_without_its_words(
+    gateway: GatewayProcess, case: str
+) -> None:
+    data, expected = UNPARSED[case]
+    before = num_counted(gateway, expected)
+    with connect(gateway.port) as client, client.makefile("rb") as file:
+        client.sendall(data)
+        status, headers = read_head(file)
+        body = read_body(file, headers)
+        assert file.read() == b""  # nothing follows: the connection is closed
+    assert (status, headers["content-type"]) == (expected, "application/json")
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert num_counted(gateway, expected) == before + 1
+    line = f"- - {expected} id={headers['x-request-id']}"
+    assert eventually(lambda: line in gateway.log)
+    assert b"secret" not in body
+    assert "secret" not in gateway.log
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"zz\r\n{}\r\n0\r\n\r\n", b"2\r\n{}xx", b"2;=\r\n{}\r\n0\r\n\r\n"],
+    ids=["size", "end", "extension"],
+)
+def test_a_malformed_chunked_body_is_the_clients_fault(
+    gateway: GatewayProcess, body: bytes
+) -> None:
+    with connect(gateway.port) as client, client.makefile("rb") as file:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n" + body
+        )
+        status, headers = read_head(file)
+        told = json.loads(read_body(file, headers))
+    assert (status, headers["connection"]) == (400, "close")
+    assert "chunked" in told["error"]["message"]
+    assert "Traceback" not in gateway.log
+
+
+def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(gateway: GatewayProcess) -> None:
+    status, headers, told = exchange(
+        gateway.port, COMPLETIONS, b"\x1f\x8b", headers={"Content-Encoding": "gzip"}
+    )
+    assert (status, headers["content-type"]) == (415, "application/json")
+    assert "gzip" in json.loads(told)["error"]["message"]

@@ -1,0 +1,76 @@
+"""Requests that gunicorn could not parse, or answered with an exception of its own.
+
+They never reach the application. They are answered in the JSON of all our errors, without a word
+of what was sent: a bad request line may hold a prompt, a bad header a key. They are logged and
+counted as every request is, without a method and a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import uuid
+from typing import Any
+
+from gunicorn.http import errors
+
+from gateway import access_log
+from gateway.connection import linger
+from gateway.exchange import REQUEST_ID_HEADER, Exchange
+from gateway.faults import Fault, internal_fault, plain_fault
+from gateway.openai.errors import error_body
+from gateway.service import Service
+
+_SEND_S = 5.0
+_HEADER = "a header is malformed"
+_CHUNKED = "the body's chunked transfer coding is malformed"
+_FAULTS: dict[type[errors.ParseException], tuple[int, str]] = {
+    errors.InvalidRequestLine: (400, "the request line is malformed"),
+    errors.InvalidRequestMethod: (400, "the method is malformed"),
+    errors.InvalidHTTPVersion: (400, "the HTTP version is not supported"),
+    errors.ObsoleteFolding: (400, _HEADER),
+    errors.InvalidHeader: (400, _HEADER),
+    errors.InvalidHeaderName: (400, _HEADER),
+    errors.InvalidChunkSize: (400, _CHUNKED),
+    errors.ChunkMissingTerminator: (400, _CHUNKED),
+    errors.InvalidChunkExtension: (400, _CHUNKED),
+    errors.LimitRequestLine: (414, "the request line is too long"),
+    errors.ExpectationFailed: (417, "the expectation in the header Expect is not supported"),
+    errors.LimitRequestHeaders: (431, "the headers are too long or too many"),
+    errors.UnsupportedTransferCoding: (501, "the transfer coding is not supported"),
+}
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Return what to answer. An exception that is not the client's fault is logged."""
+    if type(error) in _FAULTS:
+        return plain_fault(*_FAULTS[type(error)])
+    is_ours = isinstance(error, errors.InvalidResponseHeader | errors.InvalidResponseHeaderName)
+    if isinstance(error, errors.ParseException) and not is_ours:
+        return plain_fault(400, "the request is malformed")
+    return internal_fault(error)
+
+
+def answer(service: Service, sock: Any, error: BaseException) -> None:
+    """Answer what came on `sock`, which is then to be closed, and count it."""
+    exchange = Exchange(
+        service.metrics,
+        method="-",
+        path="-",
+        route="other",
+        request_id=uuid.uuid4().hex,
+        hear=[access_log.tell] if service.config.log_requests else [],
+    )
+    fault = fault_of(error)
+    body = error_body(fault)
+    head = (
+        f"HTTP/1.1 {fault.status} {http.HTTPStatus(fault.status).phrase}\r\n"
+        f"{REQUEST_ID_HEADER}: {exchange.request_id}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    exchange.close(fault.status)
+    with contextlib.suppress(OSError):  # a client that is gone needs no answer
+        sock.settimeout(_SEND_S)
+        sock.sendall(head.encode() + body)
+        linger(sock)
