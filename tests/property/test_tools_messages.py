@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gateway.output.events import (
     Content,
+    Event,
     Reasoning,
     ToolArguments,
     ToolCall,
@@ -130,6 +132,73 @@ def test_an_answer_cut_off_anywhere_shows_no_markup(sample: Sample) -> None:
     for tokens in (True, False):
         for events in cut_off(sample, case, tokens=tokens):
             assert said.startswith(content(events))
+
+
+THOUGHT = "<|channel|>analysis<|message|>hm"
+FINAL = "<|channel|>final<|message|>Hello"
+COMMENTARY = '<|channel|>commentary json<|message|>{"a":1}<|call|>'
+MALFORMED = [
+    ("neither end nor start", f"{THOUGHT}{FINAL}<|return|>"),
+    ("a role alone", f"{THOUGHT}assistant{FINAL}<|return|>"),
+    ("no start", f"{THOUGHT}<|end|>assistant{FINAL}<|return|>"),
+    ("no start and no role", f"{THOUGHT}<|end|>{FINAL}"),
+    ("no end", f"{THOUGHT}<|start|>assistant{FINAL}<|end|>"),
+]
+
+
+def malformed() -> list[Fixture]:
+    said: list[Event] = [Reasoning("hm"), Content("Hello")]
+    prose = "an assistant to the user, assistants <|channel|> of, <|message|> assistant"
+    called = expected(HARMONY, [Think("hm"), [Call("now", {"a": 1})]])
+    called = [
+        ToolArguments(0, '{"a":1}') if isinstance(event, ToolArguments) else event
+        for event in called
+    ]
+    return [
+        *(Fixture(name, text, said) for name, text in MALFORMED),
+        Fixture("a call", f"{THOUGHT}assistant to=functions.now{COMMENTARY}", called),
+        Fixture("between", f"{THOUGHT}<|end|>assistant to=functions.now{COMMENTARY}", called),
+        Fixture("markers in thoughts", f"{THOUGHT} {prose}", [Reasoning(f"hm {prose}")]),
+        Fixture(
+            "a channel at the end of thoughts",
+            f"{THOUGHT}<|channel|> so<|end|><|start|>assistant{FINAL}",
+            [Reasoning("hm<|channel|> so"), Content("Hello")],
+        ),
+    ]
+
+
+def test_markers_that_are_missing_between_messages_change_nothing_however_it_is_cut() -> None:
+    cases = [f for f in malformed() if f.name != "a channel at the end of thoughts"]
+    row = check(replace(HARMONY, name="openai (malformed)"), cases)
+    assert not row.differences, row.first
+    tokens = replace(HARMONY, name="openai (malformed, tokens)", spelt_ok=False)
+    row = check(tokens, malformed())
+    assert not row.differences, row.first
+
+
+@pytest.mark.parametrize(("name", "text"), MALFORMED)
+def test_the_answer_is_content_though_markers_between_messages_are_missing(
+    name: str, text: str
+) -> None:
+    assert say(HARMONY, text) == [Reasoning("hm"), Content("Hello")]
+
+
+def test_a_recipient_without_a_start_begins_a_message_of_muse_too() -> None:
+    for text in (
+        " to=self<|message|>hm<|eom|>assistant to=user<|message|>Hi<|eot|>",
+        " to=self<|message|>hmassistant to=user<|message|>Hi<|eot|>",
+    ):
+        assert say(MUSE, text) == [Reasoning("hm"), Content("Hi")]
+
+
+def test_only_what_may_be_a_role_is_held_back() -> None:
+    machine = HARMONY.format.machine(lexicon(HARMONY, tokens=True), starts_inside=True)
+    assert machine.push("An assist") == [Reasoning("An ")]
+    assert machine.push("ed") == [Reasoning("assisted")]
+    assert machine.push(" assistant to") == [Reasoning(" ")]
+    assert machine.push(" be") == [Reasoning("assistant to be")]
+    assert machine.push(" an assistant") == [Reasoning(" an ")]
+    assert machine.finish() == [Reasoning("assistant")]
 
 
 def test_an_answer_without_a_header_is_content() -> None:

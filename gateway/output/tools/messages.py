@@ -21,6 +21,11 @@ recipient the channel decides: `analysis` is reasoning, everything else content.
 An answer that begins without a header is content. Two messages of one kind in a row are told with a
 line break between them. A marker inside an argument's string means nothing if it is spelt out.
 
+A model may leave out the markers between two messages. So a channel in a text begins the next
+header, if what follows can be one, and a role at the end of the text (`assistant`, perhaps with a
+recipient) belongs to that header; it is held back until something else follows. Between messages, a
+header need not begin with `<|start|>`.
+
 Sources: OpenAI's description of harmony; the response template of Muse's checkpoint.
 """
 
@@ -42,6 +47,7 @@ from gateway.output.machine import (
     Section,
     SectionSyntax,
 )
+from gateway.output.patterns import past
 from gateway.output.teller import BLANKS, NEWLINES, PARSE_FAILED, Teller
 from gateway.output.tools.json_value import JsonScan
 from gateway.output.tools.xml_formats import MUSE_CALLS
@@ -50,6 +56,11 @@ MAX_HEADER_CHARS = 512
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 HEADER_START = re.compile(r"\s*+(?:assistant\s*+)?(?:to=[\w.\-*]*+\s*+[\w]*+\s*+)?")
 HEADER_WORDS = ("assistant", "to=")
+HEADER_TEXT = re.compile(r"\s*+\w*+(?:\s+to=[\w.\-*]*+)?(?:\s*+\w*+)?\s*+")
+"""What may stand behind a marker in a header. Every beginning of such a text is one, too."""
+ROLE = "assistant"
+ROLE_TEXT = re.compile(rf"{ROLE}(?:\s{{1,8}}(?:t|to|to=[\w.\-*]{{0,128}}\s{{0,8}})?)?")
+"""The role at the end of a text, or the beginning of one with a recipient."""
 FUNCTIONS = "functions."
 
 
@@ -99,6 +110,8 @@ class Messages(AnswerSyntax, frozen=True, kw_only=True):
 
 class MessagesState(MachineState):
     """header  the header's text so far, its markers included
+    body    the kind of the message in whose text the header began; "" between messages
+    role    the end of a message's text, which may belong to the next header
     value   where the arguments are
     last    the kind of the message before
     first   nothing of this message has been told
@@ -107,6 +120,8 @@ class MessagesState(MachineState):
 
     at: str = "start"
     header: str = ""
+    body: str = ""
+    role: str = ""
     value: JsonScan = msgspec.field(default_factory=JsonScan)
     last: str = ""
     first: bool = True
@@ -144,12 +159,13 @@ class MessagesMachine(Machine):
         heads = (x.message, x.start, *x.in_header)
         ends = (*x.ends, x.start)
         openers = x.calls.openers() if x.calls else ()
+        text = (*ends, x.message, *((x.channel,) if x.channel else ()))
         return {
             "start": heads,
             "header": heads,
             "between": (*heads, *x.ends),
-            "content": ends,
-            "reasoning": ends,
+            "content": text,
+            "reasoning": text,
             "call": ends,
             "tool": openers + ends,
         }
@@ -162,14 +178,10 @@ class MessagesMachine(Machine):
             case "start":
                 return self._before_header(text)
             case "header":
-                s.header += text
-                if len(s.header) > MAX_HEADER_CHARS:
-                    self._no_header()
+                return self._header_text(text)
             case "between":
-                rest = text.lstrip(BLANKS)
-                if rest:
-                    self._begin_body("content")
-                return rest
+                rest = text if s.header else text.lstrip(BLANKS)
+                return self._before_header(rest) if rest else ""
             case "calls":
                 return self._in_calls(text)
             case "call":
@@ -177,8 +189,34 @@ class MessagesMachine(Machine):
             case "tool":
                 self._spill(text)
             case _:
-                self._tell(text)
+                self._message_text(text)
         return ""
+
+    def _header_text(self, text: str) -> str:
+        s = self.s
+        behind = s.header.rpartition(">")[2] + text
+        end = past(HEADER_TEXT, behind) if s.body else len(behind)
+        room = MAX_HEADER_CHARS - len(s.header)
+        read = min(end - (len(behind) - len(text)), room)
+        s.header += text[:read]
+        if read < len(text):
+            self._no_header()
+        return text[read:]
+
+    def _message_text(self, text: str) -> None:
+        """Content or reasoning: its end may be the role of the next header."""
+        s = self.s
+        text = s.role + text
+        end = _role_start(text)
+        s.role = text[end:]
+        if end:
+            self._tell(text[:end])
+
+    def _end_text(self) -> None:
+        """What was held of a message's text was text."""
+        role, self.s.role = self.s.role, ""
+        if role:
+            self._tell(role)
 
     def _before_header(self, text: str) -> str:
         """The rest of a header that the prompt has begun, or an answer without any."""
@@ -194,9 +232,17 @@ class MessagesMachine(Machine):
         return ""
 
     def _no_header(self) -> None:
-        header, self.s.header = self.s.header, ""
-        self._begin_body("content")
-        self._tell(header)
+        s = self.s
+        header, body, s.header, s.body = s.header, s.body, "", ""
+        if not body:
+            self._begin_body("content")
+            self._tell(header)
+            return
+        s.at = body
+        role, marker, rest = header.partition(self.syntax.channel)
+        self._tell(role)
+        self._marker_text(marker)
+        self._message_text(rest)
 
     def _tell(self, text: str) -> None:
         s = self.s
@@ -239,21 +285,44 @@ class MessagesMachine(Machine):
             self._in_header(marker)
         elif x.calls and marker in x.calls.openers():
             self._open_calls(marker)
+        elif marker in (x.message, x.channel):
+            self._header_in_text(marker)
         else:
             self._end_body()
             if marker == x.start:
                 s.at, s.header = "header", ""
 
+    def _header_in_text(self, marker: str) -> None:
+        """A marker of headers in a message's text: those between the messages are missing."""
+        s = self.s
+        has_role = s.role.startswith(ROLE)
+        if not has_role:
+            self._end_text()
+        if marker == self.syntax.channel or has_role:
+            s.body, s.header, s.role = s.at, s.role, ""
+            self._in_header(marker)
+        else:
+            self._marker_text(marker)
+
     def _in_header(self, marker: str) -> None:
         s, x = self.s, self.syntax
         if marker == x.message:
             header, s.header = s.header, ""
+            self._leave_body()
             self._addressed(header)
         elif marker == x.start:
+            self._leave_body()
             s.at, s.header = "header", ""
         elif marker in x.in_header:
             s.at = "header"
             s.header += marker
+
+    def _leave_body(self) -> None:
+        """The message in whose text a header began has ended before it."""
+        s = self.s
+        if s.body:
+            s.at, s.body = s.body, ""
+            self._end_body()
 
     def _addressed(self, header: str) -> None:
         """The header is complete: what kind of message follows."""
@@ -289,6 +358,7 @@ class MessagesMachine(Machine):
 
     def _end_body(self) -> None:
         s = self.s
+        self._end_text()
         if s.at == "reasoning":
             self.teller.end_reasoning()
         elif s.at == "call":
@@ -322,12 +392,16 @@ class MessagesMachine(Machine):
             assert self.section is not None
             self.section.read_token(marker)
             self._leave_if_done()
+        elif self.s.at == "header" and self.s.body and marker in self.syntax.ends:
+            self._no_header()
+            self.on_marker(marker)
         elif self.s.at in ("content", "reasoning"):
-            self._stray_text(marker)
+            self._end_text()
+            self._marker_text(marker)
 
-    def _stray_text(self, marker: str) -> None:
-        """A model may talk about markup in its reasoning; in content it is dropped."""
-        if self.s.at == "reasoning":
+    def _marker_text(self, marker: str) -> None:
+        """A model may talk about markup in its reasoning; a token of it in content is dropped."""
+        if self.s.at == "reasoning" or not self.context.lexicon.is_token(marker):
             self._tell(marker)
 
     # ---- the end
@@ -337,12 +411,14 @@ class MessagesMachine(Machine):
         if s.at == "calls":
             assert self.section is not None
             self.section.end(complete)
-        elif s.at == "reasoning":
-            self.teller.end_reasoning()
         elif s.at == "call":
             self._end_last_call(complete)
-        elif s.at in ("start", "header") and complete and s.header.strip(BLANKS):
+        elif s.at in ("start", "header", "between") and complete and s.header.strip(BLANKS):
             self._no_header()
+        if s.at in ("content", "reasoning"):
+            self._end_text()
+        if "reasoning" in (s.at, s.body):
+            self.teller.end_reasoning()
         self.teller.finish()
 
     def _end_last_call(self, complete: bool) -> None:
@@ -352,6 +428,15 @@ class MessagesMachine(Machine):
         elif complete:
             self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
         self.teller.drop()
+
+
+def _role_start(text: str) -> int:
+    """Where a role begins that may go on behind the text; its end, if there is none."""
+    start = text.rfind(ROLE)
+    if start >= 0 and ROLE_TEXT.fullmatch(text, start):
+        return start
+    sizes = range(min(len(ROLE) - 1, len(text)), 0, -1)
+    return len(text) - next((n for n in sizes if text.endswith(ROLE[:n])), 0)
 
 
 FORMATS = {
