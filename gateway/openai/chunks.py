@@ -86,7 +86,7 @@ class ChunkStream:
         self._origin = origin
         self.told = told or Told()
         self._is_plain = not (repeats_usage or tells_ids or dialect.num_logprobs is not None)
-        shared = encode(origin.fields(dialect.chunk_kind))[:-1]
+        shared = encode(origin.fields(dialect.chunk_kind, dialect.constants))[:-1]
         self._head = b"data: " + shared + b',"choices":['
         self._heads = [self._head + b'{"index":%d,' % c.index for c in answer.choices]
         usage = b',"usage":null' if includes_usage else b""

@@ -8,8 +8,9 @@ logprobs look.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -25,6 +26,8 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.messages import TokenLogprobs
 
 encode = msgspec.json.encode
+SERVICE_TIER = "default"
+"""There is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,14 @@ class Origin:
     asides: dict[str, Any] = field(default_factory=dict)
     warnings: list[Warning] = field(default_factory=list)
 
-    def fields(self, kind: str) -> dict[str, Any]:
+    def fields(self, kind: str, constants: Mapping[str, str]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
+            **constants,
         }
 
 
@@ -103,6 +107,7 @@ class Dialect(Protocol):
     num_logprobs: int | None
     prompt_ids_on_top: bool  # beside the choices, not in each of them
     ends_with_text: bool  # the finish comes with the last text, not in a chunk of its own
+    constants: Mapping[str, str]  # what every answer says of itself
 
     def said(self, text: str) -> bytes:
         """A bit of text, as members of a choice in a chunk."""
@@ -138,6 +143,7 @@ class ChatDialect:
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     ends_with_text = False
+    constants: Mapping[str, str] = MappingProxyType({"service_tier": SERVICE_TIER})
 
     def __init__(
         self,
@@ -171,7 +177,7 @@ class ChatDialect:
         return None
 
     def opening(self, choice: Choice) -> bytes | None:
-        return b'"delta":{"role":"assistant","content":""}'
+        return b'"delta":{"role":"assistant","content":"","refusal":null}'
 
     def nothing(self) -> bytes:
         return b'"delta":{}'
@@ -183,6 +189,7 @@ class ChatDialect:
             "role": "assistant",
             "content": None if has_other and not message.text else message.text,
             "refusal": None,
+            "annotations": [],
             "reasoning": message.reasoning or None,
             "reasoning_content": message.reasoning or None,
         }
@@ -216,6 +223,7 @@ class CompletionDialect:
     chunk_kind = "text_completion"
     prompt_ids_on_top = False
     ends_with_text = True
+    constants: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,

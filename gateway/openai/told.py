@@ -13,6 +13,8 @@ from gateway.text.logprobs import ChatLogprob, CompletionLogprobs
 from gateway.timings import Timings
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+ServiceTier = Literal["default"]
+"""There is one."""
 
 
 class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,11 +121,13 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """reasoning and reasoning_content are the same, under both names in use."""
+    """reasoning and reasoning_content are the same, under both names in use. Nothing is searched
+    here, so there are no annotations."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[Any]
     reasoning: str | None
     reasoning_content: str | None
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -143,6 +147,7 @@ class ChatCompletion(Answered, frozen=True, kw_only=True):
     """kv_transfer_params  with which another server goes on"""
 
     object: Literal["chat.completion"]
+    service_tier: ServiceTier
     choices: list[ChatChoice]
     usage: Usage
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
@@ -159,6 +164,7 @@ class BatchChoice(ChatChoice, frozen=True, kw_only=True):
 
 class ChatBatch(Answered, frozen=True, kw_only=True):
     object: Literal["chat.completion"]
+    service_tier: ServiceTier
     choices: list[BatchChoice]
     usage: Usage
 
@@ -178,8 +184,11 @@ class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagePart(msgspec.Struct, frozen=True, kw_only=True):
+    """The first has the role and `refusal`, the others bits of the message."""
+
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
@@ -202,6 +211,7 @@ class ChatChunk(Answered, frozen=True, kw_only=True):
     """With `include_usage` the last chunk has the usage and no choices."""
 
     object: Literal["chat.completion.chunk"]
+    service_tier: ServiceTier
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
 

@@ -48,7 +48,8 @@ def whole_response(
             told |= of_prompt
         choices.append(told)
         warnings += [warning_of(warning, choice.index) for warning in message.warnings]
-    body = origin.fields(dialect.kind) | {"choices": choices, "usage": usage_of(answer)}
+    body = origin.fields(dialect.kind, dialect.constants)
+    body |= {"choices": choices, "usage": usage_of(answer)}
     if warnings:
         body["warnings"] = warnings
     return encode(body | beside | origin.asides | told_timings(answer))

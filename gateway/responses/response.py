@@ -13,6 +13,7 @@ from typing import Any
 from gateway.answering import Answer
 from gateway.faults import fault_of
 from gateway.openai.message import warning_of
+from gateway.openai.shapes import SERVICE_TIER
 from gateway.output.events import Warning
 from gateway.responses.items import RESPONSE_PREFIX, Item
 from gateway.responses.schema import ResponsesBody
@@ -22,7 +23,6 @@ from protocol.sampling import SamplingParams
 Told = dict[str, Any]
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """OpenAI's few words for why a response failed; all others are "server_error"."""
-SERVICE_TIER = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+from gateway.openai.told import ChatChunk, ChatCompletion
 from gateway.sse import KEEP_ALIVE
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, exchange, folded, unfolded
@@ -69,10 +71,11 @@ def test_a_chat_stream_is_role_then_content_then_finish_then_usage(
     for event in events:
         assert event["id"] == "chatcmpl-mine"
         assert event["object"] == "chat.completion.chunk"
+        assert event["service_tier"] == "default"
         assert shared.items() <= event.items()
     told = [(e["choices"][0]["delta"], e["choices"][0]["finish_reason"]) for e in events[:-1]]
     assert told == [
-        ({"role": "assistant", "content": ""}, None),
+        ({"role": "assistant", "content": "", "refusal": None}, None),
         ({"content": "a"}, None),
         ({"content": "b"}, None),
         ({"content": "c"}, None),
@@ -169,6 +172,19 @@ def test_a_stream_has_the_same_bytes_written_by_us_or_by_the_server(
     assert by_choice[0] == by_choice[1] == by_choice[2]
     if "n" not in body and not isinstance(body.get("prompt"), list):
         assert bodies[0] == bodies[1] == bodies[2]
+
+
+def test_a_chat_has_the_members_that_its_clients_read(gateway: GatewayProcess) -> None:
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key="-", max_retries=0) as client:
+        whole = client.chat.completions.create(
+            model="scripted", messages=[{"role": "user", "content": "hi"}]
+        )
+    assert whole.service_tier == "default"
+    message = whole.choices[0].message.model_dump()
+    assert (message["annotations"], message["refusal"]) == ([], None)
+    msgspec.json.decode(gateway.post(CHAT, {"messages": HI}).content, type=ChatCompletion)
+    for event in stream(gateway, CHAT, {"messages": HI}):
+        msgspec.convert(event, ChatChunk)
 
 
 def test_an_echoed_prompt_has_its_own_logprobs_and_those_asked_for_beside(

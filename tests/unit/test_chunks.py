@@ -85,8 +85,8 @@ def test_roles_of_all_choices_come_before_any_token_of_any() -> None:
     told.stream.end()
     choices = [event["choices"][0] for event in told.events()]
     assert [(c["index"], c["delta"]) for c in choices] == [
-        (0, {"role": "assistant", "content": ""}),
-        (1, {"role": "assistant", "content": ""}),
+        (0, {"role": "assistant", "content": "", "refusal": None}),
+        (1, {"role": "assistant", "content": "", "refusal": None}),
         (1, {"content": "x"}),
         (1, {}),
         (0, {"content": "x"}),
