@@ -21,6 +21,7 @@ from gateway.admin import routes as admin
 from gateway.answering import ClientGone
 from gateway.anthropic import errors as anthropic_errors
 from gateway.anthropic import routes as anthropic
+from gateway.anthropic.models import VERSION_HEADER
 from gateway.connection import client_socket, linger
 from gateway.exchange import REQUEST_ID_HEADER, Exchange, request_id_from
 from gateway.faults import Fault, fault_of, internal_fault, plain_fault
@@ -42,6 +43,7 @@ CONFIG_VARIABLE = "TIDEGATE_GATEWAY"
 EXTENSION = "tidegate"
 IGNORED_HEADER = "x-ignored-fields"
 ANTHROPIC = "/v1/messages"
+MODELS = "/v1/models"
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 LEAVE_BODY = (408, 413)
 NOT_READ = (400, 401, 403, 404, 405, 415, 429, 503)
@@ -169,8 +171,14 @@ def _tell_errors(app: Flask) -> None:
 
 def _is_anthropic() -> bool:
     """Whether the path is one of theirs, even where there is no such route: the client is theirs
-    all the same."""
-    return request.path == ANTHROPIC or request.path.startswith(ANTHROPIC + "/")
+    all the same. Of the paths that two APIs have, it says so itself."""
+    if _is_below(MODELS):
+        return VERSION_HEADER in request.headers
+    return _is_below(ANTHROPIC)
+
+
+def _is_below(path: str) -> bool:
+    return request.path == path or request.path.startswith(path + "/")
 
 
 def _response(fault: Fault) -> Response:

@@ -131,7 +131,7 @@ class Outlet:
     """Where a stream's bytes go. `write` and `finish` may be called from the hub; `run` drives it.
 
     on_overflow     called when the client is cut off because it does not read
-    keep_alive      what `run` writes after `keep_alive_s` of silence
+    keep_alive      what `run` writes after `keep_alive_s` of silence, at first
     send_timeout_s  how long it may take nothing of what waits for it
     """
 
@@ -160,6 +160,10 @@ class Outlet:
         the client was cut off. True: all has been taken so far."""
         self._on_full, self._on_room = on_full, on_room
         return not self._buffer
+
+    def keep_alive_with(self, data: bytes) -> None:
+        """Write `data` instead from now on, when nothing else is written."""
+        self._keep_alive = data
 
     def write(self, data: bytes) -> None:
         if self.is_cut:

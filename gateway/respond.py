@@ -25,7 +25,7 @@ from gateway.patience import Patience
 from gateway.resume.numbering import LAST_EVENT_HEADER
 from gateway.service import Service
 from gateway.sinks import Fold, Sink
-from gateway.sse import KEEP_ALIVE, EventStream
+from gateway.sse import EventStream
 from gateway.timings import measure
 from protocol.errors import RequestError, ServingError
 
@@ -168,8 +168,6 @@ def stream(
     asks: Sequence[Ask],
     terms: Terms,
     sink_of: Callable[[Answer, Outlet], Sink],
-    *,
-    keep_alive: bytes = KEEP_ALIVE,
 ) -> Response:
     """`sink_of` makes what writes the answer's events to the outlet, and finishes it."""
     opened = OpenAnswer(service, asks, terms)
@@ -195,7 +193,6 @@ def stream(
         closing=service.is_draining,
         keep_alive_s=service.config.keep_alive_s,
         send_timeout_s=service.config.send_timeout_s,
-        keep_alive=keep_alive,
     )
     opened.hang_up.then = response.hang_up
     return response

@@ -34,7 +34,7 @@ class EventStream(flask.Response):
     abandon     called when the client has gone or does not read; after the end, without need
     close       called when all is over: sent, cut off or gone
     closing     asked at the end: whether the connection is to be closed, too
-    keep_alive  what is sent after `keep_alive_s` of silence
+    keep_alive_s     after so long a silence a comment is sent, unless the outlet is told otherwise
     send_timeout_s   a client that takes nothing for so long is cut off
     """
 
@@ -47,7 +47,6 @@ class EventStream(flask.Response):
         closing: Callable[[], bool],
         keep_alive_s: float,
         send_timeout_s: float,
-        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         super().__init__(content_type="text/event-stream; charset=utf-8")
         self.headers["Cache-Control"] = "no-cache"
@@ -59,7 +58,7 @@ class EventStream(flask.Response):
         self._outlet: Outlet | None = None
         self._options: dict[str, Any] = {
             "on_overflow": abandon,
-            "keep_alive": keep_alive,
+            "keep_alive": KEEP_ALIVE,
             "keep_alive_s": keep_alive_s,
             "send_timeout_s": send_timeout_s,
         }

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from gateway.admin import told
+from gateway.anthropic.told import ModelInfo, ModelPage
 from gateway.openai.told import ErrorAnswer
 from gateway.openapi.operation import READING, Operation, Parameter
 
@@ -13,6 +14,14 @@ _get = partial(Operation, method="get", tag="Operators", error=ErrorAnswer, stat
 _public = partial(_get, scope="public")
 _known = partial(_get, scope="inference")
 _NAME = Parameter("name", "One of the served names.", place="path")
+_VERSION = Parameter(
+    "anthropic-version", "With it, the answer and its errors have Anthropic's shape.", "header"
+)
+_PAGE = (
+    Parameter("limit", "At most so many, in Anthropic's shape.", schema={"type": "integer"}),
+    Parameter("after_id", "The model behind which the page begins."),
+    Parameter("before_id", "The model before which the page ends."),
+)
 
 OPERATIONS = (
     _public(rule="/livez", about="Whether this process answers at all.", gives=told.Live),
@@ -40,11 +49,17 @@ OPERATIONS = (
     _known(rule="/version", about="The server's version.", gives=told.Version),
     _get(rule="/metrics", scope="metrics", about="Prometheus metrics.", statuses=(405, 500)),
     _known(rule="/openapi.json", about="This document.", gives=dict[str, Any]),
-    _known(rule="/v1/models", about="The served model, by each of its names.", gives=told.Models),
+    _known(
+        rule="/v1/models",
+        about="The served model, by each of its names.",
+        gives=(told.Models, ModelPage),
+        statuses=(400, *READING),
+        parameters=(_VERSION, *_PAGE),
+    ),
     _known(
         rule="/v1/models/<path:name>",
         about="One of them.",
-        gives=told.Model,
-        parameters=(_NAME,),
+        gives=(told.Model, ModelInfo),
+        parameters=(_NAME, _VERSION),
     ),
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import flask
 import msgspec
-from flask import Blueprint, Response
+from flask import Blueprint, Response, request
 
+from gateway.anthropic.models import VERSION_HEADER, model_info, model_page
 from gateway.metrics import CONTENT_TYPE
 from gateway.served import ServedModel, version
 from gateway.service import Service
@@ -46,11 +46,16 @@ def _health(is_well: bool, facts: dict[str, object]) -> Response:
 
 def models(service: Service) -> Response:
     served = service.model()
+    if VERSION_HEADER in request.headers:
+        return _json(model_page(served, request.args))
     return _json({"object": "list", "data": [_model(served, name) for name in served.names]})
 
 
 def model(service: Service, name: str) -> Response:
-    return _json(_model(service.model(name), name))
+    served = service.model(name)
+    if VERSION_HEADER in request.headers:
+        return _json(model_info(served, name))
+    return _json(_model(served, name))
 
 
 def _model(served: ServedModel, name: str) -> dict[str, Any]:
@@ -68,7 +73,7 @@ def _model(served: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def _json(value: Mapping[str, Any], status: int = 200) -> Response:
+def _json(value: Any, status: int = 200) -> Response:
     return flask.Response(
         msgspec.json.encode(value), status=status, content_type="application/json"
     )

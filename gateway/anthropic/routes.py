@@ -53,7 +53,6 @@ def messages(service: Service) -> Response:
                     [ask],
                     terms,
                     lambda answer, outlet: _writer(answer, outlet, origin),
-                    keep_alive=PING,
                 )
             answer, fold = any_api.whole(service, [ask], terms)
         except RequestError as error:
@@ -99,13 +98,14 @@ def _origin(
     preparation: Preparation, prompt: Prompt, translation: Translation, warnings: Sequence[Warning]
 ) -> Origin:
     exchange: Exchange = g.exchange
-    chat = translation.chat
+    chat, limits = translation.chat, preparation.model.limits
     return Origin(
         exchange.request_id,
         chat.model or preparation.model.names[0],
         shows_thinking=translation.shows_thinking,
         asides=_asides(chat, prompt),
         warnings=[*translation.warnings, *warnings],
+        block_tokens=limits.block_tokens if limits.prefix_cache else 0,
     )
 
 
@@ -119,7 +119,13 @@ def _asides(body: Any, prompt: Prompt) -> dict[str, Any]:
 
 
 def _writer(answer: Answer, outlet: Outlet, origin: Origin) -> EventWriter:
-    return EventWriter(answer, origin, write=outlet.write, finish=outlet.finish)
+    return EventWriter(
+        answer,
+        origin,
+        write=outlet.write,
+        finish=outlet.finish,
+        on_start=lambda: outlet.keep_alive_with(PING),
+    )
 
 
 def _json(body: bytes) -> Response:

@@ -31,6 +31,7 @@ class Origin:
     model       as the client named it
     asides      what else there is to say: with the whole answer, or with `message_start`
     warnings    about the request
+    block_tokens   of the prefix cache; 0: there is none
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Origin:
     shows_thinking: bool = True
     asides: Mapping[str, Any] = field(default_factory=dict)
     warnings: Sequence[Warning] = ()
+    block_tokens: int = 0
 
     @property
     def id(self) -> str:
@@ -77,19 +79,33 @@ def end_of(finished: Finished, answer: Answer) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def usage_of(answer: Answer) -> dict[str, Any]:
-    """So far, or in all. Input that was found in the cache is not counted twice; writing to the
-    cache costs nothing, so nothing is told to have been written."""
-    cached = answer.num_cached_tokens
+def usage_of(answer: Answer, block_tokens: int) -> dict[str, Any]:
+    """Return the usage so far. Each token of the prompt was read from the cache, written to it, or
+    neither. `block_tokens`: of the prefix cache; 0: there is none.
+
+    Written are the blocks that the same prompt will find when it comes again: all that are full
+    without the last token, which is always computed.
+    """
+    prompt, cached = answer.num_prompt_tokens, answer.num_cached_tokens
+    findable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
+    written = max(0, findable - cached)
     usage: dict[str, Any] = {
-        "input_tokens": answer.num_prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": prompt - cached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": answer.num_generated_tokens,
     }
     if (thinking := answer.num_reasoning_tokens) is not None:
         usage["output_tokens_details"] = {"thinking_tokens": thinking}
     return usage
+
+
+def usage_at_start(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what only a message tells, and no `message_delta`: the parts of what was written, none of
+    which is kept for an hour for sure, and the tier, of which there is one."""
+    written = usage["cache_creation_input_tokens"]
+    parts = {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0}
+    return {**usage, "cache_creation": parts, "service_tier": "standard"}
 
 
 def empty_block(kind: Kind, call: ToolCall | None) -> dict[str, Any]:

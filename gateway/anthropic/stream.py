@@ -3,11 +3,11 @@
     message_start  ping  [content_block_start  content_block_delta ...  content_block_stop] ...
     message_delta  message_stop
 
-`message_start` is sent as soon as the engine has accepted the request: a silent stream is kept
-alive with `ping`, which no client expects before it. It cannot know yet what was found in the
-cache; `message_delta` has the final usage, the warnings and the timings. After an error one `error`
-event ends the stream. JSON is put together from parts encoded once per block: in the common case
-only the new text is encoded.
+`message_start` is sent with the first news: only then it is known what of the prompt was found in
+the cache, and `message_delta` says the same. A silent stream is kept alive with `ping`, and before
+`message_start`, where no client expects one, with comments. `message_delta` has the final usage,
+the warnings and the timings. After an error one `error` event ends the stream. JSON is put together
+from parts encoded once per block: in the common case only the new text is encoded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gateway.anthropic.shapes import (
     encode,
     end_of,
     told_warnings,
+    usage_at_start,
     usage_of,
 )
 from gateway.choice import Choice
@@ -52,8 +53,9 @@ def event(kind: str, **members: Any) -> bytes:
 class EventWriter:
     """The sink of a stream.
 
-    write   takes bytes as they are made
-    finish  called after the last ones
+    write     takes bytes as they are made
+    finish    called after the last ones
+    on_start  called before the first ones
     """
 
     def __init__(
@@ -63,17 +65,18 @@ class EventWriter:
         *,
         write: Callable[[bytes], None],
         finish: Callable[[], None],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._answer = answer
         self._origin = origin
         self._write = write
         self._finish = finish
+        self._on_start = on_start
+        self._has_started = False
         self._blocks = Blocks(self, shows_thinking=origin.shows_thinking)
         self._frames: list[bytes] = []
         self._index = 0
         self._bit_head = b""
-        message = origin.message([], NO_END, usage_of(answer))
-        write(event("message_start", message=message) + PING)
 
     # ---- for the answer
 
@@ -81,7 +84,7 @@ class EventWriter:
         for one in delta.events:
             self._blocks.say(one)
         if self._frames:
-            self._write(b"".join(self._frames))
+            self._write(self._opening() + b"".join(self._frames))
             self._frames.clear()
 
     def end(self) -> None:
@@ -91,11 +94,11 @@ class EventWriter:
         last = event(
             "message_delta",
             delta=end_of(finished, self._answer),
-            usage=usage_of(self._answer),
+            usage=self._usage(),
             **warnings,
             **told_timings(self._answer),
         )
-        self._write(last + event("message_stop"))
+        self._write(self._opening() + last + event("message_stop"))
         self._finish()
 
     def fail(self, error: ServingError) -> None:
@@ -103,6 +106,18 @@ class EventWriter:
             b"event: error\ndata: %b\n\n" % error_body(fault_of(error), self._origin.request_id)
         )
         self._finish()
+
+    def _opening(self) -> bytes:
+        """Return `message_start` and the first `ping`, once."""
+        if self._has_started:
+            return b""
+        self._has_started = True
+        self._on_start()
+        message = self._origin.message([], NO_END, usage_at_start(self._usage()))
+        return event("message_start", message=message) + PING
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self._answer, self._origin.block_tokens)
 
     # ---- for the blocks
 

@@ -57,14 +57,30 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
     thinking_tokens: int
 
 
-class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt's tokens are `input_tokens` and `cache_read_input_tokens` together."""
+class MessageDeltaUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Each token of the prompt counts once: as read from the cache, as written to it, or as input
+    that was neither.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: OutputTokensDetails | UnsetType = UNSET
+
+
+class CacheCreation(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens written to the cache; nothing says for how long they stay there."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: Literal[0]
+
+
+class MessagesUsage(MessageDeltaUsage, frozen=True, kw_only=True):
+    """service_tier  there is one"""
+
+    cache_creation: CacheCreation
+    service_tier: Literal["standard"]
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag="text"):
@@ -159,7 +175,7 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag="message_delta
     """The usage is that of the whole answer."""
 
     delta: MessageEnd
-    usage: MessagesUsage
+    usage: MessageDeltaUsage
     warnings: list[MessagesWarning] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
 
@@ -184,3 +200,26 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     ignored_params: list[str] | UnsetType = UNSET
     effective: Effective | UnsetType = UNSET
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
+    """display_name       the model's own name; `id` may be another that the operator gave it
+    created_at         since when it is served
+    max_input_tokens   of prompt and answer together, as is `max_tokens`
+    """
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: Literal["active"]
+
+
+class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
+    """first_id, last_id  of `data`; null where it is empty"""
+
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None

@@ -15,6 +15,7 @@ from gateway.anthropic.shapes import (
     encode,
     end_of,
     told_warnings,
+    usage_at_start,
     usage_of,
 )
 from gateway.output.events import Event, ToolCall
@@ -53,6 +54,8 @@ def whole_message(answer: Answer, events: Iterable[Event], origin: Origin) -> by
         blocks.say(event)
     assert blocks.finished is not None
     message = origin.message(
-        content.blocks, end_of(blocks.finished, answer), usage_of(answer)
+        content.blocks,
+        end_of(blocks.finished, answer),
+        usage_at_start(usage_of(answer, origin.block_tokens)),
     ) | told_warnings([*origin.warnings, *blocks.warnings])
     return encode(message | told_timings(answer))

@@ -8,6 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from tests.support.anthropic import prompt_tokens
 from tests.support.server import Server
 
 MODEL = "tidegate-test"
@@ -63,7 +64,7 @@ def test_the_capital_of_france_whole_streamed_and_counted(client: anthropic.Anth
     assert told.stop_reason == whole.stop_reason == "end_turn"
     counted = client.messages.count_tokens(model=MODEL, system=ASKED["system"], messages=PARIS)
     for usage in (whole.usage, told.usage):
-        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
+        assert prompt_tokens(usage.model_dump()) == counted.input_tokens
     assert told.usage.output_tokens == whole.usage.output_tokens > 0
 
 

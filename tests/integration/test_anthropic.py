@@ -13,12 +13,21 @@ import msgspec
 import pytest
 import requests
 
-from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer
+from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer, ModelPage
+from gateway.sse import KEEP_ALIVE
 from protocol.errors import ErrorInfo
-from tests.support.anthropic import anthropic_events, message_of
+from tests.support.anthropic import anthropic_events, message_of, prompt_tokens
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, exchange, read_head, send_post
-from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of, thinking_card
+from tests.support.scripted_engine import (
+    BLOCK_TOKENS,
+    Says,
+    ScriptedEngine,
+    ids_of,
+    says,
+    text_of,
+    thinking_card,
+)
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
@@ -41,7 +50,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]
 
 @pytest.fixture(scope="module")
 def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address, keep_alive_s=0.2, max_body_mib=1) as gateway:
+    names = ["scripted", "alias", "third"]
+    with GatewayProcess(
+        engine=engine.address, served_name=names, keep_alive_s=0.2, max_body_mib=1
+    ) as gateway:
         yield gateway.await_ready()
 
 
@@ -127,10 +139,11 @@ def test_an_answer_has_thinking_text_and_calls(
     assert (call["name"], call["input"]) == ("weather", {"city": "Köln"})
     assert (told["id"], told["stop_reason"]) == ("msg_mine", "tool_use")
     usage = told["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(
-        engine.generates[0].prompt.tolist()
-    )
+    count = len(engine.generates[0].prompt.tolist())
+    assert prompt_tokens(usage) == count
     assert usage["cache_read_input_tokens"] == 2
+    assert usage["cache_creation_input_tokens"] == (count - 1) // BLOCK_TOKENS * BLOCK_TOKENS - 2
+    assert usage["service_tier"] == "standard"
     assert usage["output_tokens_details"]["thinking_tokens"] == len("\nhm, {}\n")
 
 
@@ -176,14 +189,19 @@ def test_an_answer_goes_on_where_its_beginning_ends(
     assert text_of(engine.generates[0].prompt.tolist()).endswith("<assistant>Well,")
 
 
-def test_a_silent_stream_is_kept_alive_with_pings_behind_its_start(
+def test_a_silent_stream_is_kept_alive_with_comments_and_behind_its_start_with_pings(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: Says([[], *([i] for i in ids_of("ok"))])
     engine.step_s = 0.5
     for version in ("1.1", "1.0"):
-        kinds = [event["type"] for event in stream(gateway, ASKED, version=version)]
-        assert kinds[0] == "message_start"
+        body = {**ASKED, "stream": True}
+        status, _, data = exchange(gateway.port, MESSAGES, body, version=version)
+        assert status == 200
+        before, start, after = data.partition(b"event: message_start")
+        assert before == KEEP_ALIVE * (len(before) // len(KEEP_ALIVE))
+        assert before
+        kinds = [event["type"] for event in anthropic_events(start + after)]
         assert kinds.count("ping") > 1
 
 
@@ -213,7 +231,66 @@ def test_a_count_is_what_the_answer_costs(engine: ScriptedEngine, gateway: Gatew
     counted = gateway.post(COUNT, body).json()
     assert not engine.generates
     usage = whole(gateway, body)["usage"]
-    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    assert counted == {"input_tokens": prompt_tokens(usage)}
+
+
+# ---- the models
+
+
+def models(gateway: GatewayProcess, path: str = "", **query: Any) -> requests.Response:
+    return requests.get(
+        f"{gateway.url}/v1/models{path}",
+        params=query,
+        headers={"anthropic-version": "2023-06-01"},
+        timeout=10,
+    )
+
+
+def test_models_have_the_clients_shape(
+    client: anthropic.Anthropic, gateway: GatewayProcess
+) -> None:
+    page = client.models.list()
+    assert [model.id for model in page.data] == ["scripted", "alias", "third"]
+    assert (page.has_more, page.first_id, page.last_id) == (False, "scripted", "third")
+    for model in page.data:
+        told = client.models.retrieve(model.id)
+        assert told == model
+        assert (told.type, told.display_name, told.lifecycle) == ("model", "scripted", "active")
+        assert told.created_at.tzinfo is not None
+        assert told.max_input_tokens == 1 << 16
+    msgspec.json.decode(models(gateway).content, type=ModelPage)
+    assert requests.get(gateway.url + "/v1/models", timeout=10).json()["object"] == "list"
+
+
+def test_models_come_in_pages(client: anthropic.Anthropic) -> None:
+    page = client.models.list(limit=2)
+    assert ([model.id for model in page.data], page.has_more) == (["scripted", "alias"], True)
+    assert [model.id for model in client.models.list(limit=1)] == ["scripted", "alias", "third"]
+    backward = client.models.list(limit=1, before_id="third")
+    assert ([model.id for model in backward.data], backward.has_more) == (["alias"], True)
+    last = client.models.list(after_id="third")
+    assert (last.data, last.has_more, last.first_id) == ([], False, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "status", "param"),
+    [
+        ("/nobody", {}, 404, None),
+        ("", {"limit": "0"}, 400, "limit"),
+        ("", {"limit": "1001"}, 400, "limit"),
+        ("", {"limit": "many"}, 400, "limit"),
+        ("", {"after_id": "nobody"}, 400, "after_id"),
+        ("", {"before_id": "nobody"}, 400, "before_id"),
+    ],
+)
+def test_an_error_about_models_has_the_clients_shape(
+    path: str, query: dict[str, str], status: int, param: str | None, gateway: GatewayProcess
+) -> None:
+    response = models(gateway, path, **query)
+    error = msgspec.json.decode(response.content, type=MessagesErrorAnswer).error
+    assert response.status_code == status
+    assert (error.param or None) == param or param is None
+    assert response.headers["request-id"]
 
 
 # ---- the official client
@@ -225,8 +302,9 @@ def test_the_client_asks_and_counts(client: anthropic.Anthropic) -> None:
     assert message.stop_reason == "end_turn"
     asked = {"model": "scripted", "messages": HI}
     counted = client.messages.count_tokens(**asked)  # type: ignore[arg-type]
-    cached = message.usage.cache_read_input_tokens or 0
-    assert counted.input_tokens == message.usage.input_tokens + cached
+    assert counted.input_tokens == prompt_tokens(message.usage.model_dump())
+    assert message.usage.cache_creation is not None
+    assert message.usage.service_tier == "standard"
 
 
 def test_the_client_streams_and_folds(engine: ScriptedEngine, client: anthropic.Anthropic) -> None:
@@ -469,9 +547,7 @@ def test_64_an_agents_session_is_answered_turn_by_turn(
         assert counted.status_code == 200, counted.text
         events = stream(gateway, asked, headers=headers)
         message = message_of(events)
-        usage = message["usage"]
-        total = usage["input_tokens"] + usage["cache_read_input_tokens"]
-        assert total == counted.json()["input_tokens"]
+        assert prompt_tokens(message["usage"]) == counted.json()["input_tokens"]
         assert [block["type"] for block in message["content"]] == [
             *("thinking", "text", "tool_use", "tool_use")
         ]

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.errors import ErrorInfo
 from protocol.messages import Generate
+from tests.support.anthropic import prompt_tokens
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, read_head, send_post
 from tests.support.processes import eventually
@@ -96,7 +97,7 @@ def streamed_completion(client: Client, dice: random.Random) -> None:
 def message(client: Client, dice: random.Random) -> None:
     response = client.post(MESSAGES, {"messages": messages_of("x"), "max_tokens": 5}, "finished")
     usage = response.json()["usage"]
-    usage["input_tokens"] += usage["cache_read_input_tokens"]
+    usage["input_tokens"] = prompt_tokens(usage)
     client.told(response, usage, *ANTHROPIC)
 
 

@@ -11,17 +11,26 @@ from gateway.anthropic.told import MessageStart, StreamEvent
 
 
 def anthropic_events(body: bytes) -> list[dict[str, Any]]:
-    """The events of a stream; each fits its struct, and its name says what its data is."""
+    """The events of a stream, without comments; each fits its struct, and its name says what its
+    data is."""
     frames = body.split(b"\n\n")
     assert frames.pop() == b"", "a stream ends with an empty line"
     events = []
     for frame in frames:
+        if frame.startswith(b":"):
+            continue
         name, data = frame.split(b"\n")
         told = json.loads(data.removeprefix(b"data: "))
         assert name == b"event: " + told["type"].encode()
         msgspec.convert(told, StreamEvent)
         events.append(told)
     return events
+
+
+def prompt_tokens(usage: dict[str, Any]) -> int:
+    """Each of which was read from the cache, written to it, or neither."""
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    return sum(usage[name] for name in names)
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -53,7 +62,11 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert bits is None, "the last block ends"
     last = events[-2]
     more = {"warnings": last["warnings"]} if "warnings" in last else {}
-    return message | last["delta"] | {"usage": last["usage"]} | more
+    usage = message["usage"] | last["usage"]
+    for name, count in message["usage"].items():
+        if not name.startswith("output_tokens"):
+            assert usage[name] == count, "the start and the end agree about the input"
+    return message | last["delta"] | {"usage": usage} | more
 
 
 def _add(block: dict[str, Any], delta: dict[str, Any], bits: list[str]) -> None:

@@ -59,6 +59,7 @@ from protocol.stats import EngineStats
 from tests.support.processes import HANG_S
 
 BOS, EOS, END = 256, 257, 258
+BLOCK_TOKENS = 16
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -356,7 +357,7 @@ class ScriptedEngine:
         limits = Limits(
             max_len=self.max_len,
             max_slots=8,
-            block_tokens=16,
+            block_tokens=BLOCK_TOKENS,
             num_blocks=64,
             token_budget=256,
             prefix_cache=True,

@@ -13,7 +13,7 @@ from gateway.answering import Answer
 from gateway.anthropic.arguments import INVALID_JSON
 from gateway.anthropic.errors import error_body
 from gateway.anthropic.shapes import CONTEXT_FULL, Origin
-from gateway.anthropic.stream import PING, EventWriter
+from gateway.anthropic.stream import EventWriter
 from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer
 from gateway.anthropic.whole import whole_message
 from gateway.faults import fault_of, plain_fault
@@ -95,7 +95,9 @@ GOLDEN = """\
 event: message_start
 data: {"type":"message_start","message":{"id":"msg_1","type":"message","role":"assistant",\
 "model":"model \\"m\\"","content":[],"stop_reason":null,"stop_sequence":null,"usage":\
-{"input_tokens":1,"cache_creation_input_tokens":0,"cache_read_input_tokens":2,"output_tokens":10},\
+{"input_tokens":1,"cache_creation_input_tokens":0,"cache_read_input_tokens":2,"output_tokens":10,\
+"cache_creation":{"ephemeral_5m_input_tokens":0,"ephemeral_1h_input_tokens":0},\
+"service_tier":"standard"},\
 "ignored_params":["speed"]}}
 
 event: ping
@@ -196,6 +198,8 @@ def test_a_whole_answer_has_its_blocks_in_order() -> None:
             "input_tokens": 1,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 2,
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+            "service_tier": "standard",
             "output_tokens": 10,
         },
         "ignored_params": ["speed"],
@@ -312,12 +316,59 @@ def test_warnings_about_the_request_and_the_answer_come_together() -> None:
     assert message_of(anthropic_events(streamed(events, origin=origin))) == told
 
 
-def test_a_message_starts_before_the_first_token() -> None:
+def test_a_message_starts_with_the_first_news_and_says_what_the_end_says_of_the_prompt() -> None:
+    answer, data, starts = an_answer(), list[bytes](), list[str]()
+    (choice,) = answer.choices
+    choice.num_cached = 0
+    writer = EventWriter(
+        answer,
+        Origin("1", "m", block_tokens=1),
+        write=data.append,
+        finish=lambda: None,
+        on_start=lambda: starts.append("start"),
+    )
+    writer.delta(choice, Delta([], [72]))
+    assert not data
+    choice.num_cached = 1  # as the engine says with the first token
+    writer.delta(choice, Delta([Content("H")]))
+    assert (len(data), starts) == (1, ["start"])
+    writer.delta(choice, Delta([Content("i"), Finished("stop")]))
+    writer.end()
+    start, ping, *_, last, _ = events = anthropic_events(b"".join(data))
+    assert ping["type"] == "ping"
+    of_prompt = {
+        "input_tokens": 1,
+        "cache_creation_input_tokens": 1,
+        "cache_read_input_tokens": 1,
+    }
+    assert of_prompt.items() <= start["message"]["usage"].items()
+    assert last["usage"] == of_prompt | {"output_tokens": 10}
+    assert message_of(events)["usage"]["cache_creation"]["ephemeral_5m_input_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "cached", "written"),
+    [(0, 0, 0), (1, 0, 2), (1, 2, 0), (2, 0, 2), (2, 2, 0), (3, 0, 0), (16, 0, 0), (1, 3, 0)],
+)
+def test_what_was_written_is_what_the_same_prompt_finds_next_time(
+    block_tokens: int, cached: int, written: int
+) -> None:
+    """A prompt of three tokens, of which the last is always computed."""
+    answer = an_answer()
+    answer.choices[0].num_cached = cached
+    origin = Origin("1", "m", block_tokens=block_tokens)
+    usage = whole([Content("x"), Finished("stop")], origin=origin, answer=answer)["usage"]
+    assert usage["cache_creation_input_tokens"] == written
+    assert usage["cache_creation"]["ephemeral_5m_input_tokens"] == written
+    assert usage["cache_read_input_tokens"] == cached
+    assert usage["input_tokens"] == 3 - cached - written
+
+
+def test_a_failure_before_the_first_news_is_all_that_is_sent() -> None:
     data: list[bytes] = []
-    EventWriter(an_answer(), ORIGIN, write=data.append, finish=lambda: None)
-    start, ping = anthropic_events(b"".join(data))
-    assert (start["type"], ping["type"]) == ("message_start", "ping")
-    assert b"".join(data).endswith(PING)
+    writer = EventWriter(an_answer(), ORIGIN, write=data.append, finish=lambda: None)
+    writer.fail(Overloaded("too much"))
+    assert [event["type"] for event in anthropic_events(b"".join(data))] == ["error"]
 
 
 def test_a_failure_is_one_event_and_the_end() -> None:
