@@ -20,8 +20,8 @@ class ExitCode(IntEnum):
     FAILED = 1  # none of those below; the last line says what
     USAGE = 2  # a command line that contradicts itself
     WORKER_LOST = 3  # the worker was killed or stopped, fell silent, or failed
-    OUT_OF_MEMORY = 4  # there is not enough of it, on the device or in this container
-    BAD_MODEL = 5  # the model is not there, is no model, or is of a kind that we do not compute
+    OUT_OF_MEMORY = 4  # it ran out, on the device or in this container, while loading or later
+    BAD_MODEL = 5  # the model is not there, is no model, is not supported, or can never fit here
     IN_USE = 6  # the port, the address or the device is another's; the last line says whose
     GATEWAY_LOST = 7  # the gateway ended by itself
     ENGINE_LOST = 8  # the engine ended by itself, and its worker had not failed

@@ -7,20 +7,6 @@ from __future__ import annotations
 import msgspec
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's needs, from its files' headers; no weight has been read.
-
-    weights_bytes   in memory, in the dtype that the machine would compute in
-    token_bytes     of K/V per token
-    """
-
-    name: str
-    architecture: str
-    context_tokens: int
-    weights_bytes: int
-    token_bytes: int
-
-
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """
     torch         its version
@@ -30,7 +16,6 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     cores, quota  that this process may use; quota: None where no container limits them
     threads       what `--threads 0` would choose
     free_bytes    memory of the device, or of this container
-    model_error   why the model cannot be used, in one line
     """
 
     torch: str
@@ -44,5 +29,3 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     quota: float | None = None
     device_name: str = ""
     device_id: str = ""
-    model: ModelFacts | None = None
-    model_error: str = ""

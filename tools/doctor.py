@@ -21,6 +21,7 @@ import msgspec
 
 from protocol import devices
 from protocol.config.gateway import GatewayConfig
+from protocol.config.worker import WorkerConfig
 from protocol.facts import MachineFacts
 from protocol.rooms import check_rooms
 from protocol.sockets import MAX_IPC_PATH, run_directory
@@ -30,6 +31,7 @@ from tools.failure import Failure
 from tools.fetch import home, is_cached, place
 from tools.findings import Finding, Verdict
 from tools.flags import flags_of
+from tools.preflight import preflight
 from tools.run_lock import check_port_is_free, holder
 
 DESCRIPTION = """\
@@ -102,7 +104,7 @@ def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
 
 def _worker(model: str | None) -> Iterator[Finding]:
     path, trouble = _path_of(model)
-    facts = _machine_facts(path)
+    facts = _machine_facts()
     if isinstance(facts, str):
         remedy = "pip install --force-reinstall 'tidegate[worker]'"
         yield Finding("worker", facts, Verdict.BAD, remedy)
@@ -114,9 +116,13 @@ def _worker(model: str | None) -> Iterator[Finding]:
         yield findings.device(facts, devices.holders(devices.directory() / facts.device_id))
     if trouble is not None:
         yield trouble
-    elif model is not None:
-        yield findings.model(facts)
-    yield findings.memory(facts)
+    if path is None:
+        yield findings.memory(facts)
+        return
+    try:
+        yield from findings.model(preflight([WorkerConfig(model=str(path))]))
+    except Failure as failure:
+        yield Finding("model", str(failure), Verdict.BAD, "tidegate models lists known ones")
 
 
 def _path_of(model: str | None) -> tuple[Path | None, Finding | None]:
@@ -133,9 +139,9 @@ def _path_of(model: str | None) -> tuple[Path | None, Finding | None]:
     return None, Finding("model", said)
 
 
-def _machine_facts(model: Path | None) -> MachineFacts | str:
+def _machine_facts() -> MachineFacts | str:
     """From the worker's own room, since only that imports torch; or why there are none."""
-    command = [sys.executable, "-P", "-m", "worker.facts", *([str(model)] if model else [])]
+    command = [sys.executable, "-P", "-m", "worker.facts"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FACTS_TIMEOUT_S

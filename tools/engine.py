@@ -26,7 +26,8 @@ from tools.fetch import home
 from tools.flags import add_flags, build
 from tools.layout import check_reachable, in_cluster, with_model
 from tools.models import resolve
-from tools.serve import check_installation, check_key, engine_command
+from tools.preflight import check_models
+from tools.serve import check_installation, check_key, engine_command, say_limits
 from tools.watch import say, supervise
 from tools.web import Readiness
 
@@ -118,6 +119,7 @@ def run(options: argparse.Namespace) -> int:
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home())
         engine = with_model(engine, path, resolve(draft, home()) if draft else None)
+        say_limits(check_models([engine.worker]))
         return _serve(solo, engine, lock, started)
     finally:
         os.close(lock)

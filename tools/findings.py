@@ -13,10 +13,10 @@ from enum import Enum
 from pathlib import Path
 
 from protocol.devices import Holder
-from protocol.facts import MachineFacts, ModelFacts
+from protocol.facts import MachineFacts
+from protocol.preflight import GIB, ModelPlan, Preflight
 from protocol.rooms import REMEDY, RoomTrouble
 
-GIB = 1 << 30
 OLDEST_PYTHON = (3, 11)
 ENOUGH_FILES = 4096
 """Descriptors: a gateway has one per open connection."""
@@ -113,40 +113,50 @@ def device(facts: MachineFacts, holders: Sequence[Holder]) -> Finding:
 
 
 def memory(facts: MachineFacts) -> Finding:
-    """Of the device, for the model if one is known."""
-    said = f"{facts.free_bytes / GIB:.1f} GiB free"
-    model = facts.model
-    if model is None:
-        return Finding("memory", said)
-    weights, request = model.weights_bytes, model.context_tokens * model.token_bytes
-    said += (
-        f"; {model.name} takes {weights / GIB:.2f} GiB, and {request / GIB:.2f} GiB for one "
-        f"request of {model.context_tokens:,} tokens"
+    """Of the device, if no model is known."""
+    return Finding("memory", f"{facts.free_bytes / GIB:.1f} GiB free")
+
+
+def model(found: Preflight) -> list[Finding]:
+    """What a model is, and whether it fits into memory: what a server is refused for at its start,
+    with the options that it has if none are given."""
+    if found.error:
+        what = "memory" if found.is_memory else "model"
+        return [Finding(what, found.error, Verdict.BAD, found.remedy)]
+    return [each for plan in found.plans for each in (_model(plan), _model_memory(plan))]
+
+
+def _model(plan: ModelPlan) -> Finding:
+    said = f"{plan.name}: {plan.architecture}, made for {plan.context_tokens:,} tokens"
+    if plan.window is None:
+        return Finding("model", said)
+    said = f"{plan.name}: {plan.architecture}, with an attention window of {plan.window:,} tokens"
+    remedy = "nothing is wrong; requests end with the window, as longer ones are not computed here"
+    return Finding("model", said, Verdict.DOUBT, remedy)
+
+
+def _model_memory(plan: ModelPlan) -> Finding:
+    form = plan.dtype + "".join(f", {kind} is expanded" for kind in plan.expanded)
+    said = (
+        f"{_gib(plan.free_bytes)} free; {_gib(plan.weights_bytes)} for weights ({form}), "
+        f"{_gib(plan.kv_bytes)} for K/V, {_gib(plan.work_bytes)} to work"
     )
-    left = facts.free_bytes - weights
-    if left <= 0:
-        remedy = "a smaller model, a more quantised one, or more memory"
-        return Finding("memory", said, Verdict.BAD, remedy)
-    if left < request:
-        longest = _round_down(left // 2 // model.token_bytes)
-        remedy = f"serve shorter requests: --max-len {longest}"
-        return Finding("memory", said, Verdict.DOUBT, remedy)
-    return Finding("memory", said)
+    if plan.max_len == plan.context_tokens:
+        return Finding("memory", f"{said}; requests of {plan.max_len:,} tokens")
+    said = f"{said}; requests of {plan.max_len:,} of {plan.context_tokens:,} tokens"
+    return Finding("memory", said, Verdict.DOUBT, _for_longer_requests(plan))
 
 
-def _round_down(tokens: int) -> int:
-    """To a power of two: a number that reads as a choice."""
-    return 1 << max(tokens.bit_length() - 1, 0)
+def _for_longer_requests(plan: ModelPlan) -> str:
+    """The default takes a part of what is free; more can be had by name, if there is more."""
+    needed = plan.kv_bytes / plan.max_len * plan.context_tokens * 1.01
+    if needed <= plan.free_bytes - plan.weights_bytes - plan.work_bytes:
+        return f"for the longest ones: --kv-memory-gib {needed / GIB:.2f}"
+    return f"nothing is wrong; to say so: --max-len {plan.max_len}"
 
 
-def model(facts: MachineFacts) -> Finding:
-    if facts.model is None:
-        return Finding("model", facts.model_error, Verdict.BAD, "tidegate models lists known ones")
-    return Finding("model", _model(facts.model))
-
-
-def _model(model: ModelFacts) -> str:
-    return f"{model.name}: {model.architecture}, made for {model.context_tokens:,} tokens"
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def port(number: int, trouble: str | None, server: int | None) -> Finding:

@@ -28,6 +28,7 @@ from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
+from protocol.preflight import ModelPlan
 from protocol.sockets import engine_address, run_directory
 from tools import run_lock
 from tools.catalogue import CATALOGUE, DEFAULT
@@ -37,6 +38,7 @@ from tools.fetch import home
 from tools.flags import add_flags, build
 from tools.layout import RUN_KEY, Engines, check_reachable, engines_of, wired, with_model
 from tools.models import resolve
+from tools.preflight import check_models, limit
 from tools.supervisor import STOP_S
 from tools.watch import say, supervise
 from tools.web import KEY_VARIABLE, Server, local_url
@@ -231,7 +233,17 @@ def _with_model_path(plan: Plan) -> Plan:
     if render_only:
         card = _write_card(engine.worker, plan.directory / CARD_FILE)
         gateway = msgspec.structs.replace(gateway, card=str(card))
-    return Plan(engine, gateway, plan.serve, plan.directory, plan.key)
+    found = Plan(engine, gateway, plan.serve, plan.directory, plan.key)
+    if found.engines:
+        say_limits(check_models([each.worker for each in found.engines.values()]))
+    return found
+
+
+def say_limits(plans: Iterable[ModelPlan]) -> None:
+    """Tell the user once what shortens requests."""
+    for said in dict.fromkeys(limit(plan) for plan in plans):
+        if said is not None:
+            say(said)
 
 
 def _write_card(worker: WorkerConfig, file: Path) -> Path:

@@ -19,8 +19,8 @@ from protocol.config.worker import WorkerConfig
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, StepPlan, WorkerReady
-from worker import device as machine
-from worker import heap
+from worker import device as devices
+from worker import heap, machine
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.drafting import DraftModel
@@ -30,7 +30,8 @@ from worker.kv.shared_memory import SharedMemory
 from worker.kv_cache import KVCache, block_bytes
 from worker.loading.errors import UnusableModel
 from worker.loading.vocabulary import check_draft
-from worker.memory import free_bytes, kv_budget
+from worker.memory import free_bytes
+from worker.memory_plan import kv_budget
 from worker.models.config import LlamaConfig
 from worker.models.load import LoadedModel, load_model
 from worker.phases import Phases
@@ -47,10 +48,10 @@ WARM_UP_TOKENS = 2
 
 def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]:
     """Everything up to the first plan. Raises UnusableModel, saying why in one line."""
-    machine.set_threads(_threads(config))
-    device = machine.choose_device(config.device)
+    devices.set_threads(_threads(config))
+    device = devices.choose_device(config.device)
     cpu_flags = machine.cpu_flags()
-    dtype = machine.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
+    dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
     loaded, draft = _load(config, phases, dtype, device, kernels)
     with phases("reserve memory"):
@@ -61,6 +62,7 @@ def assemble(config: WorkerConfig, phases: Phases) -> tuple[Runner, WorkerReady]
             context_tokens=loaded.card.context_tokens,
             block_bytes=sum(block_bytes(*shape, dtype) for shape in shapes),
             free_bytes=free_bytes(device),
+            window=loaded.config.window,
         )
         shared = _shared_memory(config, device, budget.num_blocks * block_bytes(*shapes[0], dtype))
         caches = [

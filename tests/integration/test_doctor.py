@@ -10,28 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.__main__ import main
-from worker.device import choose_dtype, cpu_flags
-from worker.facts import model_facts
-from worker.models.load import load_model
-
-CPU = torch.device("cpu")
 
 
 def examined(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = main(["doctor", "--json", *arguments])
     return code, {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
-
-
-def test_a_models_needs_are_told_from_its_headers_alone(tmp_path: Path) -> None:
-    dtype = choose_dtype("auto", CPU, cpu_flags=cpu_flags())
-    path = write_tiny_llama(tmp_path)
-    facts = model_facts(path, dtype)
-    loaded = load_model(path, dtype=dtype, device=CPU)
-    assert facts.weights_bytes == loaded.card.weights_bytes
-    assert facts.context_tokens == loaded.card.context_tokens
-    assert facts.token_bytes == 2 * 2 * 2 * 8 * dtype.itemsize  # k and v, layers, heads, head dim
 
 
 def test_a_model_that_can_be_served_is_well(
@@ -54,6 +40,16 @@ def test_a_model_of_a_kind_that_we_cannot_compute_is_bad_and_named(
     assert code == 1
     assert found["model"]["verdict"] == "bad"
     assert "RwkvForCausalLM" in found["model"]["said"]
+
+
+def test_a_model_that_does_not_fit_is_bad_with_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = examined(capsys, str(write_sparse_llama(tmp_path, num_hidden_layers=1000)))
+    assert code == 1
+    assert found["memory"]["verdict"] == "bad"
+    assert "GiB for weights" in found["memory"]["said"]
+    assert "a smaller model" in found["memory"]["remedy"]
 
 
 def test_a_port_that_is_taken_is_bad(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from worker.device import cpu_flags
 from worker.kernels.library import NoKernels, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.sets import INSTRUCTION_SETS
 from worker.loading.blocks import BlockKind, Blocks
+from worker.machine import cpu_flags
 
 NAMES = [each.name for each in INSTRUCTION_SETS]
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -26,8 +26,8 @@ from protocol.config.worker import KernelSet, WeightForm
 from protocol.sampling import SamplingParams
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
-from worker.device import cpu_flags
 from worker.kernels.select import select_kernels
+from worker.machine import cpu_flags
 from worker.models.load import LoadedModel
 
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"

@@ -31,12 +31,12 @@ CONFIG = {
 def write_tiny_llama(folder: Path, seed: int = 3, **changes: object) -> Path:
     """config.json, tokenizer.json and model.safetensors in `folder`."""
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    (folder / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json()))
     save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _tokenizer() -> dict[str, object]:
+def tiny_tokenizer_json() -> dict[str, object]:
     """One word a token."""
     vocab = {f"w{number}": number for number in range(VOCAB)}
     return {

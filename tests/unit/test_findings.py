@@ -9,16 +9,22 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.devices import Holder
-from protocol.facts import MachineFacts, ModelFacts
+from protocol.facts import MachineFacts
+from protocol.preflight import GIB, ModelPlan, Preflight
 from tools import findings
-from tools.findings import GIB, Finding, Verdict
+from tools.findings import Finding, Verdict
 
-MODEL = ModelFacts(
+PLAN = ModelPlan(
     name="small",
     architecture="LlamaForCausalLM",
+    device="cpu",
+    dtype="bfloat16",
     context_tokens=8192,
+    max_len=8192,
     weights_bytes=2 * GIB,
-    token_bytes=1 << 17,
+    kv_bytes=GIB,
+    work_bytes=GIB >> 2,
+    free_bytes=16 * GIB,
 )
 FACTS = MachineFacts(
     torch="2.13.0",
@@ -29,12 +35,15 @@ FACTS = MachineFacts(
     cores=8,
     threads=8,
     free_bytes=16 * GIB,
-    model=MODEL,
 )
 
 
 def machine(**changes: object) -> MachineFacts:
     return msgspec.structs.replace(FACTS, **changes)
+
+
+def planned(**changes: object) -> list[Finding]:
+    return findings.model(Preflight(plans=[replace(PLAN, **changes)]))
 
 
 GPU = machine(device="cuda:0", device_id="gpu-0a1b")
@@ -50,7 +59,7 @@ def test_a_machine_that_has_all_is_well() -> None:
         findings.compute(FACTS),
         findings.device(GPU, []),
         findings.memory(FACTS),
-        findings.model(FACTS),
+        *findings.model(Preflight(plans=[PLAN])),
         findings.port(8000, None, None),
         findings.sockets(Path("/run/x"), None),
         findings.open_files(1 << 20),
@@ -85,18 +94,35 @@ def test_a_machine_that_has_all_is_well() -> None:
             "1 of 8 cores (0.5 granted to this container)",
             "a whole core",
         ),
-        (findings.memory(machine(free_bytes=GIB)), Verdict.BAD, "takes 2.00 GiB", "smaller"),
         (
-            findings.memory(machine(free_bytes=int(2.5 * GIB))),
-            Verdict.DOUBT,
-            "1.00 GiB for one request of 8,192 tokens",
-            "--max-len 2048",
+            findings.model(Preflight(error="1.00 GiB are free", remedy="less", is_memory=True))[0],
+            Verdict.BAD,
+            "1.00 GiB are free",
+            "less",
         ),
         (
-            findings.model(machine(model=None, model_error="it is a pickle")),
+            findings.model(Preflight(error="it is a pickle", remedy="convert it"))[0],
             Verdict.BAD,
             "it is a pickle",
-            "tidegate models",
+            "convert it",
+        ),
+        (
+            planned(window=4096)[0],
+            Verdict.DOUBT,
+            "with an attention window of 4,096 tokens",
+            "requests end with the window",
+        ),
+        (
+            planned(max_len=4096)[1],
+            Verdict.DOUBT,
+            "requests of 4,096 of 8,192 tokens",
+            "--kv-memory-gib 2.02",
+        ),
+        (
+            planned(max_len=4096, free_bytes=4 * GIB)[1],
+            Verdict.DOUBT,
+            "4.00 GiB free; 2.00 GiB for weights (bfloat16), 1.00 GiB for K/V, 0.25 GiB to work",
+            "--max-len 4096",
         ),
         (findings.device(GPU, [HOLDER]), Verdict.BAD, "by pid 7 (small on port 8000", "cuda:N"),
         (
@@ -121,11 +147,8 @@ def test_what_is_not_well_has_a_remedy(
     assert remedy in finding.remedy
 
 
-def test_the_length_that_is_proposed_fits() -> None:
-    """Half of what is left, for one request, and a power of two."""
-    facts = machine(free_bytes=int(2.5 * GIB))
-    proposed = int(findings.memory(facts).remedy.split()[-1])
-    assert proposed * MODEL.token_bytes <= (facts.free_bytes - MODEL.weights_bytes) / 2
+def test_types_that_are_expanded_are_named() -> None:
+    assert "(bfloat16, Q4_K is expanded)" in planned(expanded=["Q4_K"])[1].said
 
 
 def test_a_gpu_needs_no_fast_cpu() -> None:

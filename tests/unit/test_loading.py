@@ -152,7 +152,7 @@ def test_of_large_files_both_ends_the_size_and_samples_are_hashed(
     [
         ("architectures", ["GPT2LMHeadModel"], "GPT2LMHeadModel"),
         ("model_type", "mistral", "LlamaForCausalLM has the model_type 'llama', not 'mistral'"),
-        ("model_type", "granite", "not 'granite'; correct 'architectures' or 'model_type'"),
+        ("model_type", "granite", "not 'granite'"),
         ("hidden_act", "gelu", "hidden_act 'gelu'"),
         ("per_layer_config", {"0": {}}, "per_layer_config is not supported"),
         ("quantization_config", {"quant_method": "gptq"}, "'gptq'"),

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
-from worker import device, memory
+from protocol.preflight import GIB
+from worker import device, machine, memory
 from worker.loading.errors import UnusableModel
-from worker.memory import GIB, KVBudget, kv_budget
+from worker.memory_plan import KVBudget, kv_budget
 
 CPU = torch.device("cpu")
 
@@ -61,6 +62,7 @@ def test_but_no_more_than_a_quarter_of_what_is_free() -> None:
         ({"kv_memory_gib": 3}, 2 * GIB, "3.00 GiB; 2.00 GiB are free"),
         ({}, 1 << 20, "0 KV blocks hold 0 tokens"),
     ],
+    ids=str,
 )
 def test_what_cannot_be_kept_is_refused_with_the_numbers(
     config: dict[str, Any], free: int, message: str
@@ -98,13 +100,13 @@ def test_a_budget_holds_its_longest_request_and_fits_into_what_is_free(
 
 
 def test_the_container_counts_and_pages_that_can_be_dropped_are_free(tmp_path: Path) -> None:
-    assert memory.cgroup_free_bytes(tmp_path) is None
+    assert machine.cgroup_free_bytes(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 250\n")
-    assert memory.cgroup_free_bytes(tmp_path) == 550
+    assert machine.cgroup_free_bytes(tmp_path) == 550
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.cgroup_free_bytes(tmp_path) is None
+    assert machine.cgroup_free_bytes(tmp_path) is None
 
 
 def test_older_containers_say_it_elsewhere(tmp_path: Path) -> None:
@@ -113,36 +115,36 @@ def test_older_containers_say_it_elsewhere(tmp_path: Path) -> None:
     (old / "memory.limit_in_bytes").write_text("1000\n")
     (old / "memory.usage_in_bytes").write_text("900\n")
     (old / "memory.stat").write_text("total_inactive_file 50\n")
-    assert memory.cgroup_free_bytes(tmp_path) == 150
+    assert machine.cgroup_free_bytes(tmp_path) == 150
 
 
 def test_the_machine_says_what_is_available(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   42 kB\n")
-    assert memory.available_bytes(tmp_path / "meminfo") == 42 * 1024
+    assert machine.available_bytes(tmp_path / "meminfo") == 42 * 1024
     assert memory.free_bytes(CPU) > 0
 
 
 def test_threads_are_the_cores_we_may_use() -> None:
-    assert device.choose_threads(3, cores=8, quota=1.0) == 3
-    assert device.choose_threads(0, cores=8, quota=None) == 8
-    assert device.choose_threads(0, cores=8, quota=2.5) == 2
-    assert device.choose_threads(0, cores=8, quota=0.5) == 1
-    assert device.choose_threads(0, cores=2, quota=16.0) == 2
-    assert device.allowed_cores() >= 1
+    assert machine.choose_threads(3, cores=8, quota=1.0) == 3
+    assert machine.choose_threads(0, cores=8, quota=None) == 8
+    assert machine.choose_threads(0, cores=8, quota=2.5) == 2
+    assert machine.choose_threads(0, cores=8, quota=0.5) == 1
+    assert machine.choose_threads(0, cores=2, quota=16.0) == 2
+    assert machine.allowed_cores() >= 1
 
 
 def test_a_quota_is_read_from_either_kind_of_control_group(tmp_path: Path) -> None:
-    assert device.cpu_quota(tmp_path) is None
+    assert machine.cpu_quota(tmp_path) is None
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert device.cpu_quota(tmp_path) is None
+    assert machine.cpu_quota(tmp_path) is None
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
-    assert device.cpu_quota(tmp_path) == 0.5
+    assert machine.cpu_quota(tmp_path) == 0.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert device.cpu_quota(tmp_path) is None
+    assert machine.cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert device.cpu_quota(tmp_path) == 2.5
+    assert machine.cpu_quota(tmp_path) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
     tmp_path: Path, flags: str, dtype: torch.dtype
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
-    read = device.cpu_flags(tmp_path / "cpuinfo")
+    read = machine.cpu_flags(tmp_path / "cpuinfo")
     assert device.choose_dtype("auto", CPU, cpu_flags=read) == dtype
     assert device.choose_dtype("float32", CPU, cpu_flags=read) == torch.float32
     assert device.choose_dtype("bfloat16", CPU, cpu_flags=frozenset()) == torch.bfloat16

@@ -15,7 +15,6 @@ from tests.support.kernels import NAMES, assert_near, native_kernels, randn
 from tests.support.paged import Row, attention_batch, scattered
 from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.device import cpu_flags
 from worker.kernels import library
 from worker.kernels.base import Kernels
 from worker.kernels.library import NoKernels, runnable
@@ -28,6 +27,7 @@ from worker.layers.by_rows import NEVER
 from worker.loading.errors import UnusableModel
 from worker.loading.header import read_header
 from worker.loading.weights import load_llama
+from worker.machine import cpu_flags
 from worker.models.forms import maker
 from worker.models.llama import Llama
 from worker.models.llama_native import LINEARS

@@ -8,12 +8,11 @@ loaded: a second one would bring threads of its own, and both would fight for th
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-
-import torch
 
 from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
 
@@ -53,6 +52,11 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
     )
 
 
+def is_compiled(sets: Iterable[InstructionSet]) -> bool:
+    """Return whether there is a library for any of the sets."""
+    return any(_path(each.name) is not None for each in sets)
+
+
 def _path(name: str) -> Path | None:
     for suffix in EXTENSION_SUFFIXES:
         path = FOLDER / f"_{name}{suffix}"
@@ -81,5 +85,6 @@ def _loaded_runtime(maps: Path = Path("/proc/self/maps")) -> str | None:
     found = {line.split(maxsplit=5)[-1].strip() for line in lines}
     names = ("libgomp", "libiomp5", "libomp")
     paths = sorted(path for path in found if Path(path).name.startswith(names))
-    home = str(Path(torch.__file__).parent)
+    torch = importlib.util.find_spec("torch")  # not imported: this file needs none of it
+    home = "" if torch is None or torch.origin is None else str(Path(torch.origin).parent)
     return min(paths, key=lambda path: not path.startswith(home), default=None)

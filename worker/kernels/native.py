@@ -19,11 +19,6 @@ from worker.kv_cache import KVCache
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 NUMBERS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
-DIM_MULTIPLE = 32
-"""Of a head's dimension: half a head is whole vectors of any instruction set."""
-SIZE_MULTIPLE = 16
-MAX_DIM, MAX_GROUP = 256, 32
-"""Of a head; query heads that share keys. As csrc/attention.h has them."""
 
 SIGNATURES = {
     "add_norm": "iiiippppd",
@@ -51,16 +46,6 @@ def declare(library: ctypes.CDLL) -> None:
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in letters]
         function.restype = ctypes.c_int64 if name in TELLING else None
-
-
-def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) -> bool:
-    """Whether the kernels are made for such a model; `sizes`: hidden and intermediate."""
-    return (
-        head_dim % DIM_MULTIPLE == 0
-        and head_dim <= MAX_DIM
-        and heads // kv_heads <= MAX_GROUP
-        and all(size % SIZE_MULTIPLE == 0 for size in sizes)
-    )
 
 
 def address(tensor: Tensor | None) -> int | None:

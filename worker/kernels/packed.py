@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from worker.kernels.native import NUMBERS, NativeKernels, address, numbers
+from worker.kernels.sizes import ALIGNMENT, BF16, F32, Q4, Q8
 from worker.kernels.structs import Packed
 from worker.loading.blocks import BLOCK_WEIGHTS, BlockKind, Blocks
 
-ALIGNMENT = 64
-Q4, Q8, BF16, F32 = range(4)
-"""Formats, as csrc/packed.h numbers them."""
 BLOCK_FORMATS = {BlockKind.Q4_0: Q4, BlockKind.Q4_1: Q4, BlockKind.Q8_0: Q8}
 DENSE_FORMATS = {torch.bfloat16: BF16, torch.float32: F32}
 
@@ -114,8 +112,3 @@ class PackedLinear:
         if x.shape[1:] != (self.matrix.inputs,) or x.dtype not in NUMBERS:
             raise ValueError(f"{tuple(x.shape)} {x.dtype} for {self.matrix.inputs} inputs")
         return NUMBERS[x.dtype], torch.get_num_threads(), address(x), len(x)
-
-
-def fits(inputs: int) -> bool:
-    """Whether a matrix of so many columns can be packed."""
-    return inputs % BLOCK_WEIGHTS == 0

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from protocol.errors import EngineError
 
+FETCH_AGAIN = "fetch the model's files again"
+
 
 class UnusableModel(EngineError):
-    """Files missing, damaged, or asking for something not supported; the message says which."""
+    """Files missing, damaged, or asking for something not supported; the message says which, and
+    `remedy` what to do about it."""
 
     code = "unusable_model"
+
+    def __init__(
+        self, message: str, *, remedy: str = "take another model, or correct its files"
+    ) -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 class NotEnoughMemory(UnusableModel):

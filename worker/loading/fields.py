@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from worker.loading.errors import UnusableModel
+from worker.loading.errors import FETCH_AGAIN, UnusableModel
 
 _REQUIRED: Any = object()
 
@@ -87,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UnusableModel(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UnusableModel(f"{path} is not valid JSON: {error}") from error
+        raise UnusableModel(f"{path} is not valid JSON: {error}", remedy=FETCH_AGAIN) from error
     if not isinstance(value, dict):
         raise UnusableModel(f"{path} is not a JSON object")
     return value

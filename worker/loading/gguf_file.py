@@ -11,13 +11,14 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from worker.loading.errors import UnusableModel
+from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.loading.ggml_types import GGMLType
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -26,9 +27,20 @@ MIN_STRING_BYTES = 8
 MIN_PAIR_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
-_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
-SCALARS = {code: np.dtype(name) for code, name in _SCALARS.items()}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+"""As the module struct calls them."""
 STRING, ARRAY = 8, 9
 
 
@@ -54,13 +66,20 @@ class GGUFFile:
         header = _Header(data, path)
         self.metadata = header.metadata
         self.tensors = header.tensors
-        # Copy-on-write: torch wants writable memory, though nobody writes.
-        self._data = np.frombuffer(data, np.uint8)
+        self._data = data
+
+    def content(self, name: str) -> bytes:
+        """Return a copy of the tensor's bytes."""
+        info = self.tensors[name]
+        return self._data[info.offset : info.offset + info.num_bytes]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor's bytes as they are in the file, flat."""
+        import numpy as np  # late: a header is read without it, in a third of the time
+
         info = self.tensors[name]
-        return self._data[info.offset : info.offset + info.num_bytes]
+        # Copy-on-write: torch wants writable memory, though nobody writes.
+        return np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -70,7 +89,7 @@ def _mapped(path: Path) -> mmap.mmap:
     except OSError as error:
         raise UnusableModel(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise UnusableModel(f"{path} is empty") from error
+        raise UnusableModel(f"{path} is empty", remedy=FETCH_AGAIN) from error
 
 
 class _Header:
@@ -149,21 +168,22 @@ class _Header:
             return self._string()
         if code == ARRAY:
             return self._array(self._unsigned(4))
-        dtype = self._scalar_type(code)
-        return np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+        (value,) = self._scalars(code, 1)
+        return value
 
     def _array(self, code: int) -> list[Any]:
         if code == STRING:
             return [self._string() for _ in range(self._count(8, MIN_STRING_BYTES, "strings"))]
-        dtype = self._scalar_type(code)
-        count = self._count(8, dtype.itemsize, "numbers")
-        values: list[Any] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
-        return values
+        return list(self._scalars(code, self._count(8, self._scalar_bytes(code), "numbers")))
 
-    def _scalar_type(self, code: int) -> np.dtype[Any]:
+    def _scalars(self, code: int, count: int) -> tuple[Any, ...]:
+        taken = self._take(count * self._scalar_bytes(code))
+        return struct.unpack(f"<{count}{SCALARS[code]}", taken)
+
+    def _scalar_bytes(self, code: int) -> int:
         if code not in SCALARS:
             raise self._damaged(f"metadata of unknown type {code}")
-        return SCALARS[code]
+        return struct.calcsize(f"<{SCALARS[code]}")
 
     def _string(self) -> str:
         try:
@@ -190,4 +210,4 @@ class _Header:
         return taken
 
     def _damaged(self, what: str) -> UnusableModel:
-        return UnusableModel(f"{self._path}: {what}")
+        return UnusableModel(f"{self._path}: {what}", remedy=FETCH_AGAIN)

@@ -5,8 +5,7 @@ Defaults of missing keys are llama.cpp's.
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+import struct
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
@@ -116,8 +115,7 @@ def _scaling(file: GGUFFile, fields: Fields, head_dim: int) -> Scaling:
         raise UnusableModel("llama.rope.scaling.attn_factor is not supported in GGUF files")
     factor = _linear_factor(fields) if kind == "linear" else 1.0
     if ROPE_FREQS in file.tensors:
-        factors = factor * _rope_factors(file, head_dim)
-        return FactorScaling(tuple(factors.tolist()))
+        return FactorScaling(tuple(factor * each for each in _rope_factors(file, head_dim)))
     return NoScaling() if factor == 1.0 else LinearScaling(factor)
 
 
@@ -129,9 +127,8 @@ def _linear_factor(fields: Fields) -> float:
     return 1.0
 
 
-def _rope_factors(file: GGUFFile, head_dim: int) -> NDArray[np.float32]:
+def _rope_factors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
     info = file.tensors[ROPE_FREQS]
     if info.kind is not GGMLType.F32 or info.shape != (head_dim // 2,):
         raise UnusableModel(f"{ROPE_FREQS} is not {head_dim // 2} numbers of type F32")
-    factors: NDArray[np.float32] = file.raw(ROPE_FREQS).view(np.float32)
-    return factors
+    return struct.unpack(f"<{head_dim // 2}f", file.content(ROPE_FREQS))

@@ -18,7 +18,7 @@ from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_header import gguf_config, hf_names
 from worker.loading.gguf_text import gguf_text
-from worker.loading.safetensors_files import DTYPES, PICKLES, SafetensorsFiles, weight_files
+from worker.loading.safetensors_files import DTYPE_BYTES, PICKLES, SafetensorsFiles, weight_files
 from worker.loading.text import TextFacts
 from worker.models.config import LlamaConfig, llama_config
 from worker.models.tensors import EMBEDDING, HEAD_WEIGHT, check_tensors
@@ -38,13 +38,24 @@ class ModelHeader:
     text: TextFacts
     paths: list[Path]
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def tokenizer(self) -> bytes:
+        return self.text.tokenizer
+
 
 def read_header(path: Path) -> ModelHeader:
     """Read a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line."""
     if path.is_dir():
         return _directory_header(path)
     if path.suffix in PICKLES:
-        raise UnusableModel(f"{path} is a pickle file, which can run code when read: not supported")
+        raise UnusableModel(
+            f"{path} is a pickle file, which can run code when read: not supported",
+            remedy="convert it to safetensors",
+        )
     if not path.is_file():
         raise UnusableModel(f"{path} does not exist")
     return _gguf_header(path)
@@ -59,7 +70,7 @@ def _directory_header(path: Path) -> ModelHeader:
     config = _as_tied_as_the_files(config, files)
     check_tensors(config, {name: tensor.shape for name, tensor in files.tensors.items()})
     kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
-    _check_kinds(kinds, DTYPES)
+    _check_kinds(kinds, DTYPE_BYTES)
     return ModelHeader(path.resolve().name, config, files, kinds, text, paths)
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from safetensors import SafetensorError, safe_open
+import msgspec
 
-from worker.loading.errors import UnusableModel
+from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.loading.fields import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = ("F32", "F16", "BF16")
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Of the supported types, the bytes of a number."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HEADER_SIZE_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""As the library has it that writes these files."""
 PIECE_BYTES = 1 << 20
 
 
@@ -29,6 +34,17 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A tensor in the header; offsets count from the header's end."""
+
+    dtype: str
+    shape: list[Size]
+    data_offsets: tuple[Size, Size]
 
 
 class SafetensorsFiles:
@@ -65,46 +81,67 @@ def weight_files(path: Path) -> list[Path]:
         return _shards(path)
     if any(file.suffix in PICKLES for file in path.iterdir()):
         raise UnusableModel(
-            f"{path} holds weights as pickle files, which can run code when they are read; "
-            "convert them to safetensors"
+            f"{path} holds weights as pickle files, which can run code when they are read",
+            remedy="convert them to safetensors",
         )
-    raise UnusableModel(f"{path} holds neither {SINGLE} nor {INDEX}")
+    raise UnusableModel(f"{path} holds neither {SINGLE} nor {INDEX}", remedy=FETCH_AGAIN)
 
 
 def _shards(path: Path) -> list[Path]:
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UnusableModel(f"{path / INDEX} has no weight_map")
+        raise UnusableModel(f"{path / INDEX} has no weight_map", remedy=FETCH_AGAIN)
     names = {str(name) for name in weight_map.values()}
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UnusableModel(f"{path / INDEX} names {name!r}, which is no file of the directory")
         if not (path / name).is_file():
-            raise UnusableModel(f"{path / name} is missing")
+            raise UnusableModel(f"{path / name} is missing", remedy=FETCH_AGAIN)
     return [path / name for name in sorted(names)]
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file. Its library has checked the header against the file."""
+    """Return the tensors of one file. Every number is compared with the file before it is used."""
+    file_bytes = path.stat().st_size
     try:
-        with safe_open(path, framework="np"):
-            pass
         with path.open("rb") as file:
             size = int.from_bytes(file.read(HEADER_SIZE_BYTES), "little")
+            start = HEADER_SIZE_BYTES + size
+            if size > MAX_HEADER_BYTES or start > file_bytes:
+                raise _damaged(path, "its header ends behind the file")
             header = json.loads(file.read(size))
-    except (SafetensorError, OSError) as error:
-        raise UnusableModel(f"{path} is damaged or truncated: {error}") from error
-    start = HEADER_SIZE_BYTES + size
-    return {
-        name: StoredTensor(
-            path,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            *(start + offset for offset in entry["data_offsets"]),
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    except OSError as error:
+        raise _damaged(path, str(error.strerror)) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is not valid JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    found = {name: _stored(path, name, entry, start) for name, entry in header.items()}
+    end = start
+    for tensor in sorted(found.values(), key=lambda tensor: tensor.begin):
+        if tensor.begin != end:
+            raise _damaged(path, "its tensors overlap, or leave gaps")
+        end = tensor.end
+    if end != file_bytes:
+        raise _damaged(path, f"its tensors end at byte {end:,}, the file at {file_bytes:,}")
+    return found
+
+
+def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    try:
+        stored = msgspec.convert(entry, _Entry)
+    except msgspec.ValidationError as error:
+        raise _damaged(path, f"the header's entry of {name!r}: {error}") from error
+    begin, end = stored.data_offsets
+    item_bytes = DTYPE_BYTES.get(stored.dtype)
+    if begin > end or item_bytes not in (None, (end - begin) / max(math.prod(stored.shape), 1)):
+        raise _damaged(path, f"{name!r} has not the bytes of its shape")
+    return StoredTensor(path, stored.dtype, tuple(stored.shape), start + begin, start + end)
+
+
+def _damaged(path: Path, why: str) -> UnusableModel:
+    return UnusableModel(f"{path} is damaged or truncated: {why}", remedy=FETCH_AGAIN)
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -161,7 +161,8 @@ def config_class(config: Mapping[str, Any]) -> ConfigClass:
                 return each
             raise UnusableModel(
                 f"config.json contradicts itself: {each.architecture} has the model_type "
-                f"{each.model_type!r}, not {model_type!r}; correct 'architectures' or 'model_type'"
+                f"{each.model_type!r}, not {model_type!r}",
+                remedy="correct 'architectures' or 'model_type'",
             )
     known = ", ".join(each.architecture for each in CONFIG_CLASSES)
     raise UnusableModel(f"architecture {architectures!r:.80} is not supported; supported: {known}")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from protocol.config.worker import WeightForm
-from worker import device as machine
-from worker.kernels import native, packed, prepacked
+from worker import machine
+from worker.kernels import packed, prepacked, sizes
 from worker.kernels.base import Kernels
 from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
@@ -23,7 +23,8 @@ from worker.layers.linear import Linear
 from worker.loading.blocks import stacked
 from worker.loading.errors import UnusableModel
 from worker.loading.weights import MakeLinear, Matrix, dense
-from worker.memory import FREE_SHARE, free_bytes
+from worker.memory import free_bytes
+from worker.memory_plan import FREE_SHARE
 from worker.models.config import LlamaConfig
 from worker.models.llama import LlamaWeights
 from worker.models.llama_native import LINEARS
@@ -38,7 +39,7 @@ LEAST_WEIGHTS = 1 << 20
 
 def fitting(kernels: Kernels, config: LlamaConfig) -> Kernels:
     """The kernels, if they are made for such a model; else torch's."""
-    fits = native.fits(
+    fits = sizes.fits(
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -166,6 +167,6 @@ def pack(kernels: NativeKernels, matrix: Matrix) -> Linear:
     if blocks is not None:
         return PackedLinear(kernels, packed.pack_blocks(kernels, blocks), matrix.bias)
     values = matrix.values()
-    if not packed.fits(values.shape[1]):
+    if not sizes.can_pack(values.shape[1]):
         return dense(matrix)
     return PackedLinear(kernels, packed.pack_dense(kernels, values), matrix.bias)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from worker.loading.errors import UnusableModel
+from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.models.config import LlamaConfig
 
 Shape = tuple[int, ...]
@@ -106,7 +106,7 @@ def check_tensors(config: LlamaConfig, found: Mapping[str, Shape]) -> None:
     known = {HEAD_WEIGHT} if config.tied_embeddings else set()  # a copy of the embeddings
     for name, shape in tensor_shapes(config):
         if name not in found:
-            raise UnusableModel(f"the files hold no tensor {name!r}")
+            raise UnusableModel(f"the files hold no tensor {name!r}", remedy=FETCH_AGAIN)
         if found[name] != shape:
             raise UnusableModel(
                 f"{name} has shape {found[name]}, by the config it should be {shape}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from protocol.config.worker import WorkerConfig
 from protocol.kv import KVFetch, KVStore, KVTierNews, KVUsed, TierSource
+from protocol.preflight import GIB
 from worker.kv.blocks import Blocks
 from worker.kv.news import News
 from worker.kv.tiers.counts import KINDS, Counts, Kind, Tier
@@ -24,7 +25,7 @@ from worker.kv.tiers.host import HostTier
 from worker.kv.tiers.keeper import Keeper, most_unwritten
 from worker.kv.tiers.loader import Loader
 from worker.kv.tiers.memory import HostMemory
-from worker.memory import GIB, free_bytes
+from worker.memory import free_bytes
 
 
 class Tiers:

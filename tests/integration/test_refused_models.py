@@ -1,0 +1,108 @@
+"""`tidegate serve` of a model that cannot be served: one line, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.cluster_key import write_cluster_key
+from protocol.exit_codes import ExitCode
+from tests.support.sparse_checkpoint import write_sparse_llama
+from tests.support.tiny_checkpoint import write_tiny_llama
+
+
+def serve(folder: Path, *options: str, command: str = "serve") -> tuple[int, list[str]]:
+    """-> the exit code, and all that the terminal shows."""
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tools", command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        timeout=120,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+def broken_json(path: Path) -> Path:
+    (write_tiny_llama(path) / "config.json").write_text("{")
+    return path
+
+
+def other_architecture(path: Path) -> Path:
+    return write_tiny_llama(path, architectures=["RwkvForCausalLM"])
+
+
+def missing_tensor(path: Path) -> Path:
+    return write_tiny_llama(path, num_hidden_layers=3)
+
+
+def missing_weights(path: Path) -> Path:
+    (write_tiny_llama(path) / "model.safetensors").unlink()
+    return path
+
+
+def truncated_gguf(path: Path) -> Path:
+    (path / "cut.gguf").write_bytes(b"GGUF\3\0\0\0\1")
+    return path / "cut.gguf"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (other_architecture, [], "architecture ['RwkvForCausalLM'] is not supported"),
+        (missing_weights, [], "holds neither model.safetensors nor"),
+        (missing_tensor, [], "hold no tensor 'model.layers.2.input_layernorm.weight'; fetch"),
+        (broken_json, [], "config.json is not valid JSON"),
+        (truncated_gguf, [], "the header ends early: the file is truncated; fetch"),
+        (write_sparse_llama, ["--max-len", "131072", "--kv-memory-gib", "100000"], "are free"),
+        (write_tiny_llama, ["--max-len", "4096"], "made for 128 tokens; --max-len 128"),
+        (write_tiny_llama, ["--split", "--kv-memory-gib", "100000"], "KV blocks take"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_in_one_line(
+    tmp_path: Path, make: Any, options: list[str], said: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    code, lines = serve(tmp_path, str(make(tmp_path / "model")), "--port", "9180", *options)
+    assert code == ExitCode.BAD_MODEL, lines
+    assert len(lines) == 1
+    assert lines[0].startswith("tidegate: ")
+    assert said in lines[0]
+
+
+def test_an_engine_refuses_as_a_server_does(tmp_path: Path) -> None:
+    path = str(write_tiny_llama(tmp_path, architectures=["RwkvForCausalLM"]))
+    key, address = str(tmp_path / "cluster.key"), "tcp://127.0.0.1:9183"
+    write_cluster_key(key)
+    options = ["--address", address, "--cluster-key", key]
+    code, lines = serve(tmp_path, path, *options, command="engine")
+    assert (code, len(lines)) == (ExitCode.BAD_MODEL, 1), lines
+    assert "RwkvForCausalLM" in lines[0]
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    path = str(write_tiny_llama(tmp_path))
+    code, lines = serve(tmp_path, path, "--port", "9181", "--device", "cuda")
+    assert (code, len(lines)) == (ExitCode.BAD_MODEL, 1), lines
+    assert "device cuda was asked for" in lines[0]
+    assert "serve with --device cpu" in lines[0]
+
+
+def test_an_attention_window_is_told_before_the_server_starts(tmp_path: Path) -> None:
+    changes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    path = write_tiny_llama(tmp_path, **changes, sliding_window=64)
+    assert json.loads((path / "config.json").read_text())["sliding_window"] == 64
+    code, lines = serve(tmp_path, str(path), "--port", "9182", "--max-len", "100")
+    assert code == ExitCode.BAD_MODEL
+    assert "attention windows are not supported, and the model's is 64 tokens" in lines[-1]

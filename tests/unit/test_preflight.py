@@ -1,0 +1,198 @@
+"""Whether a model can be served is known before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from msgspec.structs import replace
+
+from protocol.config.worker import WorkerConfig
+from protocol.preflight import GIB, Preflight
+from tests.support.checkpoints import random_llama, write_gguf
+from tests.support.sparse_checkpoint import write_sparse_llama
+from tests.support.tiny_checkpoint import write_tiny_llama
+from tools.preflight import limit
+from worker import cuda_driver, machine
+from worker.loading.errors import UnusableModel
+from worker.preflight import choose_device, preflight
+
+PROGRAM = """
+import sys
+import worker.preflight
+worker.preflight.main()
+print(sorted({"torch", "numpy"} & {*sys.modules}))
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_tiny_llama(tmp_path)
+
+
+def config(path: Path, **options: Any) -> WorkerConfig:
+    return WorkerConfig(model=str(path), **options)
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_neither_torch_nor_numpy_is_imported(tmp_path: Path, is_gguf: bool) -> None:
+    path = tmp_path / "tiny.gguf"
+    path = write_gguf(path, random_llama()) if is_gguf else write_tiny_llama(tmp_path)
+    configs = msgspec.json.encode([config(path)]).decode()
+    command = [sys.executable, "-P", "-c", PROGRAM, configs]
+    told = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
+    assert told[1] == "[]"
+    (plan,) = msgspec.json.decode(told[0], type=Preflight).plans
+    assert plan.name in (tmp_path.name, "tiny")
+
+
+def test_the_plan_is_for_this_machine(tiny: Path) -> None:
+    found = preflight([config(tiny)])
+    assert found.error == ""
+    (plan,) = found.plans
+    assert (plan.context_tokens, plan.max_len, plan.architecture) == (128, 128, "LlamaForCausalLM")
+    assert plan.weights_bytes + plan.kv_bytes + plan.work_bytes <= plan.free_bytes
+
+
+def test_what_one_worker_takes_the_next_has_not(tiny: Path) -> None:
+    first, second = preflight([config(tiny, kv_memory_gib=0.25)] * 2).plans
+    taken = first.weights_bytes + first.kv_bytes + first.work_bytes
+    assert second.free_bytes <= first.free_bytes - taken + GIB  # others use memory meanwhile
+    assert second.free_bytes < first.free_bytes
+
+
+def spoil(path: Path, name: str, content: str) -> None:
+    (path / name).write_text(content)
+
+
+def change(path: Path, **fields: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    spoil(path, "config.json", json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "remedy"),
+    [
+        (lambda p: change(p, architectures=["Rwkv"]), "'Rwkv'", "another model"),
+        (lambda p: change(p, hidden_size=64), "by the config it should be", "files"),
+        (lambda p: change(p, num_hidden_layers=3), "no tensor 'model.layers.2", "fetch"),
+        (lambda p: spoil(p, "config.json", "{"), "config.json is not valid JSON", "fetch"),
+        (lambda p: (p / "config.json").unlink(), "cannot read", "files"),
+        (lambda p: (p / "tokenizer.json").unlink(), "no tokenizer.json", "files"),
+        (lambda p: (p / "model.safetensors").unlink(), "holds neither", "fetch"),
+        (lambda p: spoil(p, "model.safetensors", "x"), "ends behind the file", "fetch"),
+        (lambda p: spoil(p, "model.safetensors", "\1" + 7 * "\0" + "["), "not valid JSON", "fetch"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_told_with_a_remedy(
+    tiny: Path, damage: Any, said: str, remedy: str
+) -> None:
+    damage(tiny)
+    found = preflight([config(tiny)])
+    assert (found.plans, found.is_memory) == ([], False)
+    assert said in found.error
+    assert remedy in found.remedy
+    assert "\n" not in found.error + found.remedy
+
+
+def test_a_header_that_lies_about_its_bytes_is_damaged(tiny: Path) -> None:
+    whole = (tiny / "model.safetensors").read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header, data = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+    name = "model.norm.weight"
+    begin, end = header[name]["data_offsets"]
+    for entry, said in (
+        ({"data_offsets": [begin, end + 4]}, "has not the bytes of its shape"),
+        ({"data_offsets": [begin - 4, end - 4]}, "overlap, or leave gaps"),
+        ({"data_offsets": [begin, -1]}, "damaged or truncated: the header's entry"),
+        ({"shape": [64]}, "has not the bytes of its shape"),
+        ({"dtype": "F8_E4M3"}, "model.norm.weight has dtype F8_E4M3; supported: F32, F16, BF16"),
+    ):
+        text = json.dumps(header | {name: header[name] | entry}).encode()
+        content = len(text).to_bytes(8, "little") + text + data
+        (tiny / "model.safetensors").write_bytes(content)
+        assert said in preflight([config(tiny)]).error
+    (tiny / "model.safetensors").write_bytes(whole[:-1])
+    assert "its tensors end at byte" in preflight([config(tiny)]).error
+
+
+def test_too_little_memory_is_told_as_such(tmp_path: Path) -> None:
+    found = preflight([config(write_sparse_llama(tmp_path, num_hidden_layers=1000))])
+    assert found.is_memory
+    assert "are free" in found.error
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path, tiny: Path) -> None:
+    other = tmp_path / "other.gguf"
+    write_gguf(other, random_llama())
+    found = preflight([config(tiny, draft_model=str(other))])
+    assert "has another vocabulary" in found.error
+    assert "--draft-model" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"weights": "packed", "kernels": "torch"}, "packed weights need compiled kernels"),
+        ({"max_len": 4096}, "max_len is 4,096; the model was made for 128 tokens"),
+    ],
+    ids=str,
+)
+def test_options_that_the_model_cannot_have_are_refused(
+    tiny: Path, options: dict[str, Any], said: str
+) -> None:
+    assert said in preflight([config(tiny, **options)]).error
+
+
+def test_the_installed_torch_is_known_without_importing_it() -> None:
+    build = "hip" if torch.version.hip else "cuda" if torch.version.cuda else ""
+    assert machine.torch_build() == (str(torch.__version__), build)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "build", "devices", "found"),
+    [
+        ("auto", "", [7], "cpu"),
+        ("cpu", "cuda", [7], "cpu"),
+        ("auto", "cuda", [], "cpu"),
+        ("auto", "cuda", [7, 8], "cuda:0"),
+        ("cuda", "cuda", [7, 8], "cuda:0"),
+        ("cuda:1", "cuda", [7, 8], "cuda:1"),
+        ("cuda:1", "hip", [], "cuda:1"),
+        ("cuda", "", [7], "computes on CPUs only"),
+        ("cuda", "cuda", [], "the driver shows 0 CUDA devices"),
+        ("cuda:2", "cuda", [7, 8], "the driver shows 2 CUDA devices"),
+    ],
+)
+def test_the_device_is_that_which_torch_will_choose(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, build: str, devices: list[int], found: str
+) -> None:
+    monkeypatch.setattr(machine, "torch_build", lambda: ("2.13", build))
+    monkeypatch.setattr(cuda_driver, "free_bytes_of_devices", lambda: devices)
+    if " " in found:
+        with pytest.raises(UnusableModel, match=found) as refused:
+            choose_device(wanted)
+        assert "--device cpu" in refused.value.remedy
+        return
+    name, free_bytes = choose_device(wanted)
+    assert name == found
+    if build == "cuda" and name != "cpu":
+        assert free_bytes == devices[int(name[-1])]
+
+
+def test_what_shortens_requests_is_said(tiny: Path) -> None:
+    (plan,) = preflight([config(tiny)]).plans
+    assert limit(plan) is None
+    assert "window of 128 tokens" in str(limit(replace(plan, window=128)))
+    assert "64 of the model's 128 tokens" in str(limit(replace(plan, max_len=64, window=128)))
+
+
+def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "DRIVER", "libnothing.so.1")
+    assert cuda_driver.free_bytes_of_devices() == []

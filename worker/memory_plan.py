@@ -1,0 +1,297 @@
+"""What a model takes of the memory that there is: weights as they are after loading, K/V cache and
+room to work. Pure, and needs no torch.
+
+The plan is made before anything is loaded, from the headers of the files. When a worker has
+loaded, it calls `kv_budget` again, with the memory that is really free then. A server must be able
+to finish any request it accepts, so the cache holds at least one of the longest. If the user named
+the length, that is a condition; if not, the length gives way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol.config.worker import WeightForm, WorkerConfig
+from protocol.preflight import GIB, ModelPlan
+from protocol.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+)
+from worker.kernels import sizes
+from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.models.config import LlamaConfig
+from worker.models.tensors import FusedMatrix, head_matrix, layer_tensors
+
+AVERAGE_REQUEST_TOKENS = 1024
+"""Of prompt and answer, where nobody says how much memory the cache may have."""
+FREE_SHARE = 4
+"""Then it gets at most one part in so many of what is free."""
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+BLOCK_FORMATS = {"Q4_0": sizes.Q4, "Q4_1": sizes.Q4, "Q8_0": sizes.Q8}
+"""Quantised types that stay packed, and the format in which the kernels hold them."""
+DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
+PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
+PROCESS_BYTES = 256 << 20
+"""Of all processes, before there is a model: measured with one of a few thousand weights, without
+pages of files."""
+STEP_TOKENS = 256
+"""Computed at once: the default of --token-budget."""
+LOGITS_COPIES = 3
+"""Of a step's logits, in float32: as computed, changed by parameters, as probabilities."""
+SLOT_NUMBERS = MAX_ALLOWED_TOKEN_IDS + MAX_BAD_SEQUENCES + MAX_BAD_TOKENS + MAX_STOP_TOKEN_IDS
+SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
+"""Four bytes each, of one slot, beside its tokens and blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """What the plan must know of a model. kinds: of each tensor, the type of its numbers.
+
+    is_packed   matrices are held as the compiled kernels read them
+    """
+
+    name: str
+    config: LlamaConfig
+    kinds: Mapping[str, str]
+    is_packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """num_blocks: including the null block; max_len: tokens of prompt and answer of one request."""
+
+    num_blocks: int
+    max_len: int
+
+
+def is_packed(config: LlamaConfig, form: WeightForm, *, has_kernels: bool) -> bool:
+    """Return whether the matrices of a model are packed. Raises UnusableModel if they cannot be,
+    but were asked for. `has_kernels`: compiled ones serve on this device."""
+    fits = has_kernels and sizes.fits(
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        sizes=(config.hidden, config.intermediate),
+    )
+    if form == "packed" and not fits:
+        raise UnusableModel(
+            "packed weights need compiled kernels that fit the model",
+            remedy="serve without --weights packed",
+        )
+    return fits and form != "dense"
+
+
+def plan_memory(
+    options: WorkerConfig,
+    models: Sequence[PlannedModel],
+    *,
+    device: str,
+    dtype: str,
+    free_bytes: int,
+) -> ModelPlan:
+    """models: the model, and the draft model if there is one.
+
+    Raises NotEnoughMemory, with the numbers and the options to change, and UnusableModel if
+    config.max_len is more than the model was made for.
+    """
+    model, item = models[0], DTYPE_BYTES[dtype]
+    context_tokens = model.config.context_tokens
+    weights = sum(weights_bytes(each, dtype) for each in models)
+    block = sum(block_bytes(each.config, options.block_tokens, item) for each in models)
+    work = work_bytes(model, dtype, options.max_slots)
+    # Slots hold a request's tokens, and no request is longer than the cache.
+    fitting = max(free_bytes - weights - work, 0) // block * options.block_tokens
+    work += 4 * options.max_slots * min(options.max_len or context_tokens, fitting)
+    expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
+    takes = f"{model.name} takes {_gib(weights)} for weights ({_form(dtype, expanded)})"
+    takes += f" and {_gib(work)} to work; {_gib(free_bytes)} are free"
+    left = free_bytes - weights - work
+    if left < 2 * block:
+        raise NotEnoughMemory(takes, remedy=_smaller(model, dtype, expanded))
+    try:
+        budget = kv_budget(
+            options,
+            context_tokens=context_tokens,
+            block_bytes=block,
+            free_bytes=left,
+            window=model.config.window,
+        )
+    except NotEnoughMemory as error:
+        raise NotEnoughMemory(f"{takes}; {error.message}", remedy=error.remedy) from None
+    return ModelPlan(
+        name=model.name,
+        architecture=model.config.architecture,
+        device=device,
+        dtype=dtype,
+        context_tokens=context_tokens,
+        window=model.config.window,
+        max_len=budget.max_len,
+        weights_bytes=weights,
+        kv_bytes=budget.num_blocks * block,
+        work_bytes=work,
+        free_bytes=free_bytes,
+        expanded=expanded,
+    )
+
+
+def kv_budget(
+    options: WorkerConfig,
+    *,
+    context_tokens: int,
+    block_bytes: int,
+    free_bytes: int,
+    window: int | None = None,
+) -> KVBudget:
+    """context_tokens: the model's limit, by its attention `window` if it has one; block_bytes: of
+    one block in all layers.
+
+    Raises NotEnoughMemory, with the numbers, where a request of options.max_len could never be
+    held, and UnusableModel where the model was not made for one so long.
+    """
+    if options.max_len > context_tokens:
+        said = f"the model was made for {context_tokens:,} tokens"
+        if window is not None:
+            said = f"attention windows are not supported, and the model's is {window:,} tokens"
+        remedy = f"--max-len {context_tokens}, or less"
+        raise UnusableModel(f"max_len is {options.max_len:,}; {said}", remedy=remedy)
+    wanted_len = options.max_len or context_tokens
+    num_blocks = options.kv_blocks or _affordable(options, wanted_len, block_bytes, free_bytes)
+    most = free_bytes // block_bytes
+    if num_blocks > most:
+        named = f"--kv-blocks {most}"
+        if not options.kv_blocks:
+            named = f"--kv-memory-gib {_round_down(free_bytes / GIB)}"
+        raise NotEnoughMemory(
+            f"{num_blocks:,} KV blocks take {_gib(num_blocks * block_bytes)}; "
+            f"{_gib(free_bytes)} are free",
+            remedy=f"{named}, or less",
+        )
+    held = (num_blocks - 1) * options.block_tokens
+    needed = options.max_len or options.block_tokens
+    if held < needed:
+        raise NotEnoughMemory(
+            f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, "
+            f"less than max_len ({needed:,})",
+            remedy=_longer_or_shorter(options, needed, held, block_bytes, most),
+        )
+    return KVBudget(num_blocks, min(wanted_len, held))
+
+
+def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_bytes: int) -> int:
+    """Blocks for the memory named, or for max_slots average requests and one of the longest."""
+    if options.kv_memory_gib:
+        return int(options.kv_memory_gib * GIB) // block_bytes
+    average = min(wanted_len, AVERAGE_REQUEST_TOKENS)
+    tokens = max(options.max_slots * average, wanted_len)
+    blocks = -(-tokens // options.block_tokens) + 1
+    return min(blocks, free_bytes // FREE_SHARE // block_bytes)
+
+
+def _longer_or_shorter(
+    options: WorkerConfig, needed: int, held: int, block_bytes: int, most: int
+) -> str:
+    """More memory for the cache, if there is so much, or shorter requests."""
+    blocks = -(-needed // options.block_tokens) + 1
+    ways = []
+    if blocks <= most:
+        ways.append(f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}")
+    if held >= options.block_tokens:
+        ways.append(f"--max-len {held}")
+    return ", or ".join(ways) or "take a smaller model"
+
+
+def weights_bytes(model: PlannedModel, dtype: str) -> int:
+    """Return the memory of a model's weights after loading."""
+    config, item = model.config, DTYPE_BYTES[dtype]
+    norms = (2 * config.num_layers + 1) * config.hidden * item
+    embedding = config.vocab_size * config.hidden * item
+    matrices = sum(
+        _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
+        for index in range(config.num_layers)
+        for matrix in layer_tensors(config, index).matrices
+    )
+    # Dense, a tied head is the embedding itself.
+    is_shared = config.tied_embeddings and not _can_pack(head_matrix(config), model)
+    head = 0 if is_shared else _matrix_bytes(head_matrix(config), model, dtype)
+    return embedding + norms + matrices + head
+
+
+def _matrix_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
+    if not _can_pack(matrix, model):
+        return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
+    fmt = _block_format(matrix, model)
+    fmt = DENSE_FORMATS[dtype] if fmt is None else fmt
+    return sizes.packed_bytes(fmt, matrix.rows, matrix.columns) + sizes.ALIGNMENT
+
+
+def _can_pack(matrix: FusedMatrix, model: PlannedModel) -> bool:
+    return model.is_packed and sizes.can_pack(matrix.columns)
+
+
+def _block_format(matrix: FusedMatrix, model: PlannedModel) -> int | None:
+    """Return the format of a matrix that stays as it is quantised: all of its parts are alike."""
+    kinds = {model.kinds[name] for name in matrix.weights}
+    return BLOCK_FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def expanded_kinds(model: PlannedModel) -> set[str]:
+    """Return the quantised types of matrices that become numbers of the dtype when loaded."""
+    config = model.config
+    matrices = [m for i in range(config.num_layers) for m in layer_tensors(config, i).matrices]
+    found: set[str] = set()
+    for matrix in [*matrices, head_matrix(config)]:
+        if not _can_pack(matrix, model) or _block_format(matrix, model) is None:
+            found.update(model.kinds[name] for name in matrix.weights)
+    return found - PLAIN_KINDS
+
+
+def block_bytes(config: LlamaConfig, block_tokens: int, item_bytes: int) -> int:
+    """Return the memory of one KV block: its keys and values in all layers."""
+    return 2 * config.num_layers * block_tokens * config.num_kv_heads * config.head_dim * item_bytes
+
+
+def work_bytes(model: PlannedModel, dtype: str, max_slots: int) -> int:
+    """Return what the processes, the slots without their tokens, and loading or a step take."""
+    config = model.config
+    slots = 4 * max_slots * SLOT_NUMBERS
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    widths = 4 * config.hidden + heads + 3 * config.intermediate
+    logits = LOGITS_COPIES * max_slots * config.vocab_size
+    step = 4 * (STEP_TOKENS * widths + logits)
+    # A matrix that is packed from numbers is held twice for a moment.
+    largest = max(m.rows * m.columns for m in layer_tensors(config, 0).matrices)
+    largest = max(largest, config.vocab_size * config.hidden * (not config.tied_embeddings))
+    loading = largest * DTYPE_BYTES[dtype] if model.is_packed else 0
+    return PROCESS_BYTES + slots + max(step, loading)
+
+
+def _form(dtype: str, expanded: Sequence[str]) -> str:
+    return dtype + (f", expanded from {', '.join(expanded)}" if expanded else "")
+
+
+def _smaller(model: PlannedModel, dtype: str, expanded: Sequence[str]) -> str:
+    """Say what makes weights smaller here; a quantised type that is expanded does not."""
+    ways = []
+    if dtype == "float32" and weights_bytes(model, "bfloat16") < weights_bytes(model, "float32"):
+        ways.append("--dtype bfloat16")
+    kept = ", ".join(BLOCK_FORMATS)
+    if model.is_packed and (expanded or PLAIN_KINDS & set(model.kinds.values())):
+        ways.append(f"a GGUF file of type {kept}, which stay packed")
+    return ", or ".join([*ways, "a smaller model"])
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _round_up(gib: float) -> float:
+    return -(-int(gib * 1000 + 1) // 10) / 100
+
+
+def _round_down(gib: float) -> float:
+    return int(gib * 100) / 100
