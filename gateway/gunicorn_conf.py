@@ -92,7 +92,9 @@ worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 _metrics_directory = ""
 if workers > 1:  # before prometheus_client is imported: see gateway/metrics.py
-    _metrics_directory = tempfile.mkdtemp(prefix="tidegate-metrics-")
+    _metrics_directory = _config.metrics_directory or tempfile.mkdtemp(prefix="tidegate-metrics-")
+    shutil.rmtree(_metrics_directory, ignore_errors=True)  # a master that was killed left it
+    os.mkdir(_metrics_directory, mode=0o700)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = _metrics_directory
 
 

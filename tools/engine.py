@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,15 +113,12 @@ def run(options: argparse.Namespace) -> int:
     solo, engine, directory = plan(vars(options))
     check_installation(["torch"])
     check_key(engine.cluster_key)
-    lock = run_lock.hold(directory, TAKEN)
-    try:
+    with run_lock.holding(directory, TAKEN) as lock:
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home())
         engine = with_model(engine, path, resolve(draft, home()) if draft else None)
         say_limits(check_models([engine.worker]))
         return _serve(solo, engine, lock, started)
-    finally:
-        os.close(lock)
 
 
 def _serve(solo: SoloConfig, engine: EngineConfig, lock: int, started: float) -> int:

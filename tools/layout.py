@@ -25,9 +25,7 @@ from protocol.model_card import SamplingDefaults
 from tools.catalogue import CATALOGUE
 from tools.failure import Failure
 from tools.fetch import home
-
-RUN_KEY = "cluster.key"
-"""In the run directory: the key of `--split`, new with each run."""
+from tools.run_lock import RUN_KEY
 
 Engines = Mapping[str, EngineConfig]
 """name -> config, in the order in which a drain stops them"""

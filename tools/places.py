@@ -138,16 +138,15 @@ def _family(heads: Iterator[int], running: Mapping[int, Process]) -> set[int]:
 
 
 def clear(directory: Path) -> list[str]:
-    """Remove the sockets that lie in a directory that nobody holds; their names. A server that
-    starts meanwhile is safe, for we hold its lock."""
+    """Remove what lies in a directory that nobody holds; the names. A server that starts meanwhile
+    is safe, for we hold its lock."""
+    if not directory.is_dir():
+        return []
     try:
         lock = run_lock.hold(directory)
     except Failure:
         return []  # somebody has come
     try:
-        stale = sorted(path for path in directory.iterdir() if path.is_socket())
-        for path in stale:
-            path.unlink(missing_ok=True)
-        return [path.name for path in stale]
+        return run_lock.dissolve(directory)
     finally:
         os.close(lock)

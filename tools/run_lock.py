@@ -12,7 +12,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,6 +25,12 @@ from protocol.sockets import make_private
 from tools.failure import Failure
 
 LOCK = "pid"
+RUN_KEY = "cluster.key"
+"""The key of `--split`, new with each run."""
+CARD_FILE = "model.card"
+METRICS = "metrics"
+"""A folder in which several gateway processes count together."""
+ATTEMPTS, ATTEMPT_EVERY_S = 25, 0.02
 LISTENING = "0A"  # the state column of /proc/net/tcp
 
 
@@ -35,24 +44,91 @@ class LockFacts(msgspec.Struct, frozen=True):
 PORT_TAKEN = ("a server already runs on port {}", "--port")
 
 
+@contextlib.contextmanager
+def holding(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> Iterator[int]:
+    """As `hold`, for a whole run: nothing of it stays behind, nor of servers that were killed.
+
+    What an exception leaves that nobody expected is not touched: children may still use it.
+    """
+    sweep(directory.parent)
+    lock = hold(directory, taken)
+    try:
+        clear(directory)
+        yield lock
+    except (Failure, KeyboardInterrupt):  # before any child was started
+        dissolve(directory)
+        raise
+    else:
+        dissolve(directory)
+    finally:
+        os.close(lock)
+
+
 def hold(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> int:
     """Make `directory` private and ours until the returned descriptor is closed. Raises Failure.
 
     taken   what to say where it is another's, around the directory's name; what to choose instead
     """
-    try:
-        make_private(directory)
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise Failure(f"no run directory: {error}") from None
-    try:
+    for _ in range(ATTEMPTS):
+        try:
+            make_private(directory)
+            lock = _try_lock(directory, os.O_CREAT)
+        except FileNotFoundError:  # its last holder removed it just now
+            lock = None
+        except OSError as error:
+            raise Failure(f"no run directory: {error}") from None
+        if lock is not None:
+            os.ftruncate(lock, 0)
+            describe(lock, LockFacts())
+            return lock
+        time.sleep(ATTEMPT_EVERY_S)  # tools lock it for a moment, too
+    raise Failure(_taken(directory, *taken), exit_code=ExitCode.IN_USE)
+
+
+def _try_lock(directory: Path, flags: int = 0) -> int | None:
+    """Return the locked file of `directory`; None if another process has locked it, or it was
+    removed meanwhile: its lock would be nobody's. Raises OSError."""
+    path = directory / LOCK
+    lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise Failure(_taken(directory, *taken), exit_code=ExitCode.IN_USE) from None
-    os.ftruncate(lock, 0)
-    describe(lock, LockFacts())
-    return lock
+        if os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+    os.close(lock)
+    return None
+
+
+def clear(directory: Path) -> list[str]:
+    """Remove what a server makes in its directory; the names. For the holder of its lock."""
+    removed = []
+    for path in sorted(directory.iterdir()):
+        if path.name == METRICS and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_socket() or path.name in (RUN_KEY, CARD_FILE):
+            path.unlink(missing_ok=True)
+        else:
+            continue
+        removed.append(path.name)
+    return removed
+
+
+def dissolve(directory: Path) -> list[str]:
+    """As `clear`; the directory and its lock go, too, unless there is something else in it."""
+    removed = clear(directory)
+    (directory / LOCK).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+    return removed
+
+
+def sweep(base: Path) -> None:
+    """Dissolve the run directories in `base` that no process holds: their servers were killed."""
+    for directory in [lock.parent for lock in base.glob(f"*/{LOCK}")]:
+        with contextlib.suppress(OSError):
+            lock = _try_lock(directory)
+            if lock is not None:
+                dissolve(directory)
+                os.close(lock)
 
 
 def describe(lock: int, facts: LockFacts) -> None:

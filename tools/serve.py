@@ -36,7 +36,7 @@ from tools.children import Child, Command, last_words
 from tools.failure import Failure
 from tools.fetch import home
 from tools.flags import add_flags, build
-from tools.layout import RUN_KEY, Engines, check_reachable, engines_of, wired, with_model
+from tools.layout import Engines, check_reachable, engines_of, wired, with_model
 from tools.models import resolve
 from tools.preflight import check_models, limit
 from tools.supervisor import STOP_S
@@ -72,7 +72,6 @@ NEEDED = {"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch
 COMPUTES = frozenset({"torch"})
 """Those that only a server with an engine needs."""
 ENGINE_TELLS = frozenset(ExitCode) - {ExitCode.OK, ExitCode.FAILED}
-CARD_FILE = "model.card"
 CARD_TIMEOUT_S = 120
 
 
@@ -135,7 +134,12 @@ def plan(options: Mapping[str, Any]) -> Plan:
     store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
     if serve.kv_address:
         check_reachable(serve.kv_address, "--kv-address")
-    gateway = msgspec.structs.replace(gateway, served_name=names, response_store=store)
+    gateway = msgspec.structs.replace(
+        gateway,
+        served_name=names,
+        response_store=store,
+        metrics_directory=str(directory / run_lock.METRICS),
+    )
     return Plan(engine, gateway, serve, directory, key)
 
 
@@ -188,17 +192,14 @@ def run(options: argparse.Namespace) -> int:
     given = [*(options.api_key or []), *([own] if own else [])]
     wanted = plan({**vars(options), "api_key": given})
     check_installation(NEEDED if wanted.engines else NEEDED.keys() - COMPUTES)
-    lock = run_lock.hold(wanted.directory)
-    try:
+    with run_lock.holding(wanted.directory) as lock:
         run_lock.check_port_is_free(wanted.gateway.host, wanted.gateway.port)
         if wanted.serve.split:
-            _make_key(wanted.directory / RUN_KEY)
+            _make_key(wanted.directory / run_lock.RUN_KEY)
         else:
             check_key(wanted.serve.cluster_key)
         _describe(lock, wanted, wanted.gateway.served_name)
         return _serve(_with_model_path(wanted), lock, started)
-    finally:
-        os.close(lock)
 
 
 def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
@@ -231,7 +232,7 @@ def _with_model_path(plan: Plan) -> Plan:
     engine = with_model(plan.engine, path, resolve(draft, home()) if draft else None)
     gateway = plan.gateway
     if render_only:
-        card = _write_card(engine.worker, plan.directory / CARD_FILE)
+        card = _write_card(engine.worker, plan.directory / run_lock.CARD_FILE)
         gateway = msgspec.structs.replace(gateway, card=str(card))
     found = Plan(engine, gateway, plan.serve, plan.directory, plan.key)
     if found.engines:

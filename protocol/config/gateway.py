@@ -52,6 +52,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         ),
     ] = []
     api_key_digests: Annotated[list[str], about("of api_key, in its place", wiring=True)] = []
+    metrics_directory: Annotated[
+        str,
+        about("folder in which the processes of one port count together", wiring=True),
+    ] = ""
     supervisor_digest: Annotated[
         str, about("of a key that only the supervisor knows, to ask what is served", wiring=True)
     ] = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from signal import SIGINT, SIGKILL, SIGTERM
 import pytest
 
 from protocol.exit_codes import KILLED, ExitCode
+from protocol.sockets import run_directory
 from tests.support.processes import descendants_of, eventually, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.conversation import Conversation
+from tools.run_lock import METRICS, RUN_KEY
 from tools.web import Server as Address
 
 QUESTION = "What is the capital of France?"
@@ -141,12 +144,33 @@ def test_a_drain_lets_an_open_stream_finish_and_ends_well(number: int) -> None:
 def test_a_drain_that_somebody_else_asked_for_ends_the_server_well_and_says_who(
     tmp_path: Path,
 ) -> None:
-    with Server("--max-slots", "2", model=str(write_tiny_llama(tmp_path))) as server:
+    model = str(write_tiny_llama(tmp_path))
+    with Server("--max-slots", "2", "--gateways", "2", model=model) as server:
+        assert (run_directory(server.port) / METRICS).is_dir()
         drain = tidegate("drain", *port(server))
         assert drain.returncode == 0, drain
         assert server.end() == ExitCode.OK, server.said
     assert "engine drained, as the client 'drain' asked; the server stops" in server.out
     assert not [line for line in server.err if line.startswith(("tidegate:", "Traceback"))]
+    assert not run_directory(server.port).exists(), "a clean stop leaves nothing"
+
+
+def test_a_server_that_was_killed_with_all_its_processes_leaves_nothing_to_the_next_start(
+    tmp_path: Path,
+) -> None:
+    model = str(write_tiny_llama(tmp_path))
+    with Server("--split", model=model) as server:
+        for pid, _ in [*descendants_of(server.process.pid), (server.process.pid, "")]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, SIGKILL)
+        server.end()
+    left = run_directory(server.port)
+    assert (left / RUN_KEY).exists()
+    with Server(model=model) as another:
+        assert not left.exists()
+        another.signal(SIGTERM)
+        assert another.end() == ExitCode.OK
+    assert not run_directory(another.port).exists()
 
 
 def test_a_folder_of_the_users_that_is_called_worker_does_no_harm(tmp_path: Path) -> None:

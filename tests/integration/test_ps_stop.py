@@ -129,7 +129,7 @@ def test_what_a_killed_supervisor_left_behind_is_found_and_stopped(machine: Mach
     assert "removed  8001/engine.sock" in told
     assert not path.exists()
     assert not any(map(is_alive, left))
-    assert machine.place("8001").pid is None
+    assert machine.places() == {}
 
 
 def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_none(
@@ -146,7 +146,7 @@ def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_non
     assert machine.tool("stop", "8001") == "removed  8001/engine.sock\n"
     assert not path.exists()
     assert "8001" not in machine.tool("ps")
-    assert machine.place("8001").processes == []
+    assert machine.places() == {}
 
 
 def test_the_only_server_is_stopped_and_of_several_one_has_to_be_named(machine: Machine) -> None:

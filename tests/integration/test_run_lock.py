@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.failure import Failure
-from tools.run_lock import check_port_is_free, hold, holder
+from tools.run_lock import LOCK, METRICS, RUN_KEY, check_port_is_free, hold, holder, holding
 
 HOLD = (
     "import sys; from pathlib import Path; from tools.run_lock import hold; hold(Path(sys.argv[1]))"
@@ -40,6 +41,54 @@ def test_a_second_server_is_refused_and_told_who_is_first(directory: Path) -> No
     assert f"already runs on port 8000: process {os.getpid()}" in second.stderr
     os.close(lock)
     os.close(hold(directory))  # free again
+
+
+def leave(directory: Path) -> None:
+    """What a server that was killed leaves."""
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(directory / "e.sock"))
+    (directory / METRICS).mkdir()
+    (directory / METRICS / "counter_1.db").touch()
+    (directory / RUN_KEY).touch()
+
+
+def test_a_run_that_ends_leaves_nothing_behind(directory: Path) -> None:
+    with holding(directory):
+        leave(directory)
+    assert list(directory.parent.iterdir()) == []
+    with contextlib.suppress(Failure), holding(directory):
+        leave(directory)
+        raise Failure("there is no such model")
+    assert list(directory.parent.iterdir()) == []
+
+
+def test_a_start_clears_what_killed_servers_left_and_nothing_else(directory: Path) -> None:
+    killed, runs, foreign = (directory.parent / name for name in ("8001", "8002", "devices"))
+    for each in (directory, killed, runs):
+        os.close(hold(each))
+        leave(each)
+    (directory / "notes").touch()
+    lock = hold(runs)
+    foreign.mkdir()
+    (foreign / "cuda-0").touch()
+    before = sorted(path.name for path in runs.iterdir())
+    with holding(directory):
+        assert sorted(path.name for path in directory.iterdir()) == ["notes", LOCK]
+        assert not killed.exists()
+        assert sorted(path.name for path in runs.iterdir()) == before
+        assert (foreign / "cuda-0").exists()
+    assert [path.name for path in directory.iterdir()] == ["notes"]
+    os.close(lock)
+
+
+def test_a_lock_that_was_removed_while_somebody_waited_for_it_is_nobodys(directory: Path) -> None:
+    lock = hold(directory)
+    (directory / LOCK).unlink()
+    second = hold(directory)
+    os.close(lock)
+    with pytest.raises(Failure, match="already runs"):
+        hold(directory)
+    os.close(second)
 
 
 def test_children_that_still_stop_keep_the_directory_taken(directory: Path) -> None:

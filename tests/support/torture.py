@@ -156,6 +156,8 @@ def fate_of(cell: Cell) -> Fate:
     found = FATES[key]
     if cell.moment == START:
         return AT_START.get(key, found)
+    if found is COMES_BACK and (cell.kind, cell.moment) == (SPLIT_RESTARTS, PREFILL):
+        return Fate(is_unready=True)  # it may be back by the time the prompt has been computed
     return WITHOUT_RESTART.get(key, found) if cell.kind in (PLAIN, SPLIT) else found
 
 
