@@ -15,9 +15,12 @@ from tests.support.grammars import possible
 from tests.support.http import events_of, exchange, said_whole, spoken
 from tests.support.scripted_engine import (
     EOS,
+    MARKERS,
     Reply,
     Says,
+    Script,
     ScriptedEngine,
+    marked_ids,
     says,
     thinking_card,
 )
@@ -169,6 +172,21 @@ class Tasteful:
         if matcher.is_complete:
             return Says([said])
         return Says([said], finish="length", stop_token=None)
+
+
+def held_to(*texts: str) -> Script:
+    """A model that says the first of these that its grammar admits, or else as little as it can."""
+
+    def taste(said: list[int]) -> Iterable[int]:
+        for text in texts:
+            ids = marked_ids(text)
+            if ids[: len(said)] == said:
+                yield ids[len(said)] if len(said) < len(ids) else EOS
+        yield from (MARKERS["</think>"], EOS, MARKERS["<tool_call>"])
+        yield from b'"}]' if said.count(ord('"')) % 2 else b'}]"'
+
+    held = Tasteful(taste)
+    return lambda generate: held(generate) if generate.grammar else says(texts[0], marked=True)
 
 
 TRUTH: list[tuple[str, str, bool, str]] = [

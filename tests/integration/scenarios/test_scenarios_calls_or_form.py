@@ -23,30 +23,17 @@ from tests.support.scenarios import (
     Compiling,
     Tasteful,
     both,
+    held_to,
     json_schema,
     whole,
 )
-from tests.support.scripted_engine import EOS, MARKERS, ScriptedEngine, marked_ids
+from tests.support.scripted_engine import EOS, ScriptedEngine
 
 CITY = '{"city": "Köln"}'
 ANSWER = '{"a": 1}'
 THOUGHT = "<think>\nhm\n</think>\n\n"
 BOTH = json_schema(SCHEMA) | {"tools": TOOLS}
 STRICT = {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}
-
-
-def would_say(*texts: str) -> Tasteful:
-    """A model that says the first of these that it may, or else as little as it can."""
-
-    def taste(said: list[int]) -> Iterable[int]:
-        for text in texts:
-            ids = marked_ids(text)
-            if ids[: len(said)] == said:
-                yield ids[len(said)] if len(said) < len(ids) else EOS
-        yield from (MARKERS["</think>"], EOS, MARKERS["<tool_call>"])
-        yield from b'"}]' if said.count(ord('"')) % 2 else b'}]"'
-
-    return Tasteful(taste)
 
 
 def calls(answer: dict[str, Any]) -> list[Any]:
@@ -60,7 +47,7 @@ def test_a_model_may_call_a_tool_or_answer_in_the_form(
     prompt_thinks, thinks = thinking is ON["thinking"], thinking is not OFF["thinking"]
     before = "" if not thinks else THOUGHT.removeprefix("<think>\n") if prompt_thinks else THOUGHT
     for text in (COLOGNE, ANSWER):
-        engine.script = would_say(before + text)
+        engine.script = held_to(before + text)
         answer = both(gateway, BOTH | thinking)
         assert answer["reasoning"] == ("hm" if thinks else "")
         if text == COLOGNE:
@@ -75,7 +62,7 @@ def test_neither_prose_nor_another_object_is_possible(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     for text in ("Well, ", '{"b": 1}', '<tool_call>\n{"name": "else', ANSWER + COLOGNE):
-        engine.script = would_say(text)
+        engine.script = held_to(text)
         answer = both(gateway, BOTH | OFF["thinking"])
         if answer["content"]:
             assert isinstance(json.loads(answer["content"])["a"], int)
@@ -85,7 +72,7 @@ def test_neither_prose_nor_another_object_is_possible(
 def test_several_calls_may_follow_each_other_but_not_the_form(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = would_say(f"{COLOGNE}\n{COLOGNE}", COLOGNE + ANSWER)
+    engine.script = held_to(f"{COLOGNE}\n{COLOGNE}", COLOGNE + ANSWER)
     assert len(both(gateway, BOTH | OFF["thinking"])["calls"]) == 2
     alone = BOTH | {"parallel_tool_calls": False} | OFF["thinking"]
     assert len(both(gateway, alone)["calls"]) == 1
@@ -110,7 +97,7 @@ def test_arguments_of_strict_tools_fit_and_others_are_free(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     wrong = COLOGNE.replace('"Köln"', "17")
-    engine.script = would_say(wrong)
+    engine.script = held_to(wrong)
     assert calls(both(gateway, BOTH | OFF["thinking"])) == [("weather", {"city": 17})]
     strict = BOTH | {"tools": [STRICT]} | OFF["thinking"]
     assert calls(both(gateway, strict)) == [("weather", {"city": ""})]
@@ -134,7 +121,7 @@ def test_tool_choice_decides_which_of_both_it_is(
     gateway: GatewayProcess,
 ) -> None:
     for text in (ANSWER, COLOGNE, THOUGHT + ANSWER, THOUGHT + COLOGNE):
-        engine.script = would_say(text)
+        engine.script = held_to(text)
         answer = both(gateway, BOTH | {"tool_choice": choice})
         assert is_right(answer), answer
         assert (answer["reasoning"] == "hm") == text.startswith(THOUGHT)
@@ -151,7 +138,7 @@ def test_other_forms_may_stand_beside_calls_too(
     ):
         asked = {"messages": HI, "tools": TOOLS, "structured_outputs": form} | OFF["thinking"]
         for text in ("no", COLOGNE):
-            engine.script = would_say(text)
+            engine.script = held_to(text)
             answer = both(gateway, asked)
             assert answer["content"] == ("no" if text == "no" else "")
             assert bool(answer["calls"]) == (text == COLOGNE)
@@ -177,7 +164,7 @@ def test_responses(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": False}}
     asked = {"input": "hi", "tools": tools, "text": form, "store": False}
     for text, kind in ((COLOGNE, "function_call"), (ANSWER, "message")):
-        engine.script = would_say(THOUGHT + text)
+        engine.script = held_to(THOUGHT + text)
         response = gateway.post("/v1/responses", asked)
         assert response.status_code == 200, response.text
         assert [item["type"] for item in response.json()["output"]] == ["reasoning", kind]
@@ -190,7 +177,7 @@ def test_messages(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     asked = {"max_tokens": 99, "messages": HI, "tools": tools, "output_config": form}
     for text, kind in ((COLOGNE, "tool_use"), (ANSWER, "text")):
-        engine.script = would_say(THOUGHT + text)
+        engine.script = held_to(THOUGHT + text)
         response = gateway.post("/v1/messages", asked)
         assert response.status_code == 200, response.text
         assert [block["type"] for block in response.json()["content"]] == ["thinking", kind]
@@ -199,6 +186,6 @@ def test_messages(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
 def test_the_logprobs_and_ids_of_the_form_are_all_there(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    engine.script = would_say(ANSWER)
+    engine.script = held_to(ANSWER)
     answer = whole(gateway, BOTH | OFF["thinking"] | {"return_token_ids": True})
     assert answer["choices"][0]["token_ids"][: len(ANSWER)] == list(ANSWER.encode())
