@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from gunicorn.errors import AppImportError
 from gunicorn.workers.ggevent import GeventWorker
 
 from protocol.config.gateway import GatewayConfig
+from protocol.exit_codes import ExitCode
 from protocol.lifeline import die_with_parent, hold_on
 
 _parent = hold_on(signal.SIGTERM)
@@ -90,6 +92,10 @@ loglevel = "info"
 proc_name = "tidegate-gateway"
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
+_exit_code = mmap.mmap(-1, 1)
+"""Shared by the master and its workers: the master's exit code, unless 0. gunicorn's own code for a
+worker that gives up is one of ours for something else."""
+
 _metrics_directory = ""
 if workers > 1:  # before prometheus_client is imported: see gateway/metrics.py
     _metrics_directory = _config.metrics_directory or tempfile.mkdtemp(prefix="tidegate-metrics-")
@@ -115,13 +121,14 @@ def post_worker_init(worker: Any) -> None:
     service.start()
 
 
-def _give_up(why: str) -> None:
+def _give_up(why: str, code: ExitCode | None) -> None:
     """As for an option that is wrong whatever the model: the master ends, and starts no other."""
     import gevent
     from gunicorn.arbiter import Arbiter
 
     logging.getLogger(__name__).error("the gateway cannot start: %s", why)
     _parent.send_cause(f"the gateway cannot start: {why}")
+    _exit_code[0] = code or 0
     gevent.spawn(sys.exit, Arbiter.APP_LOAD_ERROR)  # from a greenlet of its own: it ends the worker
 
 
@@ -155,3 +162,5 @@ def child_exit(_server: Any, worker: Any) -> None:
 def on_exit(_server: Any) -> None:
     if _metrics_directory:
         shutil.rmtree(_metrics_directory, ignore_errors=True)
+    if _exit_code[0]:
+        sys.exit(_exit_code[0])

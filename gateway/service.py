@@ -30,6 +30,7 @@ from gateway.journal import Journal
 from gateway.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.keeping import Keeping
 from gateway.limited.templates import TemplateProcesses
+from gateway.limited.tokenizer import try_tokenizer
 from gateway.metrics import Metrics
 from gateway.pairs import PairedEngine
 from gateway.patience import Patience
@@ -41,6 +42,7 @@ from gateway.tracing import tracing_to
 from protocol.cluster_key import read_cluster_key
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import Draining, EngineLost, EngineNotReady, ServingError, UnknownModel
+from protocol.exit_codes import ExitCode
 from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard
 from protocol.sockets import engine_address
@@ -80,8 +82,8 @@ def _engine_of(config: GatewayConfig, metrics: Metrics) -> AnyEngine:
 class Service:
     """is_draining   whether this process is on its way out; set by whoever runs it
     ends_at_once  answers end now, with an error, instead of going on for `drain_s`; set likewise
-    give_up       called with the reason where an option and the first model exclude each other; set
-                  by whoever runs it
+    give_up       called with the reason, and the exit code if it has one of its own, if the first
+                  model cannot be served, or not with an option; set by whoever runs it
 
     Raises ValueError where an option of `config` is wrong.
     """
@@ -96,7 +98,7 @@ class Service:
         self.engine: AnyEngine = _engine_of(config, self.metrics)
         self.is_draining: Callable[[], bool] = lambda: False
         self.ends_at_once = False
-        self.give_up: Callable[[str], None] = lambda why: None
+        self.give_up: Callable[[str, ExitCode | None], None] = lambda why, code: None
         self.tracing = tracing_to(config.otlp_traces_endpoint, self._model_name)
         self.idle_connections = IdleConnections()
         self.keeping = Keeping.of(config)
@@ -189,9 +191,7 @@ class Service:
             return type(trouble)(why, retry_after_s=trouble.retry_after_s or 1)
         try:
             self._current()
-        except ValueError as error:
-            if isinstance(error, WrongOption) and self._served is None:
-                self.give_up(str(error))
+        except ValueError:
             return EngineNotReady("the engine's model cannot be served by this gateway")
         return None
 
@@ -220,10 +220,14 @@ class Service:
     def _prepared(self, card: ModelCard, limits: Limits) -> ServedModel:
         started_at = time.monotonic()
         try:
+            try_tokenizer(card.tokenizer)
             served = ServedModel.of(card, limits, self.options, self.templates)
         except ValueError as error:
             self._unservable = card, error
             log.error("the engine's model cannot be served: %s", error)
+            if self._served is None:
+                code = None if isinstance(error, WrongOption) else ExitCode.BAD_MODEL
+                self.give_up(str(error), code)
             raise
         heap.give_back()
         took_s = time.monotonic() - started_at

@@ -171,6 +171,7 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
         directory=plan.directory,
         keeps_open=[lock],
         stands_for=ExitCode.GATEWAY_LOST,
+        tells={ExitCode.BAD_MODEL},
         revives=True,
         survivors_s=STOP_S,
     )

@@ -3,7 +3,7 @@
 Its stdin is a socket to that gateway: calls come in, replies go out. It opens nothing else. The
 kernel enforces the limits, so no template has to be looked at for what it does:
 
-    memory    RLIMIT_AS: what it had at its start and MEMORY_BYTES more. Python then raises
+    memory    RLIMIT_AS: what it had at its start and --memory-bytes more. Python then raises
               MemoryError, which is reported, and the process ends: the next has a clean heap
     CPU time  a timer for each call, whose signal ends the process wherever it is
     files     none are written, and no core is dumped
@@ -32,14 +32,14 @@ from gateway.limited.calls import (
     Reply,
     TemplateLoaded,
     TemplateRendered,
+    TokenizerWorks,
+    TryTokenizer,
     decode_call,
     marked_last,
     to_frame,
 )
 from protocol.lifeline import die_with_parent
 
-MEMORY_BYTES = 512 << 20
-"""A prompt of 16 million characters takes a quarter of it, in any script."""
 MAX_OUTPUT_CHARS = 16_000_000
 MAX_MESSAGE_CHARS = 1_000
 RETIRE_BYTES = 64 << 20
@@ -66,11 +66,11 @@ class Footprint:
         return int(total), int(resident)
 
 
-def set_limits(footprint: Footprint) -> None:
+def set_limits(footprint: Footprint, memory_bytes: int) -> None:
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
     if sys.platform == "linux":
-        most = footprint.address_space() + MEMORY_BYTES
+        most = footprint.address_space() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
@@ -123,16 +123,22 @@ def _words(text: str) -> str:
 
 
 def _answer(call: Call) -> Reply:
-    template = _template(call.source, tuple(call.special_tokens.items()))
     match call:
         case LoadTemplate():
+            template = _template(call.source, tuple(call.special_tokens.items()))
             return TemplateLoaded(template.habits, template.profile)
-        case RenderTemplate(variables=variables):
-            text = template.render_variables(variables)
+        case RenderTemplate():
+            template = _template(call.source, tuple(call.special_tokens.items()))
+            text = template.render_variables(call.variables)
             if len(text) > MAX_OUTPUT_CHARS:
                 return CallFailed(f"it writes more than {MAX_OUTPUT_CHARS:,} characters")
             text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
             return TemplateRendered(text)
+        case TryTokenizer():
+            from gateway.text.trial import run_trial  # templates do not need its libraries
+
+            run_trial(call.tokenizer)
+            return TokenizerWorks()
 
 
 @lru_cache(maxsize=MAX_TEMPLATES)
@@ -143,13 +149,14 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 def main() -> None:
     parser = argparse.ArgumentParser(prog="gateway.limited")
     parser.add_argument("--cpu-s", type=float, required=True, help="CPU time of one call")
+    parser.add_argument("--memory-bytes", type=int, required=True, help="beyond those at start")
     parser.add_argument("--nice", type=int, default=0, help="added to the niceness")
     options = parser.parse_args()
     os.closerange(3, 1 << 20)  # sockets that the gateway's own parent made inheritable
     die_with_parent(signal.SIGKILL)
     os.nice(options.nice)
     footprint = Footprint()
-    set_limits(footprint)
+    set_limits(footprint, options.memory_bytes)
     with socket.socket(fileno=0) as connection:
         serve(connection, footprint, options.cpu_s)
 

@@ -36,7 +36,13 @@ class RenderTemplate(msgspec.Struct, frozen=True, tag="render", array_like=True)
     variables: dict[str, Any]
 
 
-Call = LoadTemplate | RenderTemplate
+class TryTokenizer(msgspec.Struct, frozen=True, tag="try_tokenizer", array_like=True):
+    """tokenizer  a tokenizer.json"""
+
+    tokenizer: str
+
+
+Call = LoadTemplate | RenderTemplate | TryTokenizer
 
 
 class TemplateLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
@@ -46,6 +52,10 @@ class TemplateLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True)
 
 class TemplateRendered(msgspec.Struct, frozen=True, tag="rendered", array_like=True):
     text: str
+
+
+class TokenizerWorks(msgspec.Struct, frozen=True, tag="works", array_like=True):
+    """All that was tried was done."""
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
@@ -58,7 +68,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="memory", array_like=True):
     """The call needs more than the process may have. Always its last reply."""
 
 
-Reply = TemplateLoaded | TemplateRendered | CallFailed | OutOfMemory
+Reply = TemplateLoaded | TemplateRendered | TokenizerWorks | CallFailed | OutOfMemory
 
 encode = msgspec.json.Encoder().encode
 decode_call = msgspec.json.Decoder(Call).decode

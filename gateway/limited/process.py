@@ -35,9 +35,13 @@ from protocol.errors import Overloaded
 
 MODULE = "gateway.limited"
 CPU_S = 2.0
+MEMORY_BYTES = 512 << 20
+"""A prompt of 16 million characters takes a quarter of it, in any script."""
 WALL_S = 30.0
 TRIES = 2
 _PIECE_BYTES = 1 << 20
+_ADDED = {"TOKENIZERS_PARALLELISM": "false"}
+"""To the environment: a thread for each core would reserve memory."""
 _PASSED_ON = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
 """Of the environment. Keys stand there, too, and are not for foreign code."""
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -61,6 +65,7 @@ class LimitedProcess:
     """Started with the first call, or by `start`, and again whenever the one before is gone.
 
     cpu_s        CPU time of one call
+    memory_bytes that it may have beyond what it has at its start
     wall_s       time of one call, the start of the process included; for a process that is stopped
     max_waiting  calls that may be open or wait for their turn; None: any number
     nice         added to the gateway's own niceness
@@ -70,11 +75,16 @@ class LimitedProcess:
         self,
         *,
         cpu_s: float = CPU_S,
+        memory_bytes: int = MEMORY_BYTES,
         wall_s: float = WALL_S,
         max_waiting: int | None = None,
         nice: int = 0,
     ) -> None:
-        self._arguments = ("--cpu-s", str(cpu_s), "--nice", str(nice))
+        self._arguments = (
+            *("--cpu-s", str(cpu_s)),
+            *("--memory-bytes", str(memory_bytes)),
+            *("--nice", str(nice)),
+        )
         self._wall_s = wall_s
         self._max_waiting = max_waiting
         self._num_waiting = 0
@@ -163,7 +173,7 @@ class _Child:
             self.pid = os.posix_spawn(
                 sys.executable,
                 [sys.executable, "-P", "-m", MODULE, *arguments],
-                {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | _ADDED,
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, theirs.fileno(), 0),
                     (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),

@@ -86,10 +86,17 @@ class Tokenizer:
                 f"{self.max_text_bytes:,} bytes are not read",
                 param=param,
             )
-        if offload is None or num_bytes < INLINE_BYTES:
-            ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-        else:
-            ids = offload(lambda: self._encode_long(text, add_special_tokens))
+        try:
+            if offload is None or num_bytes < INLINE_BYTES:
+                ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = offload(lambda: self._encode_long(text, add_special_tokens))
+        except BaseException as error:  # foreign code: see `_is_failure`
+            if not _is_failure(error):
+                raise
+            raise InvalidRequest(
+                f"{param}: the model's tokenizer cannot encode this text: {error}", param=param
+            ) from None
         self._check_ids(ids, param)
         return ids
 
@@ -161,6 +168,11 @@ def _load(data: bytes) -> tokenizers.Tokenizer:
     inner.no_truncation()
     inner.no_padding()
     return inner
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether `tokenizers` has failed: it raises bare Exceptions, and panics that are none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _codec_of(inner: tokenizers.Tokenizer) -> ByteCodec | None:

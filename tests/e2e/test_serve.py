@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from protocol.exit_codes import KILLED, ExitCode
 from protocol.sockets import run_directory
-from tests.support.processes import descendants_of, eventually, is_alive
+from tests.support.processes import Program, descendants_of, eventually, free_port, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.conversation import Conversation
@@ -171,6 +172,17 @@ def test_a_server_that_was_killed_with_all_its_processes_leaves_nothing_to_the_n
         another.signal(SIGTERM)
         assert another.end() == ExitCode.OK
     assert not run_directory(another.port).exists()
+
+
+def test_a_model_with_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path)
+    described = json.loads((model / "tokenizer.json").read_text())
+    described["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "("}}
+    (model / "tokenizer.json").write_text(json.dumps(described))
+    command = ["-P", "-m", "tools", "serve", str(model), "--port", str(free_port())]
+    with Program(command) as server:
+        assert server.end(timeout_s=120) == ExitCode.BAD_MODEL
+        assert "the gateway cannot start: the model's tokenizer cannot be used" in server.said
 
 
 def test_a_folder_of_the_users_that_is_called_worker_does_no_harm(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import requests
 from msgspec.structs import replace
 
+from protocol.exit_codes import ExitCode
 from protocol.stats import WorkerView
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, folded, read_body, read_head, send_post
@@ -96,15 +97,25 @@ def test_what_an_engine_tells_of_its_worker_is_told_and_trouble_is_not_ready(add
         gateway.await_ready()
 
 
-def test_a_model_that_cannot_be_served_is_not_ready_and_never_500(address: str) -> None:
+def test_a_first_model_that_cannot_be_served_ends_the_gateway(address: str) -> None:
     broken = scripted_card(tokenizer=b"not a tokenizer")
     with ScriptedEngine(address, card=broken), GatewayProcess(engine=address) as gateway:
-        gateway.await_status("/livez", 200)
-        time.sleep(0.3)
-        assert requests.get(gateway.url + "/readyz", timeout=5).status_code == 503
-        response = gateway.post(CHAT, {"messages": HI})
-        assert response.status_code == 503
-        assert "cannot be served" in response.json()["error"]["message"]
+        assert gateway.wait(timeout_s=60) == ExitCode.BAD_MODEL
+    assert "the gateway cannot start: the model's tokenizer cannot be used" in gateway.log
+    assert "Traceback" not in gateway.log
+
+
+def test_a_later_model_that_cannot_be_served_is_not_ready_and_never_500(address: str) -> None:
+    broken = scripted_card(tokenizer=b"not a tokenizer")
+    with GatewayProcess(engine=address) as gateway:
+        with ScriptedEngine(address):
+            gateway.await_ready()
+        with ScriptedEngine(address, card=broken):
+            eventually(lambda: "cannot be served: " in gateway.log)
+            assert requests.get(gateway.url + "/readyz", timeout=5).status_code == 503
+            response = gateway.post(CHAT, {"messages": HI})
+            assert response.status_code == 503
+            assert "cannot be served" in response.json()["error"]["message"]
     assert gateway.log.count("cannot be served: ") == 1  # not with every look at it
 
 

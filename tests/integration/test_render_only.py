@@ -11,6 +11,7 @@ import requests
 
 from protocol import card_file
 from protocol.card_file import CardFile
+from protocol.exit_codes import ExitCode
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program, free_port
 from tests.support.scripted_engine import TEMPLATE, byte_tokenizer, thinking_card
@@ -79,6 +80,34 @@ def test_a_directory_of_a_tokenizer_is_served_by_one_command(tmp_path: Path) -> 
         assert (told["max_model_len"], told["tokens"][0]) == (128, 256)
         models = requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=10).json()
         assert [model["id"] for model in models["data"]] == [tmp_path.name]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"model": {}}, "the model's tokenizer cannot be used"),
+        (
+            {
+                "normalizer": {
+                    "type": "Replace",
+                    "pattern": {"String": "a"},
+                    "content": "a" * 1_000_000,
+                }
+            },
+            "its normalizer can make more than 64 characters of a single one",
+        ),
+    ],
+    ids=["damaged", "exploding"],
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused_at_the_start(
+    tmp_path: Path, damage: dict[str, object], said: str
+) -> None:
+    described = json.loads(byte_tokenizer().to_str()) | damage
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    command = ["-P", "-m", "tools", "serve", "--render-only", str(tmp_path)]
+    with Program([*command, "--port", str(free_port())], cwd=ROOT) as server:
+        assert server.end(timeout_s=60) == ExitCode.BAD_MODEL
+        assert said in server.err[-1]
 
 
 def test_a_directory_without_one_is_refused_in_a_line(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from gateway.limited.calls import (
     Reply,
     TemplateLoaded,
     TemplateRendered,
+    TokenizerWorks,
+    TryTokenizer,
     decode_call,
     decode_reply,
     marked_last,
@@ -28,6 +30,7 @@ CALLS: list[tuple[Call, bytes]] = [
         RenderTemplate("é", {}, {"x": [10**30, None, 1.5]}),
         '["render","é",{},{"x":[1000000000000000000000000000000,null,1.5]}]'.encode(),
     ),
+    (TryTokenizer('{"model":{}}'), b'["try_tokenizer","{\\"model\\":{}}"]'),
 ]
 REPLIES: list[tuple[Reply, bytes]] = [
     (
@@ -37,6 +40,7 @@ REPLIES: list[tuple[Reply, bytes]] = [
         b'"reads_effort":false,"efforts":[]}]',
     ),
     (TemplateRendered("a\n"), b'["rendered","a\\n"]'),
+    (TokenizerWorks(), b'["works"]'),
     (CallFailed("why"), b'["failed","why"]'),
     (OutOfMemory(), b'["memory"]'),
 ]
@@ -47,7 +51,7 @@ def test_golden_frames(message: Call | Reply, body: bytes) -> None:
     frame = to_frame(message)
     assert frame[LENGTH_BYTES:] == body
     assert int.from_bytes(frame[:LENGTH_BYTES], "big") == len(body)
-    decode = decode_call if isinstance(message, LoadTemplate | RenderTemplate) else decode_reply
+    decode = decode_call if isinstance(message, Call) else decode_reply
     assert decode(body) == message
 
 

@@ -1,0 +1,28 @@
+"""A model's tokenizer, tried before it is used, in a process with limits.
+
+A damaged one ends the start, not requests. So does one that is slow or needs much memory.
+"""
+
+from __future__ import annotations
+
+from gateway.limited.calls import CallFailed, TryTokenizer
+from gateway.limited.process import LimitedProcess, LimitExceeded
+
+CPU_S = 60.0
+"""A vocabulary of 256,000 tokens is read in a second."""
+MEMORY_BYTES = 4 << 30
+
+
+def try_tokenizer(tokenizer: bytes) -> None:
+    """Raises ValueError, saying what is wrong with the bytes of a tokenizer.json."""
+    process = LimitedProcess(cpu_s=CPU_S, memory_bytes=MEMORY_BYTES, wall_s=4 * CPU_S)
+    try:
+        reply = process.call(TryTokenizer(tokenizer.decode()))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the model's tokenizer cannot be read: {error}") from None
+    except LimitExceeded as error:
+        raise ValueError(f"the model's tokenizer cannot be used: {error}") from None
+    finally:
+        process.close()
+    if isinstance(reply, CallFailed):
+        raise ValueError(f"the model's tokenizer cannot be used: {reply.message}")

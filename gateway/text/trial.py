@@ -1,0 +1,52 @@
+"""Whether a tokenizer works: texts that are usual, and texts that a bad one cannot bear.
+
+For a process with limits of time and memory: what a tokenizer.json says is not trusted yet.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import product
+
+import tokenizers
+
+from gateway.text.growth import check_growth
+
+SIZES = (500, 1_000, 4_000)
+"""Characters. What grows with the cube of them is found out before it takes minutes."""
+MOST_S = 0.5
+"""CPU time to encode and decode a text. The slowest of tokenizers in use takes a few ms."""
+_CHARS = "".join(map(chr, range(32, 127)))
+USUAL = "Hello, world! It's 12:30.\n\n\tdef f(x): return x  # \u00e9\u8a9e\U0001f44d"
+RUNS = ("a", "A", " ", "\n", "0", ".", "\u8a9e", _CHARS, "ab", "a ", " \n", "1.", "'s")
+"""Long runs and alternations are what makes a badly written pattern slow; above all if what follows
+them is something else."""
+ENDS = ("", "!", "x")
+
+
+def run_trial(text: str) -> None:
+    """`text` is a tokenizer.json. Raises ValueError, saying what is wrong with it."""
+    described = json.loads(text)
+    if not isinstance(described, dict):
+        raise ValueError("tokenizer.json must be a JSON object")
+    check_growth(described)
+    try:
+        inner = tokenizers.Tokenizer.from_str(text)
+        inner.no_truncation()
+        inner.no_padding()
+        for probe in _probes():
+            started_at = time.process_time()
+            inner.decode(inner.encode(probe).ids)
+            if time.process_time() - started_at > MOST_S:
+                raise ValueError(f"it takes too long for texts like {probe[:8]!r}")
+    except BaseException as error:  # a panic of Rust's is no Exception
+        raise ValueError(str(error)) from None
+
+
+def _probes() -> Iterator[str]:
+    yield USUAL
+    for size in SIZES:
+        for run, end in product(RUNS, ENDS):
+            yield (run * size)[:size] + end
