@@ -36,7 +36,9 @@ def _free_bytes(driver: ctypes.CDLL, management: ctypes.CDLL | None, index: int)
     device, total, uuid = c_int(), c_size_t(), (c_ubyte * 16)()
     driver.cuDeviceGet(byref(device), index)
     driver.cuDeviceTotalMem_v2(byref(total), device)
-    if management is None or driver.cuDeviceGetUuid_v2(byref(uuid), device) != 0:
+    if management is None or not hasattr(driver, "cuDeviceGetUuid_v2"):  # since CUDA 11.4
+        return total.value
+    if driver.cuDeviceGetUuid_v2(byref(uuid), device) != 0:
         return total.value
     digits = bytes(uuid).hex()
     ends = (0, 8, 12, 16, 20, 32)
