@@ -50,42 +50,32 @@ FREE: dict[str, Any] = {
     "context_management": [{}],
     "conversation": "x",
     "ec_transfer_params": {"x": 1},
-    "effort": 5,
-    "enable_thinking": 5,
     "extra_args": {"x": 1},
     "features": {"x": 1},
     "flat_logprobs": True,
-    "format": 5,
     "function_call": "auto",
     "functions": [{"name": "f"}],
-    "max_completion_tokens": 5,
-    "max_tokens": 5,
+    "grammar_lazy": True,
+    "grammar_triggers": [{"value": "x"}],
+    "guided_whitespace_pattern": " ",
     "mcp_servers": [{}],
     "messages": HI,
     "modalities": ["audio"],
     "moderation": {"x": 1},
     "n": 2,
-    "output_config": 5,
-    "output_format": 5,
     "prompt": {"id": "x"},
     "prompt_logprob_start": 1,
     "prompt_logprob_token_ids": [1],
-    "reasoning": 5,
-    "reasoning_effort": 5,
     "repetition_detection": {"x": 1},
-    "response_format": 5,
     "routed_experts_prompt_start": 1,
     "stream_interval": 2,
-    "structured_outputs": 5,
     "suffix": "end",
-    "system": 5,
-    "thinking": 5,
     "thinking_token_budget": "many",
-    "tool_choice": 5,
     "trace_decode_token_ids": [1],
     "watermarking": True,
 }
-"""Fields that a struct leaves free, with a value that is refused."""
+"""Fields that a struct leaves free, and that refuse another value than `WRONG`."""
+WRONG = 5
 WITHOUT_EFFECT = {
     *("cache_control", "metadata", "service_tier"),  # for a service that bills
     *("output_kind", "spaces_between_special_tokens", "token_offsets"),  # of the peer
@@ -216,7 +206,7 @@ def faults_of_struct(
 
         if any(isinstance(member, inspect.AnyType) for member in members_of(field.type)):
             if name not in WITHOUT_EFFECT:
-                yield f"{at}{name}", put_field(FREE[name])
+                yield f"{at}{name}", put_field(FREE.get(name, WRONG))
         else:
             yield from faults(field.type, f"{at}{name}", put_field, (*outer, struct.cls))
 
