@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from protocol.model_card import SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, tiny_tokenizer, write_directory
 from worker.loading import digest as digests
 from worker.loading.errors import UnusableModel
+from worker.loading.header import read_header
 from worker.models.load import LoadedModel, load_model
 
 
@@ -89,8 +93,8 @@ def test_a_template_of_its_own_file_comes_first_and_of_several_the_default(direc
 def test_a_template_for_conversations_with_tools_is_read_by_its_name(directory: Path) -> None:
     named = {"default": "D", "tool_use": "T", "rag": "R"}
     several = [{"name": name, "template": source} for name, source in named.items()]
-    for given in (several, named):
-        change(directory / "tokenizer_config.json", chat_template=given)
+    for templates in (several, named):
+        change(directory / "tokenizer_config.json", chat_template=templates)
         card = load(directory).card
         assert (card.chat_template, card.tool_use_template) == ("D", "T")
     (directory / "additional_chat_templates").mkdir()
@@ -193,6 +197,22 @@ def test_damaged_or_missing_files_are_named(directory: Path) -> None:
     (directory / "config.json").unlink()
     assert "config.json" in refusal(directory)
     assert "does not exist" in refusal(directory / "nothing")
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_spoiled_header_is_read_or_refused_and_never_anything_else(
+    directory: Path, original: Path, data: st.DataObject
+) -> None:
+    content = bytearray((original / "model.safetensors").read_bytes())
+    at = data.draw(st.integers(0, 7 + int.from_bytes(content[:8], "little")))
+    spoiled = data.draw(st.binary(min_size=1, max_size=9) | st.sampled_from([b"1", b"-9", b"e9"]))
+    content[at : at + len(spoiled)] = spoiled
+    (directory / "model.safetensors").write_bytes(content)
+    with suppress(UnusableModel):
+        read_header(directory)
 
 
 def test_pickle_files_are_never_opened(directory: Path) -> None:

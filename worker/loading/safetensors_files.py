@@ -22,6 +22,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HEADER_SIZE_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """As the library has it that writes these files."""
+MAX_DIMS = 8
 PIECE_BYTES = 1 << 20
 
 
@@ -36,14 +37,15 @@ class StoredTensor:
     end: int
 
 
-Size = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Sizes = Annotated[list[Size], msgspec.Meta(max_length=MAX_DIMS)]
 
 
 class _Entry(msgspec.Struct, frozen=True):
     """A tensor in the header; offsets count from the header's end."""
 
     dtype: str
-    shape: list[Size]
+    shape: Sizes
     data_offsets: tuple[Size, Size]
 
 
@@ -134,8 +136,8 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     except msgspec.ValidationError as error:
         raise _damaged(path, f"the header's entry of {name!r}: {error}") from error
     begin, end = stored.data_offsets
-    item_bytes = DTYPE_BYTES.get(stored.dtype)
-    if begin > end or item_bytes not in (None, (end - begin) / max(math.prod(stored.shape), 1)):
+    num_bytes, item_bytes = end - begin, DTYPE_BYTES.get(stored.dtype)
+    if num_bytes < 0 or (item_bytes and num_bytes != item_bytes * math.prod(stored.shape)):
         raise _damaged(path, f"{name!r} has not the bytes of its shape")
     return StoredTensor(path, stored.dtype, tuple(stored.shape), start + begin, start + end)
 
