@@ -84,6 +84,18 @@ class Generation(Iterator[Output]):
         return [token for output in self for token in output.tokens]
 
 
+def params_from(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+    """Return `params`, or the parameters whose fields are `options`. Raises InvalidRequest."""
+    if params is None:
+        try:
+            return msgspec.convert(options, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(str(error)) from None
+    if options:
+        raise TypeError("give either params or its fields, not both")
+    return params
+
+
 class Engine:
     """A connection to a running engine.
 
@@ -150,17 +162,10 @@ class Engine:
         """Start a generation; `options` are fields of SamplingParams, as an alternative to
         `params`.
         """
-        if params is None:
-            try:
-                params = msgspec.convert(options, SamplingParams)
-            except msgspec.ValidationError as error:
-                raise InvalidRequest(str(error)) from None
-        elif options:
-            raise TypeError("give either params or its fields, not both")
         with self._lock:
             message = self._session.generate(
                 prompt,
-                params,
+                params_from(params, options),
                 namespace=namespace,
                 priority=priority,
                 grammar=grammar,
@@ -320,7 +325,7 @@ class Engine:
             return  # an end that speaks otherwise is noticed by its silence
         with self._lock:
             self._hand_out(self._session.receive(message, time.monotonic()))
-            if self._session.is_ready:
+            if self._session.has_stats:
                 self._ready.set()
 
     def _hand_out(self, news: list[News]) -> None:

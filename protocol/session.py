@@ -105,6 +105,12 @@ class Session:
         self._ticked_at: float | None = None
         self._is_loading = False
         self._read_bytes = 0
+        self._stats_epoch: str | None = None
+
+    @property
+    def has_stats(self) -> bool:
+        """`stats` are the engine's that is there now."""
+        return self.is_ready and self._stats_epoch == self.epoch
 
     @property
     def is_ready(self) -> bool:
@@ -280,6 +286,7 @@ class Session:
         news = [] if message.epoch == self.epoch else self._lose("the engine was restarted")
         self.model, self.limits, self.epoch = message.model, message.limits, message.epoch
         self._is_loading = False
+        self._said_at = float("-inf")  # a Ping with the next tick: its answer brings the stats
         return news
 
     def _load(self, elapsed_s: float) -> None:
@@ -291,7 +298,7 @@ class Session:
 
     def _pong(self, message: Pong) -> list[News]:
         if message.epoch == self.epoch:
-            self.stats = message.stats
+            self.stats, self._stats_epoch = message.stats, message.epoch
             self._read_bytes = max(self._read_bytes, message.sent_bytes)
             return []
         self._said_at = float("-inf")  # greet who is there at the next tick, not a second later

@@ -320,3 +320,16 @@ def test_a_probe_is_answered_with_the_next_tick() -> None:
     assert session.tick(10.1)[0] == []
     session.receive(Probe(), 10.1)
     assert session.tick(10.2)[0] == [Ping()]
+
+
+def test_the_stats_are_asked_for_as_soon_as_the_engine_has_answered() -> None:
+    session = Session("test")
+    session.tick(0.0)
+    session.receive(welcome(), 0.01)
+    assert session.is_ready
+    assert not session.has_stats
+    assert session.tick(0.02)[0] == [Ping()]
+    session.receive(Pong(epoch="e1", stats=EngineStats(running=3)), 0.03)
+    assert session.has_stats
+    session.receive(welcome("e2"), 1.0)
+    assert not session.has_stats

@@ -1,0 +1,170 @@
+"""The asyncio client of a real engine: the methods and the answers of the blocking one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from protocol.async_client import AsyncEngine
+from protocol.client import Engine
+from protocol.errors import EngineNotReady, InvalidRequest, ServingError
+from protocol.messages import Output
+from tests.support.processes import HANG_S
+from tests.support.tiny_engine import tiny_engine
+
+PROMPT, LONG = [5, 6, 7], 1500
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with tiny_engine(context_tokens=2000) as (_, address):
+        Engine(address, wait_s=HANG_S).close()
+        yield address
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[AsyncEngine]:
+    async with asyncio.timeout(HANG_S), AsyncEngine(address, wait_s=HANG_S) as engine:
+        yield engine
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    while (await engine.look()).stats.running:
+        await asyncio.sleep(0.01)
+
+
+def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
+    for name, method in inspect.getmembers(Engine, inspect.isfunction):
+        if not name.startswith("_"):
+            ours = inspect.signature(getattr(AsyncEngine, name))
+            assert list(ours.parameters) == list(inspect.signature(method).parameters), name
+
+
+def test_the_stats_are_there_when_a_client_has_connected(address: str) -> None:
+    with Engine(address) as engine:
+        assert engine.stats.total_blocks > 0
+
+    async def look() -> None:
+        async with connected(address) as engine:
+            assert engine.stats.total_blocks > 0
+            assert engine.model.vocab_size > 0
+            assert engine.limits.max_len == 2000
+
+    asyncio.run(look())
+
+
+def test_many_answers_at_once_are_those_of_the_blocking_client(address: str) -> None:
+    with Engine(address) as engine:
+        expected = [
+            engine.generate([n], max_tokens=20, temperature=0).tokens() for n in range(5, 25)
+        ]
+
+    async def ask() -> list[list[int]]:
+        async with connected(address) as engine:
+            asked = [engine.generate([n], max_tokens=20, temperature=0) for n in range(5, 25)]
+            return list(await asyncio.gather(*(each.tokens() for each in asked)))
+
+    assert asyncio.run(ask()) == expected
+
+
+def test_an_answer_is_iterated_as_it_comes(address: str) -> None:
+    async def ask() -> list[Output]:
+        async with connected(address) as engine:
+            answer = engine.generate(PROMPT, max_tokens=9, ignore_eos=True)
+            return [output async for output in answer]
+
+    outputs = asyncio.run(ask())
+    assert sum(len(output.tokens) for output in outputs) == 9
+    assert [output.finish for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+    assert outputs[-1].finish == "length"
+
+
+async def _break(engine: AsyncEngine) -> None:
+    async for _ in engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True):
+        break
+    gc.collect()
+
+
+async def _close(engine: AsyncEngine) -> None:
+    answer = engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True)
+    await anext(answer)
+    answer.close()
+
+
+async def _cancel(engine: AsyncEngine) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True).tokens())
+    while not (await engine.look()).stats.running:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    gc.collect()
+
+
+@pytest.mark.parametrize("leave", [_break, _close, _cancel])
+def test_leaving_an_answer_early_aborts_it(
+    address: str, leave: Callable[[AsyncEngine], Awaitable[None]]
+) -> None:
+    async def run() -> None:
+        async with connected(address) as engine:
+            await leave(engine)
+            await until_idle(engine)
+            assert engine.stats.free_blocks <= engine.stats.total_blocks
+
+    asyncio.run(run())
+
+
+def test_what_is_refused_is_raised_as_what_it_is(address: str) -> None:
+    async def run() -> None:
+        async with connected(address) as engine:
+            with pytest.raises(InvalidRequest, match="temperature"):
+                engine.generate(PROMPT, temperature=9)
+            with pytest.raises(ServingError):
+                await engine.generate([1 << 30]).tokens()
+            with pytest.raises(InvalidRequest):
+                await engine.profile(0, "/tmp")
+
+    asyncio.run(run())
+
+
+def test_requests_are_aborted_by_name(address: str) -> None:
+    async def run() -> None:
+        async with connected(address) as engine:
+            answer = engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True, labels=["a"])
+            await anext(answer)
+            told = await engine.abort_named(["a", "b"])
+            assert (told.aborted, told.unknown) == (["a"], ["b"])
+            outputs = [output async for output in answer]
+            assert outputs[-1].finish == "abort"
+
+    asyncio.run(run())
+
+
+def test_closing_aborts_what_is_open_and_may_be_done_twice(address: str) -> None:
+    async def run() -> None:
+        engine = AsyncEngine(address)
+        await engine.close()
+        await engine.start()
+        answer = engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True)
+        await anext(answer)
+        await engine.close()
+        await engine.close()
+        async with connected(address) as other:
+            await until_idle(other)
+
+    asyncio.run(run())
+
+
+def test_where_there_is_no_engine_it_says_so(tmp_path: Path) -> None:
+    async def run() -> None:
+        with pytest.raises(EngineNotReady, match="no engine answered"):
+            await AsyncEngine(f"ipc://{tmp_path}/none", wait_s=0.1).start()
+
+    asyncio.run(run())
