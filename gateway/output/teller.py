@@ -9,8 +9,9 @@ answer proper, and at both ends of the reasoning, newlines are dropped, as the t
 they render the answer again.
 
 Calls. They are numbered from 0. Fragments of arguments go out as they come; joined they are the
-JSON text. A call that ends is checked once: no arguments are `{}`; what is no JSON object is told
-all the same, with a warning. Only `end` makes a call complete: one that was cut off never ends.
+JSON text. What can only be meant as JSON is mended (`json_object`). A call that ends is checked
+once: no arguments are `{}`; what is no JSON object is told all the same, with a warning. Only `end`
+makes a call complete: one that was cut off never ends.
 """
 
 from __future__ import annotations
@@ -227,9 +228,8 @@ class Teller:
 
     def fragment(self, text: str) -> None:
         """More of the open call's arguments."""
-        if text:
-            self.out.append(ToolArguments(self.s.num_calls - 1, text))
-            self.s.arguments.push(text)
+        if mended := self.s.arguments.push(text):
+            self.out.append(ToolArguments(self.s.num_calls - 1, mended))
 
     def more(self, text: str) -> ToolArguments | None:
         """What `fragment` would tell of text that only goes on with a JSON string, or with what is
@@ -242,6 +242,8 @@ class Teller:
     def end(self) -> None:
         """The open call is complete."""
         index, arguments = self.s.num_calls - 1, self.s.arguments
+        if rest := arguments.finish():
+            self.out.append(ToolArguments(index, rest))
         if arguments.is_blank:
             self.out.append(ToolArguments(index, "{}"))
         elif not arguments.is_object:

@@ -1,4 +1,4 @@
-"""Bit by bit, the verdict on a text is that of reading it as a whole."""
+"""Bit by bit, a text is mended and judged as it is as a whole."""
 
 from __future__ import annotations
 
@@ -70,18 +70,51 @@ ODD = [
 ]
 
 
-def verdict(pieces: list[str]) -> tuple[bool, bool]:
-    scan = ObjectScan()
+def mended(pieces: list[str]) -> tuple[str, bool, bool]:
+    """The text as it is told, and whether it is an object, or blank."""
+    scan, told = ObjectScan(), ""
     for piece in pieces:
-        scan.push(piece)
+        told += scan.push(piece)
         scan = msgspec.convert(msgspec.to_builtins(scan), ObjectScan)
-    return scan.is_object, scan.is_blank
+    told += scan.finish()
+    return told, scan.is_object, scan.is_blank
 
 
 @pytest.mark.parametrize("text", ODD)
 def test_odd_texts_are_judged_as_by_reading_them_as_a_whole(text: str) -> None:
-    expected = (is_json_object(text), not text.strip(" \t\r\n"))
-    assert verdict([text]) == verdict(list(text)) == expected
+    told, is_object, is_blank = mended([text])
+    assert mended(list(text)) == (told, is_object, is_blank)
+    assert is_object == is_json_object(told)
+    assert is_blank == (not text.strip(" \t\r\n"))
+    if is_json_object(text) or not is_object:
+        assert told == text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"a": "b\nc\t\x01"}', r'{"a": "b\nc\t\u0001"}'),
+        (r'{"a": "\d \q \u12 C:\x"}', r'{"a": "\\d \\q \\u12 C:\\x"}'),
+        ('{"a": "\\\n"}', r'{"a": "\\\n"}'),
+        (r"""{"a": "it\'s"}""", """{"a": "it's"}"""),
+        ('{"a": True, "b": [False, None]}', '{"a": true, "b": [false, null]}'),
+        ('{"a": [1, 2 , ] , }', '{"a": [1, 2  ]  }'),
+        ('{"a": 1', '{"a": 1}'),
+        ('{"a": {"b": "c"}', '{"a": {"b": "c"}}'),
+    ],
+)
+def test_what_can_only_be_meant_as_json_is_mended(text: str, told: str) -> None:
+    assert mended([text]) == mended(list(text)) == (told, True, False)
+    assert is_json_object(told)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1,,}', "{,}", "[1,]", '{"a": NaN}', "{'a': 1}", "{a: 1}", '{"a": "b', '{"a": [1',
+     '{"a": 1,', '{"a": "say "hi""}', '{"a": Truth}', '{"a": }'],
+)  # fmt: skip
+def test_what_could_mean_several_things_is_told_as_it_stands(text: str) -> None:
+    assert mended([text]) == mended(list(text)) == (text, False, False)
 
 
 @given(VALUES, st.integers(0, 9), st.booleans(), st.booleans())
@@ -92,13 +125,16 @@ def test_every_value_and_every_damage_of_one_is_judged_in_every_cut_as_a_whole(
     for shown in (text, f'{{"k": {text}}}'):
         for at in {0, len(shown) // 3, len(shown) // 2, len(shown) - 1, len(shown)}:
             for damaged in (shown, shown[:at], shown[:at] + shown[at + 1 :], shown[:at] + ",]"):
-                assert verdict(cuts(damaged, seed))[0] == is_json_object(damaged)
+                told, is_object, _ = mended(cuts(damaged, seed))
+                assert (told, is_object) == mended([damaged])[:2]
+                assert is_object == is_json_object(told)
+                assert told == damaged or not is_json_object(damaged)
 
 
 def test_what_is_nested_too_deeply_is_none() -> None:
     for depth, is_object in ((MAX_DEPTH - 1, True), (MAX_DEPTH, False), (100_000, False)):
         text = '{"a":' + "[" * depth + "]" * depth + "}"
-        assert verdict([text]) == (is_object, False)
+        assert mended([text]) == (text, is_object, False)
 
 
 def test_nothing_but_open_brackets_is_remembered() -> None:

@@ -61,6 +61,28 @@ def hermes(body: str) -> str:
     return f"<tool_call>{body}</tool_call>"
 
 
+BODIES = {
+    "hermes": '<tool_call>{"name": "f", "arguments": ARGUMENTS}</tool_call>',
+    "jamba": '<tool_calls>[{"arguments": ARGUMENTS, "name": "f"}]</tool_calls>',
+    "llama3_json": '{"name": "f", "parameters": ARGUMENTS}',
+    "mistral": "[TOOL_CALLS]f[ARGS]ARGUMENTS",
+    "deepseek_v31": (
+        "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>f<\uff5ctool▁sep\uff5c>ARGUMENTS"
+        "<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>"
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        "ARGUMENTS<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "openai": "<|channel|>commentary to=functions.f json<|message|>ARGUMENTS<|call|>",
+    "k2_horizon": (
+        '<ifm|tool_calls><ifm|tool_call>{"name": "f", "arguments": ARGUMENTS}</ifm|tool_call>'
+        "</ifm|tool_calls>"
+    ),
+}
+"""One format of each syntax whose arguments are JSON."""
+
+
 @pytest.mark.parametrize(
     ("body", "arguments"),
     [
@@ -84,17 +106,38 @@ def test_a_call_is_found_however_its_object_is_written(body: str, arguments: str
     assert said("hermes", hermes(body)) == call(arguments)
 
 
+MENDED = [
+    ('{"a": "b\nc\td"}', r'{"a": "b\nc\td"}'),
+    ('{"a": 1,}', '{"a": 1}'),
+    (r'{"a": "\d+"}', r'{"a": "\\d+"}'),
+    ('{"a": True, "b": [None]}', '{"a": true, "b": [null]}'),
+]
+
+
+@pytest.mark.parametrize(("written", "arguments"), MENDED)
+@pytest.mark.parametrize("name", BODIES)
+def test_arguments_that_can_only_be_meant_as_json_are_told_as_json(
+    name: str, written: str, arguments: str
+) -> None:
+    events = said(name, BODIES[name].replace("ARGUMENTS", written))
+    assert [e.fragment for e in events if isinstance(e, ToolArguments)] == [arguments]
+    assert not [e for e in events if isinstance(e, Warning)]
+    assert isinstance(events[-1], ToolCallEnd)
+
+
+def test_a_missing_last_brace_is_added_behind_a_complete_value() -> None:
+    assert said("hermes", hermes('{"name": "f", "arguments": {"a": 1')) == call('{"a": 1}')
+
+
 @pytest.mark.parametrize(
     ("body", "arguments"),
     [
         ('{"name": "f", "arguments": {a: 1}}', "{a: 1}"),
-        ('{"name": "f", "arguments": {"a": 1,}}', '{"a": 1,}'),
         ('{"name": "f", "arguments": {"a": NaN}}', '{"a": NaN}'),
         ('{"name": "f", "arguments": "x"}', '"x"'),
         ('{"name": "f", "arguments": [1, 2]}', "[1, 2]"),
-        ('{"name": "f", "arguments": {"a": 1', '{"a": 1'),
+        ('{"name": "f", "arguments": {"a": [1', '{"a": [1'),
         ('{"name": "f", "arguments": {"a": \'b\'}}', "{\"a\": 'b'}}"),
-        ('{"name": "f", "arguments": {"a": "b\nc"}}', '{"a": "b\nc"}'),
     ],
 )
 def test_arguments_that_are_no_json_are_told_raw_with_a_warning(body: str, arguments: str) -> None:

@@ -17,9 +17,9 @@ from typing import Literal
 
 import msgspec
 
-from gateway.output.json_object import PLAIN
+from gateway.output.json_object import PLAIN, mended_object
 from gateway.output.patterns import past
-from gateway.output.teller import Teller, is_json_object
+from gateway.output.teller import Teller
 
 Status = Literal["more", "end", "broken"]
 """The value goes on; it has ended; here is what cannot be JSON."""
@@ -289,8 +289,8 @@ class CallScan(msgspec.Struct):
         inner = text_of(raw)
         if raw == "null":
             raw = ""
-        elif inner is not None and is_json_object(inner):
-            raw = inner  # an object written as a string: what the model meant
+        elif inner is not None and (found := mended_object(inner)) is not None:
+            raw = found  # an object written as a string: what the model meant
         if self.name is None:
             self.waiting = raw
         else:
