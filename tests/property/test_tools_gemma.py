@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gateway.output.tools.gemma import FORMATS, Gemma
 from tests.support.format_tools import TYPED_TOOLS, arguments_of
 from tests.support.formats import (
     Call,
+    Fixture,
     Sample,
     check,
     content,
@@ -21,6 +23,7 @@ from tests.support.formats import (
     dumps,
     fixtures,
     lexicon,
+    read,
     reasoning_writer,
     units,
 )
@@ -100,6 +103,46 @@ def test_an_object_without_quotes_becomes_json(body: str, meant: Any) -> None:
     events = say(call(body))
     assert arguments_of(events) == [meant]
     assert isinstance(events[-1], ToolCallEnd)
+
+
+QUOTED = [
+    ('{city:"Oslo, Norway",z:[1,"a"]}', {"city": "Oslo, Norway", "z": [1, "a"]}),
+    ('{z:["x","y, {z}"],at:{a:"b: c"}}', {"z": ["x", "y, {z}"], "at": {"a": "b: c"}}),
+    ('{"z": "a \\"b\\" \\u00e9", "b": true}', {"z": 'a "b" é', "b": True}),
+    ('{z:"two\nlines \\d"}', {"z": "two\nlines \\d"}),
+    ('{b:"true",i:"4",z:""}', {"b": True, "i": "4", "z": ""}),
+    ('{z:"\\ud83d\\ude00"}', {"z": "😀"}),
+    ('{z:5" pipe}', {"z": '5" pipe'}),
+]
+
+
+@pytest.mark.parametrize(("body", "meant"), QUOTED)
+@EACH
+def test_a_string_in_ordinary_quotes_has_none_of_them(
+    sample: Sample, body: str, meant: Any
+) -> None:
+    x = sample.format.tools
+    assert isinstance(x, Gemma)
+    for tokens in (True, False):
+        words = lexicon(sample, tokens=tokens)
+        pieces = units(f"{x.open}call:types{body}{x.close}", words)
+        typed, case = replace(sample, tools=TYPED_TOOLS), Fixture("", "", [])
+        told = [
+            read(typed, deltas, words, case)
+            for deltas in ([pieces], [[p] for p in pieces], *cuts_in_two(pieces))
+        ]
+        told.append(read(typed, [[p] for p in pieces], words, case, moving=True))
+        assert arguments_of(told[0]) == [meant]
+        assert all(events == told[0] for events in told)
+
+
+def cuts_in_two(pieces: list[Any]) -> list[list[list[Any]]]:
+    return [[pieces[:at], pieces[at:]] for at in range(1, len(pieces))]
+
+
+def test_a_quoted_string_that_is_not_closed_ends_with_the_call() -> None:
+    events = say(call('call:types{z:"a'))
+    assert [type(e) for e in events] == [ToolCall, ToolArguments, Warning, ToolCallEnd]
 
 
 def test_a_string_is_told_while_it_is_written() -> None:

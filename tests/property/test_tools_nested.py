@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.formats import (
     lexicon,
     reasoning_writer,
     units,
+    written,
 )
 
 NS = "]<]minimax[>["
@@ -140,9 +142,23 @@ def test_elements_become_what_the_schema_says(argument: Any, meant: Any) -> None
 
 def test_a_name_that_comes_again_makes_a_list() -> None:
     inner = element("a", 1) + element("b", 2) + element("a", 3)
-    assert arguments_of(say(call(f"{NS}<o>{inner}{NS}</o>"))) == [
-        {"o": {"a": ["1", "3"], "b": "2"}}
-    ]
+    assert arguments_of(say(call(f"{NS}<o>{inner}{NS}</o>"))) == [{"o": {"a": [1, 3], "b": 2}}]
+
+
+UNTYPED = {"n": 5, "f": -1.5, "b": True, "no": None, "s": "five", "l": [1, "a", False], "e": ""}
+
+
+def test_a_nested_value_without_a_schema_has_the_type_of_its_json() -> None:
+    for key in ("o", "unheard_of"):
+        assert arguments_of(say(call(element(key, UNTYPED)))) == [{key: UNTYPED}]
+    assert arguments_of(say(call(element("o", UNTYPED)), tools=None)) == [{"o": UNTYPED}]
+
+
+def test_nested_values_without_a_schema_are_read_alike_however_they_are_cut() -> None:
+    arguments = {"unheard_of": UNTYPED}
+    untyped = replace(M3, name="minimax_m3 (untyped)")
+    row = check(untyped, [written(untyped, "untyped", [[Call("types", arguments)]])])
+    assert not row.differences, row.first
 
 
 def test_a_string_is_told_while_it_is_written() -> None:

@@ -5,12 +5,14 @@
     opened   behind the opening marker: `call:` and the name, up to the bracket
     value    in the object, outside its strings
     string   in a string: between two markers
+    quoted   in a string as JSON writes it: between two quotes
     after    behind the object, up to the closing marker
     broken   what follows is no such object; up to the closing marker it is told as it stands
 
-A string has no escapes: it lasts up to the next string marker. What stands there without one is a
-number, true, false, null, or else a string. A string where the tool's schema allows none is read
-as what it allows: some checkpoints write all values as strings.
+A string has no escapes: it lasts up to the next string marker. One between ordinary quotes has
+those of JSON. What stands there without either is a number, true, false, null, or else a string. A
+string where the tool's schema allows none is read as what it allows: some checkpoints write all
+values as strings.
 
 Some checkpoints leave out `call`, or write a parenthesis for the bracket. Sources: the chat
 templates of Gemma 4 and FunctionGemma.
@@ -27,6 +29,7 @@ import msgspec
 from gateway.output.machine import Context, MachineState, Section, SectionSyntax
 from gateway.output.patterns import past
 from gateway.output.teller import BLANKS, PARSE_FAILED, Teller
+from gateway.output.tools.json_value import SPACE, JsonScan, text_of
 from gateway.output.tools.literal import LiteralWriter
 from gateway.output.tools.typed_value import kinds_of, schema_of, typed_json
 
@@ -66,6 +69,7 @@ class GemmaState(MachineState):
     round    the object stands in parentheses
     key      the last key of the object itself, not of one inside it
     kinds    a string at hand has to be one of these types, and waits in `parts`
+    quoted   where a string between ordinary quotes is
     raw      the text until a call is told: it may have to be given back
     """
 
@@ -78,6 +82,7 @@ class GemmaState(MachineState):
     key: str = ""
     kinds: list[str] = []
     parts: list[str] = []
+    quoted: JsonScan = msgspec.field(default_factory=JsonScan)
     raw: list[str] = []
 
 
@@ -93,6 +98,7 @@ class GemmaSection(Section):
             "opened": ends,
             "value": (x.quote, *ends),
             "string": (x.quote,),
+            "quoted": tuple(end for end in ends if self.context.lexicon.is_token(end)),
             "after": ends,
             "broken": ends,
         }
@@ -111,6 +117,8 @@ class GemmaSection(Section):
                 return self._in_value(text)
             case "string":
                 self._in_string(text)
+            case "quoted":
+                return self._in_quotes(text)
             case "after":
                 return self._behind(text)
             case "broken":
@@ -139,8 +147,14 @@ class GemmaSection(Section):
         s = self.s
         position, word = 0, WORD_IN_PARENTHESES if s.round else WORD
         while position < len(text):
+            if not s.word:
+                position = past(SPACE, text, position)
+                if text[position : position + 1] == '"' and s.writer.want in ("key", "value"):
+                    self._tell()
+                    self._begin_string("quoted")
+                    return text[position + 1 :]
             end = past(word, text, position)
-            s.word.append(text[position:end])
+            s.word += [text[position:end]] if end > position else []
             if end == len(text):
                 break
             position = end + 1
@@ -216,14 +230,18 @@ class GemmaSection(Section):
 
     # ---- strings
 
-    def _begin_string(self) -> None:
+    def _begin_marked(self) -> None:
         s = self.s
-        blank = not "".join(s.word).strip(BLANKS)
-        if not blank or s.writer.want not in ("key", "value"):
+        if s.word or s.writer.want not in ("key", "value"):
             s.at = "broken"
             self._tell_broken("".join(s.word) + self.syntax.quote)
             return
-        s.word, s.parts, s.kinds, s.at = [], [], [], "string"
+        self._begin_string("string")
+
+    def _begin_string(self, at: str) -> None:
+        s = self.s
+        s.parts, s.kinds, s.at = [], [], at
+        s.quoted = JsonScan(kind="string", quoted=True)
         if s.writer.want == "value":
             if len(s.writer.stack) == 1:
                 s.kinds = self._kinds()
@@ -237,10 +255,26 @@ class GemmaSection(Section):
         kinds = kinds_of(schema_of(parameters, self.s.key), parameters)
         return [] if "string" in kinds else list(kinds)
 
+    def _in_quotes(self, text: str) -> str:
+        s = self.s
+        position, status = s.quoted.scan(text)
+        body = text[: position - 1] if status == "end" else text
+        if s.kinds or s.writer.want == "key":
+            s.parts.append(body)
+        else:
+            s.writer.json_string(body)
+        if status == "end":
+            self._end_string()
+        self._tell()
+        return text[position:]
+
     def _end_string(self) -> None:
         s = self.s
-        s.at = "value"
         text, s.parts = "".join(s.parts), []
+        if s.at == "quoted":
+            meant = text_of(f'"{text}"')
+            text = text if meant is None else meant
+        s.at = "value"
         if s.writer.want == "key":
             self._note_key(text)
             s.writer.scalar(text)
@@ -257,15 +291,15 @@ class GemmaSection(Section):
         if s.at == "string":
             self._end_string()
         elif marker == x.quote:
-            self._begin_string()
+            self._begin_marked()
         else:
             self._end_or_open(marker)
 
     def _end_or_open(self, marker: str) -> None:
         s, x = self.s, self.syntax
         if self.teller.is_open:
-            if s.at == "value":
-                self._tell_broken("".join(s.word))
+            if s.at in ("value", "quoted"):
+                self._tell_broken("".join(s.word + s.parts))
             self._end_call()
         elif s.raw:
             s.raw += [s.head, marker] if marker == x.close else [s.head]
@@ -282,6 +316,8 @@ class GemmaSection(Section):
     def on_stray(self, marker: str) -> None:
         if self.s.at == "string":
             self._in_string(marker)
+        elif self.s.at == "quoted":
+            self._in_quotes(marker)
 
     # ---- the end
 

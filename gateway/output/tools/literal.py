@@ -151,6 +151,10 @@ class LiteralWriter(msgspec.Struct):
     def string(self, text: str) -> None:
         self.out.append(json.dumps(text, ensure_ascii=False)[1:-1])
 
+    def json_string(self, text: str) -> None:
+        """More of a string, as it stands inside a JSON string."""
+        self.out.append(text)
+
     def end_string(self) -> None:
         self.out.append('"')
         self.quoted = False

@@ -15,9 +15,10 @@
 Only a tag behind the mark is one; so text may hold any tag without it. A value without elements in
 it is typed by the schema (typed_value), and a string is told as it comes. Elements in a value are
 an array where the schema says so, or where all of them are called `item`; otherwise an object, in
-which a name that comes again makes a list. Text between them is dropped. Such a value is told when
-it is complete. Where the schema says string, only the argument's own closing tag ends it; any other
-closing tag ends the innermost element, whatever it is called.
+which a name that comes again makes a list. Text between them is dropped. One of which the schema
+says nothing has the type that its text has in JSON. Such a value is told when it is complete. Where
+the schema says string, only the argument's own closing tag ends it; any other closing tag ends the
+innermost element, whatever it is called.
 
 Source: MiniMax-M3's chat template.
 """
@@ -254,7 +255,8 @@ class NestedElementsSection(Section):
             s.arguments.end(self.teller)
             s.at = "call"
             return
-        value = element_json(element, self.teller.parameters(s.name))
+        root = self.teller.parameters(s.name)
+        value = element_json(element, root, is_nested=bool(s.stack))
         if s.stack:
             s.stack[-1].children.append((element.name, value))
             return
@@ -294,7 +296,7 @@ def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
     return None
 
 
-def element_json(element: Element, root: Mapping[str, Any] | None) -> str:
+def element_json(element: Element, root: Mapping[str, Any] | None, *, is_nested: bool) -> str:
     kinds = kinds_of(element.schema, root)
     if element.children:
         names = {name for name, _ in element.children}
@@ -307,7 +309,7 @@ def element_json(element: Element, root: Mapping[str, Any] | None) -> str:
             return "[]"
         if "object" in kinds:
             return "{}"
-    return typed_json(text, kinds)
+    return typed_json(text, kinds, bare_json=is_nested)
 
 
 def _object(children: list[tuple[str, str]]) -> str:
