@@ -19,6 +19,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes    in the form that they have after loading, draft model included
     kv_bytes         of the K/V cache
     work_bytes       of the processes and of a step
+    tier_bytes       of the host memory for blocks that the cache has dropped
     free_bytes       of the device, or of this container
     expanded         quantised types of the files whose weights are expanded to `dtype`
     """
@@ -33,6 +34,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     work_bytes: int
     free_bytes: int
+    tier_bytes: int = 0
     window: int | None = None
     expanded: list[str] = []
 

@@ -93,8 +93,10 @@ def plan_memory(
     device: str,
     dtype: str,
     free_bytes: int,
+    host_bytes: int,
 ) -> ModelPlan:
-    """models: the model, and the draft model if there is one.
+    """models: the model, and the draft model if there is one; host_bytes: what is free outside the
+    device, for a CPU the same memory.
 
     Raises NotEnoughMemory, with the numbers and the options to change, and UnusableModel if
     config.max_len is more than the model was made for.
@@ -111,8 +113,19 @@ def plan_memory(
     takes = f"{model.name} takes {_gib(weights)} for weights ({_form(dtype, expanded)})"
     takes += f" and {_gib(work)} to work; {_gib(free_bytes)} are free"
     left = free_bytes - weights - work
-    if left < 2 * block:
+    # The null block and one more; by default the cache has only a part of what is left.
+    is_named = bool(options.kv_blocks or options.kv_memory_gib)
+    least = 2 * block * (1 if is_named else FREE_SHARE)
+    if left < least:
         raise NotEnoughMemory(takes, remedy=_smaller(model, dtype, expanded))
+    tier = int(options.kv_host_gib * GIB)
+    free_for_tier = left - least if device == "cpu" else host_bytes
+    if tier > free_for_tier:
+        raise NotEnoughMemory(
+            f"{takes}; kv_host_gib is {options.kv_host_gib:g}",
+            remedy=f"--kv-host-gib {_round_down(free_for_tier / GIB):g}, or less",
+        )
+    left -= tier if device == "cpu" else 0
     try:
         budget = kv_budget(
             options,
@@ -134,6 +147,7 @@ def plan_memory(
         weights_bytes=weights,
         kv_bytes=budget.num_blocks * block,
         work_bytes=work,
+        tier_bytes=tier,
         free_bytes=free_bytes,
         expanded=expanded,
     )

@@ -25,6 +25,7 @@ from worker.loading.vocabulary import check_draft
 from worker.memory_plan import PlannedModel, is_packed, plan_memory
 
 CPU = "cpu"
+REMEDY = "take another model, or correct its files"
 
 
 def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
@@ -35,11 +36,12 @@ def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
         for config in configs:
             plan = _plan(config, taken)
             taken[plan.device] += plan.weights_bytes + plan.kv_bytes + plan.work_bytes
+            taken[CPU] += plan.tier_bytes
             plans.append(plan)
     except UnusableModel as error:
         return Preflight(
             error=error.message,
-            remedy=error.remedy,
+            remedy=error.remedy or REMEDY,
             is_memory=isinstance(error, NotEnoughMemory),
         )
     return Preflight(plans=plans)
@@ -59,6 +61,7 @@ def _plan(config: WorkerConfig, taken: defaultdict[str, int]) -> ModelPlan:
         device=device,
         dtype=machine.dtype_name(config.dtype, is_gpu=device != CPU, cpu_flags=flags),
         free_bytes=free_bytes - taken[device],
+        host_bytes=machine.free_host_bytes() - taken[CPU],
     )
 
 

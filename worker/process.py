@@ -177,6 +177,9 @@ class Connection:
 
 
 def in_one_line(error: Exception) -> str:
-    """The cause, as an operator reads it: the first line of the message, or the error's name."""
+    """The cause, as an operator reads it: the first line of the message, or the error's name; and
+    the remedy, if there is one."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    said = lines[0] if lines else type(error).__name__
+    remedy = error.remedy if isinstance(error, UnusableModel) else ""
+    return f"{said}; {remedy}" if remedy else said

@@ -103,6 +103,7 @@ def plan(
         device="cpu",
         dtype=dtype,
         free_bytes=int(free_gib * GIB),
+        host_bytes=int(free_gib * GIB),
     )
 
 
@@ -137,6 +138,33 @@ def test_too_little_memory_is_told_with_the_numbers_and_the_options(
     with pytest.raises(NotEnoughMemory, match=said) as refused:
         plan(large, free_gib, **options)
     assert re.search(remedy, refused.value.remedy)
+
+
+def test_host_memory_for_dropped_blocks_is_planned(large: PlannedModel) -> None:
+    without, found = plan(large, 200), plan(large, 200, kv_host_gib=40)
+    assert (without.tier_bytes, found.tier_bytes) == (0, 40 * GIB)
+    assert found.kv_bytes == pytest.approx(without.kv_bytes - 10 * GIB, abs=GIB)  # a quarter
+    with pytest.raises(NotEnoughMemory, match="kv_host_gib is 80") as refused:
+        plan(large, 200, kv_host_gib=80)
+    gib = float(refused.value.remedy.split()[1].rstrip(","))
+    assert plan(large, 200, kv_host_gib=gib).max_len > 0
+
+
+def test_a_gpu_keeps_dropped_blocks_outside(large: PlannedModel) -> None:
+    def on_gpu(**options: Any) -> ModelPlan:
+        return plan_memory(
+            WorkerConfig(model="m", **options),
+            [large],
+            device="cuda:0",
+            dtype="bfloat16",
+            free_bytes=200 * GIB,
+            host_bytes=16 * GIB,
+        )
+
+    assert on_gpu(kv_host_gib=16).kv_bytes == on_gpu().kv_bytes
+    with pytest.raises(NotEnoughMemory) as refused:
+        on_gpu(kv_host_gib=17)
+    assert refused.value.remedy == "--kv-host-gib 16, or less"
 
 
 def test_following_the_remedy_helps(large: PlannedModel) -> None:

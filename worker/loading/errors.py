@@ -9,13 +9,11 @@ FETCH_AGAIN = "fetch the model's files again"
 
 class UnusableModel(EngineError):
     """Files missing, damaged, or asking for something not supported; the message says which, and
-    `remedy` what to do about it."""
+    `remedy` what to do about it, if that does not go without saying."""
 
     code = "unusable_model"
 
-    def __init__(
-        self, message: str, *, remedy: str = "take another model, or correct its files"
-    ) -> None:
+    def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
         self.remedy = remedy
 
