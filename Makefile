@@ -31,6 +31,7 @@ test: $(VENV)/.installed-test
 torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.support.torture $(ARGS)
 	@$(BIN)/python -m tests.support.kill_storm
+	@$(BIN)/python -m tests.support.torture_templates
 	@$(BIN)/python -m tests.support.memory_slope
 
 check: $(VENV)/.installed-test

@@ -38,6 +38,7 @@ from tests.support.torture import (
     fate_of,
     write_model,
 )
+from tests.support.torture_templates import Target
 
 SLACK = 5.0
 """The machine that tests us may have little time for us; the command asserts what is promised."""
@@ -76,6 +77,12 @@ def test_who_asks_while_the_engine_is_killed_gets_exactly_one_end_and_is_counted
     assert weather.tally.ends[ABORTED] >= 1
 
 
+def test_others_are_served_while_a_template_of_a_request_does_what_it_can(tmp_path: Path) -> None:
+    with Target(tmp_path) as target:
+        for name in ("text of doubled lists", "each letter replaced", "deep loops"):
+            assert not target.strike(name, at_once=2).complaints(slack=None)
+
+
 def test_what_each_process_has_is_read_while_small_requests_of_all_kinds_end_well(
     model: Path,
 ) -> None:
@@ -83,7 +90,7 @@ def test_what_each_process_has_is_read_while_small_requests_of_all_kinds_end_wel
     assert not load.wrong
     assert load.ends.total() == 150
     assert min(load.ends[end] for end in (FINISHED, REFUSED, LEFT)) > 0
-    names = ["supervisor", "gunicorn master", "gateway process", "engine", "worker"]
+    names = ["supervisor", "gunicorn master", "gateway process", "templates", "engine", "worker"]
     assert sorted(process.name for process in family) == sorted(names)
     assert all(memory.rss > memory.own > 0 for each in family for _, memory in each.samples)
 
