@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from flask import Response, g
 from gateway import respond as any_api
 from gateway.answering import Answer
 from gateway.asking import Ask
+from gateway.choice import Choice
 from gateway.exchange import Exchange
 from gateway.handing import handed, told, wish_of
 from gateway.openai.chunks import ChunkStream
@@ -26,7 +27,6 @@ from gateway.served import ServedModel
 from gateway.service import Service
 from gateway.text.logprobs import prompt_chances
 from protocol.kv import KV_FIELD
-from protocol.messages import TokenLogprobs
 
 
 def origin(
@@ -81,11 +81,13 @@ def respond(
 
 def prompt_shape(
     body: GenerationBody, model: ServedModel
-) -> Callable[[Sequence[TokenLogprobs]], list[Any]] | None:
-    """Return what shapes the logprobs of a prompt; None: the body does not ask for them."""
-    if body.prompt_logprobs is None:
+) -> Callable[[Choice], list[Any] | None] | None:
+    """Return what shapes the logprobs of a choice's prompt; None: the body does not ask for
+    them."""
+    num_top = body.prompt_logprobs
+    if num_top is None:
         return None
-    return partial(prompt_chances, model.tokenizer, num_top=body.prompt_logprobs)
+    return lambda choice: prompt_chances(model.tokenizer, choice.prompt_logprobs, num_top)
 
 
 def _chunk_stream(

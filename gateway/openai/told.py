@@ -151,15 +151,16 @@ class ChatCompletion(Answered, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, TokenChance] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None  # type: ignore[assignment]  # narrower, and frozen
+    prompt_logprobs: list[dict[str, TokenChance] | None] | None
 
 
 class BatchChoice(ChatChoice, frozen=True, kw_only=True):
     """conversation  which of the request's it answers"""
 
     conversation: int
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, TokenChance] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, TokenChance] | None] | None
 
 
 class ChatBatch(Answered, frozen=True, kw_only=True):
@@ -219,8 +220,8 @@ class ChatChunk(Answered, frozen=True, kw_only=True):
 class CompletionChoice(Ended, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, TokenChance] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, TokenChance] | None] | None
 
 
 class Completion(Answered, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from gateway.answering import Answer
@@ -12,7 +12,6 @@ from gateway.openai.shapes import Dialect, Origin, encode, joined, usage_of
 from gateway.output.events import Delta
 from gateway.sinks import Fold
 from gateway.timings import told_timings
-from protocol.messages import TokenLogprobs
 
 
 def whole_response(
@@ -22,12 +21,12 @@ def whole_response(
     origin: Origin,
     *,
     tells_ids: bool = False,
-    prompt_logprobs: Callable[[Sequence[TokenLogprobs]], list[Any]] | None = None,
+    prompt_logprobs: Callable[[Choice], list[Any] | None] | None = None,
 ) -> bytes:
     """The body of a 200. `answer` has ended well, and `fold` has heard all of it.
 
     tells_ids        token ids of prompt and answer, too
-    prompt_logprobs  shapes those of a prompt; None: they are left out
+    prompt_logprobs  shapes those of a choice's prompt; None: they are not told
     """
     warnings = [warning_of(warning, None) for warning in origin.warnings]
     choices: list[dict[str, Any]] = []
@@ -36,12 +35,12 @@ def whole_response(
         delta = fold.whole[choice.index]
         message = message_of(delta.events)
         told = _choice(choice, message, delta, dialect)
-        of_prompt: dict[str, Any] = {}
+        of_prompt = {
+            "prompt_token_ids": choice.ask.prompt_ids if tells_ids else None,
+            "prompt_logprobs": prompt_logprobs(choice) if prompt_logprobs else None,
+        }
         if tells_ids:
-            of_prompt["prompt_token_ids"] = choice.ask.prompt_ids
             told["token_ids"] = delta.token_ids
-        if prompt_logprobs is not None:
-            of_prompt["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)
         if dialect.prompt_ids_on_top:
             beside = beside or of_prompt
         else:

@@ -13,15 +13,15 @@ from gateway.openai.completion import Completion
 from gateway.openai.naming import named
 from gateway.openai.parameters import check_counts
 from gateway.openai.prepare import Preparation, Prompt
-from gateway.openai.schema import CompletionBody, prompts_of
+from gateway.openai.schema import ChatBody, CompletionBody, prompts_of
 from gateway.openai.shapes import ChatDialect
 from gateway.rendering.derender import Case, derendered, derendered_chunk, first_state
-from gateway.rendering.recorded import check_ids
-from gateway.rendering.schema import DerenderChat, DerenderCompletion
+from gateway.rendering.recorded import check_ids, num_logprobs
+from gateway.rendering.schema import DerenderBody, DerenderChat, DerenderCompletion
 from gateway.rendering.state import key_of, opened, sealed
 from gateway.served import ServedModel
 from gateway.tokens.generate_ask import TAIL_TOKENS
-from gateway.tokens.generated import GenerateChunk
+from gateway.tokens.generated import GenerateChunk, GeneratedChoice, GenerateResponse
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest
 
@@ -45,26 +45,78 @@ def _index_offset(chunk: dict[str, Any] | None, offset: int) -> dict[str, Any] |
     return chunk
 
 
+def _ids_of(chunk: GenerateChunk) -> list[int] | None:
+    return None if chunk.prompt_token_ids is msgspec.UNSET else chunk.prompt_token_ids
+
+
+def _num_choices(
+    choices: Sequence[GeneratedChoice],
+    body: DerenderBody,
+    model: ServedModel,
+    config: GatewayConfig,
+    field: str,
+) -> int:
+    """Return how many choices a request has of which nothing is known: as many as `choices`, which
+    stand in `field`, and the state of a stream make it. Raises InvalidRequest for too many."""
+    indexes = [choice.index for choice in choices]
+    if body.stream_state is not None:
+        indexes += opened(body.stream_state, key_of(model, None)).choices
+    count = 1 + max(indexes, default=0)
+    if not 0 < count <= config.max_n:
+        raise InvalidRequest(
+            f"{field}: {count:,} choices; from 1 to {config.max_n:,} are taken", param=field
+        )
+    return count
+
+
 class ChatDerendering:
     """POST /v1/chat/completions/derender, once. Raises InvalidRequest naming the field."""
 
     def __init__(self, body: DerenderChat, model: ServedModel, config: GatewayConfig) -> None:
         self._body = body
         self._model = model
-        with named(_in(CHAT)):
-            check_chat(body.chat_request)
-            trusts = config.trust_request_chat_template
-            self._preparation = Preparation(body.chat_request, model, trusts_template=trusts)
-            kwargs = self._preparation.kwargs()
-        self._kwargs = kwargs
         self._config = config
+        self._request = body.chat_request or self._plain_request()
+        with named(_in(CHAT)):
+            check_chat(self._request)
+            trusts = config.trust_request_chat_template
+            self._preparation = Preparation(self._request, model, trusts_template=trusts)
+            self._kwargs = self._preparation.kwargs() if body.chat_request else {}
+
+    def _plain_request(self) -> ChatBody:
+        """A request of which nothing is known: all text is content."""
+        reading = self._model.reading
+        writes_calls = reading.tools is not None and not self._model.renderer.writes_no_tools
+        if reading.reasoning is not None or writes_calls:
+            raise InvalidRequest(
+                f"{CHAT}: needed, as answers of this model have parts: reasoning "
+                f"({reading.reasoning}), tool calls ({reading.tools})",
+                param=CHAT,
+            )
+        body = self._body
+        if body.stream:
+            field = "generate_chunk"
+            choices = _needed(body.generate_chunk, field, "with stream").choices
+        else:
+            field = "generate_response"
+            choices = _needed(body.generate_response, field, "without stream").choices
+        num_top = num_logprobs(choices)
+        return ChatBody(
+            messages=[],
+            model=body.model,
+            n=_num_choices(choices, body, self._model, self._config, field),
+            logprobs=num_top is not None,
+            top_logprobs=num_top,
+            stream=body.stream,
+        )
 
     def whole(self) -> bytes:
         response = _needed(self._body.generate_response, "generate_response", "without stream")
         prompt = self._prompt(response.prompt_token_ids)
         ask = self._preparation.told(prompt, self._preparation.begin(prompt))
         self._check_counts(ask)
-        return derendered(self._case(), [ask], [response], ["generate_response"])
+        count = None if prompt.ids else self._body.prompt_tokens or 0
+        return derendered(self._case(), [ask], [response], ["generate_response"], count)
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:
         """The chunk and the state behind it."""
@@ -72,10 +124,10 @@ class ChatDerendering:
         chunk = _needed(body.generate_chunk, "generate_chunk", "with stream")
         key = key_of(self._model, body.chat_request)
         if body.stream_state is None:
-            told = None if chunk.prompt_token_ids is msgspec.UNSET else chunk.prompt_token_ids
-            prompt = self._prompt(told)
+            prompt = self._prompt(_ids_of(chunk))
             begun = preparation.begin(prompt)
-            state = first_state(self._model.reading.ending(begun), len(prompt.ids))
+            count = len(prompt.ids) or body.prompt_tokens or 0
+            state = first_state(self._model.reading.ending(begun), count)
         else:
             state = opened(body.stream_state, key)
             prompt = Prompt(state.ending, [], self._kwargs)
@@ -89,10 +141,10 @@ class ChatDerendering:
 
     def _check_counts(self, ask: Ask) -> None:
         with named(_in(CHAT)):
-            check_counts([ask], self._body.chat_request, self._config.max_n, self._config.max_n)
+            check_counts([ask], self._request, self._config.max_n, self._config.max_n)
 
     def _case(self) -> Case:
-        request, model = self._body.chat_request, self._model
+        request, model = self._request, self._model
         effective = {"chat_template_kwargs": self._kwargs}
         return Case(
             request=request,
@@ -112,6 +164,8 @@ class ChatDerendering:
             check_ids(ids, self._model, "prompt_token_ids")
             end = self._model.tokenizer.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False)
             prompt = Prompt(end, list(ids), self._kwargs)
+        elif body.chat_request is None:
+            return Prompt("", [], self._kwargs)
         else:
             with named(_in(CHAT)):
                 prompt = self._preparation.prompt(body.chat_request.messages)
@@ -131,9 +185,10 @@ class CompletionDerendering:
         self._body = body
         self._model = model
         self._config = config
+        self._request = body.completion_request or self._plain_request()
         with named(_in(COMPLETION)):
-            check_completion(body.completion_request)
-            self._prompts = prompts_of(body.completion_request, config.max_prompts)
+            check_completion(self._request)
+            self._prompts = prompts_of(self._request, config.max_prompts)
         for field in ("generate_responses", "prompt_tokens", "prompt_token_ids"):
             given = getattr(body, field)
             if given is not None and len(given) != len(self._prompts):
@@ -143,15 +198,57 @@ class CompletionDerendering:
                     param=field,
                 )
 
+    def _plain_request(self) -> CompletionBody:
+        """A request of which nothing is known but how many prompts it has."""
+        body = self._body
+        if body.stream:
+            field, count = "generate_chunk", 1 + body.prompt_index
+            choices = _needed(body.generate_chunk, field, "with stream").choices
+        else:
+            field = "generate_responses"
+            responses = _needed(body.generate_responses, field, "without stream")
+            choices = [choice for response in responses for choice in response.choices]
+            count = len(responses)
+        if not 0 < count <= self._config.max_prompts:
+            at = "prompt_index" if body.stream else field
+            raise InvalidRequest(
+                f"{at}: {count:,} prompts; from 1 to {self._config.max_prompts:,} are taken",
+                param=at,
+            )
+        return CompletionBody(
+            prompt=[""] * count,
+            model=body.model,
+            n=_num_choices(choices, body, self._model, self._config, field),
+            logprobs=num_logprobs(choices),
+            stream=body.stream,
+        )
+
     def whole(self) -> bytes:
         body = self._body
         responses = _needed(body.generate_responses, "generate_responses", "without stream")
-        completion = self._completion(body.completion_request, body.prompt_token_ids)
-        for place, said in enumerate(body.prompt_tokens or ()):
-            count = len(completion.asks[place].prompt_ids)
-            _check_count(said, count, f"prompt_tokens[{place}]")
+        completion = self._completion(self._request, self._whole_ids(responses))
+        total = 0
+        for place, ask in enumerate(completion.asks):
+            count = len(ask.prompt_ids)
+            said = body.prompt_tokens[place] if body.prompt_tokens else None
+            if count:
+                _check_count(said, count, f"prompt_tokens[{place}]")
+            total += count or said or 0
         at = [f"generate_responses[{place}]" for place in range(len(responses))]
-        return derendered(self._case(completion), completion.asks, responses, at)
+        return derendered(self._case(completion), completion.asks, responses, at, total)
+
+    def _whole_ids(self, responses: Sequence[GenerateResponse]) -> list[list[int]] | None:
+        """The prompts as the body or the responses tell them; None: as the request does."""
+        given = self._body.prompt_token_ids or [None] * len(responses)
+        found = [
+            ids or response.prompt_token_ids for ids, response in zip(given, responses, strict=True)
+        ]
+        if self._body.completion_request is None:
+            return [ids or [] for ids in found]
+        if not any(found):
+            return None
+        rendered = self._completion(self._request, None).asks
+        return [ids or ask.prompt_ids for ids, ask in zip(found, rendered, strict=True)]
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:
         """The chunk and the state behind it."""
@@ -162,12 +259,13 @@ class CompletionDerendering:
                 f"prompt_index: {place}; the request has {len(self._prompts):,} prompts",
                 param="prompt_index",
             )
-        request = msgspec.structs.replace(body.completion_request, prompt=self._prompts[place])
-        key = key_of(self._model, request)
+        request = msgspec.structs.replace(self._request, prompt=self._prompts[place])
+        key = key_of(self._model, request if body.completion_request else None)
         is_first = body.stream_state is None
         if body.stream_state is None:
             completion = self._completion(request, self._own_ids(place, chunk))
-            state = first_state("", len(completion.asks[0].prompt_ids))
+            said = body.prompt_tokens[place] if body.prompt_tokens else 0
+            state = first_state("", len(completion.asks[0].prompt_ids) or said)
         else:
             state = opened(body.stream_state, key)
             completion = self._completion(request, [[]])
@@ -177,9 +275,11 @@ class CompletionDerendering:
         return _index_offset(told, place * (request.n or 1)), sealed(state, key)
 
     def _own_ids(self, place: int, chunk: GenerateChunk) -> list[list[int]] | None:
-        if self._body.prompt_token_ids is not None:
-            return [self._body.prompt_token_ids[place]]
-        return None if chunk.prompt_token_ids is msgspec.UNSET else [chunk.prompt_token_ids]
+        given = self._body.prompt_token_ids
+        ids = (given[place] if given else None) or _ids_of(chunk)
+        if ids is None and self._body.completion_request is None:
+            return [[]]
+        return None if ids is None else [ids]
 
     def _completion(self, request: CompletionBody, ids: Sequence[list[int]] | None) -> Completion:
         for place, given in enumerate(ids or ()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +93,12 @@ def derendered(
     asks: Sequence[Ask],
     responses: Sequence[GenerateResponse],
     at: Sequence[str],
+    prompt_tokens: int | None = None,
 ) -> bytes:
-    """One response to each ask, standing in the request `at`. Raises InvalidRequest."""
+    """One response to each ask, standing in the request `at`. `prompt_tokens`: how many, where they
+    themselves are not known. Raises InvalidRequest."""
     request, model = case.request, case.model
-    answer = Recorded(asks)
+    answer = Recorded(asks, prompt_tokens)
     fold = Fold(len(answer.choices))
     answer.attach(fold)
     for place, (response, where) in enumerate(zip(responses, at, strict=True)):
@@ -111,10 +113,22 @@ def derendered(
         answer,
         fold,
         case.dialect,
-        case.origin(first.request_id, first.system_fingerprint, first.created, beside),
+        case.origin(
+            first.request_id,
+            first.system_fingerprint,
+            int(time.time()) if first.created is None else first.created,
+            beside,
+        ),
         tells_ids=bool(request.return_token_ids),
-        prompt_logprobs=prompt_shape(request, model),
+        prompt_logprobs=prompt_shape(request, model) or _passed_on(responses),
     )
+
+
+def _passed_on(
+    responses: Sequence[GenerateResponse],
+) -> Callable[[Choice], list[Any] | None]:
+    """Nobody asks for the logprobs of a prompt here: what came of them goes on as it is."""
+    return lambda choice: responses[choice.prompt_index].prompt_logprobs
 
 
 def _play_whole(
@@ -132,7 +146,7 @@ def _play_whole(
         if part.finish_reason is None:
             where = f"{at}.choices[{place}].finish_reason"
             raise InvalidRequest(f"{where}: a whole answer has ended", param=where)
-        if response.prompt_logprobs is not None:
+        if response.prompt_logprobs is not None and choice.params.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_entries(
                 choice.ask.prompt_ids, response.prompt_logprobs, f"{at}.prompt_logprobs"
             )

@@ -14,7 +14,7 @@ from gateway.served import ServedModel
 from gateway.tokens.generated import ChosenToken, GeneratedChoice, GenerateUsage
 from protocol.errors import InvalidRequest
 from protocol.messages import Output, TokenLogprobs, Usage
-from protocol.sampling import SamplingParams
+from protocol.sampling import MAX_LOGPROBS, SamplingParams
 
 
 class _Nowhere:
@@ -104,6 +104,19 @@ class Reports:
                 param=f"{at}.logprobs",
             )
         return [entry_of(token, self._num_logprobs, self._asked_ids) for token in content]
+
+
+def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
+    """Return how many of the likeliest tokens were told beside the chosen ones; None: no logprobs
+    were. The chosen one stands among them, or is one more."""
+    counts = [
+        len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))
+        for choice in choices
+        if choice.logprobs is not None
+        for token in choice.logprobs.content
+    ]
+    has_any = any(choice.logprobs is not None for choice in choices)
+    return min(max([0, *counts]), MAX_LOGPROBS) if has_any else None
 
 
 def check_ids(ids: Sequence[int], model: ServedModel, at: str) -> None:

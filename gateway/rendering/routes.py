@@ -153,14 +153,16 @@ def _id(kind: str) -> str:
 
 def derender_chat(service: Service) -> Response:
     body = service.bodies.parse(request, derender_chat_decoder, RECORDED_BOUNDS)
-    model = service.model(body.model or body.chat_request.model)
+    asked = body.chat_request
+    model = service.model(body.model or (asked.model if asked else None))
     derendering = ChatDerendering(body, model, service.config)
     return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
 
 
 def derender_completions(service: Service) -> Response:
     body = service.bodies.parse(request, derender_completion_decoder, RECORDED_BOUNDS)
-    model = service.model(body.model or body.completion_request.model)
+    asked = body.completion_request
+    model = service.model(body.model or (asked.model if asked else None))
     derendering = CompletionDerendering(body, model, service.config)
     return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
 

@@ -44,14 +44,15 @@ class DerenderBody(msgspec.Struct, frozen=True, kw_only=True):
 class DerenderChat(DerenderBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions/derender.
 
-    chat_request       the request that was rendered
+    chat_request       the request that was rendered; null: the text is content, and logprobs are
+                       told where there are any. Needed for a model whose answers have parts
     generate_response  the whole answer of the token endpoint
     prompt_token_ids   the prompt; without it, as where a first chunk or a whole answer does not
                        bring it, `chat_request` is rendered again
     prompt_tokens      how many these are
     """
 
-    chat_request: ChatBody
+    chat_request: ChatBody | None = None
     generate_response: GenerateResponse | None = None
     prompt_tokens: Count | None = None
     prompt_token_ids: Ids | None = None
@@ -60,13 +61,17 @@ class DerenderChat(DerenderBody, frozen=True, kw_only=True):
 class DerenderCompletion(DerenderBody, frozen=True, kw_only=True):
     """POST /v1/completions/derender. Lists have one item for each prompt of the request.
 
-    prompt_index  which prompt the chunk goes on with; each has a stream and a state of its own
+    completion_request  the request that was rendered; null: there are as many prompts as responses,
+                        and logprobs are told where there are any
+    prompt_token_ids    of a prompt null: those of its response
+    prompt_index        which prompt the chunk goes on with; each has a stream and a state of its
+                        own
     """
 
-    completion_request: CompletionBody
+    completion_request: CompletionBody | None = None
     generate_responses: list[GenerateResponse] | None = None
     prompt_tokens: list[Count] | None = None
-    prompt_token_ids: list[Ids] | None = None
+    prompt_token_ids: list[Ids | None] | None = None
     prompt_index: Count = 0
 
 

@@ -69,8 +69,8 @@ class StreamState(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(StreamState)
 
 
-def key_of(model: ServedModel, request: msgspec.Struct) -> bytes:
-    """What a state is sealed with. `request`: that of the API, as it was rendered."""
+def key_of(model: ServedModel, request: msgspec.Struct | None) -> bytes:
+    """What a state is sealed with. `request`: the API's, as it was rendered; None: not known."""
     parts = (VERSION, model.card.digest, model.reading.tools, model.reading.reasoning, request)
     return hashlib.blake2b(msgspec.json.encode(parts)).digest()
 

@@ -143,6 +143,10 @@ class Tokenizer:
             return WindowDetokenizer.from_state(decode, state)
         return WindowDetokenizer(decode)
 
+    def token_piece(self, token_id: int) -> str:
+        """Return the vocabulary's own spelling of a token ("Ġworld"); of an unknown id, none."""
+        return self._inner.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """Exactly the bytes this token adds inside a text; an unknown id adds none."""
         if self._tables is not None:

@@ -88,8 +88,8 @@ class GenerateResponse(
     """
 
     request_id: str
-    model: str
-    created: int
+    model: str | None = None
+    created: int | None = None
     system_fingerprint: str | UnsetType = UNSET
     weights_digest: str | UnsetType = UNSET
     usage: GenerateUsage | None = None
@@ -124,7 +124,7 @@ class GenerateChunk(
     system_fingerprint: str | UnsetType = UNSET
     weights_digest: str | UnsetType = UNSET
     usage: GenerateUsage | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
     ignored_params: list[str] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET

@@ -131,10 +131,13 @@ def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
 
 
 def _tokenized(model: ServedModel, ids: list[int], tells_strs: bool | None) -> dict[str, Any]:
-    answer = {"count": len(ids), "max_model_len": model.limits.max_len, "tokens": ids}
-    if tells_strs:
-        answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in ids]
-    return answer
+    pieces = [model.tokenizer.token_piece(token_id) for token_id in ids] if tells_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": model.limits.max_len,
+        "tokens": ids,
+        "token_strs": pieces,
+    }
 
 
 def detokenize(service: Service) -> Response:

@@ -14,7 +14,7 @@ MAX_TOKENS = 1 << 20
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """return_token_strs   also the text of each token"""
+    """return_token_strs   also each token as the vocabulary spells it"""
 
     prompt: str
     model: str | None = None

@@ -11,12 +11,12 @@ from gateway.openai.told import Effective
 
 
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
-    """token_strs  the text of each token"""
+    """token_strs  each token as the vocabulary spells it ("Ġworld"); null unless asked for"""
 
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
+    token_strs: list[str] | None
     effective: Effective | UnsetType = UNSET
 
 

@@ -17,6 +17,7 @@ from gateway.openai import schema
 from gateway.openai.chunks import ChunkStream
 from gateway.openai.completion import Completion
 from gateway.openai.prepare import Preparation
+from gateway.openai.respond import prompt_shape
 from gateway.openai.shapes import ChatDialect, Dialect, Origin
 from gateway.openai.whole import whole_response
 from gateway.rendering.bodies import ChatDerendering, CompletionDerendering
@@ -145,14 +146,13 @@ class Trip:
             )
 
         played = play(asks, self.outputs, stream)
-        tokenizer = self.model.tokenizer if body.prompt_logprobs is not None else None
         whole = whole_response(
             played.answer,
             played.fold,
             dialect(),
             origin,
             tells_ids=tells_ids,
-            prompt_logprobs=tokenizer,
+            prompt_logprobs=prompt_shape(body, self.model),
         )
         return json.loads(whole), played.events
 

@@ -12,11 +12,17 @@ import msgspec
 import pytest
 
 from gateway.openai.told import ChatCompletion, Completion, TokenChance
-from gateway.rendering.bodies import ChatDerendering
+from gateway.rendering.bodies import ChatDerendering, CompletionDerendering
 from gateway.rendering.recorded import entry_of, prompt_entries
-from gateway.rendering.schema import MAX_STATE_CHARS, Carried, derender_chat_decoder
+from gateway.rendering.schema import (
+    MAX_STATE_CHARS,
+    Carried,
+    derender_chat_decoder,
+    derender_completion_decoder,
+)
 from gateway.rendering.state import StreamState, key_of, opened, sealed
 from gateway.rendering.told import DerenderedChatPart
+from gateway.served import ServedModel
 from gateway.text.logprobs import prompt_chances
 from gateway.tokens.generate_schema import GenerateBody
 from gateway.tokens.generate_tell import chosen_token
@@ -29,6 +35,7 @@ from tests.support.scripted_engine import (
     EOS,
     ids_of,
     marked_ids,
+    scripted_card,
     scripted_logprob,
     thinking_card,
 )
@@ -292,6 +299,139 @@ def test_the_prompts_own_tokens_say_where_the_answer_starts() -> None:
     assert whole["usage"]["prompt_tokens"] == len(inside)
     streamed = one.derender_stream(chunks, one.derender_chat_chunk, prompt_token_ids=inside)
     assert spoken(streamed) == said_whole(whole)
+
+
+# ---- without the request
+
+
+PLAIN = served(scripted_card())
+"""A model whose answers have no parts."""
+
+
+def spoken_by_a_peer(text: str, **more: Any) -> dict[str, Any]:
+    """A whole answer with no more in it than a peer has to say."""
+    choice = {"index": 0, "token_ids": ids_of(text), "finish_reason": "stop", "logprobs": None}
+    return {"request_id": "chatcmpl-7", "choices": [choice], "prompt_logprobs": None, **more}
+
+
+def derendered(model: ServedModel = PLAIN, /, **body: Any) -> dict[str, Any]:
+    decoded = derender_chat_decoder.decode(msgspec.json.encode(body))
+    told: dict[str, Any] = json.loads(ChatDerendering(decoded, model, CONFIG).whole())
+    return told
+
+
+def derendered_texts(**body: Any) -> dict[str, Any]:
+    decoded = derender_completion_decoder.decode(msgspec.json.encode(body))
+    told: dict[str, Any] = json.loads(CompletionDerendering(decoded, PLAIN, CONFIG).whole())
+    return told
+
+
+def test_without_a_request_an_answer_is_its_text() -> None:
+    told = derendered(generate_response=spoken_by_a_peer("Hello"))
+    msgspec.convert(told, ChatCompletion)
+    assert (told["id"], told["model"]) == ("chatcmpl-7", PLAIN.names[0])
+    assert told["created"] > 0
+    assert said_whole(told)[0]["content"] == "Hello"
+    usage = told["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (0, 5)
+    assert (told["prompt_logprobs"], told["prompt_token_ids"]) == (None, None)
+    told = derendered(generate_response=spoken_by_a_peer("Hello"), prompt_tokens=10)
+    assert told["usage"]["total_tokens"] == 15
+    told = derendered(
+        generate_response=spoken_by_a_peer("Hello"), prompt_token_ids=[1, 2, 3], model="mine"
+    )
+    assert (told["usage"]["prompt_tokens"], told["model"]) == (3, "mine")
+
+
+def test_without_a_request_what_came_is_told() -> None:
+    entry = {"token_id": 72, "logprob": -1.0, "rank": 1}
+    response = spoken_by_a_peer("H", prompt_logprobs=[None, None])
+    top = {"token_id": 73, "logprob": -2.0, "rank": 2}
+    response["choices"][0]["logprobs"] = {"content": [{**entry, "top_logprobs": [entry, top]}]}
+    response["kv_transfer_params"] = {"key": "value"}
+    told = derendered(generate_response=response)
+    (item,) = told["choices"][0]["logprobs"]["content"]
+    assert (item["token"], item["bytes"]) == ("H", [72])
+    assert [top["token"] for top in item["top_logprobs"]] == ["H", "I"]
+    assert told["prompt_logprobs"] == [None, None]
+    assert told["kv_transfer_params"] == {"key": "value"}
+
+
+def test_without_a_request_there_are_as_many_prompts_as_answers() -> None:
+    responses = [spoken_by_a_peer("Hello", request_id="cmpl-7"), spoken_by_a_peer("World!")]
+    told = derendered_texts(generate_responses=responses, prompt_tokens=[5, 10])
+    msgspec.convert(told, Completion)
+    assert [choice["text"] for choice in told["choices"]] == ["Hello", "World!"]
+    assert [choice["prompt_logprobs"] for choice in told["choices"]] == [None, None]
+    assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (15, 11)
+    told = derendered_texts(generate_responses=responses, prompt_token_ids=[None, [1, 2]])
+    assert told["usage"]["prompt_tokens"] == 2
+
+
+def test_without_a_request_a_stream_is_its_text() -> None:
+    text, state, said = "né 語!", None, ""
+    ids = ids_of(text)
+    for place, token in enumerate(ids):
+        choice = {"index": 0, "token_ids": [token]}
+        if place == len(ids) - 1:
+            choice["finish_reason"] = "length"
+        chunk = {"request_id": "x", "prompt_token_ids": None, "usage": None, "choices": [choice]}
+        body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
+        decoded = derender_chat_decoder.decode(msgspec.json.encode(body))
+        told, state = ChatDerendering(decoded, PLAIN, CONFIG).chunk()
+        for part in told["choices"] if told else ():
+            said += part["delta"].get("content", "")
+    assert said == text
+    assert told is not None
+    assert told["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_a_request_choices_of_a_stream_are_known_when_they_come() -> None:
+    said, state = {0: "", 2: ""}, None
+    for index, token in [(2, 72), (0, 65), (2, 105)]:
+        chunk = {"request_id": "x", "choices": [{"index": index, "token_ids": [token]}]}
+        body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
+        decoded = derender_completion_decoder.decode(msgspec.json.encode(body))
+        told, state = CompletionDerendering(decoded, PLAIN, CONFIG).chunk()
+        assert told is not None
+        (part,) = told["choices"]
+        said[part["index"]] += part["text"]
+    assert said == {0: "A", 2: "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "field"),
+    [
+        (MODEL, {}, "chat_request"),
+        (PLAIN, {"generate_response": None}, "generate_response"),
+        (PLAIN, {"stream": True}, "generate_chunk"),
+        (
+            PLAIN,
+            {"generate_response": spoken_by_a_peer("H") | {"choices": []}},
+            "generate_response.choices",
+        ),
+        (
+            PLAIN,
+            {
+                "generate_response": spoken_by_a_peer("H")
+                | {"choices": [{"index": 1 << 20, "token_ids": [1], "finish_reason": "stop"}]}
+            },
+            "generate_response",
+        ),
+    ],
+)
+def test_what_is_wrong_without_a_request_is_named(
+    model: ServedModel, change: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        derendered(model, **{"generate_response": spoken_by_a_peer("H"), **change})
+    assert raised.value.param == field
+
+
+def test_no_responses_are_no_completion() -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        derendered_texts(generate_responses=[])
+    assert raised.value.param == "generate_responses"
 
 
 # ---- what is wrong
