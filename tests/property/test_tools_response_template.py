@@ -15,6 +15,7 @@ from gateway.output.formats import Format
 from gateway.output.machine import Lexicon
 from gateway.output.tools.template_loading import load
 from gateway.output.tools.template_pattern import Opening, closings, openings
+from gateway.output.tools.xml_parameters import XmlParameters
 from tests.property.test_tools_gemma import literal
 from tests.support.format_tools import TYPED_TOOLS, plain
 from tests.support.formats import (
@@ -133,6 +134,8 @@ def sample(name: str) -> Sample:
     before, joint, after = written.between
     syntax = load(TEMPLATES[name])
     closes = [literal for region in syntax.regions for literal in region.close]
+    calls = [region.calls for region in syntax.regions]
+    trims = any(isinstance(one, XmlParameters) and one.trim == "blanks" for one in calls)
     return Sample(
         name,
         Format(syntax),
@@ -140,6 +143,7 @@ def sample(name: str) -> Sample:
         markers=(*(literal for literal in closes if "|" in literal), "<tool_call>", "</tool_call>"),
         parts=written.parts,
         tags=written.tags,
+        trims=trims,
         tools=TYPED_TOOLS,
     )
 
@@ -152,6 +156,8 @@ def cases(sample: Sample) -> list[Fixture]:
     found = []
     how = WRITTEN[sample.name]
     for name, parts in answers(sample.tags[0]):
+        if sample.trims and name == "newlines around a string":
+            continue
         text, index = "", 0
         for part in parts:
             match part:
