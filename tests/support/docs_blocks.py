@@ -1,0 +1,76 @@
+"""The fenced blocks of README and docs: what each is, and whether it can be run as it stands.
+
+A language says what happens to a block: `sh` and `console` (its commands stand behind `$ `) are run
+by a shell, the `python` blocks of a page are run one after the other as one program, `json` and
+`toml` are parsed, anything else is shown. A block that cannot be run says why in the line above:
+
+    <!-- not run: it starts a server that stays -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL, PYTHON = ("sh", "console"), "python"
+LANGUAGES = {*SHELL, PYTHON, "json", "toml", "yaml", "text"}
+COMMANDS = ("curl", "tidegate", ".venv/bin/", "make", "python", "pip", "$", "docker", "systemctl")
+"""How a block begins that somebody will paste into a shell."""
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_PROMPT = re.compile(r"\w*\$ ")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """line    of its first line of text, from 1
+    reason  why it is not run; "" if it is
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def script(self) -> str:
+        """What a shell is given: of a console the commands alone."""
+        if self.language != "console":
+            return self.text
+        kept, continues = [], False
+        for line in self.text.splitlines():
+            prompt = _PROMPT.match(line)
+            if prompt or continues:
+                kept.append(line[prompt.end() :] if prompt else line)
+                continues = line.endswith("\\")
+        return "\n".join(kept)
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for found in _BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start("text")) + 1
+        yield Block(page, line, found["language"], found["text"], found["reason"] or "")
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in PAGES for block in blocks_of(page)]
+
+
+def commands_of(script: str) -> Iterator[str]:
+    """Yield the `tidegate` commands of a script, one a line; continued lines are joined."""
+    for line in script.replace("\\\n", " ").splitlines():
+        line = _PROMPT.sub("", line, count=1) if _PROMPT.match(line) else line
+        found = re.match(r"(?:\S*/)?tidegate (.*)", line.partition(" #")[0].strip())
+        if found:
+            yield found[1]

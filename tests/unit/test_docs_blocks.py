@@ -1,0 +1,80 @@
+"""The blocks of README and docs that can be checked without a server: see also tests/e2e."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support import docs_blocks
+from tests.support.docs_blocks import (
+    COMMANDS,
+    LANGUAGES,
+    PYTHON,
+    SHELL,
+    Block,
+    all_blocks,
+    blocks_of,
+    commands_of,
+)
+from tools.__main__ import _commands, parser
+
+BLOCKS = all_blocks()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_says_what_it_is(block: Block) -> None:
+    teaching = (
+        f"{block}: name the block's language behind its ```: sh or console if it can be pasted "
+        "into a shell, python, json, toml, yaml, or text for what is only shown"
+    )
+    assert block.language in LANGUAGES | {""}, teaching
+    if not block.language:
+        assert not block.text.startswith(COMMANDS), teaching
+    if block.reason:
+        assert block.language in {PYTHON, *SHELL}, f"{block}: only commands and Python are run"
+        assert len(block.reason.split()) > 2, f"{block}: say why it cannot be run"
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "json"], ids=str)
+def test_a_block_of_json_is_json(block: Block) -> None:
+    json.loads(block.text)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=str)
+def test_a_block_of_toml_is_toml(block: Block) -> None:
+    tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == PYTHON], ids=str)
+def test_a_block_of_python_is_python(block: Block) -> None:
+    compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in SHELL], ids=str)
+def test_a_command_of_ours_has_the_options_that_it_is_shown_with(block: Block) -> None:
+    for command in commands_of(block.script):
+        options, unknown = parser().parse_known_args(_commands(shlex.split(command)))
+        assert callable(options.run)
+        assert not unknown, f"{block}: tidegate {command}"
+
+
+def test_a_page_is_cut_into_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs_blocks, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n```console\n$ tidegate ps \\\n    --json\n{}\na$ tidegate stop  # b\n```\n\n"
+        "<!-- not run: it never ends -->\n```sh\nmake serve\n```\n"
+    )
+    first, second = blocks_of(page)
+    assert (str(first), first.language, first.reason) == ("page.md:4", "console", "")
+    assert first.script == "tidegate ps \\\n    --json\ntidegate stop  # b"
+    assert list(commands_of(first.script)) == ["ps      --json", "stop"]
+    assert (str(second), second.script, second.reason) == (
+        "page.md:12",
+        "make serve\n",
+        "it never ends",
+    )
