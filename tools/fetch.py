@@ -236,7 +236,7 @@ class ProgressLines:
     """Progress where there is no terminal: whole lines, one for each quarter. Used like a tqdm."""
 
     def __init__(self, total: int, what: str) -> None:
-        self.n = 0
+        self.n = 0.0
         self._total, self._what = total, what
         self._quarters = -1
         self.update(0)
@@ -247,9 +247,9 @@ class ProgressLines:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def update(self, size: int) -> None:
+    def update(self, size: float) -> None:
         self.n += size
-        quarters = 4 * self.n // max(self._total, 1)
+        quarters = int(4 * self.n / max(self._total, 1))
         if quarters > self._quarters:
             self._quarters = quarters
             _say(f"{self._what}: {self.n / 1e6:.0f} of {megabytes(self._total)}")
