@@ -33,6 +33,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.support.kill_storm
 	@$(BIN)/python -m tests.support.torture_templates
 	@$(BIN)/python -m tests.support.memory_slope
+	@$(BIN)/python -m tests.support.torture_attacks
 
 check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check $(ARGS)

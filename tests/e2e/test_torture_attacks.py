@@ -1,0 +1,35 @@
+"""What one client can do to others over the network: some of the attacks, a few at a time.
+
+`make torture` runs all of them, sixteen at a time, and asks for the time of /livez as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.torture import write_model
+from tests.support.torture_attacks import Target
+
+SOME = (
+    "token ids",
+    "an unknown field",
+    "derender: strings",
+    "a chunk without a size",
+    "no request",
+    "unread answers",
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with Target(write_model(tmp_path_factory.mktemp("tiny"))) as target:
+        target.strike("token ids", 1)  # pools are filled once
+        yield target
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_an_attack_is_refused_and_others_lose_nothing(target: Target, name: str) -> None:
+    result = target.strike(name, 2)
+    assert result.complaints(slack=None) == []
