@@ -11,7 +11,7 @@ import flask
 import msgspec
 from flask import Flask, Response, g, request
 from gunicorn.errors import AppImportError
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from gateway import access_log
 from gateway.access.gate import Gate, Visit
@@ -25,6 +25,7 @@ from gateway.anthropic.models import VERSION_HEADER
 from gateway.connection import client_socket, linger
 from gateway.exchange import REQUEST_ID_HEADER, Exchange, request_id_from
 from gateway.faults import Fault, fault_of, internal_fault, plain_fault
+from gateway.near_routes import NearRoutes
 from gateway.openai import routes as openai
 from gateway.openai.errors import error_body
 from gateway.openapi import routes as openapi
@@ -148,6 +149,8 @@ def _visit() -> Visit:
 
 
 def _tell_errors(app: Flask) -> None:
+    near_routes = NearRoutes(app.url_map.iter_rules())
+
     @app.errorhandler(ServingError)
     def serving_error(error: ServingError) -> Response:
         return _response(fault_of(error))
@@ -158,7 +161,14 @@ def _tell_errors(app: Flask) -> None:
 
     @app.errorhandler(HTTPException)
     def protocol_error(error: HTTPException) -> Response:
-        response = _response(plain_fault(error.code or 500, error.description or error.name))
+        message = error.description or error.name
+        if error is request.routing_exception:
+            path = path_in(g.visit.target)
+            if isinstance(error, MethodNotAllowed):
+                message = near_routes.not_allowed(request.method, path, error.valid_methods or ())
+            else:
+                message = near_routes.not_found(request.method, path)
+        response = _response(plain_fault(error.code or 500, message))
         for name, value in error.get_headers():
             if name == "Allow":
                 response.headers[name] = value

@@ -51,8 +51,12 @@ def _message(message: Any, habits: Habits, at: str) -> dict[str, Any]:
     result = {**message, "role": role}
     _optional_text(result, "name", at)
     _optional_text(result, "tool_call_id", at)
-    calls = message.get("tool_calls")
-    if calls is None:
+    calls, old_call = message.get("tool_calls"), result.pop("function_call", None)
+    if calls is None and old_call is not None:  # as clients wrote one before there were tools
+        calls = result["tool_calls"] = [
+            {"type": "function", "function": _function(old_call, habits, f"{at}.function_call")}
+        ]
+    elif calls is None:
         result.pop("tool_calls", None)
     else:
         result["tool_calls"] = _tool_calls(calls, habits, f"{at}.tool_calls")
@@ -126,18 +130,23 @@ def _tool_calls(calls: Any, habits: Habits, at: str) -> list[dict[str, Any]]:
 
 def _tool_call(call: Any, habits: Habits, at: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{at}.function must be an object", param=f"{at}.function")
-    if not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{at}.function.name must be a string", param=f"{at}.function.name")
+    written = _function(function, habits, f"{at}.function")
     call = {**call}
     _optional_text(call, "id", at)
-    arguments = _arguments(function.get("arguments"), f"{at}.function.arguments")
+    return {"type": "function", **call, "function": written}
+
+
+def _function(function: Any, habits: Habits, at: str) -> dict[str, Any]:
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"{at} must be an object", param=at)
+    if not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{at}.name must be a string", param=f"{at}.name")
+    arguments = _arguments(function.get("arguments"), f"{at}.arguments")
     if habits.string_arguments:
         given = function.get("arguments")
         text = given if isinstance(given, str) and given.strip() else _json(arguments)
-        return {"type": "function", **call, "function": {**function, "arguments": text}}
-    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+        return {**function, "arguments": text}
+    return {**function, "arguments": arguments}
 
 
 def _arguments(arguments: Any, at: str) -> dict[str, Any]:

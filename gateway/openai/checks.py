@@ -27,6 +27,12 @@ _REFUSED = {
     "grammar_triggers": "structural_tag has triggers",
 }
 """field -> what to do instead"""
+_REPLACED = {
+    "functions": '`tools` takes each as {"type": "function", "function": ...}',
+    "function_call": "`tool_choice` takes its place",
+    "audio": "this model writes text only",
+}
+"""field of a conversation -> what to do instead"""
 _REASONING_MEMBERS = ("effort", "enabled", "max_tokens")
 _THINKING_MEMBERS = ("type", "budget_tokens")
 
@@ -58,9 +64,9 @@ def check_conversation(body: ChatBody | BatchBody) -> None:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
     if body.modalities not in (None, ["text"]):
         raise unsupported("modalities", "only text is")
-    for field in ("functions", "function_call", "audio"):
+    for field, instead in _REPLACED.items():
         if getattr(body, field):
-            raise unsupported(field)
+            raise unsupported(field, instead)
     _check_members(body.reasoning, "reasoning", _REASONING_MEMBERS)
     _check_members(body.thinking, "thinking", _THINKING_MEMBERS)
 

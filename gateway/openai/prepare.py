@@ -71,7 +71,7 @@ class Preparation:
         self.plan: ToolPlan = tool_plan(body)
         form = answer_form(body)
         self.ignored: list[str] = form.ignored if form else []
-        if self.demands_call:
+        if self.plan.demands_call:
             form = None
         self.form_field: str = form.field if form else _schema_field(self.plan)
         self.form: Body | None = form.body if form else None
@@ -91,16 +91,11 @@ class Preparation:
         return self.model.renderer.compiled(source)
 
     def _check_tools(self) -> None:
-        if self.demands_call and self.model.reading.tools is None:
+        if self.plan.demands_call and self.model.reading.tools is None:
             raise InvalidRequest(
                 "tool_choice: it is not known how this model writes tool calls (--tool-format)",
                 param="tool_choice",
             )
-
-    @property
-    def demands_call(self) -> bool:
-        """The answer must be calls."""
-        return self.plan.mode in ("required", "named")
 
     @property
     def is_calls_or_form(self) -> bool:
@@ -175,7 +170,7 @@ class Preparation:
                 model.tokenizer, read_options(body, continues=False), self._answer(begun)
             ),
             new_meter=partial(ThinkingMeter, marks, starts_inside=inside) if marks else None,
-            demand=Demand(plan.name) if self.demands_call else None,
+            demand=Demand(plan.name) if plan.demands_call else None,
         )
 
     def _grammar(self, begun: Beginning) -> Grammar | None:
@@ -196,8 +191,7 @@ class Preparation:
         if begun.bound is None:
             return None
         plan = self.plan
-        calls_have_grammar = plan.mode in ("required", "named") or bool(plan.strict)
-        has_grammar = calls_have_grammar or self.form is not None
+        has_grammar = plan.is_enforced or self.form is not None
         return AnswerOptions(
             format=begun.bound.with_drafts() if has_grammar else begun.bound,
             tools=plan.declared,

@@ -22,22 +22,22 @@ from protocol.grammar import Body, Rules
 
 def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
     """What the body of an answer must look like; None: nothing is demanded."""
-    demands = plan.mode in ("required", "named")
     if bound is None or not bound.format.has_calls:
-        if demands:
+        if plan.demands_call or plan.is_narrowed:
+            demanded = "none can be demanded" if plan.demands_call else "none can be ruled out"
             raise InvalidRequest(
-                "tool_choice: it is not known how this model writes calls (--tool-format), so none "
-                "can be demanded",
+                f"tool_choice: it is not known how this model writes calls (--tool-format), so "
+                f"{demanded}",
                 param="tool_choice",
             )
         return None
-    if not demands and not plan.strict:
+    if not plan.is_enforced:
         return None
-    named = [tool for tool in plan.declared if demands and plan.name in (None, tool.name)]
-    _check_schemas(plan, {*plan.strict, *(tool.name for tool in named)})
+    names = {tool.name for tool in plan.declared} if plan.demands_call else plan.strict
+    _check_schemas(plan, names)
     try:
-        if demands:
-            return required(bound, named, many=plan.many)
+        if plan.demands_call:
+            return required(bound, plan.callable, many=plan.many)
         return strict(bound, _loosened(plan), many=plan.many)
     except NotWritable as error:
         raise _refusal(error, plan) from None
@@ -61,16 +61,16 @@ def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) ->
 def _check_schemas(plan: ToolPlan, enforced: Set[str]) -> None:
     """Raises InvalidRequest for a keyword that cannot be enforced."""
     for place, tool in enumerate(plan.declared):
-        if tool.name in enforced:
+        if tool.name in enforced and plan.may_call(tool.name):
             at = f"tools[{place}].function.parameters"
             check_keywords(tool.parameters, at, strict=tool.name in plan.strict)
 
 
 def _loosened(plan: ToolPlan) -> Sequence[DeclaredTool]:
-    """The tools, of which only those that are strict bind their arguments."""
+    """The tools that may be called, of which only those that are strict bind their arguments."""
     return [
         tool if tool.name in plan.strict else msgspec.structs.replace(tool, parameters=None)
-        for tool in plan.declared
+        for tool in plan.callable
     ]
 
 

@@ -18,6 +18,7 @@ from protocol.errors import InvalidRequest
 
 Mode = Literal["none", "auto", "required", "named"]
 MODES = ("none", "auto", "required")
+CHOICE_TYPES = ("function", "allowed_tools")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -26,6 +27,8 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     declared  the same, as the answer's readers see them
     mode      how calls are chosen; "none": nothing is read for calls
     name      the one tool to be called, with mode "named"
+    allowed   names of the tools that may be called; None: all. The model is shown the others, too,
+              so that prompts stay alike
     many      more than one call is allowed
     strict    names of tools whose arguments must fit their schema
     """
@@ -34,8 +37,32 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     declared: Sequence[DeclaredTool] = ()
     mode: Mode = "none"
     name: str | None = None
+    allowed: frozenset[str] | None = None
     many: bool = True
     strict: frozenset[str] = frozenset()
+
+    @property
+    def callable(self) -> list[DeclaredTool]:
+        """The tools that may be called."""
+        return [tool for tool in self.declared if self.may_call(tool.name)]
+
+    def may_call(self, name: str) -> bool:
+        return self.allowed is None or name in self.allowed
+
+    @property
+    def demands_call(self) -> bool:
+        """The answer must be calls."""
+        return self.mode in ("required", "named")
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Some of the tools may not be called."""
+        return self.allowed is not None and len(self.allowed) < len(self.declared)
+
+    @property
+    def is_enforced(self) -> bool:
+        """It takes a grammar to have it."""
+        return self.demands_call or self.is_narrowed or bool(self.strict)
 
 
 def tool_plan(body: ChatBody | BatchBody) -> ToolPlan:
@@ -44,14 +71,15 @@ def tool_plan(body: ChatBody | BatchBody) -> ToolPlan:
     declared = [_declared(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     names = [tool.name for tool in declared]
     _check_unique(names)
-    mode, name = _choice(body.tool_choice, names)
+    mode, chosen = _choice(body.tool_choice, names)
     if mode == "none":
         return ToolPlan()
     return ToolPlan(
         shown=tools,
         declared=declared,
         mode=mode,
-        name=name,
+        name=chosen[0] if mode == "named" else None,
+        allowed=frozenset(chosen),
         many=body.parallel_tool_calls is not False,
         strict=frozenset(n for n, tool in zip(names, tools, strict=True) if _is_strict(tool)),
     )
@@ -75,7 +103,8 @@ def _declared(tool: Any, at: str) -> DeclaredTool:
         raise InvalidRequest(f"{at} must be an object", param=at)
     if tool.get("type", "function") != "function":
         raise InvalidRequest(
-            f"{at}.type must be 'function'; it is {tool['type']!r}", param=f"{at}.type"
+            f"{at}.type must be 'function'; it is {tool['type']!r}{instead_of(tool['type'])}",
+            param=f"{at}.type",
         )
     function = tool.get("function")
     at = f"{at}.function"
@@ -112,21 +141,33 @@ def _parameters(function: Mapping[str, Any], at: str) -> Mapping[str, Any] | Non
     return parameters
 
 
-def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, str | None]:
+def instead_of(kind: Any) -> str:
+    """What to use in the place of another type of tool."""
+    if kind == "custom":
+        return "; a function with one parameter, a string, takes any text"
+    return ""
+
+
+def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
+    """(mode, the tools that may be called)."""
     if choice is None or choice == "auto":
-        return ("auto", None) if names else ("none", None)
+        return ("auto", names) if names else ("none", ())
     if choice == "none":
-        return "none", None
+        return "none", ()
     if choice == "required":
         _need_tools(names)
-        return "required", None
-    if not isinstance(choice, Mapping) or choice.get("type", "function") != "function":
+        return "required", names
+    kind = choice.get("type", "function") if isinstance(choice, Mapping) else None
+    if kind not in CHOICE_TYPES:
         raise InvalidRequest(
-            f"tool_choice must be one of {', '.join(MODES)}, or an object that names a function",
+            f"tool_choice must be one of {', '.join(MODES)}, or an object of type "
+            f"{' or '.join(CHOICE_TYPES)}",
             param="tool_choice",
         )
     _need_tools(names)
-    return "named", _named(choice, names)
+    if kind == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"), names)
+    return "named", [_named(choice, names, "tool_choice")]
 
 
 def _need_tools(names: Sequence[str]) -> None:
@@ -134,12 +175,31 @@ def _need_tools(names: Sequence[str]) -> None:
         raise InvalidRequest("tool_choice: there are no tools to call", param="tool_choice")
 
 
-def _named(choice: Mapping[str, Any], names: Sequence[str]) -> str:
+def _allowed(value: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
+    at = "tool_choice.allowed_tools"
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{at} must be an object with mode and tools", param=at)
+    mode, tools = value.get("mode"), value.get("tools")
+    if mode != "auto" and mode != "required":
+        raise InvalidRequest(
+            f"{at}.mode must be auto or required; it is {mode!r}", param=f"{at}.mode"
+        )
+    if not isinstance(tools, list) or not tools:
+        raise InvalidRequest(f"{at}.tools must be a list that is not empty", param=f"{at}.tools")
+    return mode, [_allowed_tool(tool, names, f"{at}.tools[{n}]") for n, tool in enumerate(tools)]
+
+
+def _allowed_tool(tool: Any, names: Sequence[str], at: str) -> str:
+    kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
+    if kind != "function":
+        raise InvalidRequest(f"{at}.type must be 'function'; it is {kind!r}", param=f"{at}.type")
+    return _named(tool, names, at)
+
+
+def _named(choice: Mapping[str, Any], names: Sequence[str], at: str) -> str:
+    at = f"{at}.function.name"
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or name not in names:
-        raise InvalidRequest(
-            f"tool_choice.function.name must be one of {', '.join(names)}; it is {name!r}",
-            param="tool_choice.function.name",
-        )
+        raise InvalidRequest(f"{at} must be one of {', '.join(names)}; it is {name!r}", param=at)
     return name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from gateway.body import check_depth
 from gateway.openai.checks import unsupported
+from gateway.openai.tools import instead_of
 from gateway.responses.schema import INCLUDES, ResponsesBody
 from protocol.errors import InvalidRequest
 
@@ -47,9 +48,10 @@ def _check_tools(body: ResponsesBody) -> None:
         if not isinstance(tool, dict):
             raise InvalidRequest(f"{at} must be an object", param=at)
         if tool.get("type") != "function":
+            kind = tool.get("type")
             raise InvalidRequest(
-                f"{at}.type must be 'function': no other tools run here; it is "
-                f"{tool.get('type')!r}",
+                f"{at}.type must be 'function': no tools run in this server; it is "
+                f"{kind!r}{instead_of(kind)}",
                 param=f"{at}.type",
             )
         for name, value in tool.items():

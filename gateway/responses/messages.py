@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.responses.items import Item, Placed, reasoning_text
+from protocol.errors import InvalidRequest
 
 SYSTEM_ROLES = ("system", "developer")
 INSTRUCTIONS = "instructions"
@@ -87,6 +88,38 @@ class Conversation:
         own = self._add({"role": "tool", "tool_call_id": call_id, "content": output}, at)
         self.names[f"{own}.tool_call_id"] = f"{at}.call_id"
         self.names[f"{own}.content"] = f"{at}.output"
+
+
+def check_outputs(items: Sequence[Placed]) -> None:
+    """Raise InvalidRequest if some of the calls that were made together have outputs and others
+    have none: the model would go on as if it had never made those."""
+    answered = {
+        placed.item["call_id"] for placed in items if placed.item["type"] == "function_call_output"
+    }
+    for calls in _made_together(items):
+        missing = [call for call in calls if call not in answered]
+        if missing and len(missing) < len(calls):
+            raise InvalidRequest(
+                f"input: there is no output for the function call {missing[0]!r}, which was made "
+                "together with others that have theirs",
+                param="input",
+            )
+
+
+def _made_together(items: Sequence[Placed]) -> list[list[str]]:
+    """The ids of calls, in groups between which an output or a user's message stands."""
+    groups: list[list[str]] = []
+    goes_on = False
+    for placed in items:
+        item = placed.item
+        if item["type"] == "function_call":
+            if not goes_on:
+                groups.append([])
+            groups[-1].append(item["call_id"])
+            goes_on = True
+        elif item["type"] == "function_call_output" or item.get("role") == "user":
+            goes_on = False
+    return groups
 
 
 def _parts(content: Any) -> Any:

@@ -27,6 +27,14 @@ OPERATIONS = (
         statuses=INFERENCE,
     ),
     _operation(
+        method="post",
+        rule="/v1/responses/input_tokens",
+        about="How many tokens a request with these fields would send to the model.",
+        takes=(ResponsesBody,),
+        gives=told.ResponseInputTokens,
+        statuses=INFERENCE,
+    ),
+    _operation(
         method="get",
         rule="/v1/responses/<response_id>",
         about="A response that was kept.\n"

@@ -13,6 +13,7 @@ from gateway.asking import Ask
 from gateway.openai.prepare import Preparation, Prompt
 from gateway.responses.fitting import fitted, room_for
 from gateway.responses.items import Placed
+from gateway.responses.messages import check_outputs
 from gateway.responses.schema import ResponsesBody
 from gateway.responses.translate import Translation, chat_body
 from gateway.served import ServedModel
@@ -57,6 +58,7 @@ def rendered(
             prompt = preparation.prompt(translation.chat.messages)
         return Rendered(translation, preparation, prompt)
 
+    check_outputs(items)
     if body.truncation != "auto":
         return render(items)
     most = model.limits.max_len - room_for(body.max_output_tokens, model.limits.max_len)

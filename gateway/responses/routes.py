@@ -29,6 +29,8 @@ from gateway.responses.response import Head, Told, fields_of
 from gateway.responses.schema import ResponsesBody, responses_decoder
 from gateway.responses.stream import LogprobsShown, ResponseSink, Taker
 from gateway.responses.takers import Keep, RunTaker, StreamTaker, WholeTaker
+from gateway.responses.told import ResponseInputTokens
+from gateway.served import ServedModel
 from gateway.service import Service
 from gateway.store.queries import NewRun, Record
 from gateway.store.runs import Run
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 def blueprint(service: Service) -> Blueprint:
     routes = Blueprint("responses", __name__)
     routes.post("/v1/responses", endpoint="create")(lambda: create(service))
+    routes.post("/v1/responses/input_tokens", endpoint="input_tokens")(
+        lambda: input_tokens(service)
+    )
     return routes
 
 
@@ -47,17 +52,33 @@ def create(service: Service) -> Response:
     body = _read(service)
     keeps = _keeps(service, body)
     items, before = history_of(service).items_of(body)
-    trusts = service.config.trust_request_chat_template
     model = service.model(body.model)
     any_api.knock(service)
-    with g.exchange.journal.tokenizing():
-        ready = rendered(body, [*before, *items], model, trusts_template=trusts)
-    g.ignored = listed([*g.ignored, *ready.ignored], ready.translation.chat)
+    ready = _rendered(service, body, [*before, *items], model)
     ask = ready.ask()
     head = _head(body, ready, ask, stores=keeps)
     record = _record(head, items) if keeps else None
     with ready.named():
         return _respond(service, _Created(body, ready, ask, head, record))
+
+
+def input_tokens(service: Service) -> Response:
+    """What a request with these fields would cost."""
+    body = _read(service)
+    items, before = history_of(service).items_of(body)
+    ready = _rendered(service, body, [*before, *items], service.model(body.model))
+    count = len(ready.prompt.ids)
+    return _json(ResponseInputTokens(object_="response.input_tokens", input_tokens=count))
+
+
+def _rendered(
+    service: Service, body: ResponsesBody, items: Sequence[Placed], model: ServedModel
+) -> Rendered:
+    with g.exchange.journal.tokenizing():
+        trusts = service.config.trust_request_chat_template
+        ready = rendered(body, items, model, trusts_template=trusts)
+    g.ignored = listed([*g.ignored, *ready.ignored], ready.translation.chat)
+    return ready
 
 
 def _read(service: Service) -> ResponsesBody:

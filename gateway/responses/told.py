@@ -161,6 +161,13 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[ChatLogprob] | UnsetType = UNSET
 
 
+class ResponseInputTokens(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
+    """input_tokens  the length of the prompt that the request would send"""
+
+    object_: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
     id: str
     object_: Literal["response"]

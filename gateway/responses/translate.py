@@ -15,6 +15,7 @@ import msgspec
 from gateway.openai.checks import check_chat
 from gateway.openai.naming import named, renamed
 from gateway.openai.schema import ChatBody
+from gateway.openai.tools import CHOICE_TYPES
 from gateway.responses.items import PREVIOUS, Placed
 from gateway.responses.messages import Conversation
 from gateway.responses.schema import ResponsesBody
@@ -32,6 +33,11 @@ SAME = _COMMON - _TRANSLATED
 _OWN_NAMES = (
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^tool_choice\.function\.name\b"), "tool_choice.name"),
+    (
+        re.compile(r"^tool_choice\.allowed_tools\.tools(\[\d+\])\.function\b"),
+        r"tool_choice.tools\1",
+    ),
+    (re.compile(r"^tool_choice\.allowed_tools\b(?:\.)?"), "tool_choice."),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
     (re.compile(r"^response_format\b"), "text.format"),
     (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
@@ -99,12 +105,25 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, Mapping):
         return choice
-    if choice.get("type") != "function":
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_chosen(tool) for tool in tools]
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
+    if kind != "function":
         raise InvalidRequest(
-            f"tool_choice.type must be 'function'; it is {choice.get('type')!r}",
+            f"tool_choice.type must be one of {', '.join(CHOICE_TYPES)}; it is {kind!r}",
             param="tool_choice.type",
         )
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    return _chosen(choice)
+
+
+def _chosen(tool: Any) -> Any:
+    """A tool by its name, in two levels."""
+    if not isinstance(tool, Mapping):
+        return tool
+    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
 
 
 def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:

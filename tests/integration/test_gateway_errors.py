@@ -204,6 +204,31 @@ def test_errors_of_http_itself_have_the_same_shape(gateway: GatewayProcess) -> N
         assert error_of(response)["type"] == "invalid_request_error"
         assert response.headers["x-request-id"]
     assert "POST" in answers[405].headers["Allow"]
+    assert error_of(answers[405])["message"] == f"GET is not allowed on {CHAT}; allowed: POST"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "near"),
+    [
+        ("POST", "/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/v1/v1/chat/completions/", "POST /v1/chat/completions"),
+        ("POST", "/v1/response", "POST /v1/responses"),
+        ("GET", "/v1/model", "GET /v1/models"),
+        ("POST", "/v1/nothing-of-the-kind", "GET /openapi.json"),
+        ("POST", "/" + "v1/" * 1000, "GET /openapi.json"),
+    ],
+)
+def test_a_path_that_is_none_is_answered_with_the_routes_near_it(
+    gateway: GatewayProcess, method: str, path: str, near: str
+) -> None:
+    response = requests.request(method, gateway.url + path, timeout=5)
+    message = error_of(response)["message"]
+    assert response.status_code == 404
+    assert message.startswith(f"there is no route {method} {path[:100]}")
+    assert near in message
+    assert len(message) < 1000
+    theirs = requests.post(gateway.url + "/v1/messages/count_token", timeout=5).json()
+    assert "POST /v1/messages/count_tokens" in theirs["error"]["message"]
 
 
 def test_a_body_of_unannounced_length_is_bounded_too(gateway: GatewayProcess) -> None:

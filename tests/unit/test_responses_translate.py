@@ -12,6 +12,7 @@ from gateway.responses.checks import check
 from gateway.responses.fitting import behind, cuts_of, fitted, room_for
 from gateway.responses.items import PREVIOUS, Placed, identified, input_items, reasoning_text, seal
 from gateway.responses.kept.listing import listed
+from gateway.responses.messages import check_outputs
 from gateway.responses.schema import ResponsesBody, responses_decoder
 from gateway.responses.translate import SAME, Translation, chat_body
 from protocol.errors import ContextTooLong, InvalidRequest
@@ -258,3 +259,38 @@ def test_pages_cover_a_list() -> None:
     assert listed([], 3, None)["first_id"] is None
     with pytest.raises(InvalidRequest):
         listed(items, 3, "nobody")
+
+
+# ---- outputs of calls
+
+
+def call_of(call_id: str) -> dict[str, Any]:
+    return CALL | {"call_id": call_id}
+
+
+def output_of(call_id: str) -> dict[str, Any]:
+    return OUTPUT | {"call_id": call_id}
+
+
+@pytest.mark.parametrize(
+    ("items", "missing"),
+    [
+        ([call_of("a"), call_of("b"), output_of("a"), output_of("b")], None),
+        ([call_of("a"), output_of("a"), call_of("b")], None),
+        ([call_of("a"), call_of("b"), said("user", "never mind")], None),
+        ([call_of("a"), said("user", "never mind"), call_of("b"), output_of("b")], None),
+        ([call_of("a"), call_of("b"), output_of("a")], "b"),
+        ([call_of("a"), said("assistant", "and"), call_of("b"), output_of("b")], "a"),
+        ([call_of("a"), call_of("b"), output_of("b"), said("user", "go on")], "a"),
+    ],
+)
+def test_calls_that_were_made_together_are_answered_together(
+    items: list[dict[str, Any]], missing: str | None
+) -> None:
+    placed = input_items([said("user", "hi"), *items])
+    if missing is None:
+        check_outputs(placed)
+        return
+    with pytest.raises(InvalidRequest, match=f"function call '{missing}'") as caught:
+        check_outputs(placed)
+    assert caught.value.param == "input"

@@ -28,6 +28,26 @@ def plan(**fields: Any) -> ToolPlan:
     return tool_plan(decode(data, schema.chat_decoder))
 
 
+ALLOWED = "tool_choice.allowed_tools"
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_tools_that_are_not_allowed_are_shown_and_not_called() -> None:
+    both: dict[str, Any] = {"tools": [tool("f"), tool("g")]}
+    for mode in ("auto", "required"):
+        made = plan(**both, tool_choice=allowed(mode, "g"))
+        assert (made.mode, made.name) == (mode, None)
+        assert [tool["function"]["name"] for tool in made.shown] == ["f", "g"]
+        assert [tool.name for tool in made.declared] == ["f", "g"]
+        assert [tool.name for tool in made.callable] == ["g"]
+        assert made.is_enforced
+    assert not plan(**both, tool_choice=allowed("auto", "g", "f")).is_enforced
+
+
 def test_tools_are_shown_and_read_for_unless_the_request_says_otherwise() -> None:
     made = plan(tools=[tool("f", parameters=PARAMETERS), tool("g", strict=True)])
     assert [tool["function"]["name"] for tool in made.shown] == ["f", "g"]
@@ -73,7 +93,16 @@ def test_a_choice_may_be_any_call_or_that_of_one_tool_and_one_may_be_all() -> No
         ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
         ({"tools": [tool(description=1)]}, "tools[0].function.description"),
         ({"tools": [tool()], "tool_choice": "always"}, "tool_choice"),
-        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "mcp"}}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "f")}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, ALLOWED),
+        ({"tools": [tool()], "tool_choice": allowed("none", "f")}, f"{ALLOWED}.mode"),
+        ({"tools": [tool()], "tool_choice": allowed("auto")}, f"{ALLOWED}.tools"),
+        (
+            {"tools": [tool()], "tool_choice": allowed("auto", "f", "g")},
+            f"{ALLOWED}.tools[1].function.name",
+        ),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [tool()], "tool_choice": named("g")}, "tool_choice.function.name"),
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -173,3 +173,16 @@ def test_a_call_without_content_gets_through_real_templates(name: str, written: 
     assert written in text
     assert "42" in text
     assert "None" not in text
+
+
+def test_a_call_as_clients_wrote_it_before_there_were_tools_is_a_tool_call() -> None:
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    result = one(old)
+    assert "function_call" not in result
+    assert result["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
+    assert one({"role": "function", "name": "f", "content": "12"})["role"] == "tool"
+    with pytest.raises(InvalidRequest) as caught:
+        one(old | {"function_call": {"name": "f", "arguments": "{"}})
+    assert caught.value.param == "messages[0].function_call.arguments"

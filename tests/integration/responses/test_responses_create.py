@@ -263,7 +263,7 @@ def test_a_conversation_of_items_is_the_prompt_of_the_same_messages(
             {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}},
             "tool_choice.name",
         ),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
@@ -308,3 +308,40 @@ def test_an_unknown_model_is_a_404_of_the_sdk(client: OpenAI) -> None:
     with pytest.raises(Exception, match="does not exist") as caught:
         client.responses.create(model="nobody", input="hi")
     assert not isinstance(caught.value, BadRequestError)
+
+
+def test_a_turn_that_answers_only_some_of_the_open_calls_is_refused(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: says(BUSY_ANSWER, marked=True)
+    first = whole(gateway, {"input": "hi", "tools": [WEATHER]})
+    one, other = (item["call_id"] for item in first["output"] if "call_id" in item)
+    outputs = [
+        {"type": "function_call_output", "call_id": call_id, "output": "Rain."}
+        for call_id in (one, other)
+    ]
+    asked = {"previous_response_id": first["id"], "tools": [WEATHER]}
+    error = refused(gateway, **asked, input=outputs[:1])
+    assert error["param"] == "input"
+    assert other in error["message"]
+    assert whole(gateway, {**asked, "input": outputs})["status"] == "completed"
+
+
+def test_the_tokens_of_a_request_are_counted_without_sending_it(
+    engine: ScriptedEngine, gateway: GatewayProcess, client: OpenAI
+) -> None:
+    engine.script = lambda generate: says("Hello.")
+    assert client.responses.input_tokens.count(model="scripted", input="hi").input_tokens > 2
+    asked: dict[str, Any] = {"input": "hi", "instructions": "Be brief.", "tools": [WEATHER]}
+    first = whole(gateway, asked)
+    counted = gateway.post(f"{RESPONSES}/input_tokens", asked)
+    assert counted.json() == {
+        "object": "response.input_tokens",
+        "input_tokens": first["usage"]["input_tokens"],
+    }
+    goes_on = {"input": "and?", "previous_response_id": first["id"]}
+    more = gateway.post(f"{RESPONSES}/input_tokens", goes_on).json()["input_tokens"]
+    assert more == whole(gateway, goes_on)["usage"]["input_tokens"]
+    assert len(engine.generates) == 2
+    refused_count = gateway.post(f"{RESPONSES}/input_tokens", {"input": []})
+    assert refused_count.status_code == 400

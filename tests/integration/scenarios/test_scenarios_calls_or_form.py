@@ -23,6 +23,7 @@ from tests.support.scenarios import (
     Compiling,
     Tasteful,
     both,
+    call,
     held_to,
     json_schema,
     whole,
@@ -189,3 +190,76 @@ def test_the_logprobs_and_ids_of_the_form_are_all_there(
     engine.script = held_to(ANSWER)
     answer = whole(gateway, BOTH | OFF["thinking"] | {"return_token_ids": True})
     assert answer["choices"][0]["token_ids"][: len(ANSWER)] == list(ANSWER.encode())
+
+
+# ---- some of the tools
+
+
+def allowed(mode: str, name: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}}]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_allowed_tools_are_called_and_all_are_shown(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    now = call("now", {})
+    asked = {"messages": HI, "tools": TOOLS} | OFF["thinking"]
+    shown = []
+    for choice in ("auto", allowed("auto", "now"), allowed("required", "now")):
+        engine.script = held_to(COLOGNE, now)
+        answer = both(gateway, asked | {"tool_choice": choice})
+        assert calls(answer) == ([("weather", {"city": "Köln"})] if choice == "auto" else NOW)
+        shown.append(engine.generates[-1].prompt.tolist())
+    assert shown[0] == shown[1] == shown[2]
+    engine.script = held_to("Just text.")
+    assert both(gateway, asked | {"tool_choice": allowed("auto", "now")})["content"] == "Just text."
+    assert both(gateway, asked | {"tool_choice": allowed("required", "now")})["calls"]
+    with_form = BOTH | OFF["thinking"] | {"tool_choice": allowed("auto", "now")}
+    for text, made in ((COLOGNE, NOW), (now, NOW), (ANSWER, [])):
+        engine.script = held_to(text, now)
+        assert calls(both(gateway, with_form)) == made
+
+
+NOW: list[Any] = [("now", {})]
+
+
+def test_only_allowed_tools_are_called_in_responses(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked: dict[str, Any] = {"input": "hi", "tools": tools, "store": False}
+    chosen = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "now"}],
+    }
+    engine.script = held_to(COLOGNE, call("now", {}))
+    response = gateway.post("/v1/responses", asked | {"tool_choice": chosen}).json()
+    assert [item["name"] for item in response["output"]] == ["now"]
+    assert response["tool_choice"] == chosen
+    for wrong, at in (
+        ({"tools": [{"type": "function", "name": "other"}]}, "tool_choice.tools[0].name"),
+        ({"mode": "any"}, "tool_choice.mode"),
+        ({"tools": []}, "tool_choice.tools"),
+    ):
+        refused = gateway.post("/v1/responses", asked | {"tool_choice": chosen | wrong})
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == at
+        assert at in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "replacement"),
+    [
+        ({"functions": [{"name": "f"}]}, "`tools`"),
+        ({"function_call": {"name": "f"}}, "`tool_choice`"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "one parameter, a string"),
+    ],
+)
+def test_old_and_other_kinds_of_tools_are_refused_with_their_replacement(
+    fields: dict[str, Any], replacement: str, gateway: GatewayProcess
+) -> None:
+    refused = gateway.post(CHAT, {"messages": HI, **fields})
+    assert refused.status_code == 400
+    assert replacement in refused.json()["error"]["message"]
