@@ -30,7 +30,7 @@ from gateway.journal import Journal
 from gateway.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.keeping import Keeping
 from gateway.limited.templates import TemplateProcesses
-from gateway.limited.tokenizer import try_tokenizer
+from gateway.limited.tokenizer import trial_process, try_tokenizer
 from gateway.metrics import Metrics
 from gateway.pairs import PairedEngine
 from gateway.patience import Patience
@@ -107,6 +107,7 @@ class Service:
         self._standing = StandingRefusals()
         self._watch: gevent.Greenlet[..., None] | None = None
         self._preparing = Semaphore(1)
+        self._trial = trial_process()
         self._served: ServedModel | None = None
         self._served_card: ModelCard | None = None
         self._unservable: tuple[ModelCard, ValueError] | None = None
@@ -115,6 +116,7 @@ class Service:
         """Begin to live, once: in the process that serves, after any fork."""
         if self._watch is None:
             self.templates.start()
+            self._trial.start()
             self.engine.start()
             self._watch = gevent.spawn(self._keep_watch)
 
@@ -132,6 +134,7 @@ class Service:
             self.keeping.close()
         self.engine.close()
         self.templates.close()
+        self._trial.close()
         if self.tracing is not None:
             self.tracing.close()
 
@@ -220,7 +223,8 @@ class Service:
     def _prepared(self, card: ModelCard, limits: Limits) -> ServedModel:
         started_at = time.monotonic()
         try:
-            try_tokenizer(card.tokenizer)
+            trial, self._trial = self._trial, trial_process()
+            try_tokenizer(card.tokenizer, trial)
             served = ServedModel.of(card, limits, self.options, self.templates)
         except ValueError as error:
             self._unservable = card, error
@@ -233,6 +237,8 @@ class Service:
         took_s = time.monotonic() - started_at
         log.info("serving %s after %.2f s of preparation", served.names[0], took_s)
         log.info("formats: %s", served.reading.why)
+        if (why := served.renderer.why_unusable) is not None:
+            log.warning("chats are refused: %s", why)
         return served
 
     def answer(

@@ -17,6 +17,9 @@ _END = "\ue000end of the final message\ue000"
 """Marks where the answer goes on; private-use characters, which no template touches."""
 
 
+NO_TEMPLATE = "this model has no chat template"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """What is rendered.
@@ -58,7 +61,7 @@ class ChatRenderer:
     def _loaded(self, source: str | None) -> Template | str:
         """The template, or why there is none."""
         if source is None:
-            return "this model has no chat template"
+            return NO_TEMPLATE
         try:
             return self._templates.load(source, self._special_tokens)
         except ValueError as error:
@@ -73,6 +76,14 @@ class ChatRenderer:
                 f"{found}; use the completions API with a prompt", param="messages"
             )
         return found
+
+    @property
+    def why_unusable(self) -> str | None:
+        """What is wrong with a template that the model has; None if nothing is."""
+        for found in (self._default, self._tool_use):
+            if isinstance(found, str) and found != NO_TEMPLATE:
+                return found
+        return None
 
     @property
     def writes_no_tools(self) -> bool:

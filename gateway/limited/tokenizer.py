@@ -13,9 +13,14 @@ CPU_S = 60.0
 MEMORY_BYTES = 4 << 30
 
 
-def try_tokenizer(tokenizer: bytes) -> None:
-    """Raises ValueError, saying what is wrong with the bytes of a tokenizer.json."""
-    process = LimitedProcess(cpu_s=CPU_S, memory_bytes=MEMORY_BYTES, wall_s=4 * CPU_S)
+def trial_process() -> LimitedProcess:
+    """Return a process for one trial. It may be started before there is anything to try."""
+    return LimitedProcess(cpu_s=CPU_S, memory_bytes=MEMORY_BYTES, wall_s=4 * CPU_S)
+
+
+def try_tokenizer(tokenizer: bytes, process: LimitedProcess) -> None:
+    """Close the process after the trial. Raises ValueError, saying what is wrong with the bytes of
+    a tokenizer.json."""
     try:
         reply = process.call(TryTokenizer(tokenizer.decode()))
     except UnicodeDecodeError as error:

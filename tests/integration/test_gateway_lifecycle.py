@@ -129,6 +129,15 @@ def test_a_model_without_a_chat_template_still_completes_text(address: str) -> N
         assert response.json()["error"]["param"] == "messages"
 
 
+def test_a_template_that_cannot_be_used_is_told_in_the_log(address: str) -> None:
+    broken = scripted_card(chat_template="{% for %}")
+    with ScriptedEngine(address, card=broken), GatewayProcess(engine=address) as gateway:
+        gateway.await_ready()
+        assert gateway.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
+        assert gateway.post(CHAT, {"messages": HI}).status_code == 400
+    assert "chats are refused: the chat template does not compile" in gateway.log
+
+
 def test_several_gateways_share_a_port_and_count_together(address: str) -> None:
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address, gateways=2) as gateway:
         gateway.await_ready()
