@@ -42,6 +42,7 @@ from protocol.errors import ServingError
 
 CONFIG_VARIABLE = "TIDEGATE_GATEWAY"
 EXTENSION = "tidegate"
+CANNOT_START = "the gateway cannot start: "
 IGNORED_HEADER = "x-ignored-fields"
 ANTHROPIC = "/v1/messages"
 MODELS = "/v1/models"
@@ -73,7 +74,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     try:
         service = Service(config if config is not None else config_from_environment())
     except ValueError as error:
-        raise AppImportError(f"the gateway cannot start: {error}") from None
+        raise AppImportError(f"{CANNOT_START}{error}") from None
     app.extensions[EXTENSION] = service
     for part in (openai, responses, kept_responses, streams, anthropic, tokens, rendering, admin):
         app.register_blueprint(part.blueprint(service))
@@ -85,7 +86,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
             lambda: service.keys.keyring,
         )
     except ValueError as error:
-        raise AppImportError(f"the gateway cannot start: {error}") from None
+        raise AppImportError(f"{CANNOT_START}{error}") from None
     _frame_requests(app, service, gate)
     _tell_errors(app)
     return app

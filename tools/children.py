@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Command:
     directory     to start in; None: where we are
     keeps_open    descriptors that it inherits
     stands_for    the server's exit code where this one's end is the server's
-    tells         of its own codes those that mean what they mean in `ExitCode`
+    tells         its own codes that say more than that it ended -> the server's
     revives       it starts what it has started again when that dies
     survivors_s   how long the processes that it has started may live on after its death, to send
                   their clients an error
@@ -48,7 +48,7 @@ class Command:
     directory: Path | None = None
     keeps_open: Sequence[int] = ()
     stands_for: int = ExitCode.FAILED
-    tells: Collection[int] = ()
+    tells: Mapping[int, int] = field(default_factory=dict)
     revives: bool = False
     survivors_s: float = 0.0
 
@@ -108,7 +108,7 @@ class Child:
         self._lifeline.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        stands_for = code if code in self._command.tells else self._command.stands_for
+        stands_for = self._command.tells.get(code, self._command.stands_for)
         return Exit(self.name, code, why, stands_for)
 
     def _why(self, code: int) -> str:

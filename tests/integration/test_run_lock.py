@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.run_lock import LOCK, METRICS, RUN_KEY, check_port_is_free, hold, holder, holding
 
@@ -121,5 +122,6 @@ def test_the_holder_of_a_used_port_is_named() -> None:
 
 
 def test_a_host_that_is_none_of_ours_is_refused() -> None:
-    with pytest.raises(Failure, match=r"cannot listen on 192\.0\.2\.1:8000"):
+    with pytest.raises(Failure, match=r"cannot listen on 192\.0\.2\.1:8000") as refused:
         check_port_is_free("192.0.2.1", 8000)
+    assert refused.value.exit_code == ExitCode.IN_USE

@@ -42,7 +42,7 @@ def test_every_field_but_wiring_is_an_option() -> None:
         fields = {field.name for field in msgspec.structs.fields(config)}
         wiring = {"model", "address", "worker", "engine", "card", "measurements"}
         wiring |= {"recommended_sampling"}
-        wiring |= {"api_key_digests", "supervisor_digest"}
+        wiring |= {"api_key_digests", "supervisor_digest", "metrics_directory"}
         if config is not ServeConfig:
             wiring |= {"cluster_key", "kv_export", "kv_address"}
         if config is GatewayConfig:
@@ -76,6 +76,7 @@ def test_options_that_are_not_given_leave_the_defaults_alone() -> None:
         engine=made.engine.address,
         served_name=["smollm2-135m"],
         response_store=str(home() / "responses" / "8000.db"),
+        metrics_directory=str(made.directory / "metrics"),
     )
 
 

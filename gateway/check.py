@@ -1,0 +1,28 @@
+"""Whether a gateway could start with its options: `python -P -m gateway.check`.
+
+The config comes as JSON in TIDEGATE_GATEWAY. Exit code 2, and one line on stderr, if an option is
+wrong. Nothing listens, and no engine is asked.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gunicorn.errors import AppImportError
+
+from gateway.app import CANNOT_START, EXTENSION, create_app
+from protocol.exit_codes import ExitCode
+
+
+def main() -> int:
+    try:
+        app = create_app()
+    except AppImportError as error:
+        print(str(error).removeprefix(CANNOT_START), file=sys.stderr)
+        return ExitCode.USAGE
+    app.extensions[EXTENSION].templates.close()
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

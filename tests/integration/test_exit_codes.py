@@ -1,0 +1,85 @@
+"""Each exit code of `tidegate serve` that means: nothing was started, and this is why."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.exit_codes import ExitCode
+from tests.support.processes import ROOT, free_port
+from tests.support.tiny_checkpoint import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
+    """The exit code and the one line that is printed, beside the progress of a download."""
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "tools", "serve", model, f"--port={free_port()}", *options],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+    assert ran.stdout == "", "something was started"
+    *progress, told = ran.stderr.splitlines()
+    assert all("fetching" in line for line in progress if line), ran.stderr
+    return ran.returncode, told
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--api-keys", "/no/keys"], "/no/keys: No such file"),
+        (["--chat-template", "/no/template"], "--chat-template /no/template: .*No such file"),
+        (["--tool-format", "nosuch"], "no tool format 'nosuch'"),
+        (["--reasoning-format", "nosuch"], "no reasoning format 'nosuch'"),
+        (["--default-chat-template-kwargs", "{bad"], "--default-chat-template-kwargs: .*malformed"),
+        (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs: "),
+        (["--default-sampling", "{bad"], "default.sampling"),
+        (["--kv-disk", "/dev/null/kv"], "--kv-disk /dev/null/kv: .*cannot be made"),
+        (["--cluster-key", "/no/key"], "cluster key /no/key: No such file"),
+        (["--render-only", "--split"], "exclude each other"),
+        (["--max-slots", "no"], "--max-slots takes"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line_with_code_2(
+    model: Path, options: list[str], words: str
+) -> None:
+    code, told = serve(str(model), *options)
+    assert re.search(words, told), told
+    assert code == ExitCode.USAGE
+
+
+def test_a_host_that_is_none_of_this_machine_is_code_6(model: Path) -> None:
+    code, told = serve(str(model), "--host", "192.0.2.7", "--insecure-no-auth")
+    assert "cannot listen on 192.0.2.7" in told
+    assert code == ExitCode.IN_USE
+
+
+def test_a_model_that_is_not_there_is_code_5() -> None:
+    code, told = serve("/no/model")
+    assert "/no/model" in told
+    assert code == ExitCode.BAD_MODEL
+
+
+def test_a_download_that_fails_is_code_10(tmp_path: Path) -> None:
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull}
+    code, told = serve("smollm2-135m", TIDEGATE_HOME=str(tmp_path), **nowhere)
+    assert "cannot fetch smollm2-135m" in told
+    assert code == ExitCode.NO_DOWNLOAD
+
+
+def test_every_code_is_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    for code in ExitCode:
+        assert re.search(rf"^\| {code.value} \| ", text, re.MULTILINE), code
