@@ -8,7 +8,10 @@ A path says where a keyword stands in the request:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
+
+import msgspec
 
 from gateway.output.grammar.cases import ANNOTATIONS
 from protocol.errors import InvalidRequest
@@ -38,23 +41,52 @@ SILENT = ANNOTATIONS | {"id", "$vocabulary", "contentSchema", "xml", "externalDo
 """Keywords that say nothing about what is valid."""
 
 
+MAX_UNKNOWN = 16
+"""Paths of unknown keywords that are told; more are not looked for."""
+MAX_SEGMENT_CHARS = 100
+"""A longer name is cut in a path."""
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """A keyword, and where its schema stands; a path is written only when it is told."""
+
+    parent: _Place | None
+    segment: str
+
+    def __str__(self) -> str:
+        segments = []
+        place: _Place | None = self
+        while place is not None:
+            segments.append(place.segment[:MAX_SEGMENT_CHARS])
+            place = place.parent
+        return "".join(reversed(segments))
+
+
 def check_keywords(schema: Any, at: str, *, strict: bool) -> None:
     """Raise InvalidRequest naming the path of a keyword that cannot be enforced. With `strict` an
     unknown keyword is one, too."""
-    for path, keyword in _keywords(schema, at):
+    for parent, keyword in _keywords(schema, at):
         if keyword in UNENFORCEABLE:
+            path = _path(parent, keyword)
             raise InvalidRequest(f"{path}: {keyword!r} cannot be enforced", param=path)
         if strict and _is_unknown(keyword):
+            path = _path(parent, keyword)
             raise InvalidRequest(
-                f"{path}: {keyword!r} is not a known keyword of JSON Schema, so it cannot be "
-                "enforced, as strict demands",
+                f"{path}: this is not a known keyword of JSON Schema, so it cannot be enforced, as "
+                "strict demands",
                 param=path,
             )
 
 
 def unknown_keywords(schema: Any, at: str) -> list[str]:
-    """The paths of keywords that have no effect because nobody knows them."""
-    return [path for path, keyword in _keywords(schema, at) if _is_unknown(keyword)]
+    """The paths of keywords that have no effect because nobody knows them; not all, if there are
+    many."""
+    found = ((parent, keyword) for parent, keyword in _keywords(schema, at) if _is_unknown(keyword))
+    return [_path(parent, keyword) for parent, keyword in islice(found, MAX_UNKNOWN)]
+
+
+def _path(parent: _Place, keyword: str) -> str:
+    return str(_Place(parent, f".{keyword}"))
 
 
 def _is_unknown(keyword: str) -> bool:
@@ -62,20 +94,21 @@ def _is_unknown(keyword: str) -> bool:
     return not known and not keyword.startswith("x-")
 
 
-def _keywords(schema: Any, at: str) -> Iterator[tuple[str, str]]:
-    """Every (path, keyword) of a schema and the schemas in it. What has the wrong shape is left to
-    the engine, which refuses it."""
-    waiting = [(schema, at)]
+def _keywords(schema: Any, at: str) -> Iterator[tuple[_Place, str]]:
+    """Every keyword of a schema and the schemas in it, behind where its schema stands. What has the
+    wrong shape is left to the engine, which refuses it."""
+    waiting = [(schema, _Place(None, at))]
     while waiting:
-        schema, at = waiting.pop()
+        schema, place = waiting.pop()
         if not isinstance(schema, Mapping):
             continue
         for keyword, value in schema.items():
-            path = f"{at}.{keyword}"
-            yield path, keyword
+            yield place, keyword
             if keyword in _MAPS and isinstance(value, Mapping):
-                waiting += [(inner, f"{path}.{name}") for name, inner in value.items()]
+                inner = _Place(place, f".{keyword}")
+                waiting += [(one, _Place(inner, f".{name}")) for name, one in value.items()]
             elif keyword in _LISTS and isinstance(value, list):
-                waiting += [(inner, f"{path}[{n}]") for n, inner in enumerate(value)]
+                inner = _Place(place, f".{keyword}")
+                waiting += [(one, _Place(inner, f"[{n}]")) for n, one in enumerate(value)]
             elif keyword in _ONE:
-                waiting.append((value, path))
+                waiting.append((value, _Place(place, f".{keyword}")))

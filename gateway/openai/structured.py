@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.body import check_depth
 from gateway.openai.schema import GenerationBody
-from gateway.openai.schema_keywords import check_keywords, unknown_keywords
+from gateway.openai.schema_keywords import MAX_UNKNOWN, check_keywords, unknown_keywords
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
@@ -134,7 +134,7 @@ class FormReader:
     def _note(self, path: str, at: str) -> None:
         """`at` is named instead of a path that could not stand in a header."""
         safe = path if _SAFE_PATH.fullmatch(path) else at
-        if safe not in self.ignored:
+        if len(self.ignored) < MAX_UNKNOWN and safe not in self.ignored:
             self.ignored.append(safe)
 
     def structured_outputs(self, value: Any, at: str) -> Body:

@@ -313,13 +313,13 @@ def test_what_the_engine_says_about_the_prompt_is_said_about_the_messages(
 def test_a_failed_step_is_500_with_an_id_and_no_detail(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    secret = ErrorInfo(code="step_failed", message="CUDA error at /secret/path")
+    secret = ErrorInfo(code="step_failed", message="CUDA error at /private/path")
     engine.script = lambda generate: says("some text", finish="error", error=secret)
     response = gateway.post(CHAT, chat())
     assert response.status_code == 500
     error = error_of(response)
     assert "error id" in error["message"]
-    assert "secret" not in response.text
+    assert "private" not in response.text
     assert error["type"] == "server_error"
 
 

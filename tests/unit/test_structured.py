@@ -216,6 +216,20 @@ def test_what_has_no_effect_is_listed_by_its_path(
     assert found.ignored == ignored
 
 
+def test_the_path_of_a_keyword_is_short_and_few_are_told_whatever_a_schema_holds() -> None:
+    """A long name above many keywords must not be copied for each of them."""
+    many = {f"k{n}": n for n in range(50_000)}
+    found = answer_form(chat_body(guided_json={"properties": {"a" * 1_000_000: many}}))
+    assert found is not None
+    assert found.ignored == [f"guided_json.properties.{'a' * 99}.k{n}" for n in range(16)]
+    found = answer_form(chat_body(**asked_for({"schema": OBJECT, **many})))
+    assert found is not None
+    assert len(found.ignored) == 16
+    with pytest.raises(InvalidRequest) as caught:
+        form(guided_json={"properties": {"a" * 1_000_000: {"not": {}}}})
+    assert len(caught.value.message) < 500
+
+
 @pytest.mark.parametrize("field", ["guided_whitespace_pattern", "grammar_lazy", "grammar_triggers"])
 def test_options_that_would_change_the_grammar_are_refused(field: str) -> None:
     check_chat(chat_body(**{field: None}))
