@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from gateway.admin import told
-from gateway.anthropic.told import ModelInfo, ModelPage
+from gateway.anthropic.told import MessagesErrorAnswer, ModelInfo, ModelPage
 from gateway.openai.told import ErrorAnswer
 from gateway.openapi.operation import READING, Operation, Parameter
 
@@ -17,8 +17,9 @@ _NAME = Parameter("name", "One of the served names.", place="path")
 _VERSION = Parameter(
     "anthropic-version", "With it, the answer and its errors have Anthropic's shape.", "header"
 )
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": 1000}
 _PAGE = (
-    Parameter("limit", "At most so many, in Anthropic's shape.", schema={"type": "integer"}),
+    Parameter("limit", "At most so many, in Anthropic's shape.", schema=_LIMIT),
     Parameter("after_id", "The model behind which the page begins."),
     Parameter("before_id", "The model before which the page ends."),
 )
@@ -53,6 +54,7 @@ OPERATIONS = (
         rule="/v1/models",
         about="The served model, by each of its names.",
         gives=(told.Models, ModelPage),
+        error=(ErrorAnswer, MessagesErrorAnswer),
         statuses=(400, *READING),
         parameters=(_VERSION, *_PAGE),
     ),
@@ -60,6 +62,7 @@ OPERATIONS = (
         rule="/v1/models/<path:name>",
         about="One of them.",
         gives=(told.Model, ModelInfo),
+        error=(ErrorAnswer, MessagesErrorAnswer),
         parameters=(_NAME, _VERSION),
     ),
 )

@@ -63,7 +63,12 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
     """Of every type: its schema, and the components that these refer to."""
     types: dict[Any, None] = {}
     for operation in operations:
-        told = [*operation.takes, *operation.given, operation.error, *operation.otherwise.values()]
+        told = [
+            *operation.takes,
+            *operation.given,
+            *operation.errors,
+            *operation.otherwise.values(),
+        ]
         if operation.streams is not None:
             told.append(operation.streams.chunk)
         types.update(dict.fromkeys(told))
@@ -122,15 +127,16 @@ def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
         about += f"; the last says `{end}`." if end else "."
         well[EVENTS] = {"itemSchema": _event(operation, schemas)}
     refusals = (400, 403) if operation.scope == "public" else (400, 401, 403)
-    told = dict.fromkeys((*operation.statuses, *refusals), operation.error) | operation.otherwise
+    told = dict.fromkeys((*operation.statuses, *refusals), operation.errors)
+    told |= {status: (kind,) for status, kind in operation.otherwise.items()}
     return {
         "200": {"description": about, "content": well},
         **{
             str(status): {
                 "description": _MEANINGS[status],
-                "content": {JSON: {"schema": schemas[kind]}},
+                "content": {JSON: {"schema": _any_of([schemas[kind] for kind in kinds])}},
             }
-            for status, kind in sorted(told.items())
+            for status, kinds in sorted(told.items())
         },
     }
 
@@ -138,7 +144,8 @@ def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
 def _event(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
     """One of a stream's, as OpenAPI 3.2 sees it: fields, of which `data` is text that is JSON."""
     assert operation.streams is not None
-    chunk = {"anyOf": [schemas[operation.streams.chunk], schemas[operation.error]]}
+    kinds = (operation.streams.chunk, *operation.errors)
+    chunk = _any_of([schemas[kind] for kind in kinds])
     data: Json = {"type": "string", "contentMediaType": JSON, "contentSchema": chunk}
     if end := operation.streams.ends_with:
         data = {"anyOf": [{"const": end}, data]}

@@ -32,7 +32,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     takes      the struct of the body; several where the body's fields decide; none: no body
     gives      the struct of a 200; several where the body's fields decide; None: text
     streams    what a streamed answer is made of
-    error      the struct of every other answer
+    error      the struct of every other answer; several where a header decides
     statuses   that it answers with, beside 200
     otherwise  statuses that are answered with something else than an error
     """
@@ -45,10 +45,15 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     takes: tuple[type, ...] = ()
     gives: Any = None
     streams: Stream | None = None
-    error: type
+    error: type | tuple[type, ...]
     statuses: tuple[int, ...] = ()
     otherwise: dict[int, type] = {}
     parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def errors(self) -> tuple[type, ...]:
+        """All that any other answer may be."""
+        return self.error if isinstance(self.error, tuple) else (self.error,)
 
     @property
     def given(self) -> tuple[Any, ...]:

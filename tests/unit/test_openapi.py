@@ -48,6 +48,14 @@ def test_identifiers_and_components_are_unique_and_plain(told):
     assert all(name.isidentifier() for name in told["components"]["schemas"])
 
 
+def test_an_error_about_models_has_the_shape_of_either_api(told):
+    for path in ("/v1/models", "/v1/models/{name}"):
+        answer = told["paths"][path]["get"]["responses"]["404"]
+        kinds = answer["content"]["application/json"]["schema"]["anyOf"]
+        names = {kind["$ref"].rpartition("/")[2] for kind in kinds}
+        assert names == {"ErrorAnswer", "MessagesErrorAnswer"}
+
+
 def test_bounds_of_a_request_are_those_that_check_it(told):
     fields = told["components"]["schemas"]["ChatBody"]["properties"]
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
