@@ -10,9 +10,13 @@ from protocol.model_card import ModelCard
 
 
 class Ensemble:
-    """At least one engine, in the order in which they were named."""
+    """At least one engine, in the order in which they were named.
 
-    def __init__(self, engines: Sequence[EngineClient]) -> None:
+    role  what these engines do, in errors that clients see; addresses are not for them
+    """
+
+    def __init__(self, role: str, engines: Sequence[EngineClient]) -> None:
+        self.role = role
         self.engines = engines
 
     @property
@@ -37,8 +41,8 @@ class Ensemble:
     def _why_none(self) -> ServingError:
         for engine in self.engines:
             if (trouble := engine.trouble()) is not None:
-                return type(trouble)(f"{engine.address}: {trouble.message}")
-        return EngineNotReady(f"{self.engines[0].address}: it has another model")
+                return type(trouble)(f"the {self.role} engine: {trouble.message}")
+        return EngineNotReady(f"the {self.role} engine has another model")
 
 
 def _has(engine: EngineClient, model: ModelCard | None) -> bool:

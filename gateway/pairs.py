@@ -102,7 +102,7 @@ class PairedEngine:
             *(Line("prefill", engine) for engine in prefill),
             *(Line("decode", engine) for engine in decode),
         ]
-        self._p, self._d = Ensemble(prefill), Ensemble(decode)
+        self._p, self._d = Ensemble("prefill", prefill), Ensemble("decode", decode)
         self._min_tokens = max(min_tokens, MIN_PROMPT)
         self._recomputes = recomputes
         self._on_handover, self._on_fallback = on_handover, on_fallback

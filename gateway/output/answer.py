@@ -365,12 +365,14 @@ class Answer(Machine):
 
     def _read_text(self, text: str) -> str:
         rest = super()._read_text(text)
-        self._read_again()
+        if self._again:
+            self._read_again()
         return rest
 
     def read_token(self, marker: str) -> None:
         super().read_token(marker)
-        self._read_again()
+        if self._again:
+            self._read_again()
 
     def _settle(self) -> None:
         super()._settle()

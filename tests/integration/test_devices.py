@@ -138,7 +138,7 @@ def test_those_who_share_have_it_together_and_nobody_alone_beside_them(machine: 
 def test_ps_says_who_has_which(machine: Machine) -> None:
     first = machine.holds()
     found = look(machine.base.parent)
-    (line,) = (line for line in told(found).splitlines() if line.startswith("device"))
+    (line,) = (line for line in told(found, {}).splitlines() if line.startswith("device"))
     assert line.startswith(f"device   {GPU}: pid {first.process.pid} (small on port 8001, since")
     assert msgspec.json.decode(msgspec.json.encode(found), type=Found) == found
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine_core.grammar.budget import is_cut
@@ -266,9 +267,12 @@ def test_only_rows_at_the_end_of_their_budget_are_masked() -> None:
 
 # ---- what the gateway asks for
 
+CONTROL_TOKENS = "{# <|channel|>analysis<|message|> <|tool_calls_section_begin|> #}"
+"""A template that knows what the formats below can begin only with."""
+
 
 def asked(reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwargs: Any) -> Any:
-    card = thinking_card()
+    card = msgspec.structs.replace(thinking_card(), chat_template=CONTROL_TOKENS)
     reading = Reading(card, Tokenizer(card), tools, reasoning)
     return reading.begin(prompt, kwargs, calls=tools != "none").budget("field", most)
 
