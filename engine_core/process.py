@@ -10,7 +10,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 from pathlib import Path
 
 import msgspec
@@ -24,17 +23,13 @@ from protocol.cluster_key import read_cluster_key
 from protocol.config.engine import EngineConfig
 from protocol.exit_codes import DRAINED, ExitCode
 from protocol.lifeline import hold_on
+from protocol.log_lines import log_to_stderr
 
 log = logging.getLogger("engine_core")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname).1s %(name)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    log_to_stderr("engine")
     parser = argparse.ArgumentParser(prog="python -m engine_core", description=__doc__)
     parser.add_argument("--config", required=True, help="an EngineConfig as JSON")
     try:
@@ -42,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     except msgspec.MsgspecError as error:
         log.error("bad --config: %s", error)
         return ExitCode.USAGE
+    log_to_stderr("engine", config.log_format)
     return run(msgspec.structs.replace(config, address=config.address or sockets.engine_address()))
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 
 from gateway.record import AnswerRecord, Record
+from protocol.log_lines import FIELDS
 
 log = logging.getLogger("gateway.access")
-FIELDS = "fields"
-"""Attribute of a log record: what a line says beside its message, for JSON."""
 _DIGITS = 6
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from gunicorn.errors import AppImportError
+from gunicorn.glogging import Logger as GunicornLogger
 from gunicorn.workers.ggevent import GeventWorker
 
 from protocol.config.gateway import GatewayConfig
@@ -73,7 +74,18 @@ class Worker(GeventWorker):  # type: ignore[misc]
             self.handle_quit(signal.SIGQUIT, None)
 
 
+class Logger(GunicornLogger):  # type: ignore[misc]
+    """gunicorn's log, in the format of all our processes."""
+
+    def setup(self, cfg: Any) -> None:
+        super().setup(cfg)
+        from gateway import log_lines
+
+        log_lines.set_up(_config.log_format, shows_content=_config.log_content)
+
+
 worker_class = Worker
+logger_class = Logger
 worker_connections = 10_000
 backlog = 2048
 preload_app = False
@@ -88,7 +100,7 @@ timeout = 60
 control_socket_disable = True
 accesslog = None  # streams are written past gunicorn, so we log for ourselves
 errorlog = "-"
-loglevel = "info"
+loglevel = "warning"  # its other lines repeat ours
 proc_name = "tidegate-gateway"
 worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
@@ -112,10 +124,7 @@ def post_fork(_server: Any, _worker: Any) -> None:
 
 def post_worker_init(worker: Any) -> None:
     """In the worker, after the application was made."""
-    from gateway import log_lines
-
     service = _service(worker)
-    log_lines.set_up(_config.log_format, shows_content=_config.log_content)
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
     service.start()
@@ -126,7 +135,7 @@ def _give_up(why: str, code: ExitCode | None) -> None:
     import gevent
     from gunicorn.arbiter import Arbiter
 
-    logging.getLogger(__name__).error("the gateway cannot start: %s", why)
+    logging.getLogger("gateway").error("the gateway cannot start: %s", why)
     _parent.send_cause(f"the gateway cannot start: {why}")
     _exit_code[0] = code or 0
     gevent.spawn(sys.exit, Arbiter.APP_LOAD_ERROR)  # from a greenlet of its own: it ends the worker
@@ -147,7 +156,7 @@ def worker_exit(_server: Any, worker: Any) -> None:
 
 
 def _service(worker: Any) -> Any:
-    """Nothing of ours is imported by the master: a worker's modules are its own."""
+    """Nothing of ours but the log is imported by the master: a worker's modules are its own."""
     return worker.wsgi.extensions["tidegate"]
 
 

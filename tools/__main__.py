@@ -37,6 +37,7 @@ from tools.bench import step as bench_step
 from tools.failure import Failure
 from tools.flags import OneLineParser
 from tools.other_servers import OPTIONS
+from tools.terminal import Terminal, log_style
 from tools.top import command as top
 
 DESCRIPTION = (
@@ -141,15 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words:
         parser().print_help()
         return 0
+    log_format = None
     try:
         _check_command(words)
         options, unknown = parser().parse_known_args(words)
         if unknown:
             options.parser.refuse(unknown, OPTIONS if options.run in STARTERS else {})
+        log_format = getattr(options, "log_format", None)  # of a command that starts a server
         code: int = options.run(options)
         sys.stdout.flush()
     except Failure as failure:
-        print(f"tidegate: {failure}", file=sys.stderr)
+        Terminal(log_style(log_format)).fail(str(failure))
         return failure.exit_code
     except BrokenPipeError:  # whoever read our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

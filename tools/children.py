@@ -2,12 +2,13 @@
 
 Each child leads its own process group, so that Ctrl-C at the terminal reaches only us, and we
 decide in which order the children hear of it. Its output comes through a pipe, is passed on as it
-is, and its last lines are kept for a child that fails without saying why.
+is, or as JSON lines, and its last lines are kept for a child that fails without saying why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
+from protocol.log_lines import LineFormatter, LogStyle, without_style
 from protocol.process_state import is_stopped, num_oom_kills, why_killed
 from tools.supervisor import Exit, Stopped
 
@@ -38,6 +40,7 @@ class Command:
     stands_for    the server's exit code where this one's end is the server's
     tells         its own codes that say more than that it ended -> the server's
     revives       it starts what it has started again when that dies
+    log_format    of its log lines; if json, all else that it prints is made JSON
     survivors_s   how long the processes that it has started may live on after its death, to send
                   their clients an error
     """
@@ -51,6 +54,7 @@ class Command:
     tells: Mapping[int, int] = field(default_factory=dict)
     revives: bool = False
     survivors_s: float = 0.0
+    log_format: LogStyle = "text"
 
 
 class Child:
@@ -103,6 +107,7 @@ class Child:
         code = self._process.wait()
         while self._read():
             pass
+        self._pass_on(b"", [self._unfinished])
         why = self._why(code)
         os.close(self.pidfd)
         self._lifeline.close()
@@ -116,8 +121,9 @@ class Child:
         What a process has printed before a signal killed it says nothing of its death."""
         if code < 0:
             return why_killed(signal.Signals(-code), self._num_oom_kills)
-        rest = self._unfinished.decode(errors="replace")
-        return self._lifeline.cause() or (last_words([*self._lines, rest]) if code else "")
+        if code == ExitCode.OK:
+            return self._lifeline.cause()
+        return self._lifeline.cause() or last_words(map(without_style, self._lines))
 
     def kill(self, pid: int) -> None:
         """Kill the child alone, or a process that it has started, if that is stopped (SIGSTOP)."""
@@ -137,13 +143,27 @@ class Child:
         except BlockingIOError:
             return None
         self.has_printed = self.has_printed or data != b""
+        *whole, unfinished = (self._unfinished + data).split(b"\n")
+        self._unfinished = unfinished[-READ_BYTES:]
+        self._pass_on(data, whole)
+        return data
+
+    def _pass_on(self, data: bytes, whole: Sequence[bytes]) -> None:
+        """Print `data`, or the lines that are `whole` now as JSON, and keep these lines."""
+        self._lines.extend(line.decode(errors="replace") for line in whole)
+        if self._command.log_format == "json":
+            data = b"".join(self._as_json(line) + b"\n" for line in whole if line.strip())
         with contextlib.suppress(OSError):  # our own stderr may be gone; the child need not go
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()
-        *whole, unfinished = (self._unfinished + data).split(b"\n")
-        self._unfinished = unfinished[-READ_BYTES:]
-        self._lines.extend(line.decode(errors="replace") for line in whole)
-        return data
+
+    def _as_json(self, line: bytes) -> bytes:
+        """Return a line of the child's log as it is, and what a library printed as such a line."""
+        if line.startswith(b"{"):
+            return line
+        message = line.decode(errors="replace")
+        facts = {"name": self.name, "levelname": "INFO", "msg": message, "process": self.pid}
+        return LineFormatter(self.name, "json").format(logging.makeLogRecord(facts)).encode()
 
 
 def _children_of(pid: int) -> list[int]:

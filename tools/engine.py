@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,20 @@ from protocol.config.engine import EngineConfig
 from protocol.config.serve import SoloConfig
 from protocol.config.worker import WorkerConfig
 from protocol.errors import EngineNotReady
+from protocol.log_lines import LogStyle
 from protocol.sockets import local_address, run_directory
 from tools import run_lock
 from tools.catalogue import DEFAULT
+from tools.children import Child
 from tools.failure import Failure
 from tools.fetch import home
 from tools.flags import add_flags, build
 from tools.layout import check_reachable, in_cluster, with_model
 from tools.models import resolve
 from tools.preflight import check_models
-from tools.serve import check_installation, check_key, check_kv_disk, engine_command, say_limits
-from tools.watch import say, supervise
+from tools.serve import check_installation, check_key, check_kv_disk, engine_command, log_limits
+from tools.terminal import Terminal, log_style
+from tools.watch import supervise
 from tools.web import Readiness
 
 DESCRIPTION = """\
@@ -67,15 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_flags(parser, config, title=title)
 
 
-def plan(options: Mapping[str, Any]) -> tuple[SoloConfig, EngineConfig, Path]:
+def plan(
+    options: Mapping[str, Any], style: LogStyle = "text"
+) -> tuple[SoloConfig, EngineConfig, Path]:
     """The configs that the options make, and the engine's directory; the model is still as the user
     named it. Raises Failure, with the exit code of a usage error, where options contradict."""
     try:
         solo = build(SoloConfig, options)
         directory = directory_of(solo.address)
         address = f"ipc://{directory / 'worker.sock'}"
-        worker = build(WorkerConfig, options, model=options["model"], address=address)
-        engine = build(EngineConfig, options, worker=worker, address=solo.address)
+        worker = build(
+            WorkerConfig, options, model=options["model"], address=address, log_format=style
+        )
+        engine = build(EngineConfig, options, worker=worker, address=solo.address, log_format=style)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
     if engine.role == "prefill" and not solo.kv_address:
@@ -110,7 +117,8 @@ class _Watched:
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    solo, engine, directory = plan(vars(options))
+    terminal = Terminal(log_style(options.log_format))
+    solo, engine, directory = plan(vars(options), terminal.style)
     check_installation(["torch"])
     check_key(engine.cluster_key)
     check_kv_disk(engine.worker.kv_disk)
@@ -118,27 +126,29 @@ def run(options: argparse.Namespace) -> int:
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home())
         engine = with_model(engine, path, resolve(draft, home()) if draft else None)
-        say_limits(check_models([engine.worker]))
-        return _serve(solo, engine, lock, started)
+        log_limits(check_models([engine.worker]), terminal)
+        return _serve(solo, engine, lock, started, terminal)
 
 
-def _serve(solo: SoloConfig, engine: EngineConfig, lock: int, started: float) -> int:
-    def phase(text: str) -> None:
-        say(f"{time.monotonic() - started:6.1f} s  {text}")
+def _serve(
+    solo: SoloConfig, engine: EngineConfig, lock: int, started: float, terminal: Terminal
+) -> int:
+    def started_it(children: Sequence[Child]) -> None:
+        terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
 
     def ready(model: str | None) -> None:
         run_lock.describe(lock, run_lock.LockFacts(url=engine.address, model=model or ""))
-        say(_welcome(engine, model, time.monotonic() - started))
+        terminal.show(_welcome(engine, model, time.monotonic() - started))
 
     run_lock.describe(lock, run_lock.LockFacts(url=engine.address))
-    phase(f"model {engine.worker.model}")
     return supervise(
         [engine_command("engine", engine, lock)],
         _Watched(engine),
+        terminal,
         start_timeout_s=solo.start_timeout_s,
         drain_s=solo.drain_s,
         max_restarts=solo.max_restarts,
-        on_started=lambda children: phase(f"engine started (pid {children[0].pid})"),
+        on_started=started_it,
         on_listening=lambda: None,
         on_ready=ready,
     )
@@ -151,9 +161,7 @@ def _welcome(engine: EngineConfig, model: str | None, seconds: float) -> str:
         "both": "computes prompts for others, and answers",
     }[engine.role]
     fetched = f"\n  K/V is fetched from {engine.worker.kv_address}" * engine.worker.kv_export
-    return f"""\
-{seconds:6.1f} s  ready
-
+    return f"""
 This engine serves {model} at {engine.address}  (ready in {seconds:.1f} s)
   role {engine.role}: it {does}{fetched}
 

@@ -28,6 +28,7 @@ from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
+from protocol.log_lines import LogStyle
 from protocol.preflight import ModelPlan
 from protocol.sockets import engine_address, run_directory
 from tools import run_lock
@@ -40,7 +41,8 @@ from tools.layout import Engines, check_reachable, engines_of, wired, with_model
 from tools.models import resolve
 from tools.preflight import check_models, limit
 from tools.supervisor import STOP_S
-from tools.watch import say, supervise
+from tools.terminal import Terminal, log_style
+from tools.watch import supervise
 from tools.web import KEY_VARIABLE, Server, local_url
 
 DESCRIPTION = """\
@@ -119,21 +121,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_flags(parser, config, title=title)
 
 
-def plan(options: Mapping[str, Any]) -> Plan:
+def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
     """The configs that the options make; `worker.model` is still as the user named it.
+
+    style   of the log lines of all processes
 
     Raises Failure, with the exit code of a usage error, where options contradict each other.
     """
     try:
-        gateway = build(GatewayConfig, options)
+        gateway = build(GatewayConfig, options, log_format=style)
         key = api_keys.new_key() if gateway.has_keys else ""
         gateway = _with_digests(gateway, key)
         directory = run_directory(gateway.port)
         address = engine_address(gateway.port)
         worker_address = f"ipc://{directory / 'worker.sock'}"
         model = options["model"] or DEFAULT
-        worker = build(WorkerConfig, options, model=model, address=worker_address)
-        engine = build(EngineConfig, options, worker=worker, address=address)
+        worker = build(WorkerConfig, options, model=model, address=worker_address, log_format=style)
+        engine = build(EngineConfig, options, worker=worker, address=address, log_format=style)
         serve = build(ServeConfig, options)
         engines = engines_of(serve, engine, directory)
         gateway = wired(gateway, serve, engine, engines)
@@ -184,6 +188,7 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
         tells=GATEWAY_TELLS,
         revives=True,
         survivors_s=STOP_S,
+        log_format=plan.gateway.log_format,
     )
     engines = [engine_command(name, engine, lock) for name, engine in plan.engines.items()]
     return [gateway, *engines]
@@ -193,7 +198,12 @@ def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
     config = msgspec.json.encode(engine).decode()
     arguments = [sys.executable, "-P", "-m", "engine_core", "--config", config]
     return Command(
-        name, arguments, keeps_open=[lock], stands_for=ExitCode.ENGINE_LOST, tells=ENGINE_TELLS
+        name,
+        arguments,
+        keeps_open=[lock],
+        stands_for=ExitCode.ENGINE_LOST,
+        tells=ENGINE_TELLS,
+        log_format=engine.log_format,
     )
 
 
@@ -201,7 +211,8 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     own = os.environ.pop(KEY_VARIABLE, "")  # our children need its digest alone
     given = [*(options.api_key or []), *([own] if own else [])]
-    wanted = plan({**vars(options), "api_key": given})
+    terminal = Terminal(log_style(options.log_format))
+    wanted = plan({**vars(options), "api_key": given}, terminal.style)
     check_installation(NEEDED if wanted.engines else NEEDED.keys() - COMPUTES)
     check_key(wanted.serve.cluster_key)
     if wanted.engines:
@@ -212,7 +223,7 @@ def run(options: argparse.Namespace) -> int:
         if wanted.serve.split:
             _make_key(wanted.directory / run_lock.RUN_KEY)
         _describe(lock, wanted, wanted.gateway.served_name)
-        return _serve(_with_model_path(wanted), lock, started)
+        return _serve(_with_model_path(wanted, terminal), lock, started, terminal)
 
 
 def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
@@ -268,7 +279,7 @@ def _check_gateway(config: GatewayConfig) -> None:
         raise Failure(last_words(done.stderr.splitlines()), exit_code=ExitCode.USAGE)
 
 
-def _with_model_path(plan: Plan) -> Plan:
+def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
     """The plan with the model's name replaced by its path, fetched if need be."""
     render_only = plan.serve.render_only
     if not plan.engines and not render_only:
@@ -282,15 +293,15 @@ def _with_model_path(plan: Plan) -> Plan:
         gateway = msgspec.structs.replace(gateway, card=str(card))
     found = Plan(engine, gateway, plan.serve, plan.directory, plan.key)
     if found.engines:
-        say_limits(check_models([each.worker for each in found.engines.values()]))
+        log_limits(check_models([each.worker for each in found.engines.values()]), terminal)
     return found
 
 
-def say_limits(plans: Iterable[ModelPlan]) -> None:
-    """Tell the user once what shortens requests."""
+def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
+    """Log once what shortens requests."""
     for said in dict.fromkeys(limit(plan) for plan in plans):
         if said is not None:
-            say(said)
+            terminal.log(said)
 
 
 def _write_card(worker: WorkerConfig, file: Path) -> Path:
@@ -315,27 +326,26 @@ def _write_card(worker: WorkerConfig, file: Path) -> Path:
     return file
 
 
-def _serve(plan: Plan, lock: int, started: float) -> int:
-    def phase(text: str) -> None:
-        say(f"{time.monotonic() - started:6.1f} s  {text}")
+def _serve(plan: Plan, lock: int, started: float, terminal: Terminal) -> int:
+    has_model = bool(plan.engines or plan.serve.render_only)
 
     def started_all(children: Sequence[Child]) -> None:
-        phase(", ".join(f"{child.name} started (pid {child.pid})" for child in children))
+        all_of_them = ", ".join(f"{child.name} started (pid {child.pid})" for child in children)
+        terminal.log(all_of_them + f"; model {plan.engine.worker.model}" * has_model)
 
     def ready(model: str | None) -> None:
         _describe(lock, plan, [model])
-        say(_welcome(plan, model, time.monotonic() - started))
+        terminal.show(_welcome(plan, model, time.monotonic() - started))
 
-    if plan.engines or plan.serve.render_only:
-        phase(f"model {plan.engine.worker.model}")
     return supervise(
         commands(plan, lock=lock),
         Server(plan.url, plan.key, waits_for_all=plan.serve.split),
+        terminal,
         start_timeout_s=plan.serve.start_timeout_s,
         drain_s=plan.gateway.drain_s,
         max_restarts=plan.serve.max_restarts,
         on_started=started_all,
-        on_listening=lambda: phase(
+        on_listening=lambda: terminal.log(
             "gateway answers" + ("; the model is loading" if plan.engines else "")
         ),
         on_ready=ready,
@@ -344,18 +354,14 @@ def _serve(plan: Plan, lock: int, started: float) -> int:
 
 def _welcome(plan: Plan, model: str | None, seconds: float) -> str:
     if plan.serve.render_only:
-        return f"""\
-{seconds:6.1f} s  ready
-
+        return f"""
 Tidegate renders for {model} at {plan.url}, without an engine  (ready in {seconds:.1f} s)
 
 Ctrl-C stops it.
 """
     header = f""" -H "Authorization: Bearer ${KEY_VARIABLE}" \\\n   """ if plan.key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    return f"""\
-{seconds:6.1f} s  ready
-
+    return f"""
 Tidegate serves {model} at {plan.url}  (ready in {seconds:.1f} s)
 
   curl {plan.url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\

@@ -11,7 +11,6 @@ import contextlib
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Protocol, Self
 from tools.children import Child, Command
 from tools.restarts import Restarts
 from tools.supervisor import End, Kill, Order, Phase, Say, Send, Start, Supervisor
+from tools.terminal import Terminal
 from tools.web import Readiness
 
 PROBE_EVERY_S = 0.1
@@ -131,6 +131,7 @@ class Watch:
         *,
         wakeups: socket.socket,
         readiness: Asking,
+        terminal: Terminal,
         on_listening: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
@@ -139,6 +140,7 @@ class Watch:
         self._children = {child.name: child for child in children}
         self._wakeups = wakeups
         self._readiness = readiness
+        self._terminal = terminal
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._look_at = time.monotonic()
@@ -244,20 +246,20 @@ class Watch:
         if before is Phase.STARTING:
             self._on_ready()
         elif before is Phase.RESTARTING:
-            say(f"ready again, after {time.monotonic() - self._lost_at:.1f} s")
+            self._terminal.log(f"ready again, after {time.monotonic() - self._lost_at:.1f} s")
 
     def _start(self, name: str) -> None:
         command = self._commands[name]
         child = self._children[name] = Child(command)
         self._listen_to(child)
         self._readiness.again(is_engine=not command.revives)
-        say(f"{name} started again (pid {child.pid})")
+        self._terminal.log(f"{name} started again (pid {child.pid})")
 
     def _obey(self, orders: Sequence[Order]) -> int | None:
         for order in orders:
             match order:
                 case Say(text, is_failure):
-                    say(text, is_failure=is_failure)
+                    (self._terminal.fail if is_failure else self._terminal.log)(text)
                     self._said_last = text
                 case Start(child):
                     self._start(child)
@@ -267,7 +269,7 @@ class Watch:
                     self._children[child].kill(pid)
                 case End(code, cause):
                     if cause and cause != self._said_last:
-                        say(cause, is_failure=True)
+                        self._terminal.fail(cause)
                     return code
         return None
 
@@ -275,6 +277,7 @@ class Watch:
 def supervise(
     commands: Sequence[Command],
     server: Watched,
+    terminal: Terminal,
     *,
     start_timeout_s: float,
     drain_s: float,
@@ -308,15 +311,7 @@ def supervise(
                 children,
                 wakeups=wakeups,
                 readiness=readiness,
+                terminal=terminal,
                 on_listening=on_listening,
                 on_ready=lambda: on_ready(readiness.model),
             ).run()
-
-
-def say(text: str, *, is_failure: bool = False) -> None:
-    """To the person at the terminal: failures on stderr, the rest on stdout. Never fails itself."""
-    with contextlib.suppress(OSError):
-        if is_failure:
-            print(f"tidegate: {text}", file=sys.stderr, flush=True)
-        else:
-            print(text, flush=True)

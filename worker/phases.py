@@ -1,4 +1,4 @@
-"""Where start-up time goes: named phases, in order, shown to the user when the worker is ready."""
+"""Where start-up time goes: named phases, in order; the engine logs them."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ class Phases:
         yield
         seconds = perf_counter() - started
         self.told.append((name, round(seconds, 3)))
-        log.info("%s: %.2f s", name, seconds)
+        log.debug("%s: %.2f s", name, seconds)

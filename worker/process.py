@@ -14,7 +14,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 
 import msgspec
 import zmq
@@ -25,6 +24,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.devices import DeviceTaken
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import hold_on
+from protocol.log_lines import log_to_stderr
 from protocol.steps import FromWorker, ToWorker, WorkerFailed
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.phases import Phases
@@ -39,12 +39,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname).1s %(name)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    log_to_stderr("worker")
     starter = hold_on(signal.SIGKILL)
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
     parser.add_argument("--config", required=True, help="a WorkerConfig as JSON")
@@ -56,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         log.error("bad --config: %s", error)
         starter.send_cause(f"bad --config: {error}")
         return ExitCode.USAGE
+    log_to_stderr("worker", config.log_format)
     # Ctrl-C at a terminal reaches us as well; the engine decides when we stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
@@ -89,7 +85,7 @@ def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: C
             exchange = stack.enter_context(Exchange(config, context, runner.parts.cache, layout))
             loop = stack.enter_context(Loop(runner, engine, exchange, searches=searches))
             engine.send(replace(ready, kv=exchange.endpoint, kv_tiers=exchange.tiers))
-            log.info("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
+            log.debug("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
             loop.run()
         return 0
     except ParentGone:

@@ -121,7 +121,7 @@ class GrammarService:
             log.error("answers cannot be constrained by grammars: %s", error)
             self._compiler.set_exception(error)
         else:
-            log.info("ready to compile grammars after %.2f s", perf_counter() - started)
+            log.debug("ready to compile grammars after %.2f s", perf_counter() - started)
 
     def _compile(self, job: Job) -> Template | ServingError:
         started = perf_counter()

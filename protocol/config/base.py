@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.log_lines import LogStyle
+
 
 def about(description: str, *, wiring: bool = False, **bounds: Any) -> Meta:
     """The one way to describe a field. `wiring` fields connect processes and are no user option."""
@@ -27,6 +29,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 SharedKey = Annotated[
     str, about("a file with the key that the engines of one cluster share", wiring=True)
+]
+LogFormat = Annotated[
+    LogStyle, about("of the process's log lines; color: text for a terminal", wiring=True)
 ]
 OnFailure = Literal["recompute", "error"]
 """Of K/V that should have come from elsewhere."""

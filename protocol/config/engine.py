@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from protocol.config.base import Config, OnFailure, SharedKey, about
+from protocol.config.base import Config, LogFormat, OnFailure, SharedKey, about
 from protocol.config.worker import WorkerConfig
 
 
@@ -13,6 +13,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
 
     worker: Annotated[WorkerConfig, about("the workers of this replica", wiring=True)]
     address: Annotated[str, about("where clients find this engine (ZeroMQ)", wiring=True)] = ""
+    log_format: LogFormat = "text"
     token_budget: Annotated[
         int, about("most tokens computed in one step, over all requests", ge=1, le=1 << 20)
     ] = 256

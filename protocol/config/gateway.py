@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from protocol.config.base import Config, OnFailure, SharedKey, about
+from protocol.config.base import Config, LogFormat, OnFailure, SharedKey, about
 from protocol.hosts import is_loopback
 from protocol.model_card import sampling_defaults
 
@@ -110,10 +110,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         float, about("how long open streams may go on after SIGTERM", ge=0, le=86400)
     ] = 30.0
     log_requests: Annotated[bool, about("one log line per request")] = True
-    log_format: Annotated[
-        Literal["text", "json"],
-        about("of the gateway's log lines; json: one object per line, with all that is measured"),
-    ] = "text"
+    log_format: LogFormat = "text"
     log_content: Annotated[
         bool,
         about("log what failures say in full, which may be parts of what people wrote"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from protocol.config.base import Config, about
 
@@ -26,6 +26,13 @@ class Starting(Config, frozen=True, kw_only=True):
     start_timeout_s: Annotated[
         float, about("give up when not ready after so long", ge=1, le=86400)
     ] = 600.0
+    log_format: Annotated[
+        Literal["text", "json"],
+        about(
+            "format of the log lines of all processes; text: with colours on a terminal, unless "
+            "$NO_COLOR is set; json: one object per line, with all that is measured of a request"
+        ),
+    ] = "text"
 
     @property
     def max_restarts(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from protocol.config.base import Config, SharedKey, about
+from protocol.config.base import Config, LogFormat, SharedKey, about
 from protocol.model_card import SamplingDefaults
 
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -37,6 +37,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         ),
     ]
     address: Annotated[str, about("where the engine awaits this worker (ZeroMQ)", wiring=True)] = ""
+    log_format: LogFormat = "text"
     draft_model: Annotated[
         str,
         about(

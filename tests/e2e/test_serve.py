@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,15 @@ def test_the_start_is_told_in_phases_and_ends_with_what_to_do_next(server: Serve
     assert f"Tidegate serves smollm2-135m at {server.url}" in told
     assert f"curl {server.url}/v1/chat/completions" in told
     assert server.ready_s < 60
+
+
+def test_at_most_ten_lines_precede_the_banner(server: Server) -> None:
+    asked = next(n for n, line in enumerate(server.err) if "GET /v1/models 200" in line)
+    welcome = next(n for n, line in enumerate(server.out) if "Tidegate serves" in line)
+    lines = [*filter(None, server.out[:welcome]), *server.err[: asked + 1]]
+    assert len(lines) <= 10, server.said
+    pattern = re.compile(r"\d\d:\d\d:\d\d (tidegate|gateway|engine|worker)\[\d+\] INFO .+")
+    assert all(map(pattern.fullmatch, lines)), server.said
 
 
 def test_a_question_on_standard_input_is_answered_on_standard_output(server: Server) -> None:
@@ -151,7 +161,7 @@ def test_a_drain_that_somebody_else_asked_for_ends_the_server_well_and_says_who(
         drain = tidegate("drain", *port(server))
         assert drain.returncode == 0, drain
         assert server.end() == ExitCode.OK, server.said
-    assert "engine drained, as the client 'drain' asked; the server stops" in server.out
+    server.line_with("INFO engine drained, as the client 'drain' asked; the server stops")
     assert not [line for line in server.err if line.startswith(("tidegate:", "Traceback"))]
     assert not run_directory(server.port).exists(), "a clean stop leaves nothing"
 

@@ -74,11 +74,9 @@ def test_a_server_gets_ready_in_phases_and_a_drain_ends_it_well_and_in_order() -
         helper = helper_of(program)
         program.signal(SIGTERM)
         assert program.end() == 0, program.said
-        assert program.out[1:] == [
-            "listening",
-            "ready echo",
-            "stopping: open requests may finish",
-        ]
+        *banner, stopping = program.out[1:]
+        assert banner == ["listening", "ready echo"]
+        assert stopping.endswith(" INFO stopping: open requests may finish")
         stops = [line for line in program.err if line.endswith("stops")]
         assert stops == ["gateway stops", "engine stops"]
         assert eventually(lambda: not is_alive(helper)), "what the engine had started lives on"
@@ -180,6 +178,16 @@ def test_a_child_that_fails_to_start_is_told_by_its_last_error() -> None:
         cause = "tidegate: engine exited with code 1: RuntimeError: no such model: x"
         assert cause in program.err
         assert "Traceback (most recent call last):" in program.err  # passed on as it is
+
+
+def test_with_json_logs_a_traceback_of_a_child_and_the_cause_are_json_lines() -> None:
+    with supervised(BROKEN, log_format="json") as program:
+        assert program.end() == 1
+        first, *_, last = [json.loads(line) for line in program.err]
+        assert first["process"] == f"engine[{pids(program)[1]}]"
+        assert first["message"] == "Traceback (most recent call last):"
+        assert last["level"] == "ERROR"
+        assert last["message"] == "engine exited with code 1: RuntimeError: no such model: x"
 
 
 def test_a_second_ctrl_c_ends_a_child_that_does_not_listen() -> None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 from tools.children import Command
-from tools.watch import say, supervise
+from tools.terminal import Terminal
+from tools.watch import supervise
 from tools.web import Server
+
+say = partial(print, flush=True)
 
 
 def main() -> int:
@@ -22,15 +26,17 @@ def main() -> int:
                 name,
                 [sys.executable, "-P", "-c", code],
                 revives=number == 0,
+                log_format=wanted.get("log_format", "text"),
                 survivors_s=(number == 0) * wanted.get("survivors_s", 0.0),
             )
             for number, (name, code) in enumerate(wanted["commands"])
         ],
         Server(f"http://127.0.0.1:{wanted['port']}"),
+        Terminal(wanted.get("log_format", "text")),
         start_timeout_s=wanted.get("start_timeout_s", 30.0),
         drain_s=wanted.get("drain_s", 30.0),
         max_restarts=wanted.get("max_restarts", 0),
-        on_started=lambda children: say("started " + " ".join(str(c.pid) for c in children)),
+        on_started=lambda children: say("started", *(child.pid for child in children)),
         on_listening=lambda: say("listening"),
         on_ready=lambda model: say(f"ready {model}"),
     )

@@ -44,7 +44,7 @@ def test_every_field_but_wiring_is_an_option() -> None:
         wiring |= {"recommended_sampling"}
         wiring |= {"api_key_digests", "supervisor_digest", "metrics_directory"}
         if config is not ServeConfig:
-            wiring |= {"cluster_key", "kv_export", "kv_address"}
+            wiring |= {"log_format", "cluster_key", "kv_export", "kv_address"}
         if config is GatewayConfig:
             wiring |= {"prefill", "decode", "kv_on_failure"}
         assert {flag.field for flag in flags_of(config)} == fields - wiring

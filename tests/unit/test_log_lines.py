@@ -1,10 +1,11 @@
-"""Lines of the log as JSON: one object each; of an exception no words, unless they are wanted."""
+"""Log lines as text, in colour and as JSON, and what they show of requests and exceptions."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from gateway import access_log
 from gateway.log_lines import formatter
 from gateway.record import Record
+from protocol.log_lines import LineFormatter, LogStyle, without_style
+from tools.terminal import Terminal, log_style
 
 CANARY = "what somebody wrote"
 RECORD = Record(
@@ -80,3 +83,69 @@ def test_a_request_is_its_fields(caplog: pytest.LogCaptureFixture) -> None:
     assert "finish" not in told
     text = formatter("text", shows_content=False).format(line)
     assert text.endswith("POST /v1/completions 429 id=r-1 key=ci ms=12.3")
+
+
+TEXT = "00:00:12 engine[41] ERROR one\ntwo"
+COLOR = "\x1b[2m00:00:12 engine[41]\x1b[0m \x1b[31mERROR\x1b[0m one\ntwo"
+JSON = (
+    '{"time":"1970-01-01T00:00:12.500Z","level":"ERROR","process":"engine[41]",'
+    '"event":"engine_core.loop","message":"one\\ntwo"}'
+)
+
+
+@pytest.mark.parametrize(("style", "line"), [("text", TEXT), ("color", COLOR), ("json", JSON)])
+def test_a_line_has_time_process_level_and_message(style: LogStyle, line: str) -> None:
+    made = LineFormatter("engine", style)
+    made.converter = time.gmtime
+    facts = {"name": "engine_core.loop", "levelno": logging.ERROR, "levelname": "ERROR"}
+    record = logging.makeLogRecord(
+        {**facts, "msg": "one\n%s", "args": ("two",), "created": 12.5, "process": 41}
+    )
+    assert made.format(record) == line
+    assert without_style(line) == ("ERROR one\ntwo" if style == "json" else TEXT)
+
+
+class Screen:
+    def __init__(self, *, is_terminal: bool) -> None:
+        self.isatty = lambda: is_terminal
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "log_format", "environment", "style"),
+    [
+        (True, "text", {}, "color"),
+        (True, "text", {"NO_COLOR": "1"}, "text"),
+        (True, "text", {"TERM": "dumb"}, "text"),
+        (True, "json", {}, "json"),
+        (False, None, {}, "text"),
+        (False, "json", {}, "json"),
+    ],
+)
+def test_only_text_on_a_terminal_has_colours(
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+    log_format: str | None,
+    environment: dict[str, str],
+    style: LogStyle,
+) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, Screen(is_terminal=is_terminal))
+    found = log_style(log_format)
+    monkeypatch.undo()  # pytest writes to the true ones
+    assert found == style
+
+
+def test_a_banner_is_one_json_line_and_a_failure_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal = Terminal("json")
+    terminal.show("\nTidegate serves m\n\n  curl ...\n")
+    terminal.fail("no such model")
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["message"] == "Tidegate serves m"
+    assert json.loads(shown.err)["message"] == "no such model"
+    assert json.loads(shown.err)["level"] == "ERROR"

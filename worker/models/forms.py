@@ -98,7 +98,7 @@ def settle(
         )
         costs = step_costs(table, len(weights.layers))
         from_rows = dense_from(table) or NEVER
-        log.info("linears of a step: %s", in_words(table))
+        log.debug("linears of a step: %s", in_words(table))
     _settle(weights, from_rows)
     return costs
 
@@ -128,7 +128,7 @@ def _settle(weights: LlamaWeights, from_rows: int) -> None:
         if isinstance(weights.head, ByRows):
             weights.head = weights.head.settle(NEVER)
     if copied and from_rows < NEVER:
-        log.info("dense weights beside the packed ones: %d MiB", copied >> 20)
+        log.info("dense weights for %d rows and more: %d MiB", from_rows, copied >> 20)
 
 
 def _reader(layer: Sequence[ByRows]) -> Callable[[], list[Linear]]:

@@ -1,0 +1,85 @@
+"""Log lines: one format for all processes, as text for people or as JSON, one object per line."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+from typing import Literal, TypeAlias
+
+import msgspec
+
+LogStyle: TypeAlias = Literal["text", "color", "json"]
+FIELDS = "fields"
+"""Attribute of a log record: the members of its JSON line, in place of a message."""
+
+_COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class LineFormatter(logging.Formatter):
+    """Formats the log of one process, such as `13:05:12 engine[41] INFO drained, by a signal`.
+
+    process     its name; the pid is added
+    exceptions  formats exceptions
+    """
+
+    def __init__(
+        self,
+        process: str,
+        style: LogStyle = "text",
+        exceptions: logging.Formatter | None = None,
+    ) -> None:
+        super().__init__("%(asctime)s", "%H:%M:%S")
+        self._process = process
+        self._is_json, self._has_color = style == "json", style == "color"
+        self._exceptions = exceptions or logging.Formatter()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._json(record) if self._is_json else super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        head, level = f"{record.asctime} {self._process}[{record.process}]", record.levelname
+        if self._has_color:
+            head = f"\x1b[2m{head}\x1b[0m"
+            level = f"\x1b[{_COLORS.get(level, '1')}m{level}\x1b[0m"
+        return f"{head} {level} {record.message}"
+
+    def formatException(self, ei: object) -> str:
+        return self._exceptions.formatException(ei)  # type: ignore[arg-type]
+
+    def _json(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, object] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "process": f"{self._process}[{record.process}]",
+        }
+        if (fields := getattr(record, FIELDS, None)) is not None:
+            line |= {"event": "request", **fields}
+        else:
+            line |= {"event": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+class _JsonLine(msgspec.Struct):
+    level: str
+    message: str
+
+
+def without_style(line: str) -> str:
+    """Return level and message of a JSON line, and any other line without its colours."""
+    try:
+        found = msgspec.json.decode(line, type=_JsonLine)
+        return f"{found.level} {found.message}"
+    except msgspec.MsgspecError:
+        return _ESCAPES.sub("", line)
+
+
+def log_to_stderr(process: str, style: LogStyle = "text") -> None:
+    """Set up the log of this process; a later call replaces the earlier one."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(process, style))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -1,0 +1,63 @@
+"""With `--log-format json` a server prints nothing but JSON lines, gunicorn's included."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+
+import msgspec
+import pytest
+
+from protocol.exit_codes import ExitCode
+from tests.support.processes import Program, descendants_of, eventually, free_port
+from tests.support.tiny_checkpoint import write_tiny_llama
+
+
+class LogLine(msgspec.Struct):
+    time: str
+    level: str
+    process: str
+    event: str
+    message: str = ""
+
+
+def lines_of(printed: list[str]) -> list[LogLine]:
+    """Raise msgspec.MsgspecError if one of them is no JSON."""
+    return [msgspec.json.decode(line, type=LogLine) for line in printed]
+
+
+def serve(*words: str) -> Program:
+    command = ["-P", "-m", "tools", "serve", *words, "--log-format", "json"]
+    return Program([*command, "--port", str(free_port()), "--response-store", "none"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+def test_all_processes_print_json_from_start_to_end(model: Path) -> None:
+    with serve(str(model), "--max-slots", "2") as program:
+        program.line_with("Tidegate serves")
+        family = descendants_of(program.process.pid)
+        gunicorn = [pid for pid, words in family if "gunicorn" in words]  # the master comes first
+        os.kill(gunicorn[1], SIGKILL)  # the master logs an error, and starts another
+        assert eventually(lambda: sum('"message":"serving ' in line for line in program.err) == 2)
+        program.signal(SIGTERM)
+        assert program.end() == ExitCode.OK, program.said
+        (banner,) = [line for line in lines_of(program.out) if "Tidegate serves" in line.message]
+        assert banner.process == f"tidegate[{program.process.pid}]"
+        lines = lines_of(program.err)
+        names = {line.process.partition("[")[0] for line in lines}
+        assert names == {"gateway", "engine", "worker"}
+        (error,) = [line for line in lines if line.event == "gunicorn.error"]
+        assert (error.level, error.process) == ("ERROR", f"gateway[{gunicorn[0]}]")
+
+
+def test_a_server_that_cannot_start_says_why_in_json(tmp_path: Path) -> None:
+    with serve(str(tmp_path / "none")) as program:
+        assert program.end() == ExitCode.BAD_MODEL
+        (line,) = lines_of(program.err)
+        assert line.level == "ERROR"
+        assert line.message.startswith("no model")
