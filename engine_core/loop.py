@@ -225,7 +225,7 @@ class Loop:
     def _not_yet(self) -> ErrorInfo:
         """The refusal of what comes before a Welcome. It was meant for an engine that is gone."""
         what = "the model is loading" if self._engine is None else "the engine was restarted"
-        return EngineNotReady(f"{what}: ask again", retry_after_s=1).info()
+        return EngineNotReady(f"{what}: try again", retry_after_s=1).info()
 
     def _say_freed(self, engine: Engine) -> None:
         freed, engine.freed = engine.freed, {}

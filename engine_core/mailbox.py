@@ -85,7 +85,7 @@ class Mailbox:
             self.clients.on_sent(client, sum(memoryview(frame).nbytes for frame in frames))
 
     def _ignore(self, client: bytes) -> None:
-        log.warning("client %s does not read what it is sent; it is dropped", client.hex())
+        log.warning("dropping client %s, which does not read its messages", client.hex())
         self.clients.ignore(client, time.monotonic())
         self._on_gone(client)
         self._send(client, SessionLost(why="the engine dropped this client, which did not read"))

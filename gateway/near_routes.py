@@ -37,7 +37,7 @@ class NearRoutes:
         if not near:
             return f"{message}; {_ALL}"
         told = (f"{known} {path}" for path in near for known in self._methods[path])
-        return f"{message}; near it: {', '.join(told)}; {_ALL}"
+        return f"{message}; similar routes: {', '.join(told)}; {_ALL}"
 
     def not_allowed(self, method: str, path: str, allowed: Iterable[str]) -> str:
         """The message of a 405."""

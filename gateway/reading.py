@@ -262,10 +262,10 @@ def _chosen(asked: str, found: str | None) -> str | None:
 
 def _why(tools: str, reasoning: str, found: Detected) -> str:
     both = (("tool calls", TOOLS_OPTION, tools), ("reasoning", REASONING_OPTION, reasoning))
-    said = [f"{kind}: {name}, as {option} says" for kind, option, name in both if name != AUTO]
+    said = [f"{kind}: {name} (set by {option})" for kind, option, name in both if name != AUTO]
     if not said:
         return found.why
-    guess = [f"auto finds {found.why}"] if AUTO in (tools, reasoning) else []
+    guess = [f"auto detects {found.why}"] if AUTO in (tools, reasoning) else []
     return "; ".join([*said, *guess])
 
 

@@ -123,7 +123,7 @@ def _check_command(words: Sequence[str]) -> None:
     if word.startswith("-") or word in names:
         return
     if Path(word).suffix == ".gguf" or Path(word).is_dir():
-        hint = f": to serve it, say: tidegate serve {word}"
+        hint = f": to serve it, run: tidegate serve {word}"
     else:
         close = get_close_matches(word, names, n=1)
         hint = f": did you mean {close[0]}?" if close else ""

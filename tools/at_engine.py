@@ -23,7 +23,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         metavar="ADDRESS",
-        help="an engine by its address (ipc://PATH, tcp://HOST:PORT), instead of a server",
+        help="use the engine at this address (ipc://PATH, tcp://HOST:PORT), not a server",
     )
     parser.add_argument(
         "--cluster-key", default="", metavar="FILE", help="the key of its cluster, for TCP"

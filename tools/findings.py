@@ -50,7 +50,9 @@ def python(version: tuple[int, int, int]) -> Finding:
 def packages(troubles: Sequence[RoomTrouble]) -> Finding:
     """Tidegate's own packages, whose names other distributions may use as well."""
     if not troubles:
-        return Finding("packages", "protocol, gateway, engine_core, worker and tools are ours")
+        return Finding(
+            "packages", "protocol, gateway, engine_core, worker and tools are Tidegate's own"
+        )
     is_bad = any(trouble.is_fatal for trouble in troubles)
     said = "; ".join(trouble.said for trouble in troubles)
     return Finding("packages", said, Verdict.BAD if is_bad else Verdict.DOUBT, REMEDY)
@@ -131,7 +133,9 @@ def _model(plan: ModelPlan) -> Finding:
     if plan.window is None:
         return Finding("model", said)
     said = f"{plan.name}: {plan.architecture}, with an attention window of {plan.window:,} tokens"
-    remedy = "nothing is wrong; requests end with the window, as longer ones are not computed here"
+    remedy = (
+        "no action needed; requests are limited to the window, as longer ones are not supported"
+    )
     return Finding("model", said, Verdict.DOUBT, remedy)
 
 
@@ -139,20 +143,20 @@ def _model_memory(plan: ModelPlan) -> Finding:
     form = plan.dtype + "".join(f", {kind} is expanded" for kind in plan.expanded)
     said = (
         f"{_gib(plan.free_bytes)} free; {_gib(plan.weights_bytes)} for weights ({form}), "
-        f"{_gib(plan.kv_bytes)} for K/V, {_gib(plan.work_bytes)} to work"
+        f"{_gib(plan.kv_bytes)} for K/V, {_gib(plan.work_bytes)} for working memory"
     )
     if plan.max_len == plan.context_tokens:
-        return Finding("memory", f"{said}; requests of {plan.max_len:,} tokens")
-    said = f"{said}; requests of {plan.max_len:,} of {plan.context_tokens:,} tokens"
+        return Finding("memory", f"{said}; requests of up to {plan.max_len:,} tokens")
+    said = f"{said}; requests of up to {plan.max_len:,} of {plan.context_tokens:,} tokens"
     return Finding("memory", said, Verdict.DOUBT, _for_longer_requests(plan))
 
 
 def _for_longer_requests(plan: ModelPlan) -> str:
-    """The default takes a part of what is free; more can be had by name, if there is more."""
+    """Return the option that allows longer requests if the memory suffices for them."""
     needed = plan.kv_bytes / plan.max_len * plan.context_tokens * 1.01
     if needed <= plan.free_bytes - plan.weights_bytes - plan.work_bytes:
-        return f"for the longest ones: --kv-memory-gib {needed / GIB:.2f}"
-    return f"nothing is wrong; to say so: --max-len {plan.max_len}"
+        return f"for the longest requests, set --kv-memory-gib {needed / GIB:.2f}"
+    return f"no action needed; to accept this limit, set --max-len {plan.max_len}"
 
 
 def _gib(num_bytes: int) -> str:

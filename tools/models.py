@@ -55,7 +55,7 @@ def _instead(model: str) -> str:
             "nothing is fetched from the Hugging Face hub; fetch it first (hf download "
             f"{model} --local-dir {hub[1]}), then name its folder"
         )
-    return f"it is no path here and no name of {_names()}"
+    return f"it is neither a path here nor a name in {_names()}"
 
 
 def _unusable(why: str) -> Failure:

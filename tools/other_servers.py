@@ -10,13 +10,13 @@ from difflib import get_close_matches
 
 _MODEL = "the model is the first argument: tidegate serve MODEL"
 _ONE_DEVICE = "a model is computed on one device here; to use several, start a server for each"
-_SHARE = "--kv-memory-gib says how large the KV cache is, in GiB"
-_DRAFTS = "--speculation chooses it, --draft-model and --max-drafts what it guesses with"
+_SHARE = "--kv-memory-gib sets the size of the KV cache, in GiB"
+_DRAFTS = "--speculation selects the method; see also --draft-model and --max-drafts"
 _ALWAYS_CHUNKED = "prompts are always computed in chunks; --token-budget is the most in one step"
 _PREFIX_CACHE_ON = "the prefix cache is on; --no-prefix-cache switches it off"
 _TLS = "TLS is left to a proxy in front of the server"
 _METRICS_ON = "/metrics is always served"
-_KERNELS = "--kernels chooses what computes on a CPU"
+_KERNELS = "--kernels selects the kernels on a CPU"
 _NO_LORA = "adapters (LoRA) are not served; merge them into the model first"
 _REQUESTS = "--default-sampling sets sampling parameters for requests that set none"
 _FETCHED = "the folder of fetched models is $TIDEGATE_HOME"
@@ -45,7 +45,7 @@ VLLM: Mapping[str, str] = {
     "--enforce-eager": "no graph is compiled or captured, so there is nothing to switch off",
     "--trust-remote-code": "no code that comes with a model is ever run",
     "--tokenizer": "a model is served with its own tokenizer",
-    "--quantization": "weights are used as the file has them; --weights says in which form",
+    "--quantization": "weights keep the types of the file; --weights selects their form in memory",
     "--load-format": "GGUF and safetensors are recognised by the file",
     "--download-dir": _FETCHED,
     "--enable-auto-tool-choice": "tool calls are always read; --tool-format names the format",
@@ -66,7 +66,7 @@ VLLM: Mapping[str, str] = {
     "--kv-transfer-config": "--split, or --prefill and --decode",
     "--enable-lora": _NO_LORA,
     "--lora-modules": _NO_LORA,
-    "--seed": "a seed is a field of each request",
+    "--seed": "set `seed` in each request",
 }
 SGLANG: Mapping[str, str] = {
     "--model-path": _MODEL,

@@ -51,9 +51,9 @@ def limit(plan: ModelPlan) -> str | None:
     """Return why requests may not be as long as the model was made for; None if they may."""
     if plan.max_len < plan.context_tokens:
         return (
-            f"requests may have {plan.max_len:,} of the model's {plan.context_tokens:,} tokens "
-            "(--max-len, --kv-memory-gib)"
+            f"requests are limited to {plan.max_len:,} of the model's "
+            f"{plan.context_tokens:,} tokens (--max-len, --kv-memory-gib)"
         )
     if plan.window is not None:
-        return f"requests end with the model's attention window of {plan.window:,} tokens"
+        return f"requests are limited to the model's attention window of {plan.window:,} tokens"
     return None

@@ -9,17 +9,17 @@ import sys
 
 DESCRIPTION = """\
 Give an engine's journal (`tidegate serve --journal DIRECTORY`) to an engine of this version,
-without a worker, and see whether it decides everything as it was decided then. Leaves with code 1,
-and names the first difference, where it does not; with code 2 where there is no journal. Of a
-directory all journals are replayed, oldest first.
+without a worker, and compare its decisions with those in the journal. If one differs, name the
+first difference and exit with code 1. Exit with code 2 if there is no journal. All journals of a
+directory are replayed, oldest first.
 """
 
 EXAMPLES = """\
 examples:
   tidegate serve --journal /var/tmp/journals
-  tidegate replay /var/tmp/journals     all journals that are kept there
+  tidegate replay /var/tmp/journals     all journals in the directory
   tidegate replay /var/tmp/journals/engine-20260102-030405-77-0001.journal
-  tidegate replay PATH --check          look at every law of slots and blocks on the way: slow
+  tidegate replay PATH --check          check every invariant of slots and blocks too: slow
 """
 
 

@@ -252,7 +252,7 @@ def check_kv_disk(path: str) -> None:
         if path:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        why = f"--kv-disk {path}: this folder cannot be made: {error.strerror}"
+        why = f"--kv-disk {path}: cannot create this folder: {error.strerror}"
         raise Failure(why, exit_code=ExitCode.USAGE) from None
     if path and not os.access(path, os.W_OK | os.X_OK):
         raise Failure(f"--kv-disk {path}: not writable", exit_code=ExitCode.USAGE)

@@ -47,9 +47,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         port.name,
         type=port.read,
         metavar=port.metavar,
-        help="the server on this port; default: the only one of yours that runs here",
+        help="use the server on this port; default: your only server on this machine",
     )
-    parser.add_argument("--url", metavar="URL", help="the server at this URL, instead of a port")
+    parser.add_argument("--url", metavar="URL", help="use the server at this URL")
 
 
 def running(base: Path | None = None) -> list[RunningServer]:

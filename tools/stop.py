@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     names = [] if options.all else options.names or [_only(options)]
     if options.all and (options.names or options.port or options.url):
-        raise Failure("name servers, or say --all: not both", exit_code=2)
+        raise Failure("name servers or use --all, not both", exit_code=2)
     base = base_directory()
     places = chosen(look(base), names)
     victims = [each for place in places for each in asked(place, everybody=options.kill)]

@@ -110,8 +110,8 @@ def plan_memory(
     fitting = max(free_bytes - weights - work, 0) // block * options.block_tokens
     work += 4 * options.max_slots * min(options.max_len or context_tokens, fitting)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
-    takes = f"{model.name} takes {_gib(weights)} for weights ({_form(dtype, expanded)})"
-    takes += f" and {_gib(work)} to work; {_gib(free_bytes)} are free"
+    takes = f"{model.name} needs {_gib(weights)} for weights ({_form(dtype, expanded)})"
+    takes += f" and {_gib(work)} for working memory; {_gib(free_bytes)} are free"
     left = free_bytes - weights - work
     # The null block and one more; by default the cache has only a part of what is left.
     is_named = bool(options.kv_blocks or options.kv_memory_gib)
@@ -216,7 +216,7 @@ def _longer_or_shorter(
         ways.append(f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}")
     if held >= options.block_tokens:
         ways.append(f"--max-len {held}")
-    return ", or ".join(ways) or "take a smaller model"
+    return ", or ".join(ways) or "use a smaller model"
 
 
 def weights_bytes(model: PlannedModel, dtype: str) -> int:
@@ -296,7 +296,7 @@ def _smaller(model: PlannedModel, dtype: str, expanded: Sequence[str]) -> str:
     kept = ", ".join(BLOCK_FORMATS)
     if model.is_packed and (expanded or PLAIN_KINDS & set(model.kinds.values())):
         ways.append(f"a GGUF file of type {kept}, which stay packed")
-    return ", or ".join([*ways, "a smaller model"])
+    return "use " + ", or ".join([*ways, "a smaller model"])
 
 
 def _gib(num_bytes: int) -> str:

@@ -25,7 +25,7 @@ from worker.loading.vocabulary import check_draft
 from worker.memory_plan import PlannedModel, is_packed, plan_memory
 
 CPU = "cpu"
-REMEDY = "take another model, or correct its files"
+REMEDY = "use another model, or correct its files"
 
 
 def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
@@ -79,9 +79,9 @@ def choose_device(wanted: str) -> tuple[str, int]:
     remedy = "serve with --device cpu"
     if not build:
         raise UnusableModel(
-            f"device {wanted} was asked for, but the torch that is installed ({version}) computes "
-            "on CPUs only",
-            remedy=f"{remedy}, or install a torch that is built for CUDA",
+            f"device {wanted} was requested, but the installed torch ({version}) supports "
+            "only CPUs",
+            remedy=f"{remedy}, or install a CUDA build of torch",
         )
     if build == "hip":  # torch alone can tell, when it loads
         return ("cuda:0" if wanted in ("auto", "cuda") else wanted), sys.maxsize
@@ -91,8 +91,8 @@ def choose_device(wanted: str) -> tuple[str, int]:
     index = int(wanted.partition(":")[2] or 0)
     if index >= len(devices):
         raise UnusableModel(
-            f"device {wanted} was asked for, but the driver shows {len(devices)} CUDA devices",
-            remedy=f"{remedy}, or look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+            f"device {wanted} was requested, but the driver shows {len(devices)} CUDA devices",
+            remedy=f"{remedy}, or check nvidia-smi and CUDA_VISIBLE_DEVICES",
         )
     return f"cuda:{index}", devices[index]
 
@@ -111,7 +111,7 @@ def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str
     if not is_compiled(sets) and config.kernels != "auto":
         raise UnusableModel(
             f"kernels {config.kernels!r} are not compiled",
-            remedy="install again with a C++ compiler, or serve with --kernels auto",
+            remedy="reinstall with a C++ compiler, or serve with --kernels auto",
         )
     return is_compiled(sets)
 

@@ -19,9 +19,9 @@ _VERSION = Parameter(
 )
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": 1000}
 _PAGE = (
-    Parameter("limit", "At most so many, in Anthropic's shape.", schema=_LIMIT),
-    Parameter("after_id", "The model behind which the page begins."),
-    Parameter("before_id", "The model before which the page ends."),
+    Parameter("limit", "The most models on a page, in Anthropic's shape.", schema=_LIMIT),
+    Parameter("after_id", "The page begins after this model."),
+    Parameter("before_id", "The page ends before this model."),
 )
 
 OPERATIONS = (

@@ -117,7 +117,9 @@ class LimitedProcess:
         except ValueError as error:
             raise LimitExceeded(str(error)) from None
         if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
-            raise Overloaded("too many templates of requests wait to be rendered", retry_after_s=2)
+            raise Overloaded(
+                "too many request templates are waiting to be rendered", retry_after_s=2
+            )
         self._num_waiting += 1
         try:
             with self._turn:

@@ -22,8 +22,8 @@ _NESTED = (
     "thinking",
 )
 _REFUSED = {
-    "guided_whitespace_pattern": "between two items of JSON are at most 8 blanks",
-    "grammar_lazy": "a tool with strict true has its arguments enforced where the model calls it",
+    "guided_whitespace_pattern": "items of JSON are separated by at most 8 blanks",
+    "grammar_lazy": "`strict: true` on a tool enforces the arguments of its calls",
     "grammar_triggers": "structural_tag has triggers",
 }
 """field -> what to do instead"""

@@ -69,9 +69,7 @@ def answer_form(body: GenerationBody) -> AnswerForm | None:
             found.append(AnswerForm(field, form, reader.ignored))
     if len(found) > 1:
         first, second = found[0].field, found[1].field
-        raise InvalidRequest(
-            f"{second}: {first} already says what the answer looks like", param=second
-        )
+        raise InvalidRequest(f"{second}: {first} already sets the form of the answer", param=second)
     return found[0] if found else None
 
 

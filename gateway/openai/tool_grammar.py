@@ -24,10 +24,10 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
     """What the body of an answer must look like; None: nothing is demanded."""
     if bound is None or not bound.format.has_calls:
         if plan.demands_call or plan.is_narrowed:
-            demanded = "none can be demanded" if plan.demands_call else "none can be ruled out"
+            problem = "required" if plan.demands_call else "ruled out"
             raise InvalidRequest(
-                f"tool_choice: it is not known how this model writes calls (--tool-format), so "
-                f"{demanded}",
+                f"tool_choice: calls cannot be {problem}, because this model's tool format is "
+                "unknown (see --tool-format)",
                 param="tool_choice",
             )
         return None
@@ -47,8 +47,8 @@ def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) ->
     """The calls that an answer may be instead of the form that `form_field` asks for."""
     if bound is None or not bound.format.has_calls:
         raise InvalidRequest(
-            f"{form_field}: it is not known how this model writes calls (--tool-format), so its "
-            "answer cannot be either a call or of this form; tool_choice may be 'none'",
+            f"{form_field}: cannot be combined with tools, because this model's tool format is "
+            "unknown (see --tool-format); set tool_choice to 'none'",
             param=form_field,
         )
     _check_schemas(plan, plan.strict)

@@ -144,7 +144,7 @@ def _parameters(function: Mapping[str, Any], at: str) -> Mapping[str, Any] | Non
 def instead_of(kind: Any) -> str:
     """What to use in the place of another type of tool."""
     if kind == "custom":
-        return "; a function with one parameter, a string, takes any text"
+        return "; use a function with one string parameter instead"
     return ""
 
 

@@ -64,7 +64,7 @@ def _num_choices(
     count = 1 + max(indexes, default=0)
     if not 0 < count <= config.max_n:
         raise InvalidRequest(
-            f"{field}: {count:,} choices; from 1 to {config.max_n:,} are taken", param=field
+            f"{field}: {count:,} choices; must be from 1 to {config.max_n:,}", param=field
         )
     return count
 
@@ -89,7 +89,7 @@ class ChatDerendering:
         writes_calls = reading.tools is not None and not self._model.renderer.writes_no_tools
         if reading.reasoning is not None or writes_calls:
             raise InvalidRequest(
-                f"{CHAT}: needed, as answers of this model have parts: reasoning "
+                f"{CHAT}: required, because answers of this model have parts: reasoning "
                 f"({reading.reasoning}), tool calls ({reading.tools})",
                 param=CHAT,
             )
@@ -212,7 +212,7 @@ class CompletionDerendering:
         if not 0 < count <= self._config.max_prompts:
             at = "prompt_index" if body.stream else field
             raise InvalidRequest(
-                f"{at}: {count:,} prompts; from 1 to {self._config.max_prompts:,} are taken",
+                f"{at}: {count:,} prompts; must be from 1 to {self._config.max_prompts:,}",
                 param=at,
             )
         return CompletionBody(

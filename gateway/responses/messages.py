@@ -100,8 +100,8 @@ def check_outputs(items: Sequence[Placed]) -> None:
         missing = [call for call in calls if call not in answered]
         if missing and len(missing) < len(calls):
             raise InvalidRequest(
-                f"input: there is no output for the function call {missing[0]!r}, which was made "
-                "together with others that have theirs",
+                f"input: the function call {missing[0]!r} has no output, but other calls that were "
+                "made together with it have one",
                 param="input",
             )
 

@@ -23,9 +23,7 @@ def check_growth(tokenizer: Mapping[str, Any]) -> None:
     """Raises ValueError if a part of the tokenizer makes too much of a text."""
     for part in ("normalizer", "decoder"):
         if growth_of(tokenizer.get(part)) > MAX_GROWTH:
-            raise ValueError(
-                f"its {part} can make more than {MAX_GROWTH} characters of a single one"
-            )
+            raise ValueError(f"its {part} can expand one character to more than {MAX_GROWTH}")
 
 
 def growth_of(part: Any) -> float:

@@ -151,7 +151,7 @@ def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_non
 
 def test_the_only_server_is_stopped_and_of_several_one_has_to_be_named(machine: Machine) -> None:
     assert "no server runs here; see: tidegate ps" in machine.tool("stop", code=1)
-    assert "name servers, or say --all" in machine.tool("stop", "8001", "--all", code=2)
+    assert "name servers or use --all" in machine.tool("stop", "8001", "--all", code=2)
     machine.serve("8001")
     machine.serve("8002")
     assert "2 servers run here: 8001, 8002; choose with --port" in machine.tool("stop", code=2)

@@ -95,7 +95,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     path = str(write_tiny_llama(tmp_path))
     code, lines = serve(tmp_path, path, "--port", "9181", "--device", "cuda")
     assert (code, len(lines)) == (ExitCode.BAD_MODEL, 1), lines
-    assert "device cuda was asked for" in lines[0]
+    assert "device cuda was requested" in lines[0]
     assert "serve with --device cpu" in lines[0]
 
 

@@ -94,7 +94,7 @@ def test_a_directory_of_a_tokenizer_is_served_by_one_command(tmp_path: Path) -> 
                     "content": "a" * 1_000_000,
                 }
             },
-            "its normalizer can make more than 64 characters of a single one",
+            "its normalizer can expand one character to more than 64",
         ),
     ],
     ids=["damaged", "exploding"],

@@ -52,7 +52,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     [
         ("serv", "tidegate: no command 'serv': did you mean serve?  (see tidegate --help)"),
         ("xyzzy", "tidegate: no command 'xyzzy'  (see tidegate --help)"),
-        ("a.gguf", "no command 'a.gguf': to serve it, say: tidegate serve a.gguf  (see"),
+        ("a.gguf", "no command 'a.gguf': to serve it, run: tidegate serve a.gguf  (see"),
     ],
 )
 def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
@@ -99,7 +99,7 @@ def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:
         ("smollm2", "no model 'smollm2': did you mean smollm2-135m?"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "did you mean smollm2-135m?"),
         ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
-        ("qwen9-900b", "no path here and no name of the catalogue"),
+        ("qwen9-900b", "neither a path here nor a name in the catalogue"),
     ],
 )
 def test_a_model_that_is_not_here_is_refused_with_what_to_type(

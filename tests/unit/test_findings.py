@@ -110,18 +110,19 @@ def test_a_machine_that_has_all_is_well() -> None:
             planned(window=4096)[0],
             Verdict.DOUBT,
             "with an attention window of 4,096 tokens",
-            "requests end with the window",
+            "requests are limited to the window",
         ),
         (
             planned(max_len=4096)[1],
             Verdict.DOUBT,
-            "requests of 4,096 of 8,192 tokens",
+            "requests of up to 4,096 of 8,192 tokens",
             "--kv-memory-gib 2.02",
         ),
         (
             planned(max_len=4096, free_bytes=4 * GIB)[1],
             Verdict.DOUBT,
-            "4.00 GiB free; 2.00 GiB for weights (bfloat16), 1.00 GiB for K/V, 0.25 GiB to work",
+            "4.00 GiB free; 2.00 GiB for weights (bfloat16), 1.00 GiB for K/V, "
+            "0.25 GiB for working memory",
             "--max-len 4096",
         ),
         (findings.device(GPU, [HOLDER]), Verdict.BAD, "by pid 7 (small on port 8000", "cuda:N"),

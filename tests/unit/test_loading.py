@@ -164,7 +164,7 @@ def test_of_large_files_both_ends_the_size_and_samples_are_hashed(
         ("rope_parameters", [1], "rope_parameters is not an object"),
         ("hidden_size", "96", "'hidden_size' is '96', not an integer"),
         ("hidden_size", True, "'hidden_size' is True"),
-        ("vocab_size", None, "by the config it should be (32000, 96)"),
+        ("vocab_size", None, "the config requires (32000, 96)"),
         ("vocab_size", -1, "not within"),
         ("num_hidden_layers", 1 << 40, "not within"),
         ("num_attention_heads", 0, "not within"),

@@ -121,8 +121,8 @@ def test_a_plan_adds_up_and_fits(large: PlannedModel) -> None:
         (
             100,
             {},
-            "takes 12[0-9].* GiB for weights \\(bfloat16\\) and .* 100.00 GiB are free",
-            "^a GGUF file of type Q4_0, Q4_1, Q8_0, which stay packed, or a smaller model$",
+            "needs 12[0-9].* GiB for weights \\(bfloat16\\) and .* 100.00 GiB are free",
+            "^use a GGUF file of type Q4_0, Q4_1, Q8_0, which stay packed, or a smaller model$",
         ),
         (200, {"dtype": "float32"}, "\\(float32\\)", "--dtype bfloat16, or a GGUF"),
         (150, {"max_len": 131072}, "less than max_len \\(131,072\\)", "--max-len [0-9]+$"),

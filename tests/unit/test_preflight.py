@@ -80,13 +80,13 @@ def change(path: Path, **fields: Any) -> None:
     ("damage", "said", "remedy"),
     [
         (lambda p: change(p, architectures=["Rwkv"]), "'Rwkv'", "another model"),
-        (lambda p: change(p, hidden_size=64), "by the config it should be", "files"),
+        (lambda p: change(p, hidden_size=64), "the config requires", "files"),
         (lambda p: change(p, num_hidden_layers=3), "no tensor 'model.layers.2", "fetch"),
         (lambda p: spoil(p, "config.json", "{"), "config.json is not valid JSON", "fetch"),
         (lambda p: (p / "config.json").unlink(), "cannot read", "files"),
         (lambda p: (p / "tokenizer.json").unlink(), "no tokenizer.json", "files"),
         (lambda p: (p / "model.safetensors").unlink(), "holds neither", "fetch"),
-        (lambda p: spoil(p, "model.safetensors", "x"), "ends behind the file", "fetch"),
+        (lambda p: spoil(p, "model.safetensors", "x"), "extends past the end of the file", "fetch"),
         (lambda p: spoil(p, "model.safetensors", "\1" + 7 * "\0" + "["), "not valid JSON", "fetch"),
     ],
 )
@@ -108,10 +108,10 @@ def test_a_header_that_lies_about_its_bytes_is_damaged(tiny: Path) -> None:
     name = "model.norm.weight"
     begin, end = header[name]["data_offsets"]
     for entry, said in (
-        ({"data_offsets": [begin, end + 4]}, "has not the bytes of its shape"),
+        ({"data_offsets": [begin, end + 4]}, "does not match its shape"),
         ({"data_offsets": [begin - 4, end - 4]}, "overlap, or leave gaps"),
         ({"data_offsets": [begin, -1]}, "damaged or truncated: the header's entry"),
-        ({"shape": [64]}, "has not the bytes of its shape"),
+        ({"shape": [64]}, "does not match its shape"),
         ({"dtype": "F8_E4M3"}, "model.norm.weight has dtype F8_E4M3; supported: F32, F16, BF16"),
     ):
         text = json.dumps(header | {name: header[name] | entry}).encode()
@@ -165,7 +165,7 @@ def test_the_installed_torch_is_known_without_importing_it() -> None:
         ("cuda", "cuda", [7, 8], "cuda:0"),
         ("cuda:1", "cuda", [7, 8], "cuda:1"),
         ("cuda:1", "hip", [], "cuda:1"),
-        ("cuda", "", [7], "computes on CPUs only"),
+        ("cuda", "", [7], "only CPUs"),
         ("cuda", "cuda", [], "the driver shows 0 CUDA devices"),
         ("cuda:2", "cuda", [7, 8], "the driver shows 2 CUDA devices"),
     ],

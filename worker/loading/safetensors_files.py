@@ -110,7 +110,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
             size = int.from_bytes(file.read(HEADER_SIZE_BYTES), "little")
             start = HEADER_SIZE_BYTES + size
             if size > MAX_HEADER_BYTES or start > file_bytes:
-                raise _damaged(path, "its header ends behind the file")
+                raise _damaged(path, "its header extends past the end of the file")
             header = json.loads(file.read(size))
     except OSError as error:
         raise _damaged(path, str(error.strerror)) from error
@@ -138,7 +138,7 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     begin, end = stored.data_offsets
     num_bytes, item_bytes = end - begin, DTYPE_BYTES.get(stored.dtype)
     if num_bytes < 0 or (item_bytes and num_bytes != item_bytes * math.prod(stored.shape)):
-        raise _damaged(path, f"{name!r} has not the bytes of its shape")
+        raise _damaged(path, f"the size of {name!r} does not match its shape")
     return StoredTensor(path, stored.dtype, tuple(stored.shape), start + begin, start + end)
 
 

@@ -26,7 +26,7 @@ def check_draft(draft: Vocabulary, model: Vocabulary) -> None:
         raise UnusableModel(
             f"the draft model {draft.name} has another vocabulary than {model.name} "
             f"({draft.vocab_size:,} and {model.vocab_size:,} ids); it must have the same tokenizer",
-            remedy="take another --draft-model",
+            remedy="choose another --draft-model",
         )
 
 

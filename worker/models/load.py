@@ -54,7 +54,7 @@ def load_model(
     header = read_header(Path(path))
     config = header.config
     if config.window is not None:
-        log.warning("the context ends with the attention window of %d tokens", config.window)
+        log.warning("the context is limited to the attention window of %d tokens", config.window)
     kernels = fitting(kernels or TorchKernels(), config)
     make = maker(kernels, weights)
     loaded = load_llama(config, open_weights(header), dtype=dtype, device=device, make=make)

@@ -93,7 +93,7 @@ def rope_config(config: Fields) -> RopeConfig:
     if lost not in (None, theta):
         log.warning(
             "rope_scaling replaces rope_parameters as a whole: rope_theta is %g, not %s; "
-            "write rope_theta into rope_scaling if that is not meant",
+            "to use the lost value, set rope_theta in rope_scaling",
             theta,
             lost,
         )

@@ -108,9 +108,7 @@ def check_tensors(config: LlamaConfig, found: Mapping[str, Shape]) -> None:
         if name not in found:
             raise UnusableModel(f"the files hold no tensor {name!r}", remedy=FETCH_AGAIN)
         if found[name] != shape:
-            raise UnusableModel(
-                f"{name} has shape {found[name]}, by the config it should be {shape}"
-            )
+            raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
         known.add(name)
     if others := sorted(n for n in found.keys() - known if not n.endswith(COMPUTED)):
         some = ", ".join(others[:3])

@@ -43,7 +43,7 @@ def test_the_operator_chooses_template_formats_and_defaults(
     with GatewayProcess(engine=engine.address, **options) as own:
         own.await_ready()
         (model,) = requests.get(own.url + "/v1/models", timeout=5).json()["data"]
-        why = "tool calls: none, as --tool-format says; reasoning: none, as --reasoning-format says"
+        why = "tool calls: none (set by --tool-format); reasoning: none (set by --reasoning-format)"
         assert model["formats"] == {"tools": None, "reasoning": None, "why": why}
         content = whole(own, WITH_TOOLS)["choices"][0]["message"]["content"]
         assert content == "<think>text</think>" + COLOGNE
@@ -68,7 +68,7 @@ def test_a_format_whose_markers_are_ordinary_text_may_be_named_for_any_model(
     with GatewayProcess(engine=engine.address, tool_format="minimax_m2") as own:
         own.await_ready()
     assert (
-        "formats: tool calls: minimax_m2, as --tool-format says; auto finds tool calls: hermes"
+        "formats: tool calls: minimax_m2 (set by --tool-format); auto detects tool calls: hermes"
         in own.log
     )
 
