@@ -1,4 +1,4 @@
-"""The engine's clients: when each last sent something, and how much of what it was sent is unread.
+"""The engine's clients: when each last sent something, and how many sent bytes it has not read.
 
 Pure bookkeeping; time is an argument (seconds of a steady clock). A client is dropped if
 
@@ -27,9 +27,9 @@ class _Client:
     name: str
     heard_at: float
     probed_at: float = float("-inf")
-    #: Of all messages to it since it was greeted first.
+    #: Bytes of all messages sent to it since its first Hello.
     sent_bytes: int = 0
-    #: Of these, as its last Ping says. Never more than `sent_bytes`.
+    #: Bytes that it has read, by its last Ping. Never more than `sent_bytes`.
     read_bytes: int = 0
 
 
@@ -49,7 +49,7 @@ class Clients:
         return list(self._clients)
 
     def greet(self, client: bytes, now: float, name: str = "") -> None:
-        """It said Hello: known from now on. What it has not read yet still counts."""
+        """Add a client that has sent Hello. Messages that it has not read yet still count."""
         known = self._clients.get(client)
         if known is None:
             self._clients[client] = _Client(name, now)
@@ -100,7 +100,7 @@ class Clients:
             known.sent_bytes += num_bytes
 
     def on_read(self, client: bytes, read_bytes: int) -> None:
-        """It has read so much of what it was sent, it says."""
+        """Record how many of the sent bytes the client reports as read."""
         if (known := self._clients.get(client)) is not None:
             known.read_bytes = max(known.read_bytes, min(read_bytes, known.sent_bytes))
 
@@ -109,7 +109,7 @@ class Clients:
         return known is not None and known.sent_bytes - known.read_bytes > MAX_UNREAD_BYTES
 
     def ignore(self, client: bytes, now: float) -> None:
-        """Forget it, and what it says until IGNORED_S from now."""
+        """Drop the client, and ignore its messages until IGNORED_S from now."""
         self.drop(client)
         self._ignored_until[client] = now + IGNORED_S
         if len(self._ignored_until) > MAX_IGNORED:

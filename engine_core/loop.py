@@ -107,8 +107,8 @@ class Loop:
         self._journal = journal
 
     def run(self) -> None:
-        """Returns when drained; `drained_by` says who asked for it first. Raises WorkerLost when
-        the worker is, and Dismissed; all clients are sent the cause."""
+        """Run until drained; `drained_by` names the first requester. Raises WorkerLost if the
+        worker is lost, and Dismissed after SIGQUIT; all clients are sent the cause."""
         poller = zmq.Poller()
         sources = (self._mail.socket, self._workers.socket, self._workers.death, self._wakeup)
         for source in (*sources, self._grammars.fd):

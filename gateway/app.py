@@ -181,8 +181,8 @@ def _tell_errors(app: Flask) -> None:
 
 
 def _is_anthropic() -> bool:
-    """Whether the path is one of theirs, even where there is no such route: the client is theirs
-    all the same. Of the paths that two APIs have, it says so itself."""
+    """Return whether the client is Anthropic's: by the path, even if no route has it, or by the
+    header on a path that two APIs share."""
     if _is_below(MODELS):
         return VERSION_HEADER in request.headers
     return _is_below(ANTHROPIC)

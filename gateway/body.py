@@ -1,7 +1,7 @@
-"""Request bytes -> a checked struct. Whatever is wrong is said here, with the field's name.
+"""Request bytes -> a checked struct. Errors name the field at fault.
 
 Sizes and counts are checked while the body is read, types and bounds while decoding (msgspec),
-nesting after it. Nothing here knows what a field means.
+nesting after it. Nothing here depends on the meaning of a field.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_VALUES = 200_000
 """Values inside it, on all levels."""
 MAX_LISTED_FIELDS = 16
 MAX_SHOWN_CHARS = 64
-"""Of a key of the request, in an error."""
+"""The most characters of a request's key that an error shows."""
 MAX_SHORT_VALUES = 256
 BODY_S = 60
 SMALL_BYTES = 1 << 18
@@ -44,9 +44,9 @@ SMALL_BYTES = 1 << 18
 NUM_LARGE = 4
 """Bodies of the largest size that are in memory at once."""
 WAIT_S = 20
-"""For as long a large body waits until others have been decoded."""
+"""The longest time that a large body waits for others to be decoded."""
 TURN_S = 0.001
-"""Others' turn between two uninterruptible parts of the work on a large body."""
+"""The pause for other greenlets between two uninterruptible parts of the work on a large body."""
 _PIECE_BYTES = 1 << 16
 
 T = TypeVar("T")
@@ -61,9 +61,9 @@ _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyMemory:
-    """Bounds the memory of large bodies that are being read and decoded: who comes first is first.
+    """Bounds the memory of large bodies that are being read and decoded, first come, first served.
 
-    The rest waits unread, so the clients' own sockets hold it.
+    Other bodies wait unread, in the sockets of their clients.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -125,10 +125,10 @@ class BodyReader:
 
     @contextlib.contextmanager
     def read(self, request: Request, bounds: JsonBounds = USUAL_BOUNDS) -> Iterator[bytes]:
-        """The body of a JSON request, for as long as it is decoded. A request without a content
-        type is taken to be JSON.
+        """Yield the body of a JSON request, to be decoded inside the `with`. A request without a
+        content type is taken to be JSON.
 
-        Raises 413 if it is longer than `max_bytes`, 415 if it says that it is something else, 408
+        Raises 413 if it is longer than `max_bytes`, 415 if its type is another one, 408
         if it takes longer than BODY_S, InvalidRequest if it is cut or malformed or holds more than
         `bounds`, and Overloaded if other large bodies are in the way.
         """
@@ -220,9 +220,9 @@ def _key_at_fault(
 ) -> str | None:
     """Return the key of the mapping at `path` that `decoder` complains about; None: not found.
 
-    msgspec does not say which it is. So the mapping is decoded again with fewer of its members,
-    until the first is found with which the error is the same. Of what surrounds it only short
-    values are decoded again: they may say of what type it is.
+    msgspec does not name the key. So the mapping is decoded again with fewer of its members, until
+    the first is found with which the error is the same. Of the values around the mapping, only
+    short ones are decoded again: they may determine its type.
     """
     steps = [int(place) if place else name for place, name in _STEP.findall(path)]
     around: list[dict[str, msgspec.Raw]] = []

@@ -1,4 +1,4 @@
-"""What a 404 and a 405 say: the routes near the one that was asked for."""
+"""Messages of 404 and 405 errors, with the routes that resemble the requested one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VARIABLE = re.compile(r"<(?:\w+:)?(\w+)>")
 _UNTOLD = {"HEAD", "OPTIONS"}
 MAX_NEAR = 3
 LEAST_LIKENESS = 0.6
-"""Of two paths, as `difflib` has it; 1 is the same."""
+"""The least similarity of two paths, as `difflib` measures it; 1 is equality."""
 _ALL = "GET /openapi.json lists all routes"
 
 

@@ -272,7 +272,7 @@ def _why(tools: str, reasoning: str, found: Detected) -> str:
 _CONTROL_TOKEN = re.compile(rf"<[|{BAR}].*>|\[[A-Z_]+\]")
 """A marker of this shape is one token in every model that writes it, or made of such tokens."""
 _MIN_PART_CHARS = 3
-"""A shorter token says nothing about a marker that contains it."""
+"""A shorter token is no evidence for a marker that contains it."""
 
 
 def _check_markers(

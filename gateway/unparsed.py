@@ -1,7 +1,7 @@
 """Requests that gunicorn could not parse, or answered with an exception of its own.
 
-They never reach the application. They are answered in the JSON of all our errors, without a word
-of what was sent: a bad request line may hold a prompt, a bad header a key. They are logged and
+They never reach the application. They are answered with our usual JSON errors, which quote nothing
+of the request: a bad request line may hold a prompt, a bad header a key. They are logged and
 counted as every request is, without a method and a path.
 """
 

@@ -46,7 +46,7 @@ DESCRIPTION = (
 
 BENCH_STEP = "bench step"
 STARTERS = (serve.run, engine.run)
-"""What starts engines, and so has the options for which other servers have other names."""
+"""The commands that start engines. Other servers have other names for their options."""
 
 EXAMPLES = """\
 a first minute:
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Failure as failure:
         Terminal(log_style(log_format)).fail(str(failure))
         return failure.exit_code
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # the reader of our output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:

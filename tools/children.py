@@ -117,8 +117,8 @@ class Child:
         return Exit(self.name, code, why, stands_for)
 
     def _why(self, code: int) -> str:
-        """Return why it ended: as it said, or else as its last lines look, if it failed by itself.
-        What a process has printed before a signal killed it says nothing of its death."""
+        """Return why it ended: the cause that it reported, or else its last lines, if it failed by
+        itself. The output of a process that a signal killed does not explain its death."""
         if code < 0:
             return why_killed(signal.Signals(-code), self._num_oom_kills)
         if code == ExitCode.OK:

@@ -115,13 +115,13 @@ def device(facts: MachineFacts, holders: Sequence[Holder]) -> Finding:
 
 
 def memory(facts: MachineFacts) -> Finding:
-    """Of the device, if no model is known."""
+    """Return the free memory of the device, if no model is known."""
     return Finding("memory", f"{facts.free_bytes / GIB:.1f} GiB free")
 
 
 def model(found: Preflight) -> list[Finding]:
-    """What a model is, and whether it fits into memory: what a server is refused for at its start,
-    with the options that it has if none are given."""
+    """Return what a model is, and whether it fits into memory with default options. A server that
+    fails these checks does not start."""
     if found.error:
         what = "memory" if found.is_memory else "model"
         return [Finding(what, found.error, Verdict.BAD, found.remedy)]

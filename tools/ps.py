@@ -25,7 +25,7 @@ examples:
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a server takes: seconds since its supervisor began, bytes of memory of all its
+    """A server's age and memory: seconds since its supervisor began, and the bytes of all its
     processes."""
 
     age_s: float | None = None

@@ -46,9 +46,10 @@ PORT_TAKEN = ("a server already runs on port {}", "--port")
 
 @contextlib.contextmanager
 def holding(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> Iterator[int]:
-    """As `hold`, for a whole run: nothing of it stays behind, nor of servers that were killed.
+    """Hold the directory for a whole run, as `hold`. Remove the files of killed servers before, and
+    those of this one after.
 
-    What an exception leaves that nobody expected is not touched: children may still use it.
+    After an unexpected exception the files are left alone: children may still use them.
     """
     sweep(directory.parent)
     lock = hold(directory, taken)

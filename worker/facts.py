@@ -1,6 +1,6 @@
-"""`python -P -m worker.facts`: what a worker would find here and choose, as JSON.
+"""`python -P -m worker.facts`: the facts and defaults of a worker on this machine, as JSON.
 
-It asks the functions that a worker asks when it starts, so it cannot say anything else.
+It calls the functions that a worker calls when it starts, so both have the same results.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a model takes of the memory that there is: weights as they are after loading, K/V cache and
-room to work. Pure, and needs no torch.
+"""Plan of a model's memory: weights as they are after loading, K/V cache and working memory. Pure,
+and needs no torch.
 
 The plan is made before anything is loaded, from the headers of the files. When a worker has
 loaded, it calls `kv_budget` again, with the memory that is really free then. A server must be able
-to finish any request it accepts, so the cache holds at least one of the longest. If the user named
-the length, that is a condition; if not, the length gives way.
+to finish any request it accepts, so the cache holds at least one of the longest. If the user set
+the length, it must fit; if not, it is reduced to fit.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ BLOCK_FORMATS = {"Q4_0": sizes.Q4, "Q4_1": sizes.Q4, "Q8_0": sizes.Q8}
 DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 PROCESS_BYTES = 256 << 20
-"""Of all processes, before there is a model: measured with one of a few thousand weights, without
+"""Memory of all processes without a model: measured with one of a few thousand weights, without
 pages of files."""
 STEP_TOKENS = 256
-"""Computed at once: the default of --token-budget."""
+"""Tokens computed at once: the default of --token-budget."""
 LOGITS_COPIES = 3
-"""Of a step's logits, in float32: as computed, changed by parameters, as probabilities."""
+"""Copies of a step's logits, in float32: as computed, changed by parameters, as probabilities."""
 SLOT_NUMBERS = MAX_ALLOWED_TOKEN_IDS + MAX_BAD_SEQUENCES + MAX_BAD_TOKENS + MAX_STOP_TOKEN_IDS
 SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
-"""Four bytes each, of one slot, beside its tokens and blocks."""
+"""Numbers of one slot, four bytes each, beside its tokens and blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """What the plan must know of a model. kinds: of each tensor, the type of its numbers.
+    """The facts about a model that the plan needs. kinds: the type of each tensor's numbers.
 
     is_packed   matrices are held as the compiled kernels read them
     """
@@ -209,7 +209,7 @@ def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_b
 def _longer_or_shorter(
     options: WorkerConfig, needed: int, held: int, block_bytes: int, most: int
 ) -> str:
-    """More memory for the cache, if there is so much, or shorter requests."""
+    """Return the options to change: more cache memory, if it is free, or shorter requests."""
     blocks = -(-needed // options.block_tokens) + 1
     ways = []
     if blocks <= most:

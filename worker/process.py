@@ -173,8 +173,8 @@ class Connection:
 
 
 def in_one_line(error: Exception) -> str:
-    """The cause, as an operator reads it: the first line of the message, or the error's name; and
-    the remedy, if there is one."""
+    """Return the cause for an operator: the first line of the message, or the error's name, and the
+    remedy, if there is one."""
     lines = str(error).strip().splitlines()
     said = lines[0] if lines else type(error).__name__
     remedy = error.remedy if isinstance(error, UnusableModel) else ""

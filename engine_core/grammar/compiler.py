@@ -53,8 +53,8 @@ class Compiler:
         return Template(inner, (budget, self._spelling) if budget is not None else None)
 
     def _check_parts(self, grammar: Grammar, body: Body) -> None:
-        """Refuse what is wrong with the body or with the calls by itself: after the thinking it
-        would be found too late, and beside the other one not at all."""
+        """Refuse a body or calls that are wrong by themselves. After the thinking the error would
+        be found too late, and beside the other part not at all."""
         if grammar.thinking is not None or grammar.calls is not None:
             self._compile(Grammar(body=body))
         if grammar.calls is not None:

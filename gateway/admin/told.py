@@ -91,7 +91,7 @@ class Formats(msgspec.Struct, frozen=True):
 
 
 class SamplingInEffect(msgspec.Struct, frozen=True):
-    """The parameters with which the tokens of a request are drawn that sets none of them."""
+    """The sampling parameters of a request that sets none of them."""
 
     temperature: float
     top_p: float

@@ -81,10 +81,10 @@ def end_of(finished: Finished, answer: Answer) -> dict[str, Any]:
 
 def usage_of(answer: Answer, block_tokens: int) -> dict[str, Any]:
     """Return the usage so far. Each token of the prompt was read from the cache, written to it, or
-    neither. `block_tokens`: of the prefix cache; 0: there is none.
+    neither. `block_tokens` is the block size of the prefix cache; 0: there is no cache.
 
-    Written are the blocks that the same prompt will find when it comes again: all that are full
-    without the last token, which is always computed.
+    The blocks that the same prompt can find later count as written: all that are full without the
+    last token, which is always computed.
     """
     prompt, cached = answer.num_prompt_tokens, answer.num_cached_tokens
     findable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
@@ -101,8 +101,8 @@ def usage_of(answer: Answer, block_tokens: int) -> dict[str, Any]:
 
 
 def usage_at_start(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what only a message tells, and no `message_delta`: the parts of what was written, none of
-    which is kept for an hour for sure, and the tier, of which there is one."""
+    """Add the members that a message has and a `message_delta` has not: the service tier, and the
+    tokens written, by lifetime. No token is sure to be kept for an hour."""
     written = usage["cache_creation_input_tokens"]
     parts = {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0}
     return {**usage, "cache_creation": parts, "service_tier": "standard"}

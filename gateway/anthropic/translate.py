@@ -56,7 +56,7 @@ class Translation(msgspec.Struct, frozen=True):
         return named(self.own_name)
 
     def own_name(self, name: str) -> str:
-        """The request's name of a field of the chat."""
+        """Return the request's name for a field of the chat."""
         if (found := _PLACE.match(name)) and int(found[1]) < len(self.places):
             return self.places[int(found[1])]
         for pattern, own in {**_OF_TOOLS, **self._of_formats()}.items():

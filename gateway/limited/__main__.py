@@ -1,9 +1,9 @@
 """`python -P -m gateway.limited`: runs foreign code for the gateway that started it.
 
 Its stdin is a socket to that gateway: calls come in, replies go out. It opens nothing else. The
-kernel enforces the limits, so no template has to be looked at for what it does:
+kernel enforces the limits, so no template has to be inspected:
 
-    memory    RLIMIT_AS: what it had at its start and --memory-bytes more. Python then raises
+    memory    RLIMIT_AS: the memory at its start and --memory-bytes more. Beyond that Python raises
               MemoryError, which is reported, and the process ends: the next has a clean heap
     CPU time  a timer for each call, whose signal ends the process wherever it is
     files     none are written, and no core is dumped
@@ -43,12 +43,12 @@ from protocol.lifeline import die_with_parent
 MAX_OUTPUT_CHARS = 16_000_000
 MAX_MESSAGE_CHARS = 1_000
 RETIRE_BYTES = 64 << 20
-"""A process that holds so much more than at its start, after a call, is replaced."""
+"""A process that has grown by this much since its start is replaced after the call."""
 MAX_TEMPLATES = 16
 
 
 class Footprint:
-    """How much memory this process has. Where the system does not say, it is taken for nothing."""
+    """The memory of this process; 0 if the system does not report it."""
 
     def __init__(self) -> None:
         self._file = open("/proc/self/statm", "rb") if sys.platform == "linux" else None  # noqa: SIM115

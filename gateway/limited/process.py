@@ -1,8 +1,8 @@
 """One limited process, as the gateway sees it.
 
-Calls take turns. A call that goes beyond its limits has its process killed, by the kernel or from
-here, and fails; those that wait are sent to the next process. A process may also end through no
-fault of the call that it has, so a call is tried twice before its process's end is its own fault.
+Calls take turns. If a call exceeds its limits, the kernel or this module kills the process, and the
+call fails. Waiting calls are sent to the next process. A process may also end through no fault of
+its call, so a call fails only if a second process ends as well.
 
 The gateway's other greenlets go on meanwhile. The file descriptor is a plain one, so calls may come
 from any thread.
@@ -41,16 +41,16 @@ WALL_S = 30.0
 TRIES = 2
 _PIECE_BYTES = 1 << 20
 _ADDED = {"TOKENIZERS_PARALLELISM": "false"}
-"""To the environment: a thread for each core would reserve memory."""
+"""Added to the environment: a thread for each core would reserve memory."""
 _PASSED_ON = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
-"""Of the environment. Keys stand there, too, and are not for foreign code."""
+"""The variables that are passed on. Others may hold keys, which foreign code must not get."""
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Sent to whole groups of processes. A limited process ends with its gateway, which may have
 requests to finish."""
 
 
 class LimitExceeded(Exception):
-    """The call used too much time or memory, or crashed its process. Says which."""
+    """The call used too much time or memory, or crashed its process. The message says which."""
 
 
 class _Ended(Exception):
@@ -62,10 +62,10 @@ class _Ended(Exception):
 
 
 class LimitedProcess:
-    """Started with the first call, or by `start`, and again whenever the one before is gone.
+    """A process that is started by the first call, or by `start`, and again whenever it has ended.
 
     cpu_s        CPU time of one call
-    memory_bytes that it may have beyond what it has at its start
+    memory_bytes the most memory beyond that at its start
     wall_s       time of one call, the start of the process included; for a process that is stopped
     max_waiting  calls that may be open or wait for their turn; None: any number
     nice         added to the gateway's own niceness

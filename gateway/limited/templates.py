@@ -22,11 +22,11 @@ from gateway.limited.process import LimitedProcess, LimitExceeded
 from protocol.errors import InvalidRequest
 
 FOREIGN_CPU_S = 1.0
-"""Of one call for a template of a request. The others wait for it."""
+"""CPU time of one call for a template of a request. Other such calls wait meanwhile."""
 MAX_WAITING = 16
-"""Calls for templates of requests."""
+"""The most calls for templates of requests that are open or wait."""
 NICE = 5
-"""What a request's template computes comes after what the server computes."""
+"""Templates of requests run at a lower priority than the server."""
 
 
 class TemplateProcesses:

@@ -1,6 +1,6 @@
-"""A model's tokenizer, tried before it is used, in a process with limits.
+"""A trial of a model's tokenizer before it is used, in a process with limits.
 
-A damaged one ends the start, not requests. So does one that is slow or needs much memory.
+A tokenizer that is damaged, slow, or needs much memory ends the start, instead of requests later.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def trial_process() -> LimitedProcess:
 
 
 def try_tokenizer(tokenizer: bytes, process: LimitedProcess) -> None:
-    """Close the process after the trial. Raises ValueError, saying what is wrong with the bytes of
-    a tokenizer.json."""
+    """Try the bytes of a tokenizer.json, then close the process. Raises ValueError if the tokenizer
+    cannot be used."""
     try:
         reply = process.call(TryTokenizer(tokenizer.decode()))
     except UnicodeDecodeError as error:

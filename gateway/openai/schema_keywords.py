@@ -1,7 +1,7 @@
-"""The keywords of a JSON Schema that a request brings: which are enforced, which mean nothing to a
-grammar, and which are refused by name and place.
+"""The keywords of a request's JSON Schema: which are enforced, which have no meaning for a grammar,
+and which are refused by name and path.
 
-A path says where a keyword stands in the request:
+A path is the place of a keyword in the request:
 "response_format.json_schema.schema.properties.age.minimum".
 """
 
@@ -38,17 +38,17 @@ UNENFORCEABLE = frozenset(
 )  # fmt: skip
 """Keywords of JSON Schema that would change the answer, and that no grammar of ours can enforce."""
 SILENT = ANNOTATIONS | {"id", "$vocabulary", "contentSchema", "xml", "externalDocs"}
-"""Keywords that say nothing about what is valid."""
+"""Keywords that do not affect which values are valid."""
 
 
 MAX_UNKNOWN = 16
-"""Paths of unknown keywords that are told; more are not looked for."""
+"""The most paths of unknown keywords that are reported."""
 MAX_SEGMENT_CHARS = 100
-"""A longer name is cut in a path."""
+"""A longer name is truncated in a path."""
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """A keyword, and where its schema stands; a path is written only when it is told."""
+    """A keyword and the place of its schema. The path is composed only when it is reported."""
 
     parent: _Place | None
     segment: str
@@ -64,7 +64,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 def check_keywords(schema: Any, at: str, *, strict: bool) -> None:
     """Raise InvalidRequest naming the path of a keyword that cannot be enforced. With `strict` an
-    unknown keyword is one, too."""
+    unknown keyword is refused, too."""
     for parent, keyword in _keywords(schema, at):
         if keyword in UNENFORCEABLE:
             path = _path(parent, keyword)
@@ -79,8 +79,7 @@ def check_keywords(schema: Any, at: str, *, strict: bool) -> None:
 
 
 def unknown_keywords(schema: Any, at: str) -> list[str]:
-    """The paths of keywords that have no effect because nobody knows them; not all, if there are
-    many."""
+    """Return the paths of unknown keywords, which have no effect; at most MAX_UNKNOWN."""
     found = ((parent, keyword) for parent, keyword in _keywords(schema, at) if _is_unknown(keyword))
     return [_path(parent, keyword) for parent, keyword in islice(found, MAX_UNKNOWN)]
 
@@ -95,8 +94,8 @@ def _is_unknown(keyword: str) -> bool:
 
 
 def _keywords(schema: Any, at: str) -> Iterator[tuple[_Place, str]]:
-    """Every keyword of a schema and the schemas in it, behind where its schema stands. What has the
-    wrong shape is left to the engine, which refuses it."""
+    """Yield every keyword of a schema and its inner schemas, after the place of that schema. The
+    engine refuses schemas of the wrong shape."""
     waiting = [(schema, _Place(None, at))]
     while waiting:
         schema, place = waiting.pop()

@@ -1,11 +1,11 @@
-"""The fields that say what an answer looks like -> the form of the answer, in protocol's words.
+"""The fields that set the form of an answer -> that form, in protocol's terms.
 
-`response_format` is OpenAI's field, `structured_outputs` vLLM's. The others are those by which
-older vLLM, SGLang and llama.cpp are asked for the same. One request has one of them.
+`response_format` is OpenAI's field, `structured_outputs` vLLM's. The others are the equivalents of
+older vLLM, SGLang and llama.cpp. A request may have only one of them.
 
-Only the shape of the request is checked here, and which keywords a schema has: whether a schema or
-a grammar can be enforced the engine says, before any header is sent. Raises InvalidRequest naming
-the field.
+Only the shape of the request and the keywords of a schema are checked here. The engine decides
+whether a schema or a grammar can be enforced, before any header is sent. Raises InvalidRequest
+naming the field.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _FORMATS: Mapping[str, Set[str]] = {
 _SCHEMA_MEMBERS = {"name", "description", "schema", "strict"}
 """The members of `response_format.json_schema`."""
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
-"""Of `structured_outputs`: vLLM's clients send them along; only false can be honoured."""
+"""Options of `structured_outputs` that vLLM's clients also send; only false is supported."""
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,200}")
 """A path that may stand in a header."""
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
     """field    the field of the request that asks for it
-    body     what the answer looks like
-    ignored  paths of members and schema keywords that have no effect, because nobody knows them
+    body     the form of the answer
+    ignored  paths of unknown members and schema keywords, which have no effect
     """
 
     field: str
@@ -130,7 +130,7 @@ class FormReader:
             self._note(path, at)
 
     def _note(self, path: str, at: str) -> None:
-        """`at` is named instead of a path that could not stand in a header."""
+        """Record `path` as ignored, or `at` if `path` is not safe in a header."""
         safe = path if _SAFE_PATH.fullmatch(path) else at
         if len(self.ignored) < MAX_UNKNOWN and safe not in self.ignored:
             self.ignored.append(safe)

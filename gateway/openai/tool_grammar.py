@@ -44,7 +44,7 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
 
 
 def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
-    """The calls that an answer may be instead of the form that `form_field` asks for."""
+    """Return the calls that an answer may be instead of the form that `form_field` sets."""
     if bound is None or not bound.format.has_calls:
         raise InvalidRequest(
             f"{form_field}: cannot be combined with tools, because this model's tool format is "

@@ -142,7 +142,7 @@ def _parameters(function: Mapping[str, Any], at: str) -> Mapping[str, Any] | Non
 
 
 def instead_of(kind: Any) -> str:
-    """What to use in the place of another type of tool."""
+    """Return the advice for a tool of another type; "" if there is none."""
     if kind == "custom":
         return "; use a function with one string parameter instead"
     return ""

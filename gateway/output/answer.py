@@ -45,7 +45,7 @@ MAX_HEADER_CHARS = 128
 
 MAX_TRIAL_CHARS = 1024
 MAX_TRIAL_TOKENS = 8
-"""A call in reasoning names its tool within so many characters and marker tokens."""
+"""A call in reasoning must name its tool within this many characters and marker tokens."""
 
 TEXT, TOKEN, PART = "text", "token", "part"
 TrialPiece = tuple[str, str]

@@ -36,10 +36,10 @@ WORDS = {
     "true": "true", "false": "false", "null": "null",
     "True": "true", "False": "false", "None": "null",
 }  # fmt: skip
-"""A word that is a value -> as JSON writes it."""
+"""A word that is a value -> its spelling in JSON."""
 BEGINS_WORD = {word[0]: word for word in WORDS}
 ESCAPED = {"'": "'"} | {letter: "\\" + letter for letter in '"\\/bfnrt'}
-"""The letter behind a backslash -> how the escape is written."""
+"""The letter after a backslash -> the escape in JSON."""
 HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 
 _DIGITS = dict.fromkeys("0123456789")

@@ -56,8 +56,8 @@ def _num_choices(
     config: GatewayConfig,
     field: str,
 ) -> int:
-    """Return how many choices a request has of which nothing is known: as many as `choices`, which
-    stand in `field`, and the state of a stream make it. Raises InvalidRequest for too many."""
+    """Return the number of choices of an unknown request, from `choices`, the value of `field`, and
+    from the state of a stream. Raises InvalidRequest if there are too many."""
     indexes = [choice.index for choice in choices]
     if body.stream_state is not None:
         indexes += opened(body.stream_state, key_of(model, None)).choices

@@ -107,8 +107,8 @@ class Reports:
 
 
 def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
-    """Return how many of the likeliest tokens were told beside the chosen ones; None: no logprobs
-    were. The chosen one stands among them, or is one more."""
+    """Return how many of the likeliest tokens are recorded beside the chosen ones; None: there are
+    no logprobs. The chosen one stands among them, or is one more."""
     counts = [
         len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))
         for choice in choices

@@ -1,8 +1,8 @@
-"""How much a tokenizer may make of a text, known from its description alone.
+"""A bound on how far a tokenizer can expand a text, computed from its description alone.
 
-`tokenizers` runs what a tokenizer.json says. A normalizer that replaces "a" with a megabyte, or
-thirty that each double it, would fill the memory of whoever encodes a short text; a decoder of that
-kind, of whoever reads an answer. No tokenizer in use comes near MAX_GROWTH.
+`tokenizers` runs what a tokenizer.json describes. A normalizer that replaces "a" with a megabyte,
+or thirty that each double it, would fill the memory when a short text is encoded. A decoder of that
+kind would do so when an answer is decoded. No tokenizer in use comes near MAX_GROWTH.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_MAPPED_BYTES = 1_024
 
 
 def check_growth(tokenizer: Mapping[str, Any]) -> None:
-    """Raises ValueError if a part of the tokenizer makes too much of a text."""
+    """Raise ValueError if a part of the tokenizer can expand a text too much."""
     for part in ("normalizer", "decoder"):
         if growth_of(tokenizer.get(part)) > MAX_GROWTH:
             raise ValueError(f"its {part} can expand one character to more than {MAX_GROWTH}")

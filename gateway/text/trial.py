@@ -1,6 +1,6 @@
-"""Whether a tokenizer works: texts that are usual, and texts that a bad one cannot bear.
+"""A trial of a tokenizer: with usual texts, and with texts on which a bad one fails or is slow.
 
-For a process with limits of time and memory: what a tokenizer.json says is not trusted yet.
+It runs in a process with limits of time and memory, because a tokenizer.json is not trusted yet.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tokenizers
 from gateway.text.growth import check_growth
 
 SIZES = (500, 1_000, 4_000)
-"""Characters. What grows with the cube of them is found out before it takes minutes."""
+"""In characters. Cubic growth is found at a small size, before a text takes minutes."""
 MOST_S = 0.5
 """CPU time to encode and decode a text. The slowest of tokenizers in use takes a few ms."""
 _CHARS = "".join(map(chr, range(32, 127)))
 USUAL = "Hello, world! It's 12:30.\n\n\tdef f(x): return x  # \u00e9\u8a9e\U0001f44d"
 RUNS = ("a", "A", " ", "\n", "0", ".", "\u8a9e", _CHARS, "ab", "a ", " \n", "1.", "'s")
-"""Long runs and alternations are what makes a badly written pattern slow; above all if what follows
-them is something else."""
+"""Long runs and alternations make a badly written pattern slow, above all if another character
+follows them."""
 ENDS = ("", "!", "x")
 
 

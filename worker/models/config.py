@@ -21,7 +21,7 @@ MAX_DIMENSION = 1 << 24
 class ConfigClass:
     """A config class of transformers: the keys that it reads, and the value of each missing one.
 
-    ignored   keys that it does not read, whatever they say, and what that comes to
+    ignored   keys that it does not read, with the value that this amounts to
     """
 
     architecture: str
@@ -75,8 +75,8 @@ CONFIG_CLASSES = (
 class LlamaConfig:
     """H query heads share H_kv key/value heads; head dim D need not be hidden / H.
 
-    window   how far back attention sees, if that is less than the model's whole context. Attention
-             has no window here, which is the same within it: so the context ends with it
+    window   how far back attention reaches, if that is less than the model's whole context. It is
+             not computed. Within the window the result is the same, so it limits the context
     """
 
     architecture: str

@@ -50,8 +50,8 @@ def required(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -
 
 
 def instead(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
-    """`required`, for an answer that may also be no call, but a form: which of them it is shows in
-    how it begins, or, if calls begin like any JSON, in what it says."""
+    """Return `required`, for an answer that may also be text of a form. Its beginning shows which
+    of the two it is; if calls begin like any JSON, its content does."""
     syntax = bound.format.tools
     if not isinstance(syntax, JsonTags) or not syntax.start_openers():
         return required(bound, tools, many=many)
