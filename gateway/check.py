@@ -1,7 +1,7 @@
-"""Whether a gateway could start with its options: `python -P -m gateway.check`.
+"""Checks whether a gateway could start with its options: `python -P -m gateway.check`.
 
 The config comes as JSON in TIDEGATE_GATEWAY. Exit code 2, and one line on stderr, if an option is
-wrong. Nothing listens, and no engine is asked.
+wrong. No port is opened, and no engine is contacted.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class Service:
             self._standing.note(account, refusal, time.monotonic())
 
     def id_bounds(self, num_prompts: int = 1) -> JsonBounds:
-        """Return the bounds of a body with prompts of token ids: as many as the context takes."""
+        """Return the bounds of a body with prompts of token ids, which the context limits."""
         limits = self.engine.limits
         return JsonBounds.with_ids(num_prompts * (limits.max_len if limits else MAX_TOKEN_IDS))
 

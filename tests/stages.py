@@ -53,7 +53,7 @@ STAGES = (
 
 @dataclass
 class StageResult:
-    """What one stage came to. `counts` is empty if pytest wrote no report."""
+    """The result of one stage. `counts` is empty if pytest wrote no report."""
 
     stage: Stage
     exit_code: int

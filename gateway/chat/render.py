@@ -59,7 +59,7 @@ class ChatRenderer:
             self._tool_use = self._loaded(card.tool_use_template)
 
     def _loaded(self, source: str | None) -> Template | str:
-        """The template, or why there is none."""
+        """The template, or the reason why there is none."""
         if source is None:
             return NO_TEMPLATE
         try:
@@ -79,7 +79,7 @@ class ChatRenderer:
 
     @property
     def why_unusable(self) -> str | None:
-        """What is wrong with a template that the model has; None if nothing is."""
+        """Return the error in the model's template; None if there is none."""
         for found in (self._default, self._tool_use):
             if isinstance(found, str) and found != NO_TEMPLATE:
                 return found

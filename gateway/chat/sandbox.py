@@ -1,6 +1,6 @@
 """Hugging Face's dialect of Jinja, in Jinja's immutable sandbox.
 
-The sandbox keeps a template from attributes of Python's own and from changing what it is given. It
+The sandbox keeps a template from Python's internal attributes and from changing its variables. It
 bounds neither time nor memory: a template can use any amount of both. So templates of models and
 requests are compiled and rendered in a process with hard limits (`gateway.limited`).
 """

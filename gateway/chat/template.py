@@ -107,12 +107,12 @@ class ChatTemplate:
 
     @cached_property
     def habits(self) -> Habits:
-        """How it wants its messages."""
+        """The form of messages that the template needs."""
         return _habits(self, self._source)
 
     @cached_property
     def profile(self) -> ThinkingProfile:
-        """What it understands of thinking."""
+        """The thinking options that the template supports."""
         return thinking_profile(self._source)
 
     def render(

@@ -103,8 +103,8 @@ def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
 
 
 def listed(ignored: Iterable[str], body: GenerationBody) -> list[str]:
-    """The fields of the request that have no effect, each once, as the answer lists them. Raises
-    InvalidRequest if the request wants none of those."""
+    """Return the fields of the request that have no effect, each once, as the answer lists them.
+    Raises InvalidRequest if the request does not allow such fields."""
     fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]
     if fields and body.strict_params:
         raise InvalidRequest(f"unknown fields: {', '.join(fields)}", param=fields[0])

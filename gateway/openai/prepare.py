@@ -99,11 +99,11 @@ class Preparation:
 
     @property
     def is_calls_or_form(self) -> bool:
-        """The answer is either calls or of the form."""
+        """Whether the answer is either calls or text of the form."""
         return self.form is not None and self.plan.mode == "auto"
 
     def named(self, error: RequestError) -> RequestError:
-        """The engine's words for fields are not those of the request."""
+        """Replace the engine's names of fields by those of the request."""
         if error.param == "max_tokens":  # the message names it, too
             return renamed(error, lambda _: self.body.max_tokens_field)
         fields = {

@@ -21,7 +21,7 @@ from protocol.grammar import Body, Rules
 
 
 def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
-    """What the body of an answer must look like; None: nothing is demanded."""
+    """Return the form that an answer's body must have; None: any."""
     if bound is None or not bound.format.has_calls:
         if plan.demands_call or plan.is_narrowed:
             problem = "required" if plan.demands_call else "ruled out"

@@ -51,17 +51,17 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def demands_call(self) -> bool:
-        """The answer must be calls."""
+        """Whether the answer must be calls."""
         return self.mode in ("required", "named")
 
     @property
     def is_narrowed(self) -> bool:
-        """Some of the tools may not be called."""
+        """Whether some of the tools may not be called."""
         return self.allowed is not None and len(self.allowed) < len(self.declared)
 
     @property
     def is_enforced(self) -> bool:
-        """It takes a grammar to have it."""
+        """Whether the plan needs a grammar."""
         return self.demands_call or self.is_narrowed or bool(self.strict)
 
 
@@ -149,7 +149,7 @@ def instead_of(kind: Any) -> str:
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
-    """(mode, the tools that may be called)."""
+    """Return (mode, the tools that may be called)."""
     if choice is None or choice == "auto":
         return ("auto", names) if names else ("none", ())
     if choice == "none":

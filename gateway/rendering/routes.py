@@ -36,7 +36,7 @@ from gateway.service import Service
 from protocol.errors import RequestError
 
 RECORDED_BOUNDS = JsonBounds(max_strings=1 << 19, max_values=1 << 19)
-"""Of a body with a recorded answer: the logprobs of 8,000 tokens, with 20 others for each, are
+"""Bounds of a body with a recorded answer: the logprobs of 8,000 tokens, with 20 others each, are
 504,000 strings and as many values. Decoding these takes about 60 ms."""
 
 

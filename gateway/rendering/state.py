@@ -70,7 +70,7 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 
 
 def key_of(model: ServedModel, request: msgspec.Struct | None) -> bytes:
-    """What a state is sealed with. `request`: the API's, as it was rendered; None: not known."""
+    """Return the key that seals a state. `request`: the rendered one, of its API; None: unknown."""
     parts = (VERSION, model.card.digest, model.reading.tools, model.reading.reasoning, request)
     return hashlib.blake2b(msgspec.json.encode(parts)).digest()
 

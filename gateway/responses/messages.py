@@ -107,7 +107,7 @@ def check_outputs(items: Sequence[Placed]) -> None:
 
 
 def _made_together(items: Sequence[Placed]) -> list[list[str]]:
-    """The ids of calls, in groups between which an output or a user's message stands."""
+    """Return the ids of calls, in groups separated by outputs or a user's messages."""
     groups: list[list[str]] = []
     goes_on = False
     for placed in items:

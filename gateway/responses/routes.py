@@ -63,7 +63,7 @@ def create(service: Service) -> Response:
 
 
 def input_tokens(service: Service) -> Response:
-    """What a request with these fields would cost."""
+    """Count the tokens of the prompt that a request with these fields would send."""
     body = _read(service)
     items, before = history_of(service).items_of(body)
     ready = _rendered(service, body, [*before, *items], service.model(body.model))

@@ -120,7 +120,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _chosen(tool: Any) -> Any:
-    """A tool by its name, in two levels."""
+    """Return a tool choice with its name in a nested `function`."""
     if not isinstance(tool, Mapping):
         return tool
     return {"type": tool.get("type"), "function": {"name": tool.get("name")}}

@@ -122,7 +122,7 @@ def completion_logprobs(
 def _tops(
     tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]
 ) -> dict[str, float]:
-    """The most likely tokens, those asked for and the chosen one."""
+    """Return the most likely tokens, the requested ones and the chosen one."""
     pairs = likely(entry, num_top, asked_ids)
     pairs.append((entry.token_id, entry.logprob))
     return {_spelled(tokenizer, token_id): shown(logprob) for token_id, logprob in pairs}

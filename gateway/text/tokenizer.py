@@ -144,7 +144,7 @@ class Tokenizer:
         return WindowDetokenizer(decode)
 
     def token_piece(self, token_id: int) -> str:
-        """Return the vocabulary's own spelling of a token ("Ġworld"); of an unknown id, none."""
+        """Return the vocabulary's own spelling of a token ("Ġworld"); "" for an unknown id."""
         return self._inner.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -175,7 +175,8 @@ def _load(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether `tokenizers` has failed: it raises bare Exceptions, and panics that are none."""
+    """Return whether `tokenizers` has failed: it raises bare Exceptions, and panics, which are not
+    Exceptions."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

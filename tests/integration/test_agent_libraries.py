@@ -1,7 +1,7 @@
-"""Sessions of agent libraries as they are, against a gateway whose model follows a script and is
-held to every grammar that it is asked for.
+"""Sessions of real agent libraries against a gateway. Its model follows a script, within every
+grammar that a request sets.
 
-They send tools together with a form for the last answer, handoffs, and items back as they got them.
+The libraries send tools with a form for the last answer, handoffs, and items as they received them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _fresh(engine: ScriptedEngine) -> Iterator[None]:
 
 
 def follows(engine: ScriptedEngine, *turns: tuple[str, str]) -> None:
-    """The model says the text of the last of these (what the prompt has in it, text) that fits."""
+    """Answer with the text of the last turn (a part of the prompt, text) that fits the prompt."""
 
     def script(generate: Any) -> Reply:
         prompt = text_of(generate.prompt.tolist())

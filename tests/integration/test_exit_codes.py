@@ -1,4 +1,4 @@
-"""Each exit code of `tidegate serve` that means: nothing was started, and this is why."""
+"""The exit codes of `tidegate serve` for causes that are found before anything is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
-    """The exit code and the one line that is printed, beside the progress of a download."""
+    """Return the exit code and the one line that is printed, without a download's progress."""
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "tools", "serve", model, f"--port={free_port()}", *options],
         stdin=subprocess.DEVNULL,

@@ -33,7 +33,7 @@ BESIDE: dict[type, dict[str, Any]] = {
     DerenderChat: {"generate_response": RESPONSE},
     DerenderCompletion: {"generate_responses": [RESPONSE]},
 }
-"""What a body needs beside the fields that its struct requires."""
+"""Fields that a body needs beside those that its struct requires."""
 VALID: dict[str, Any] = {
     "messages": HI,
     "prompt": "hi",
@@ -41,7 +41,7 @@ VALID: dict[str, Any] = {
     "chat_request": {"messages": HI},
     "completion_request": {"prompt": "hi"},
 }
-"""Fields whose form a struct does not say in full, where a route requires them."""
+"""Required fields whose form the struct does not fully describe."""
 FREE: dict[str, Any] = {
     "audio": {"voice": "alloy"},
     "best_of": 7,
@@ -82,7 +82,7 @@ WITHOUT_EFFECT = {
     *("mm_placeholders", "metrics", "prompt_token_id_logprobs"),  # what a peer's answer may hold
     *("routed_experts", "sampling_mask", "weight_versions"),
 }
-"""Fields that any value may have."""
+"""Fields that accept any value."""
 MAX_ITEMS = 1 << 16
 """Lists with a bound above this are not filled."""
 OTHERS = {"text": "x", "number": 5, "list": [], "object": {}}
@@ -98,13 +98,13 @@ KINDS: dict[type, str] = {
 }
 Put = Callable[[Any], Any]
 Fault = tuple[str, Any]
-"""(where the value at fault stands in the body, the body)"""
+"""(path of the value at fault, the body)"""
 Outer = tuple[type, ...]
-"""The structs around a value: one that holds itself is looked into once."""
+"""The structs around a value. A recursive struct is visited once."""
 
 
 def members_of(kind: inspect.Type) -> list[inspect.Type]:
-    """Of a union; without null, which is the same as an absent field."""
+    """Return the members of a union without null, which is the same as an absent field."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if not isinstance(kind, inspect.UnionType):
@@ -134,7 +134,7 @@ def valid(kind: inspect.Type) -> Any:
 
 
 def required(struct: inspect.StructType) -> dict[str, Any]:
-    """A value of the struct with nothing but what it requires."""
+    """Return a value of the struct with only its required fields."""
     value = {struct.tag_field: struct.tag} if struct.tag_field else {}
     for field in struct.fields:
         if field.required:
@@ -144,7 +144,7 @@ def required(struct: inspect.StructType) -> dict[str, Any]:
 
 
 def faults(kind: inspect.Type, at: str, put: Put, outer: Outer = ()) -> Iterator[Fault]:
-    """Every way in which a value of this kind, which stands at `at`, can be wrong."""
+    """Yield every way in which a value of this kind, at the path `at`, can be wrong."""
     members = members_of(kind)
     accepted = {KINDS.get(type(member), "") for member in members}
     if not any(isinstance(member, inspect.AnyType) for member in members):

@@ -237,7 +237,7 @@ def test_a_stream_that_outlasts_the_drain_is_told_so_as_its_last_event(address: 
 def test_a_stream_whose_server_fails_ends_with_an_error_and_done_long_before_the_drain_would(
     address: str, number: signal.Signals
 ) -> None:
-    """SIGQUIT is the supervisor's word; of SIGKILL, the master's process knows by its parent."""
+    """The supervisor sends SIGQUIT. After SIGKILL, the workers notice that the master is gone."""
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=600) as gateway:
         gateway.await_ready()
         engine.script = lambda generate: says("z" * 100_000)

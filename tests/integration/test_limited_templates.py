@@ -37,7 +37,7 @@ def templates() -> Iterator[TemplateProcesses]:
 
 @pytest.fixture(scope="module")
 def limited() -> Iterator[LimitedProcess]:
-    """For hostile templates: each may take less time than usual."""
+    """Return a process for hostile templates, with a shorter time limit than usual."""
     process = LimitedProcess(cpu_s=LITTLE_CPU_S)
     yield process
     process.close()

@@ -18,7 +18,7 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 
 
 def serve(folder: Path, *options: str, command: str = "serve") -> tuple[int, list[str]]:
-    """-> the exit code, and all that the terminal shows."""
+    """Return the exit code and all lines of the terminal."""
     env = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "tools", command, *options],

@@ -50,7 +50,7 @@ MODULES = (
     *(test_tools_nested, test_tools_pythonic, test_tools_gemma),
 )
 IN_THE_OPEN = ("llama3_json", "xlam", "xlam (fence)", "pythonic")
-"""Calls that no marker opens are calls at the start of an answer alone."""
+"""Formats without a marker for calls: only the start of an answer can be a call."""
 SAMPLES = [
     replace(sample, tools=TYPED_TOOLS)
     for module in MODULES

@@ -52,7 +52,7 @@ def called(events: Sequence[Event]) -> bool:
 
 
 def said(events: Sequence[Event]) -> Any:
-    """The JSON of an answer that is one text and nothing else, and nothing was wrong with it."""
+    """Return the JSON of an answer that is one text, without warnings."""
     text, end = events
     assert isinstance(text, Content), events
     assert isinstance(end, Finished), events
@@ -85,8 +85,8 @@ def test_what_templates_write_can_stand_instead_of_the_form(
 
 
 def spelt_openers(name: str) -> str:
-    """What opens a call in this format, as text; nothing if all text stands between markers, which
-    are tokens then."""
+    """Return the openers of a call in this format, as text; "" if they are marker tokens and all
+    text stands between them."""
     match SYNTAXES[name]:
         case SectionSyntax() as syntax:
             return " ".join(syntax.openers())

@@ -71,7 +71,7 @@ ODD = [
 
 
 def mended(pieces: list[str]) -> tuple[str, bool, bool]:
-    """The text as it is told, and whether it is an object, or blank."""
+    """Return the mended text, and whether it is an object, or blank."""
     scan, told = ObjectScan(), ""
     for piece in pieces:
         told += scan.push(piece)

@@ -1,7 +1,7 @@
 """CPU time of pure code. It is only ever compared with other CPU time of the same run.
 
-A bound in seconds would measure the machine. Other processes only ever add time, so the best of a
-few tries is the one that counts.
+A bound in seconds would measure the machine. Other processes only ever add time, so the least time
+of a few tries is used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""The fenced blocks of README and docs: what each is, and whether it can be run as it stands.
+"""The fenced blocks of README and docs: the kind of each, and whether it can be run unchanged.
 
-A language says what happens to a block: `sh` and `console` (its commands stand behind `$ `) are run
-by a shell, the `python` blocks of a page are run one after the other as one program, `json` and
-`toml` are parsed, anything else is shown. A block that cannot be run says why in the line above:
+The language determines what happens to a block:
+
+- `sh` and `console` (its commands follow `$ `) are run by a shell;
+- the `python` blocks of a page are run one after the other as one program;
+- `json` and `toml` are parsed; others are only shown.
+
+If a block cannot be run, a comment in the line above gives the reason:
 
     <!-- not run: it starts a server that stays -->
 """
@@ -19,7 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob(
 SHELL, PYTHON = ("sh", "console"), "python"
 LANGUAGES = {*SHELL, PYTHON, "json", "toml", "yaml", "text"}
 COMMANDS = ("curl", "tidegate", ".venv/bin/", "make", "python", "pip", "$", "docker", "systemctl")
-"""How a block begins that somebody will paste into a shell."""
+"""Beginnings of blocks that readers will paste into a shell."""
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -29,7 +33,7 @@ _PROMPT = re.compile(r"\w*\$ ")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """line    of its first line of text, from 1
+    """line    number of its first line of text, from 1
     reason  why it is not run; "" if it is
     """
 
@@ -44,7 +48,7 @@ class Block:
 
     @property
     def script(self) -> str:
-        """What a shell is given: of a console the commands alone."""
+        """Return the text for a shell: all of it, or only the commands of a console block."""
         if self.language != "console":
             return self.text
         kept, continues = [], False

@@ -1,4 +1,4 @@
-"""Chat templates that use any amount of time or memory, by every way that Jinja has for it."""
+"""Chat templates that use too much time or memory, in every way that Jinja allows."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Tasteful:
 
 
 def held_to(*texts: str) -> Script:
-    """A model that says the first of these that its grammar admits, or else as little as it can."""
+    """A model that gives the first answer its grammar admits, or else as little as it can."""
 
     def taste(said: list[int]) -> Iterable[int]:
         for text in texts:

@@ -1,4 +1,4 @@
-"""A checkpoint of any size that takes no disk: a true header before a hole of a file."""
+"""A checkpoint of any size that takes no disk space: a real header, and a sparse file after it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LARGE = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
 }
-"""As a model of 70 billion weights has it."""
+"""The sizes of a model of 70 billion weights."""
 
 
 def write_sparse_llama(folder: Path, **changes: object) -> Path:
-    """config.json, tokenizer.json and model.safetensors, of bfloat16, in `folder`."""
+    """Write config.json, tokenizer.json and model.safetensors, in bfloat16, to `folder`."""
     config = CONFIG | LARGE | changes
     header: dict[str, object] = {}
     at = 0

@@ -1,4 +1,4 @@
-"""What the kernel tells of processes that it has killed for lack of memory."""
+"""How the kernel reports processes that it has killed for lack of memory."""
 
 from __future__ import annotations
 

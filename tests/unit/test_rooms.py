@@ -1,4 +1,4 @@
-"""Whether another distribution has mixed itself into our packages: found, and named."""
+"""A distribution whose files are mixed into our packages is found and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands find the server that their options name, or that they leave unnamed."""
+"""How commands find the server that their options name, or the only one."""
 
 from __future__ import annotations
 

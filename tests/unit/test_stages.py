@@ -1,4 +1,4 @@
-"""The suite's stages: all of them run, and the summary says what each came to."""
+"""The suite's stages: all of them run, and the summary has a row for each."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_only_rows_at_the_end_of_their_budget_are_masked() -> None:
 # ---- what the gateway asks for
 
 CONTROL_TOKENS = "{# <|channel|>analysis<|message|> <|tool_calls_section_begin|> #}"
-"""A template that knows what the formats below can begin only with."""
+"""A template with the control tokens that the formats below must begin with."""
 
 
 def asked(reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwargs: Any) -> Any:

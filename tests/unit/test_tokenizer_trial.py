@@ -1,4 +1,4 @@
-"""Tokenizers that are damaged, slow, or make too much of a text, are found before they are used."""
+"""Tokenizers that are damaged, slow, or expand a text too much are found before they are used."""
 
 from __future__ import annotations
 

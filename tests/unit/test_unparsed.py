@@ -1,4 +1,4 @@
-"""Requests that cannot be parsed: a status of their own, and not a word of what they hold."""
+"""Requests that cannot be parsed get a status of their own; nothing of their text is quoted."""
 
 from __future__ import annotations
 

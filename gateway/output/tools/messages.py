@@ -57,7 +57,7 @@ RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 HEADER_START = re.compile(r"\s*+(?:assistant\s*+)?(?:to=[\w.\-*]*+\s*+[\w]*+\s*+)?")
 HEADER_WORDS = ("assistant", "to=")
 HEADER_TEXT = re.compile(r"\s*+\w*+(?:\s+to=[\w.\-*]*+)?(?:\s*+\w*+)?\s*+")
-"""What may stand behind a marker in a header. Every beginning of such a text is one, too."""
+"""Text that may follow a marker in a header. Every prefix of such a text matches, too."""
 ROLE = "assistant"
 ROLE_TEXT = re.compile(rf"{ROLE}(?:\s{{1,8}}(?:t|to|to=[\w.\-*]{{0,128}}\s{{0,8}})?)?")
 """The role at the end of a text, or the beginning of one with a recipient."""
@@ -431,7 +431,7 @@ class MessagesMachine(Machine):
 
 
 def _role_start(text: str) -> int:
-    """Where a role begins that may go on behind the text; its end, if there is none."""
+    """Return where a role that may continue after the text begins; the text's end if none does."""
     start = text.rfind(ROLE)
     if start >= 0 and ROLE_TEXT.fullmatch(text, start):
         return start
