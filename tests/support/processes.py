@@ -140,6 +140,15 @@ def descendants_of(pid: int) -> list[tuple[int, str]]:
     return [(each, " ".join(words_of(each))) for each in below(pid)]
 
 
+def rss_mib(pid: int) -> int:
+    """Return the MiB that are resident; 0 for a process that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS"))
+
+
 def eventually(claim: Callable[[], object], *, within_s: float = HANG_S) -> bool:
     """Return whether `claim` becomes true in time; look every 20 ms."""
     give_up = time.monotonic() + within_s

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product, starmap
 from pathlib import Path
@@ -30,6 +30,7 @@ from tests.support.processes import Program, descendants_of, eventually, is_aliv
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.torture_eyes import Client, Eye
+from tests.support.torture_table import print_table
 
 RESTARTS, PLAIN, SPLIT, SPLIT_RESTARTS = KINDS = ("restart", "plain", "split", "split restart")
 OPTIONS = {
@@ -211,10 +212,18 @@ class Row:
         )
 
 
-HEAD = (
-    *("kind", "victim", "moment", "signal", "server", "end s", "unready s", "again s", "orphans"),
-    "the open streams",
-)
+COLUMNS = {
+    "kind": 13,
+    "victim": 15,
+    "moment": 8,
+    "signal": 7,
+    "server": 15,
+    "end s": 7,
+    "unready s": 9,
+    "again s": 8,
+    "orphans": 7,
+    "the open streams": 0,
+}
 
 
 def _in_time(seconds: float | None, bound: float) -> bool:
@@ -349,11 +358,6 @@ def write_model(folder: Path) -> Path:
     return write_tiny_llama(folder, max_position_embeddings=16384)
 
 
-def show(row: Iterable[str]) -> None:
-    widths = (13, 15, 8, 7, 15, 7, 9, 8, 7, 0)
-    print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)), flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--kind", choices=KINDS, action="append")
@@ -370,18 +374,9 @@ def main() -> int:
         and cell.moment in (said.moment or MOMENTS)
         and (not said.signal or cell.signal.name in said.signal)
     ]
-    num_bad = 0
-    show(HEAD)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder))
-        for cell in cells:
-            row = torture(cell, model)
-            show(row.cells())
-            for complaint in row.complaints(said.slack):
-                num_bad += 1
-                print(f"    BAD: {complaint}", flush=True)
-    print(f"{num_bad} complaints")
-    return 1 if num_bad else 0
+        return print_table(COLUMNS, (torture(cell, model) for cell in cells), said.slack)
 
 
 if __name__ == "__main__":

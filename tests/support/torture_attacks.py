@@ -14,15 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -34,19 +30,17 @@ from protocol.arrays import Int32
 from protocol.messages import PROTOCOL_VERSION, Generate, Hello, Look, Message, Ping
 from protocol.sampling import SamplingParams
 from tests.support.http import connect, exchange, read_body, read_head
-from tests.support.processes import ROOT, eventually
+from tests.support.processes import rss_mib
 from tests.support.server import Server
 from tests.support.torture import write_model
-from tests.support.torture_eyes import Client
+from tests.support.torture_table import print_table
+from tests.support.torture_witness import Witnessed, Witnesses, run_attacker
 
 MODULE = "tests.support.torture_attacks"
-LIVEZ_MS = 100.0
-"""What is promised, on a machine that has time for us."""
 FLAT_MIB = 96
 """What a process may have grown by: it was new, and pools keep some pages."""
 BODY_BYTES = 16 << 20
 NUM_WITNESSES, WITNESS_TOKENS = 3, 100
-ATTACK_TIMEOUT_S, STREAM_S = 120, 90.0
 NUM_UNREAD = 2000
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 HI = b'"messages":[{"role":"user","content":"hi"}]'
@@ -153,129 +147,64 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Result:
-    """What came of an attack. Sizes in MiB, of the gateway and of the engine.
-
-    livez_ms  the slowest answer of /livez, without the time in which others had the processors
-    """
+    """What came of an attack. `failure`: why the attacker complains; "" if it was refused."""
 
     name: str
-    said: str = ""
-    livez_ms: float = 0.0
-    num_streams: int = 0
-    lost: list[str] = field(default_factory=list)
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
+    failure: str
+    witnessed: Witnessed
 
     def complaints(self, slack: float | None = 1.0) -> list[str]:
-        """`slack` stretches what is promised; None: times do not count."""
-        found = [f"not refused: {self.said}"] if self.said else []
-        found += [f"a stream of another client was lost: {end}" for end in self.lost]
-        if not self.num_streams:
-            found.append("no stream of another client came to its end")
-        for who, before, after in zip(("gateway", "engine"), self.before, self.after, strict=True):
-            if after - before > FLAT_MIB:
-                found.append(f"the {who} grew from {before} to {after} MiB")
-        if slack is not None and self.livez_ms > LIVEZ_MS * slack:
-            found.append(f"/livez took {self.livez_ms:.0f} ms")
-        return found
+        """Return what is wrong. `slack` stretches what is promised; None: times do not count."""
+        found = [f"not refused: {self.failure}"] if self.failure else []
+        return found + self.witnessed.complaints(slack)
 
     def cells(self) -> tuple[str, ...]:
-        sizes = [f"{b} -> {a}" for b, a in zip(self.before, self.after, strict=True)]
-        return (
-            self.name,
-            f"{self.livez_ms:.0f}",
-            *sizes,
-            str(self.num_streams),
-            str(len(self.lost)),
-        )
+        seen = self.witnessed
+        livez_ms = f"{seen.livez_ms:.0f}"
+        return (self.name, livez_ms, *seen.sizes(), str(seen.num_streams), str(len(seen.lost)))
 
 
-COLUMNS = ("attack", "/livez ms", "gateway MiB", "engine MiB", "streams", "lost")
-WIDTHS = (24, 10, 14, 14, 8, 0)
+COLUMNS = {
+    "attack": 24,
+    "/livez ms": 10,
+    "gateway MiB": 14,
+    "engine MiB": 14,
+    "streams": 8,
+    "lost": 0,
+}
 
 
-class Target:
-    """A server with a tiny model. Inside, clients stream answers until it is left."""
+class Target(Server):
+    """A server with a tiny model, which `strike` attacks while other clients stream answers."""
 
     def __init__(self, model: Path) -> None:
-        self._server = Server("--max-slots", "8", "--token-budget", "64", model=str(model))
+        super().__init__("--max-slots", "8", "--token-budget", "64", model=str(model))
 
     def __enter__(self) -> Self:
-        self._server.__enter__()
-        facts = requests.get(self._server.url + "/readyz", timeout=5).json()
-        self._pids = (facts["gateway"]["pid"], facts["engine"]["pid"])
+        super().__enter__()
+        facts = requests.get(self.url + "/readyz", timeout=5).json()
+        self._pids = {name: int(facts[name]["pid"]) for name in ("gateway", "engine")}
         return self
 
-    def __exit__(self, *about: object) -> None:
-        self._server.__exit__(None, None, None)
-
     def strike(self, name: str, at_once: int) -> Result:
-        result = Result(name, before=self._sizes())
-        is_over = threading.Event()
-        jobs: list[Callable[[], None]] = [lambda: self._probe(result, is_over)]
-        jobs += [lambda: self._stream(result, is_over)] * NUM_WITNESSES
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            running = [pool.submit(job) for job in jobs]
-            result.said = self._attack(name, at_once)
-            is_over.set()
-            for each in running:
-                each.result()
-        eventually(lambda: self._is_flat(result), within_s=20)
-        result.after = self._sizes()
-        return result
-
-    def _attack(self, name: str, at_once: int) -> str:
-        """In a process of its own, so the clients here have time. What went wrong, in words."""
-        words = [sys.executable, "-P", "-m", MODULE, "--attack", name]
-        words += ["--at-once", str(at_once), "--port", str(self._server.port)]
-        done = subprocess.run(
-            [*words, "--address", self._server.address],
-            cwd=ROOT,
-            env={"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=ATTACK_TIMEOUT_S,
+        witnesses = Witnesses(
+            self.url,
+            self._pids["gateway"],
+            self._sizes,
+            lambda client: client.ask(3, WITNESS_TOKENS),
+            num_streams=NUM_WITNESSES,
+            flat_mib=FLAT_MIB,
         )
-        return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+        options = ("--attack", name, "--at-once", str(at_once))
+        server = ("--port", str(self.port), "--address", self.address)
+        with witnesses as witnessed:
+            attacker = run_attacker(MODULE, *options, *server)
+        return Result(name, attacker.failure, witnessed)
 
-    def _probe(self, result: Result, is_over: threading.Event) -> None:
-        with requests.Session() as session:
-            while not is_over.wait(0.01):
-                asked_at, waited_s = time.perf_counter(), self._waited_s()
-                session.get(self._server.url + "/livez", timeout=60)
-                took_s = time.perf_counter() - asked_at - (self._waited_s() - waited_s)
-                result.livez_ms = max(result.livez_ms, took_s * 1000)
-
-    def _waited_s(self) -> float:
-        """For how long the gateway and this thread could have run, and had no processor."""
-        threads = (self._pids[0], self._pids[0]), (os.getpid(), threading.get_native_id())
-        files = [Path(f"/proc/{pid}/task/{thread}/schedstat") for pid, thread in threads]
-        return sum(int(file.read_text().split()[1]) for file in files if file.exists()) / 1e9
-
-    def _stream(self, result: Result, is_over: threading.Event) -> None:
-        while not is_over.is_set():
-            with Client(self._server.url) as client:
-                client.ask(3, WITNESS_TOKENS)
-                eventually(lambda client=client: client.end, within_s=STREAM_S)
-            if client.end == "finished":
-                result.num_streams += 1
-            else:
-                result.lost.append(client.end)
-
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(_rss_mib(pid) for pid in self._pids)
-
-    def _is_flat(self, result: Result) -> bool:
-        grown = [a - b for a, b in zip(self._sizes(), result.before, strict=True)]
-        return max(grown) <= FLAT_MIB
-
-
-def _rss_mib(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("VmRSS")]
-    return int(line.split()[1]) >> 10
+    def _sizes(self) -> dict[str, int]:
+        return {name: rss_mib(pid) for name, pid in self._pids.items()}
 
 
 def send(name: str, at_once: int, port: int, address: str) -> None:
@@ -283,10 +212,6 @@ def send(name: str, at_once: int, port: int, address: str) -> None:
     with ThreadPoolExecutor(at_once) as pool:
         for each in [pool.submit(ATTACKS[name].send, port, address) for _ in range(at_once)]:
             each.result()
-
-
-def show(row: Iterable[str]) -> None:
-    print("  ".join(word.ljust(width) for word, width in zip(row, WIDTHS, strict=True)), flush=True)
 
 
 def main() -> int:
@@ -300,18 +225,10 @@ def main() -> int:
     if said.port:
         send(said.attack[0], said.at_once, said.port, said.address)
         return 0
-    num_bad = 0
-    show(COLUMNS)
     with tempfile.TemporaryDirectory() as folder, Target(write_model(Path(folder))) as target:
         target.strike("token ids", 1)  # pools are filled once
-        for name in said.attack or ATTACKS:
-            result = target.strike(name, said.at_once)
-            show(result.cells())
-            for complaint in result.complaints(said.slack):
-                num_bad += 1
-                print(f"    BAD: {complaint}", flush=True)
-    print(f"{num_bad} complaints")
-    return 1 if num_bad else 0
+        rows = (target.strike(name, said.at_once) for name in said.attack or ATTACKS)
+        return print_table(COLUMNS, rows, said.slack)
 
 
 if __name__ == "__main__":

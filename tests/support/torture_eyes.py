@@ -72,13 +72,13 @@ class Eye:
 
 
 class Client:
-    """One streamed completion. `end` says how it ended: finished; error: ...; broken: ...
+    """One streamed answer. `end` says how it ended: finished; error: ...; broken: ...
 
     Only [DONE] ends a stream: without it even one that has sent its error is broken.
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url + "/v1/completions"
+        self._url = url
         self._thread: threading.Thread | None = None
         self._response: requests.Response | None = None
         self._num_events = 0
@@ -97,24 +97,28 @@ class Client:
 
     def ask(self, num_words: int, max_tokens: int) -> None:
         prompt = " ".join(f"w{number % 90 + 3}" for number in range(num_words))
-        body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        self._thread = threading.Thread(target=self._run, args=(body,))
+        self.stream("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens})
+
+    def stream(self, path: str, body: dict[str, Any]) -> None:
+        """Send a request for a stream of exactly `max_tokens` tokens."""
+        whole = {**body, "ignore_eos": True, "stream": True}
+        self._thread = threading.Thread(target=self._run, args=(path, whole))
         self._thread.start()
 
     def has_begun(self) -> bool:
         return self._num_events > 2
 
-    def _run(self, body: dict[str, Any]) -> None:
+    def _run(self, path: str, body: dict[str, Any]) -> None:
         try:
-            end = self._read(body)
+            end = self._read(path, body)
         except (requests.RequestException, OSError) as error:
             end = f"broken: {type(error).__name__}"
         self.ended_at = time.monotonic()
         self.end = end
 
-    def _read(self, body: dict[str, Any]) -> str:
+    def _read(self, path: str, body: dict[str, Any]) -> str:
         end, is_done = "finished", False
-        with requests.post(self._url, json=body, stream=True, timeout=60) as response:
+        with requests.post(self._url + path, json=body, stream=True, timeout=60) as response:
             self._response = response
             if not response.ok:
                 return f"error {response.status_code}: {response.json()['error']['message']}"

@@ -14,25 +14,27 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import requests
 
-from gateway.limited.process import MODULE
+from gateway.limited import process as limited_process
 from tests.support.hostile_templates import LARGE, REFUSED, SLOW
-from tests.support.processes import descendants_of, eventually
+from tests.support.processes import descendants_of, rss_mib
 from tests.support.server import Server
 from tests.support.torture import write_model
+from tests.support.torture_table import print_table
+from tests.support.torture_witness import Witnessed, Witnesses, run_attacker
 
+MODULE = "tests.support.torture_templates"
 TEMPLATES = SLOW | LARGE | REFUSED
-LIVEZ_MS = 100.0
-"""What is promised, on a machine that has time for us."""
+REFUSALS = (400, 429)
 FLAT_MIB = 64
 """What the gateway, or all of its limited processes, may have grown by: pools keep some pages."""
 NUM_WITNESSES, WITNESS_TOKENS = 2, 50
@@ -41,138 +43,106 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
 OWN = "{% for message in messages %}w1 {{ message.content }} {% endfor %}"
 """The model's own template."""
-COLUMNS = ("template", "seconds", "answers", "/livez ms", "gateway MiB", "limited MiB", "streams")
-WIDTHS = (36, 8, 16, 10, 12, 12, 0)
+COLUMNS = {
+    "template": 36,
+    "seconds": 8,
+    "answers": 16,
+    "/livez ms": 10,
+    "gateway MiB": 12,
+    "limited MiB": 12,
+    "streams": 0,
+}
 
 
-@dataclass(slots=True)
+class Answers(msgspec.Struct, frozen=True):
+    """What the attacker received: the statuses, and the seconds until the last of them."""
+
+    seconds: float
+    statuses: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a template. Sizes in MiB: the gateway's, and those of its limited processes."""
+    """What came of a template. `failure`: why the attacker did not receive all answers; or ""."""
 
     name: str
-    seconds: float = 0.0
-    statuses: list[int] = field(default_factory=list)
-    livez_ms: float = 0.0
-    num_streams: int = 0
-    lost: list[str] = field(default_factory=list)
-    before: tuple[int, int] = (0, 0)
-    after: tuple[int, int] = (0, 0)
+    answers: Answers
+    failure: str
+    witnessed: Witnessed
 
     def complaints(self, slack: float | None = 1.0) -> list[str]:
-        """`slack` stretches what is promised; None: times do not count."""
-        found = [f"answered with {status}" for status in self.statuses if status not in (400, 429)]
-        found += [f"a stream of another client was lost: {end}" for end in self.lost]
-        if not self.num_streams:
-            found.append("no stream of another client came to its end")
-        for who, before, after in zip(("gateway", "limited"), self.before, self.after, strict=True):
-            if after - before > FLAT_MIB:
-                found.append(f"{who}: grew from {before} to {after} MiB")
-        if slack is not None and self.livez_ms > LIVEZ_MS * slack:
-            found.append(f"/livez took {self.livez_ms:.0f} ms")
-        return found
+        """Return what is wrong. `slack` stretches what is promised; None: times do not count."""
+        wrong = [status for status in self.answers.statuses if status not in REFUSALS]
+        found = [f"answered with {status}" for status in wrong]
+        if self.failure:
+            found.append(f"not answered: {self.failure}")
+        return found + self.witnessed.complaints(slack)
 
     def cells(self) -> tuple[str, ...]:
-        counts = {status: self.statuses.count(status) for status in sorted(set(self.statuses))}
-        sizes = [f"{b} -> {a}" for b, a in zip(self.before, self.after, strict=True)]
+        counts = sorted(Counter(self.answers.statuses).items())
         return (
             self.name,
-            f"{self.seconds:.1f}",
-            ", ".join(f"{count} x {status}" for status, count in counts.items()),
-            f"{self.livez_ms:.0f}",
-            *sizes,
-            str(self.num_streams),
+            f"{self.answers.seconds:.1f}",
+            ", ".join(f"{count} x {status}" for status, count in counts),
+            f"{self.witnessed.livez_ms:.0f}",
+            *self.witnessed.sizes(),
+            str(self.witnessed.num_streams),
         )
 
 
-class Target:
-    """A server that takes templates of requests."""
+class Target(Server):
+    """A server that accepts templates of requests. `strike` sends one while others stream chats."""
 
     def __init__(self, folder: Path) -> None:
         model = write_model(folder)
         (model / "chat_template.jinja").write_text(OWN)
-        options = ("--max-slots", "8", "--trust-request-chat-template")
-        self._server = Server(*options, model=str(model))
+        super().__init__("--max-slots", "8", "--trust-request-chat-template", model=str(model))
 
     def __enter__(self) -> Self:
-        self._server.__enter__()
-        facts = requests.get(self._server.url + "/readyz", timeout=5).json()
-        self._gateway: int = facts["gateway"]["pid"]
-        self._ask("{{ messages[0].content }}")  # the process for templates of requests is there
+        super().__enter__()
+        facts = requests.get(self.url + "/readyz", timeout=5).json()
+        self._gateway_pid: int = facts["gateway"]["pid"]
+        send("{{ messages[0].content }}", self.port)  # starts the process for such templates
         return self
 
-    def __exit__(self, *about: object) -> None:
-        self._server.__exit__(None, None, None)
-
     def strike(self, name: str, at_once: int) -> Result:
-        result = Result(name, before=self._sizes())
-        is_over = threading.Event()
-        with ThreadPoolExecutor(1 + NUM_WITNESSES + at_once) as pool:
-            others = [pool.submit(self._probe, result, is_over)]
-            others += [pool.submit(self._stream, result, is_over) for _ in range(NUM_WITNESSES)]
-            started_at = time.monotonic()
-            attackers = [pool.submit(self._ask, TEMPLATES[name]) for _ in range(at_once)]
-            try:
-                result.statuses = [each.result() for each in attackers]
-            finally:
-                result.seconds = time.monotonic() - started_at
-                is_over.set()
-            for each in others:
-                each.result()
-        eventually(lambda: self._is_flat(result), within_s=20)
-        result.after = self._sizes()
-        return result
+        witnesses = Witnesses(
+            self.url,
+            self._gateway_pid,
+            self._sizes,
+            lambda client: client.stream(
+                CHAT, {"messages": MESSAGES, "max_tokens": WITNESS_TOKENS}
+            ),
+            num_streams=NUM_WITNESSES,
+            flat_mib=FLAT_MIB,
+        )
+        options = ("--template", name, "--at-once", str(at_once), "--port", str(self.port))
+        with witnesses as witnessed:
+            attacker = run_attacker(MODULE, *options)
+        if attacker.failure:
+            return Result(name, Answers(0.0, []), attacker.failure, witnessed)
+        answers = msgspec.json.decode(attacker.printed, type=Answers)
+        return Result(name, answers, "", witnessed)
 
-    def _ask(self, template: str) -> int:
-        body = {"messages": MESSAGES, "chat_template": template, "max_tokens": 1}
-        return requests.post(self._server.url + CHAT, json=body, timeout=REQUEST_S).status_code
-
-    def _probe(self, result: Result, is_over: threading.Event) -> None:
-        with requests.Session() as session:
-            while not is_over.wait(0.02):
-                asked_at = time.perf_counter()
-                session.get(self._server.url + "/livez", timeout=60)
-                result.livez_ms = max(result.livez_ms, (time.perf_counter() - asked_at) * 1000)
-
-    def _stream(self, result: Result, is_over: threading.Event) -> None:
-        """At least one, and others until the attack is over."""
-        body = {
-            "messages": MESSAGES,
-            "max_tokens": WITNESS_TOKENS,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        while True:
-            with requests.post(
-                self._server.url + CHAT, json=body, stream=True, timeout=REQUEST_S
-            ) as response:
-                lines = [line for line in response.iter_lines() if line]
-            if response.ok and lines[-1] == b"data: [DONE]" and b'"error"' not in b"".join(lines):
-                result.num_streams += 1
-            else:
-                result.lost.append(b"\n".join(lines[-2:]).decode())
-            if is_over.is_set():
-                return
-
-    def _sizes(self) -> tuple[int, int]:
-        limited = [pid for pid, line in descendants_of(self._gateway) if MODULE in line]
-        return _rss_mib(self._gateway), sum(map(_rss_mib, limited))
-
-    def _is_flat(self, result: Result) -> bool:
-        grown = [a - b for a, b in zip(self._sizes(), result.before, strict=True)]
-        return max(grown) <= FLAT_MIB
+    def _sizes(self) -> dict[str, int]:
+        family = descendants_of(self._gateway_pid)
+        limited = [pid for pid, line in family if limited_process.MODULE in line]
+        return {"gateway": rss_mib(self._gateway_pid), "limited": sum(map(rss_mib, limited))}
 
 
-def _rss_mib(pid: int) -> int:
-    """0: it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return sum(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS"))
+def send(template: str, port: int) -> int:
+    """Return the status of a chat that brings this template."""
+    url = f"http://127.0.0.1:{port}{CHAT}"
+    body = {"messages": MESSAGES, "chat_template": template, "max_tokens": 1}
+    return requests.post(url, json=body, timeout=REQUEST_S).status_code
 
 
-def show(row: Iterable[str]) -> None:
-    print("  ".join(word.ljust(width) for word, width in zip(row, WIDTHS, strict=True)), flush=True)
+def send_all(name: str, at_once: int, port: int) -> Answers:
+    """Be the attacker: send a hostile template several times at once."""
+    started_at = time.monotonic()
+    with ThreadPoolExecutor(at_once) as pool:
+        statuses = list(pool.map(lambda _: send(TEMPLATES[name], port), range(at_once)))
+    return Answers(time.monotonic() - started_at, statuses)
 
 
 def main() -> int:
@@ -180,18 +150,15 @@ def main() -> int:
     parser.add_argument("--template", choices=TEMPLATES, action="append")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--slack", type=float, default=1.0, help="stretches what is promised")
+    parser.add_argument("--port", type=int, help="be the attacker of this server")
     said = parser.parse_args()
-    num_bad = 0
-    show(COLUMNS)
+    if said.port:
+        answers = send_all(said.template[0], said.at_once, said.port)
+        print(msgspec.json.encode(answers).decode())
+        return 0
     with tempfile.TemporaryDirectory() as folder, Target(Path(folder)) as target:
-        for name in said.template or TEMPLATES:
-            result = target.strike(name, said.at_once)
-            show(result.cells())
-            for complaint in result.complaints(said.slack):
-                num_bad += 1
-                print(f"    BAD: {complaint}", flush=True)
-    print(f"{num_bad} complaints")
-    return 1 if num_bad else 0
+        rows = (target.strike(name, said.at_once) for name in said.template or TEMPLATES)
+        return print_table(COLUMNS, rows, said.slack)
 
 
 if __name__ == "__main__":

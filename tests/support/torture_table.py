@@ -1,0 +1,35 @@
+"""The table that each program which tortures a server prints: a row per case, complaints below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+
+class TableRow(Protocol):
+    def cells(self) -> tuple[str, ...]: ...
+
+    def complaints(self, slack: float) -> list[str]: ...
+
+
+def print_table(columns: Mapping[str, int], rows: Iterable[TableRow], slack: float) -> int:
+    """Print each row as it arrives and its complaints; return the exit code, 1 after a complaint.
+
+    columns   the width of each, by its title
+    slack     stretches the times that are promised
+    """
+    widths = list(columns.values())
+    num_complaints = 0
+    _print_row(columns, widths)
+    for row in rows:
+        _print_row(row.cells(), widths)
+        for complaint in row.complaints(slack):
+            num_complaints += 1
+            print(f"    BAD: {complaint}", flush=True)
+    print(f"{num_complaints} complaints")
+    return 1 if num_complaints else 0
+
+
+def _print_row(cells: Iterable[str], widths: Iterable[int]) -> None:
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    print("  ".join(padded), flush=True)
