@@ -117,6 +117,7 @@ RECORDED: dict[str, list[Any]] = {
     f"{MESSAGES}/count_tokens": [MESSAGE],
     f"{MESSAGES}/render": [MESSAGE],
     RESPONSES: [RESPONSE, FORMED, {"input": "hi", "store": True, "previous_response_id": None}],
+    f"{RESPONSES}/input_tokens": [RESPONSE],
     f"{RESPONSES}/render": [RESPONSE],
     f"{RESPONSES}/resp_1/cancel": [{}],
     GENERATE: [GENERATION, {"token_ids": [1, 2], "sampling_params": {"prompt_logprobs": 1}}],
