@@ -232,7 +232,7 @@ def caught_by(recorded: Recording, expected: list[StepResult], kind: type[SlotTa
     return ""
 
 
-@pytest.mark.timeout(400)  # 20 s alone; many times that where others have the cores
+@pytest.mark.timeout(1200)  # half a minute alone; many times that if others have the cores
 def test_each_reset_that_is_left_out_is_noticed(recorded, expected):
     caught = {}
     for name, way in ways():

@@ -114,7 +114,7 @@ def test_thinking_comes_before_the_body_and_as_long_as_it_likes(
     numbers = []
     for seed in range(16):
         params = SamplingParams(
-            temperature=1.0, max_tokens=200, seed=seed, logit_bias={marker: 14.0}
+            temperature=1.0, max_tokens=200, seed=seed, logit_bias={marker: 17.0}
         )
         numbers.append(replica.add(prompt, params, grammar))
     replica.run()

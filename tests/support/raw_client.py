@@ -6,7 +6,7 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
-from protocol.messages import PROTOCOL_VERSION, Hello, Message, ToClient, Welcome
+from protocol.messages import PROTOCOL_VERSION, Hello, Message, Probe, ToClient, Welcome
 
 
 class RawClient:
@@ -20,13 +20,19 @@ class RawClient:
         self.socket.send_multipart(wire.encode(message))
 
     def hear(self) -> ToClient:
-        return self._decoder.decode(self.socket.recv_multipart())
-
-    def hear_all(self, kind: type[ToClient]) -> ToClient:
-        """The next message of a kind; others are passed over."""
-        while not isinstance(message := self.hear(), kind):
+        """Return the next message, but for probes, which an engine sends to a silent client."""
+        while isinstance(message := self._receive(), Probe):
             pass
         return message
+
+    def hear_all(self, kind: type[ToClient]) -> ToClient:
+        """Return the next message of a kind; others are passed over."""
+        while not isinstance(message := self._receive(), kind):
+            pass
+        return message
+
+    def _receive(self) -> ToClient:
+        return self._decoder.decode(self.socket.recv_multipart())
 
     def greet(self) -> None:
         self.say(Hello(protocol=PROTOCOL_VERSION, name="raw"))
