@@ -37,6 +37,7 @@ from tests.support.formats import (
     cut_off,
     fixtures,
     lexicon,
+    read,
     reasoning_writer,
     units,
 )
@@ -206,6 +207,30 @@ def test_a_list_without_a_marker_calls_only_tools_of_the_request(name: str) -> N
         assert not any(isinstance(event, ToolCall) for event in events)
     call, *_ = say(name, "[f(x=1)]", declared)
     assert call == ToolCall(0, "id", "f")
+
+
+@pytest.mark.parametrize("name", ["pythonic", "llama4_pythonic"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[f(x) for x in y] is a list",
+        "[f (1)]",
+        "[f('a')]",
+        "[f( x, y=1)]",
+        "[f(x) is",
+        "[f(",
+        "[f(x",
+    ],
+)
+def test_a_tool_without_named_arguments_in_brackets_is_content(name: str, text: str) -> None:
+    s = next(sample for sample in SAMPLES if sample.name == name)
+    s = replace(s, tools=(DeclaredTool("f"),))
+    for deltas in ([text], list(text)):
+        events = read(
+            s, [[delta] for delta in deltas], lexicon(s, tokens=True), Fixture("", "", [])
+        )
+        assert content(events) == text
+        assert not any(isinstance(event, ToolCall | ToolArguments) for event in events)
 
 
 @pytest.mark.parametrize("name", ["pythonic", "llama4_pythonic"])

@@ -10,7 +10,8 @@
     broken   what follows is no call; up to the closing marker it is told as it stands
 
 A `[` at the very beginning of an answer opens a list of calls only if the name of a tool of the
-request and a parenthesis follow: otherwise it is content. Arguments without a name are no call of
+request, a parenthesis, and an argument's name with `=` or the closing parenthesis follow: otherwise
+it is content, such as `[f(x) for x in y]`. Elsewhere, arguments without a name are no call of
 ours: what follows is told as the model wrote it, and the arguments are no JSON.
 
 Sources: the model cards of Llama 3.2 and 4, LFM2 and OLMo 3.
@@ -67,6 +68,7 @@ class PythonicState(MachineState):
     count    arguments of the open call so far
     literal  the value at hand
     bare     the list began with its bracket; no marker will end it
+    call     name of a bare list's first call, until an argument shows that it is one
     raw      the text until a call is told: it may have to be given back
     """
 
@@ -75,6 +77,7 @@ class PythonicState(MachineState):
     count: int = 0
     literal: PythonScan = msgspec.field(default_factory=PythonScan)
     bare: bool = False
+    call: str = ""
     raw: list[str] = []
 
 
@@ -160,7 +163,8 @@ class PythonicSection(Section):
 
     def _is_prose(self, name: str) -> bool:
         """Whether a list without a marker begins with `name(`, and no such tool exists."""
-        return self.s.bare and bool(self.s.raw) and not self.teller.declares(name)
+        s = self.s
+        return s.bare and s.at == "name" and bool(s.raw) and not self.teller.declares(name)
 
     def _no_word(self, rest: str) -> str:
         word, self.s.word = self.s.word, ""
@@ -169,11 +173,15 @@ class PythonicSection(Section):
 
     def _named(self, name: str) -> None:
         s = self.s
-        s.word = ""
+        word, s.word = s.word, ""
         if s.at == "name":
-            s.raw, s.count, s.at = [], 0, "key"
-            self.teller.begin(name)
+            s.count, s.at, s.call = 0, "key", name
+            if s.bare and s.raw:
+                self._keep(word + "(")
+            else:
+                self._begin_call()
             return
+        self._begin_call()
         self.teller.fragment(("{" if s.count == 0 else ", ") + json.dumps(name) + ": ")
         s.count += 1
         s.at, s.literal = "value", PythonScan()
@@ -189,7 +197,15 @@ class PythonicSection(Section):
             return self._unexpected(held + text[position:])
         return text[position:]
 
+    def _begin_call(self) -> None:
+        """Report the call at hand, unless that is done."""
+        s = self.s
+        if s.call:
+            self.teller.begin(s.call)
+            s.call, s.raw = "", []
+
     def _call_ended(self) -> None:
+        self._begin_call()
         if self.s.count:
             self.teller.fragment("}")
         self.teller.end()
