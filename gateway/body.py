@@ -169,6 +169,8 @@ class BodyReader:
                     self._memory.acquire(num_held, WAIT_S)
                     held.callback(self._memory.release, num_held)
                 gevent.sleep(0)  # others' turn: a socket that has more does not wait
+        if length is not None and num_bytes < length:  # gunicorn returns what came until then
+            raise ClientDisconnected
         return b"".join(pieces)
 
 

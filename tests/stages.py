@@ -45,8 +45,8 @@ STAGES = (
     ),
     Stage(
         "real model and whole servers",
-        "they use all cores themselves: one at a time",
-        ["-v", "tests/differential", "tests/e2e"],
+        "servers as users start them, and the default model: two files at a time",
+        ["-v", "--numprocesses", "2", "--dist", "loadfile", "tests/differential", "tests/e2e"],
     ),
 )
 

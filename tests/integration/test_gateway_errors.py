@@ -555,3 +555,20 @@ def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(gateway: Gatew
     )
     assert (status, headers["content-type"]) == (415, "application/json")
     assert "gzip" in json.loads(told)["error"]["message"]
+
+
+def test_a_body_that_ends_before_its_length_is_refused_though_it_is_valid_json(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    body = json.dumps(text()).encode()
+    with connect(gateway.port) as client, client.makefile("rb") as file:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (len(body) + 1) + body
+        )
+        client.shutdown(socket.SHUT_WR)
+        status, headers = read_head(file)
+        told = json.loads(read_body(file, headers))
+    assert status == 400
+    assert "announced length" in told["error"]["message"]
+    assert not engine.generates
