@@ -115,7 +115,8 @@ class ChatDerendering:
         prompt = self._prompt(response.prompt_token_ids)
         ask = self._preparation.told(prompt, self._preparation.begin(prompt))
         self._check_counts(ask)
-        count = None if prompt.ids else self._body.prompt_tokens or 0
+        usage_tokens = response.usage.prompt_tokens if response.usage else 0
+        count = None if prompt.ids else self._body.prompt_tokens or usage_tokens
         return derendered(self._case(), [ask], [response], ["generate_response"], count)
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:

@@ -337,6 +337,9 @@ def test_without_a_request_an_answer_is_its_text() -> None:
     assert (told["prompt_logprobs"], told["prompt_token_ids"]) == (None, None)
     told = derendered(generate_response=spoken_by_a_peer("Hello"), prompt_tokens=10)
     assert told["usage"]["total_tokens"] == 15
+    usage = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+    told = derendered(generate_response=spoken_by_a_peer("Hello", usage=usage))
+    assert told["usage"]["prompt_tokens"] == 4
     told = derendered(
         generate_response=spoken_by_a_peer("Hello"), prompt_token_ids=[1, 2, 3], model="mine"
     )
