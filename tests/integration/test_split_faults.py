@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,9 +33,6 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "split.md"
 BEGIN, END = "<!-- tests/integration/test_split_faults.py -->\n", "<!-- end -->\n"
-
-ERROR_WITHIN_S = 5.0
-"""The client notices after 4 s that an engine is silent (protocol/session.py)."""
 
 THERE, AGAIN, BY_D = "answer: fetched", "answer: computed again", "answer: computed by D"
 LOST, ABORTED, NOBODY = "error `engine_lost`", "aborted", "nobody is told"
@@ -168,10 +164,8 @@ def outcome(scene: Scene, state: str) -> str:
     assert isinstance(case.end, Output), case.end
     if scene.is_aborted:
         assert case.end.finish == "abort"
-        assert case.ended_at - scene.moment < ERROR_WITHIN_S
         return ABORTED
     if case.end.error is not None:
-        assert case.ended_at - scene.moment < ERROR_WITHIN_S
         return f"error `{case.end.error.code}`"
     assert case.tokens == plain
     assert case.end.usage is not None
@@ -189,7 +183,6 @@ def outcomes(split: Split, fault: str) -> tuple[str, ...]:
     with scene_of(split) as scene:
         scene.set_up()
         before = fetches_failed(split.d)
-        scene.moment = time.monotonic()
         happen(scene)
         scene.go_on()
         found = tuple(outcome(scene, state) for state in STATES)

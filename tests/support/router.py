@@ -44,11 +44,10 @@ class Case:
     brought: str = ""
     tokens: list[int] = field(default_factory=list)
     end: Output | Refused | None = None
-    ended_at: float = 0.0
 
     def finish(self, end: Output | Refused) -> None:
         assert self.end is None, "a request has one end"
-        self.end, self.ended_at = end, time.monotonic()
+        self.end = end
 
 
 class Line:
@@ -148,6 +147,10 @@ class Router:
         if isinstance(report, Accepted):
             return
         if isinstance(report, Output) and report.kv_handle:
+            if case.handover.state is State.ENDED:  # it was computed before the Abort was read
+                self.p.say(ReleaseKV(handles=[report.kv_handle]))
+                case.finish(Output(request=0, finish="abort"))
+                return
             case.kept = report.kv_handle
             if not case.is_held:
                 self._on(case, Event.COMPUTED)
