@@ -70,10 +70,12 @@ def test_three_turns_with_a_tool_through_previous_response_ids(client: OpenAI) -
     first = client.responses.create(
         input="What is the weather in Oslo?", tool_choice="required", **shared
     )
-    (call,) = [item for item in first.output if item.type == "function_call"][:1]
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "clear"}
+    calls = [item.call_id for item in first.output if item.type == "function_call"]
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": each, "output": "clear"} for each in calls
+    ]
     second = client.responses.create(
-        input=[result], previous_response_id=first.id, max_output_tokens=24, **shared
+        input=results, previous_response_id=first.id, max_output_tokens=24, **shared
     )
     third = client.responses.create(
         input="Thanks!", previous_response_id=second.id, max_output_tokens=24, **shared
@@ -81,7 +83,7 @@ def test_three_turns_with_a_tool_through_previous_response_ids(client: OpenAI) -
     explicit: list[Any] = [
         {"role": "user", "content": "What is the weather in Oslo?"},
         *(item.model_dump(exclude_none=True) for item in first.output),
-        result,
+        *results,
         *(item.model_dump(exclude_none=True) for item in second.output),
         {"role": "user", "content": "Thanks!"},
     ]
