@@ -118,13 +118,7 @@ def plan_memory(
     least = 2 * block * (1 if is_named else FREE_SHARE)
     if left < least:
         raise NotEnoughMemory(takes, remedy=_smaller(model, dtype, expanded))
-    tier = int(options.kv_host_gib * GIB)
-    free_for_tier = left - least if device == "cpu" else host_bytes
-    if tier > free_for_tier:
-        raise NotEnoughMemory(
-            f"{takes}; kv_host_gib is {options.kv_host_gib:g}",
-            remedy=f"--kv-host-gib {_round_down(free_for_tier / GIB):g}, or less",
-        )
+    tier = _tier_bytes(options, left - least if device == "cpu" else host_bytes, takes)
     left -= tier if device == "cpu" else 0
     try:
         budget = kv_budget(
@@ -151,6 +145,17 @@ def plan_memory(
         free_bytes=free_bytes,
         expanded=expanded,
     )
+
+
+def _tier_bytes(options: WorkerConfig, free_bytes: int, takes: str) -> int:
+    """Return the host memory of dropped blocks. Raises NotEnoughMemory, in words after `takes`."""
+    tier = int(options.kv_host_gib * GIB)
+    if tier > free_bytes:
+        raise NotEnoughMemory(
+            f"{takes}; kv_host_gib is {options.kv_host_gib:g}",
+            remedy=f"--kv-host-gib {_round_down(free_bytes / GIB):g}, or less",
+        )
+    return tier
 
 
 def kv_budget(

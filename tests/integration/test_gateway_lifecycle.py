@@ -111,7 +111,7 @@ def test_a_later_model_that_cannot_be_served_is_not_ready_and_never_500(address:
         with ScriptedEngine(address):
             gateway.await_ready()
         with ScriptedEngine(address, card=broken):
-            eventually(lambda: "cannot be served: " in gateway.log)
+            assert eventually(lambda: "cannot be served: " in gateway.log)
             assert requests.get(gateway.url + "/readyz", timeout=5).status_code == 503
             response = gateway.post(CHAT, {"messages": HI})
             assert response.status_code == 503

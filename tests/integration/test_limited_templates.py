@@ -153,7 +153,7 @@ def test_a_process_that_stands_still_is_replaced() -> None:
         rendered(template)
     process._wall_s = 10
     assert rendered(template) == "<user>hi"
-    eventually(lambda: not is_alive(stopped))
+    assert eventually(lambda: not is_alive(stopped))
     process.close()
 
 
@@ -213,12 +213,8 @@ def test_it_is_given_no_secrets_and_keeps_none_of_our_files_open(
     limited.call(LoadTemplate(PLAIN, {}))
     own = Path(f"/proc/{limited.pid}")
     assert b"TIDEGATE" not in (own / "environ").read_bytes()
-    assert sorted(int(each.name) for each in (own / "fd").iterdir()) == [
-        0,
-        1,
-        2,
-        3,
-    ]  # 3: how much memory it has
+    descriptors = sorted(int(each.name) for each in (own / "fd").iterdir())
+    assert descriptors == [0, 1, 2, 3]  # 3: how much memory it has
 
 
 def test_none_outlives_its_gateway(tmp_path: Path) -> None:
@@ -231,7 +227,7 @@ def test_none_outlives_its_gateway(tmp_path: Path) -> None:
         (limited,) = [pid for pid, line in family if MODULE in line]
         (parent,) = [pid for pid, line in family if "gunicorn" in line]
         os.kill(parent, signal.SIGKILL)
-        eventually(lambda: not is_alive(limited))
+        assert eventually(lambda: not is_alive(limited))
         gateway.await_ready()  # gunicorn has started another
 
 

@@ -192,7 +192,6 @@ def outcomes(split: Split, fault: str) -> tuple[str, ...]:
     return found
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_what_becomes_of_requests_when(split: Split, fault: str) -> None:
     assert outcomes(split, fault) == EXPECTED[fault][1]
