@@ -17,11 +17,12 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-IS_ONE_OF_MANY = "PYTEST_XDIST_WORKER" in os.environ
-"""Other processes run tests beside this one. Threads of both would wait for one another."""
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1" if IS_ONE_OF_MANY else str(min(2, os.cpu_count() or 1))
-)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Other processes run tests beside this one, and their threads would wait for one another. Set,
+    # not only by default: the process that started this one has exported its own number.
+    os.environ["OMP_NUM_THREADS"] = "1"
+else:
+    os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 
 # Time on a shared machine says nothing about an example. In CI the examples are always the same, so
 # that a failure is the change's own; elsewhere they are new each time.
