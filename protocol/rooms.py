@@ -50,13 +50,21 @@ def _misplaced(room: str, home: Path) -> str:
     except (ImportError, ValueError):
         spec = None
     ours = home / room
-    if spec is None or spec.origin is None:
+    if not (ours / "__init__.py").is_file():
         return f"the package {room} has no __init__.py: a part of Tidegate was removed from {ours}"
-    folder = Path(spec.origin).parent
-    if folder != ours:
-        owner = _owners(folder.parent, [f"{room}/__init__.py"]).get(f"{room}/__init__.py")
+    # A folder without an __init__.py is a package, too. It hides ours in an editable install.
+    folders = [*(spec.submodule_search_locations or ())] if spec else []
+    if folders:
+        found = Path(folders[0])
+    elif spec and spec.origin:  # a module, not a package
+        found = Path(spec.origin)
+    else:
+        return f"the package {room} in {ours} cannot be imported"
+    if found != ours:
+        names = [f"{room}/{name}" for name in os.listdir(found)] if folders else [found.name]
+        owner = next(iter(_owners(found.parent, names).values()), "")
         whose = f" of {owner}" if owner else ""
-        return f"the package {room} is {folder}{whose}, which hides Tidegate's own in {ours}"
+        return f"the package {room} is {found}{whose}, which hides Tidegate's own in {ours}"
     return ""
 
 

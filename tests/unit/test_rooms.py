@@ -98,6 +98,34 @@ def test_a_package_that_is_found_before_ours_is_named(site: Path, tmp_path: Path
     assert said in done.stderr
 
 
+EDITABLE = """
+from importlib.machinery import PathFinder
+
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [{site!r}]) if path is None else None
+
+sys.meta_path.append(Editable)
+"""
+"""Packages are found in `site` after all of sys.path, as setuptools' editable installs have it."""
+
+
+@pytest.mark.parametrize("file", ["gateway/routes.py", "gateway.py"])
+def test_a_folder_or_a_module_that_hides_an_editable_install_is_named(
+    site: Path, tmp_path: Path, file: str
+) -> None:
+    first = tmp_path / "first"
+    install(first, "gateway-3.0", {file: ""})
+    code = f"import sys; sys.path.insert(0, {str(first)!r})\n{EDITABLE.format(site=str(site))}\n"
+    command = [sys.executable, "-I", "-S", "-c", code + RUN]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = first / file.removesuffix("/routes.py")
+    assert done.returncode == 1
+    assert f"the package gateway is {found} of gateway 3.0, which hides" in done.stderr
+    assert f"in {site / 'gateway'}" in done.stderr
+
+
 def test_a_file_that_somebody_edited_is_told_by_the_doctor_alone(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
