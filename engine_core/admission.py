@@ -13,10 +13,10 @@ from collections.abc import Callable
 from engine_core.queue import Load
 from engine_core.request import Request
 from engine_core.stopwatch import Clock, Stopwatch
-from protocol.errors import ContextTooLong, InvalidRequest, Overloaded
+from protocol.errors import ContextTooLong, Overloaded
 from protocol.messages import Generate, Limits
 from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams, check_vocabulary
+from protocol.sampling import SamplingParams, check_token_ids, check_vocabulary
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 MAX_STANDS_S = 0.25
@@ -29,12 +29,7 @@ SMALL = 64
 
 def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
     """Raises InvalidRequest or ContextTooLong for what this engine can never do."""
-    worst = max(prompt) if min(prompt) >= 0 else min(prompt)
-    if not 0 <= worst < model.vocab_size:
-        raise InvalidRequest(
-            f"token id {worst} is not in the vocabulary of {model.vocab_size} tokens",
-            param="prompt",
-        )
+    check_token_ids(prompt, model.vocab_size, "prompt")
     check_vocabulary(message.params, model.vocab_size)
     longest, whose = longest_of(message, limits)
     wanted = message.params.max_tokens

@@ -8,7 +8,7 @@ not here.
 from __future__ import annotations
 
 import math
-from itertools import chain
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -98,7 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number")
         if not all(map(math.isfinite, self.logit_bias.values())):
-            raise ValueError("logit_bias must hold finite numbers")
+            worst = next(t for t, bias in self.logit_bias.items() if not math.isfinite(bias))
+            raise ValueError(f"logit_bias.{worst} must be a finite number")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"max_tokens ({self.max_tokens}) must not be below min_tokens ({self.min_tokens})"
@@ -129,19 +130,30 @@ _FLOATS = (
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidRequest, naming the field, where a token id is beyond the model's
+    """Raise InvalidRequest, naming the element at fault, if a token id is beyond the model's
     vocabulary.
     """
     for field, ids in (
         ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", params.logit_bias),
-        ("bad_words", chain.from_iterable(params.bad_words)),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logprob_token_ids", params.logprob_token_ids),
+        *((f"bad_words[{place}]", word) for place, word in enumerate(params.bad_words)),
     ):
-        worst = max(ids, default=0)
-        if worst >= vocab_size:
-            raise InvalidRequest(
-                f"token id {worst} in {field} is not in the vocabulary of {vocab_size} tokens",
-                param=field,
-            )
+        check_token_ids(ids, vocab_size, field)
+    worst = max(params.logit_bias, default=0)
+    if worst >= vocab_size:
+        raise _unknown_token(worst, vocab_size, f"logit_bias.{worst}")
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Raise InvalidRequest, naming the first element of the list `field` that is no token id of the
+    vocabulary."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise _unknown_token(ids[place], vocab_size, f"{field}[{place}]")
+
+
+def _unknown_token(token_id: int, vocab_size: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: token id {token_id} is not in the vocabulary of {vocab_size} tokens", param=param
+    )

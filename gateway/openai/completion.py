@@ -14,6 +14,7 @@ from gateway.served import ServedModel
 from gateway.service import offload
 from protocol.errors import RequestError
 from protocol.grammar import Grammar
+from protocol.sampling import check_token_ids
 
 
 class Completion:
@@ -42,7 +43,11 @@ class Completion:
         readers = ReaderFactory(model.tokenizer, self._options)
         grammar = Grammar(body=form.body) if form is not None else None
         if ids is None:
-            ids = [_prompt_ids(prompt, model) for prompt in self._prompts]
+            is_list = self._prompts is body.prompt  # else it is the only one
+            ids = [
+                _prompt_ids(prompt, model, f"prompt[{place}]" if is_list else "prompt")
+                for place, prompt in enumerate(self._prompts)
+            ]
         self.asks = [Ask(known, choices, readers, grammar=grammar) for known in ids]
 
     def dialect(self) -> CompletionDialect:
@@ -65,14 +70,18 @@ class Completion:
         return error
 
 
-def _prompt_ids(prompt: schema.Prompt, model: ServedModel) -> list[int]:
-    """An empty text is the beginning of a text, where the model has a token for that."""
-    ids = prompt
-    if isinstance(ids, str):
+def _prompt_ids(prompt: schema.Prompt, model: ServedModel, param: str) -> list[int]:
+    """Return the prompt's token ids; raise InvalidRequest naming `param`. An empty text is the
+    beginning of a text, if the model has a token for that."""
+    if isinstance(prompt, str):
         bos = model.card.bos_token_id
-        ids = model.tokenizer.encode(ids, True, offload=offload) or ([] if bos is None else [bos])
+        ids = model.tokenizer.encode(prompt, True, offload=offload, param=param)
+        ids = ids or ([] if bos is None else [bos])
+    else:
+        check_token_ids(prompt, model.card.vocab_size, param)
+        ids = prompt
     if not ids:
-        raise schema.empty_prompt("prompt")
+        raise schema.empty_prompt(param)
     return ids
 
 

@@ -44,8 +44,8 @@ def choices_of(
 def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Each word in tokens, at the beginning of a text and after a blank; each spelling once."""
     spellings = (
-        tuple(tokenizer.encode(text, False, param="bad_words"))
-        for word in words
+        tuple(tokenizer.encode(text, False, param=f"bad_words[{place}]"))
+        for place, word in enumerate(words)
         for text in (word, " " + word.lstrip(" "))
     )
     return [list(ids) for ids in dict.fromkeys(spellings) if ids]

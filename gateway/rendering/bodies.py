@@ -16,7 +16,7 @@ from gateway.openai.prepare import Preparation, Prompt
 from gateway.openai.schema import ChatBody, CompletionBody, prompts_of
 from gateway.openai.shapes import ChatDialect
 from gateway.rendering.derender import Case, derendered, derendered_chunk, first_state
-from gateway.rendering.recorded import check_ids, num_logprobs
+from gateway.rendering.recorded import num_logprobs
 from gateway.rendering.schema import DerenderBody, DerenderChat, DerenderCompletion
 from gateway.rendering.state import key_of, opened, sealed
 from gateway.served import ServedModel
@@ -24,6 +24,7 @@ from gateway.tokens.generate_ask import TAIL_TOKENS
 from gateway.tokens.generated import GenerateChunk, GeneratedChoice, GenerateResponse
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest
+from protocol.sampling import check_token_ids
 
 T = TypeVar("T")
 CHAT, COMPLETION = "chat_request", "completion_request"
@@ -162,7 +163,7 @@ class ChatDerendering:
         body = self._body
         ids = body.prompt_token_ids or told
         if ids:
-            check_ids(ids, self._model, "prompt_token_ids")
+            check_token_ids(ids, self._model.card.vocab_size, "prompt_token_ids")
             end = self._model.tokenizer.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False)
             prompt = Prompt(end, list(ids), self._kwargs)
         elif body.chat_request is None:
@@ -284,7 +285,7 @@ class CompletionDerendering:
 
     def _completion(self, request: CompletionBody, ids: Sequence[list[int]] | None) -> Completion:
         for place, given in enumerate(ids or ()):
-            check_ids(given, self._model, f"prompt_token_ids[{place}]")
+            check_token_ids(given, self._model.card.vocab_size, f"prompt_token_ids[{place}]")
         with named(_in(COMPLETION)):
             completion = Completion(
                 request, self._model, max_prompts=self._config.max_prompts, ids=ids

@@ -14,7 +14,7 @@ from gateway.served import ServedModel
 from gateway.tokens.generated import ChosenToken, GeneratedChoice, GenerateUsage
 from protocol.errors import InvalidRequest
 from protocol.messages import Output, TokenLogprobs, Usage
-from protocol.sampling import MAX_LOGPROBS, SamplingParams
+from protocol.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
 
 
 class _Nowhere:
@@ -70,7 +70,7 @@ class Reports:
     def of(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
         """`place` among the choices. Raises InvalidRequest."""
         at = f"{self._at}.choices[{place}]"
-        check_ids(part.token_ids, self._model, f"{at}.token_ids")
+        check_token_ids(part.token_ids, self._model.card.vocab_size, f"{at}.token_ids")
         stop_token = None
         if part.finish_reason == "stop" and not isinstance(part.stop_reason, str):
             stop_token = _stop_token(part.token_ids, params, self._model.card.eos_token_ids)
@@ -117,15 +117,6 @@ def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
     ]
     has_any = any(choice.logprobs is not None for choice in choices)
     return min(max([0, *counts]), MAX_LOGPROBS) if has_any else None
-
-
-def check_ids(ids: Sequence[int], model: ServedModel, at: str) -> None:
-    size = model.card.vocab_size
-    for token_id in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= token_id < size:
-            raise InvalidRequest(
-                f"{at}: token id {token_id} is not in the vocabulary of {size} tokens", param=at
-            )
 
 
 def _stop_token(

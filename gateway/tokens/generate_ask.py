@@ -7,6 +7,7 @@ may precede an answer of one form, which the prompt's end decides.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -35,13 +36,15 @@ from protocol.grammar import Grammar
 from protocol.grammar_check import check_grammar
 from protocol.kv import KV_FIELD
 from protocol.messages import Limits
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, check_token_ids
 
 SAMPLING = "sampling_params"
 STRUCTURED = f"{SAMPLING}.structured_outputs"
 BUDGET = f"{SAMPLING}.thinking_token_budget"
 TAIL_TOKENS = 1 << 14
 """How many of a prompt's last tokens are looked at for whether it has opened the reasoning."""
+_FIELD = re.compile(r"\w*")
+"""The field in the path of one of its elements."""
 _NAMED_ALIKE = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words"})
 
 
@@ -115,8 +118,11 @@ def namespace_of(body: GenerateBody) -> str:
 def named(error: RequestError, body: GenerateBody) -> RequestError:
     """The engine's words for fields are not those of the request."""
     param = error.param or ""
-    if param in SamplingParams.__struct_fields__:  # the message names it, too
+    field = _FIELD.match(param)[0]  # type: ignore[index]  # it matches any text
+    if field in SamplingParams.__struct_fields__:  # the message names it, too
         return renamed(error, lambda name: f"{SAMPLING}.{name}")
+    if field == "prompt" != param:  # one of its tokens
+        return renamed(error, lambda name: "token_ids" + name.removeprefix(field))
     fields = {"prompt": "token_ids", "grammar": "grammar" if body.grammar else STRUCTURED}
     error.param = fields.get(param, error.param)
     return error
@@ -167,13 +173,7 @@ def _corrected(begun: Beginning, ended: bool | None) -> Beginning:
 def _beginning(body: GenerateBody, model: ServedModel, *, calls: bool) -> Beginning:
     told = body.reasoning_parser_kwargs
     given: Mapping[str, Any] = (told.chat_template_kwargs if told else None) or {}
-    worst = max(body.token_ids)
-    if worst >= model.card.vocab_size:
-        raise InvalidRequest(
-            f"token_ids: token id {worst} is not in the vocabulary of {model.card.vocab_size} "
-            "tokens",
-            param="token_ids",
-        )
+    check_token_ids(body.token_ids, model.card.vocab_size, "token_ids")
     tail = model.tokenizer.decode(body.token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
     return model.reading.begin(tail, {**model.default_kwargs, **given}, calls=calls)
 

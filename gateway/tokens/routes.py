@@ -28,7 +28,8 @@ from gateway.tokens.generate_schema import abort_decoder, generate_decoder
 from gateway.tokens.generate_tell import GenerateStream, Telling, whole_response
 from gateway.tokens.generated import Aborted
 from gateway.tokens.told import InputTokens
-from protocol.errors import InvalidRequest, RequestError
+from protocol.errors import RequestError
+from protocol.sampling import check_token_ids
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -143,12 +144,7 @@ def _tokenized(model: ServedModel, ids: list[int], tells_strs: bool | None) -> d
 def detokenize(service: Service) -> Response:
     body = service.bodies.parse(request, schema.detokenize_decoder, service.id_bounds())
     model = service.model(body.model)
-    worst = max(body.tokens, default=0)
-    if worst >= model.card.vocab_size:
-        raise InvalidRequest(
-            f"token id {worst} is not in the vocabulary of {model.card.vocab_size} tokens",
-            param="tokens",
-        )
+    check_token_ids(body.tokens, model.card.vocab_size, "tokens")
     return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 

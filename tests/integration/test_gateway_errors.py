@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.errors import ErrorInfo
+from protocol.errors import ErrorInfo, InvalidRequest
+from protocol.messages import Generate
+from protocol.sampling import check_vocabulary
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, exchange, read_body, read_head, send_post
 from tests.support.processes import eventually
@@ -136,7 +138,7 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(add_generation_prompt=True, continue_final_message=True), "continue_final_message"),
     (COMPLETIONS, {}, "prompt"),
     (COMPLETIONS, text(prompt=[]), "prompt"),
-    (COMPLETIONS, text(prompt=[[]]), "prompt"),
+    (COMPLETIONS, text(prompt=[[]]), "prompt[0]"),
     (COMPLETIONS, text(prompt=None), "prompt"),
     (COMPLETIONS, text(prompt=[1, "x"]), "prompt"),
     (COMPLETIONS, text(prompt=[1.5]), "prompt[0]"),
@@ -149,7 +151,10 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
     (COMPLETIONS, text(suffix="end"), "suffix"),
     (COMPLETIONS, text(best_of=2), "best_of"),
     ("/tokenize", {}, "prompt"),
-    ("/detokenize", {"tokens": [259]}, "tokens"),
+    (COMPLETIONS, text(prompt=[1, 259]), "prompt[1]"),
+    (COMPLETIONS, text(prompt=[[1], [2, 259]]), "prompt[1][1]"),
+    (CHAT, chat(logit_bias={"1": 1, "99999999999": 1}), "logit_bias.99999999999"),
+    ("/detokenize", {"tokens": [5, 259]}, "tokens[1]"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
 ]
 
@@ -183,6 +188,52 @@ def test_a_bad_body_is_refused_by_name_and_never_reaches_the_engine(
     assert "$" not in error["message"]
     assert len(error["message"]) < 500
     assert engine.generates == []
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        (CHAT, chat(), ""),
+        (COMPLETIONS, text(), ""),
+        ("/v1/responses", {"input": "hi"}, ""),
+        ("/v1/messages", {"messages": HI, "model": "main", "max_tokens": 5}, ""),
+        ("/inference/v1/generate", {"token_ids": [1]}, "sampling_params."),
+    ],
+)
+@pytest.mark.parametrize(
+    ("field", "value", "element"),
+    [
+        ("logit_bias", {"5": 1, "99999999": 1}, "logit_bias.99999999"),
+        ("stop_token_ids", [5, 259], "stop_token_ids[1]"),
+        ("allowed_token_ids", [5, 6, 259], "allowed_token_ids[2]"),
+    ],
+)
+def test_the_element_that_the_engine_refuses_is_named_as_the_client_spelt_it(
+    path: str,
+    body: dict[str, Any],
+    prefix: str,
+    field: str,
+    value: Any,
+    element: str,
+    is_stream: bool,
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    engine.script = checks_vocabulary
+    fields = {field: value}
+    said = {"sampling_params": fields} if prefix else fields
+    status, _, data = exchange(gateway.port, path, {**body, **said, "stream": is_stream})
+    error = json.loads(data)["error"]
+    assert (status, error["param"]) == (400, prefix + element)
+    assert error["message"].startswith(f"{prefix}{element}: token id ")
+
+
+def checks_vocabulary(generate: Generate) -> ErrorInfo:
+    """Refuse what is beyond the vocabulary, as the engine does."""
+    with pytest.raises(InvalidRequest) as caught:
+        check_vocabulary(generate.params, 259)
+    return caught.value.info()
 
 
 def error_of(response: requests.Response) -> dict[str, Any]:

@@ -267,11 +267,11 @@ def test_an_answer_ends_where_the_context_does() -> None:
     ("prompt", "params", "code", "param"),
     [
         ([1] * 200, {}, "context_length_exceeded", "prompt"),
-        ([97], {}, "invalid_request", "prompt"),
-        ([3, -1], {}, "invalid_request", "prompt"),
+        ([97], {}, "invalid_request", "prompt[0]"),
+        ([3, -1], {}, "invalid_request", "prompt[1]"),
         ([1], {"max_tokens": 201}, "context_length_exceeded", "max_tokens"),
-        ([1], {"stop_token_ids": [97]}, "invalid_request", "stop_token_ids"),
-        ([1], {"logit_bias": {500: 1.0}}, "invalid_request", "logit_bias"),
+        ([1], {"stop_token_ids": [97]}, "invalid_request", "stop_token_ids[0]"),
+        ([1], {"logit_bias": {500: 1.0}}, "invalid_request", "logit_bias.500"),
     ],
 )
 def test_what_can_never_run_is_refused_by_name(

@@ -136,7 +136,7 @@ def test_what_is_said_is_what_the_engine_is_asked() -> None:
         ("sampling_params.thinking_token_budget", {"thinking_token_budget": 1}, {"grammar": {}}),
         ("grammar", {}, {"grammar": {}}),
         ("grammar.body.kind", {}, {"grammar": {"body": {"kind": "riddle"}}}),
-        ("token_ids", {"structured_outputs": FORM}, {"token_ids": [1 << 30]}),
+        ("token_ids[1]", {"structured_outputs": FORM}, {"token_ids": [1, 1 << 30]}),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -232,11 +232,16 @@ def test_the_engines_words_for_fields_become_those_of_the_request() -> None:
     body = body_of({"structured_outputs": FORM})
     told = {
         name: asking.named(InvalidRequest("no", param=name), body).param
-        for name in ("prompt", "stop_token_ids", "grammar", "max_tokens", "model")
+        for name in (
+            *("prompt", "prompt[3]", "stop_token_ids[3]", "logit_bias.500"),
+            *("grammar", "max_tokens", "model"),
+        )
     }
     assert told == {
         "prompt": "token_ids",
-        "stop_token_ids": "sampling_params.stop_token_ids",
+        "prompt[3]": "token_ids[3]",
+        "stop_token_ids[3]": "sampling_params.stop_token_ids[3]",
+        "logit_bias.500": "sampling_params.logit_bias.500",
         "grammar": "sampling_params.structured_outputs",
         "max_tokens": "sampling_params.max_tokens",
         "model": "model",

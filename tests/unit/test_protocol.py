@@ -105,18 +105,25 @@ def test_min_tokens_may_not_exceed_max_tokens() -> None:
         msgspec.convert({"min_tokens": 3, "max_tokens": 2}, SamplingParams)
 
 
-def test_token_ids_beyond_the_vocabulary_are_refused_by_field() -> None:
+def test_a_token_id_beyond_the_vocabulary_is_refused_by_its_place() -> None:
     check_vocabulary(SamplingParams(stop_token_ids=[96], logit_bias={96: 1.0}), 97)
-    for field, params in (
-        ("stop_token_ids", SamplingParams(stop_token_ids=[97])),
-        ("logit_bias", SamplingParams(logit_bias={97: 1.0})),
-        ("bad_words", SamplingParams(bad_words=[[5], [6, 97]])),
-        ("allowed_token_ids", SamplingParams(allowed_token_ids=[97])),
-        ("logprob_token_ids", SamplingParams(logprob_token_ids=[97])),
+    for place, params in (
+        ("stop_token_ids[1]", SamplingParams(stop_token_ids=[5, 97, 97])),
+        ("logit_bias.97", SamplingParams(logit_bias={5: 1.0, 97: 1.0})),
+        ("bad_words[1][1]", SamplingParams(bad_words=[[5], [6, 97]])),
+        ("allowed_token_ids[0]", SamplingParams(allowed_token_ids=[97])),
+        ("logprob_token_ids[2]", SamplingParams(logprob_token_ids=[5, 6, 97])),
     ):
-        with pytest.raises(errors.InvalidRequest, match="97") as caught:
+        with pytest.raises(errors.InvalidRequest) as caught:
             check_vocabulary(params, 97)
-        assert caught.value.param == field
+        assert caught.value.param == place
+        said = f"{place}: token id 97 is not in the vocabulary of 97 tokens"
+        assert caught.value.message == said
+
+
+def test_an_infinite_bias_is_refused_by_its_key() -> None:
+    with pytest.raises(ValueError, match=r"logit_bias\.5 must be a finite number"):
+        SamplingParams(logit_bias={4: 1.0, 5: math.inf})
 
 
 @pytest.mark.parametrize("config", [WorkerConfig, EngineConfig, GatewayConfig, ServeConfig])

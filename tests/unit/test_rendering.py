@@ -444,7 +444,7 @@ def test_no_responses_are_no_completion() -> None:
     ("change", "field"),
     [
         ({"generate_response": None}, "generate_response"),
-        ({"prompt_token_ids": [1, 99999]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1, 99999]}, "prompt_token_ids[1]"),
         ({"prompt_tokens": 5}, "prompt_tokens"),
         ({"chat_request": {"messages": HI, "n": 2}}, "generate_response.choices"),
         ({"chat_request": {"messages": HI, "n": 999}}, "chat_request.n"),
@@ -469,8 +469,8 @@ def test_what_is_wrong_with_a_whole_answer_is_named(change: dict[str, Any], fiel
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"token_ids": [263]}, "token_ids"),
-        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [263]}, "token_ids[0]"),
+        ({"token_ids": [-1]}, "token_ids[0]"),
         ({"finish_reason": None}, "finish_reason"),
     ],
 )

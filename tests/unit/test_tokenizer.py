@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import tokenizers as hf
 
+from gateway.openai.parameters import bad_sequences
 from gateway.text.tokenizer import INLINE_BYTES, Tokenizer
 from protocol.errors import ContextTooLong, InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
@@ -61,6 +62,14 @@ def test_a_text_whose_token_the_model_does_not_have_is_refused_by_name() -> None
     with pytest.raises(InvalidRequest, match=words) as caught:
         tok.encode("a <new> b", False, param="messages")
     assert caught.value.param == "messages"
+
+
+def test_a_bad_word_whose_token_the_model_does_not_have_is_refused_by_its_place() -> None:
+    inner = byte_tokenizer(["<new>"])
+    tok = Tokenizer(card_of(inner.to_str().encode(), vocab_size=259))
+    with pytest.raises(InvalidRequest, match="token 259") as caught:
+        bad_sequences(["ok", "<new>"], tok)
+    assert caught.value.param == "bad_words[1]"
 
 
 def test_half_a_surrogate_pair_is_the_callers_mistake() -> None:
