@@ -47,6 +47,13 @@ class Worker(GeventWorker):  # type: ignore[misc]
         _service(self).idle_connections.opened(client)
         super().handle(listener, client, addr)
 
+    def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
+        """Refuse a body that is compressed in transfer. gunicorn would pass it on as it is."""
+        from gateway import unparsed
+
+        unparsed.check_transfer_coding(req.headers)
+        return super().handle_request(listener_name, req, sock, addr)
+
     def load_wsgi(self) -> None:
         """Make the application; what is wrong with its options is the cause of the server's end."""
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 from gunicorn.http import errors
@@ -37,12 +38,49 @@ _FAULTS: dict[type[errors.ParseException], tuple[int, str]] = {
     errors.LimitRequestLine: (414, "the request line is too long"),
     errors.ExpectationFailed: (417, "the expectation in the header Expect is not supported"),
     errors.LimitRequestHeaders: (431, "the headers are too long or too many"),
-    errors.UnsupportedTransferCoding: (501, "the transfer coding is not supported"),
 }
+_CODINGS = ("gzip", "x-gzip", "deflate", "compress", "x-compress", "identity", "br", "zstd")
+"""Transfer codings that an error may name: any other text may be a secret."""
+
+
+def check_transfer_coding(headers: Iterable[tuple[str, str]]) -> None:
+    """Raise UnsupportedTransferCoding for a transfer coding that is not chunked. Names of headers
+    are in capitals, as gunicorn has them."""
+    for name, value in headers:
+        if name == "TRANSFER-ENCODING" and (coding := _not_chunked(value)) is not None:
+            raise errors.UnsupportedTransferCoding(coding)
+
+
+def _not_chunked(value: str) -> str | None:
+    codings = (coding.strip(" \t") for coding in value.lower().split(","))
+    return next((coding for coding in codings if coding != "chunked"), None)
+
+
+def _unsupported_coding(error: BaseException) -> str | None:
+    """Return the transfer coding because of which a request could not be parsed, if it was that.
+
+    gunicorn calls a coding that it knows, but that does not stand before chunked, a malformed
+    header.
+    """
+    try:
+        if isinstance(error, errors.InvalidHeader) and error.req is not None:
+            check_transfer_coding(error.req.headers)
+    except errors.UnsupportedTransferCoding as found:
+        error = found
+    if isinstance(error, errors.UnsupportedTransferCoding):
+        return _not_chunked(str(error.hdr)) or ""
+    return None
 
 
 def fault_of(error: BaseException) -> Fault:
     """Return what to answer. An exception that is not the client's fault is logged."""
+    if (coding := _unsupported_coding(error)) is not None:
+        name = coding if coding in _CODINGS else "this coding"
+        return plain_fault(
+            501,
+            f"Transfer-Encoding: {name} is not supported; send the body as it is, with a "
+            "Content-Length or with Transfer-Encoding: chunked",
+        )
     if type(error) in _FAULTS:
         return plain_fault(*_FAULTS[type(error)])
     is_ours = isinstance(error, errors.InvalidResponseHeader | errors.InvalidResponseHeaderName)

@@ -546,7 +546,7 @@ UNPARSED = {
         b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"X: secret\r\n" * 200 + b"\r\n",
         431,
     ),
-    "two codings": (
+    "a coding that nobody knows": (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: secret\r\n\r\n",
         501,
     ),
@@ -598,6 +598,47 @@ def test_a_malformed_chunked_body_is_the_clients_fault(
     assert (status, headers["connection"]) == (400, "close")
     assert "chunked" in told["error"]["message"]
     assert "Traceback" not in gateway.log
+
+
+@pytest.mark.parametrize("body", [b"0\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"], ids=["empty", "json"])
+@pytest.mark.parametrize(
+    ("coding", "name"),
+    [
+        ("gzip, chunked", "gzip"),
+        ("GZIP,chunked", "gzip"),
+        ("deflate, gzip, chunked", "deflate"),
+        ("identity, chunked", "identity"),
+        ("chunked, gzip", "gzip"),
+        ("gzip", "gzip"),
+        ("chunked\r\nTransfer-Encoding: gzip", "gzip"),
+        ("chunked, br", "br"),
+        ("secret, chunked", "this coding"),
+    ],
+)
+def test_a_transfer_coding_that_is_not_chunked_is_refused_by_its_name(
+    gateway: GatewayProcess, coding: str, name: str, body: bytes
+) -> None:
+    with connect(gateway.port) as client, client.makefile("rb") as file:
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Transfer-Encoding: %b\r\n\r\n" % coding.encode() + body
+        )
+        status, headers = read_head(file)
+        told = json.loads(read_body(file, headers))
+        assert file.read() == b""  # the connection is closed
+    assert (status, headers["connection"]) == (501, "close")
+    assert told["error"]["message"].startswith(f"Transfer-Encoding: {name} is not supported; ")
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b" Chunked\t"])
+def test_a_chunked_body_is_read(gateway: GatewayProcess, coding: bytes) -> None:
+    with connect(gateway.port) as client, client.makefile("rb") as file:
+        client.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+            b'Transfer-Encoding:%b\r\n\r\n10\r\n{"prompt": "ab"}\r\n0\r\n\r\n' % coding
+        )
+        status, headers = read_head(file)
+        assert (status, json.loads(read_body(file, headers))["count"]) == (200, 2)
 
 
 def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(gateway: GatewayProcess) -> None:
