@@ -19,7 +19,7 @@ from gateway.output.events import (
     merged,
 )
 from gateway.output.formats import Format
-from gateway.output.tools.messages import FORMATS
+from gateway.output.tools.messages import FORMATS, MAX_HEADER_CHARS
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, tool
 from tests.support.formats import (
     Call,
@@ -34,6 +34,7 @@ from tests.support.formats import (
     dumps,
     expected,
     lexicon,
+    spelt,
     units,
 )
 
@@ -143,7 +144,36 @@ MALFORMED = [
     ("no start", f"{THOUGHT}<|end|>assistant{FINAL}<|return|>"),
     ("no start and no role", f"{THOUGHT}<|end|>{FINAL}"),
     ("no end", f"{THOUGHT}<|start|>assistant{FINAL}<|end|>"),
+    ("neither start nor channel", f"{THOUGHT}<|end|>assistantfinal<|message|>Hello<|return|>"),
+    ("no channel", f"{THOUGHT}<|end|><|start|>assistantfinal<|message|>Hello<|return|>"),
+    ("a blank before the channel", f"{THOUGHT}<|end|>\nassistant final <|message|>Hello<|return|>"),
 ]
+BARE_CALLS = [
+    ("no message", 'assistantcommentary to=functions.now json{"a":1}<|call|>'),
+    ("no type", 'assistantcommentary to=functions.now{"a":1}<|call|>'),
+    ("no prefix", 'assistantcommentary to=now json {"a":1}<|call|>'),
+    ("no call", 'assistantcommentary to=functions.now json{"a":1}'),
+    ("no constrain", 'assistantcommentary to=functions.now json<|message|>{"a":1}<|call|>'),
+    ("message alone", 'assistantcommentary to=functions.now<|message|>{"a":1}<|call|>'),
+    ("constrain", 'assistantcommentary to=functions.now <|constrain|>json{"a":1}<|call|>'),
+    ("a role", 'assistant to=functions.now json{"a":1}<|call|>'),
+    ("a start", '<|start|>assistantcommentary to=functions.now json{"a":1}<|call|>'),
+    ("a channel", '<|channel|>commentary to=functions.now json{"a":1}<|call|>'),
+]
+"""Calls after a message has ended, and the marker that each lacks or has."""
+NO_HEADERS = [
+    "assistantfinal",
+    "assistantfinal answer: {}",
+    "assistantfinality",
+    "assistantcommentary to be",
+    "assistantcommentary {}",
+    'assistantcommentary to=functions.other json{"a":1}',
+    'assistantcommentary to=user json{"a":1}',
+    "assistants {final}",
+    "assistant final",
+    "assistant to=functions.now, or",
+]
+"""Texts that begin like a header without markers, and are none."""
 
 
 def malformed() -> list[Fixture]:
@@ -158,6 +188,11 @@ def malformed() -> list[Fixture]:
         *(Fixture(name, text, said) for name, text in MALFORMED),
         Fixture("a call", f"{THOUGHT}assistant to=functions.now{COMMENTARY}", called),
         Fixture("between", f"{THOUGHT}<|end|>assistant to=functions.now{COMMENTARY}", called),
+        Fixture(
+            "thoughts without a channel",
+            f"{THOUGHT}<|end|>assistantanalysis<|message|>so<|end|>{FINAL}",
+            [Reasoning("hm\nso"), Content("Hello")],
+        ),
         Fixture("markers in thoughts", f"{THOUGHT} {prose}", [Reasoning(f"hm {prose}")]),
         Fixture(
             "a channel at the end of thoughts",
@@ -167,6 +202,54 @@ def malformed() -> list[Fixture]:
     ]
 
 
+def bare_calls() -> list[Fixture]:
+    """Of a request that declares one tool: calls after each kind of end, and ordinary text."""
+    arguments = [ToolArguments(0, '{"a":1}'), ToolCallEnd(0)]
+    called: list[Event] = [Reasoning("hm"), ToolCall(0, "call_1", "now"), *arguments]
+    again: list[Event] = [ToolCall(1, "call_2", "now"), ToolArguments(1, "{}"), ToolCallEnd(1)]
+    header = "assistantcommentary to=functions.now json"
+    longest = header.ljust(MAX_HEADER_CHARS)
+    return [
+        *(Fixture(name, f"{THOUGHT}<|end|>{text}", called) for name, text in BARE_CALLS),
+        Fixture("the longest header", f'{THOUGHT}<|end|>{longest}{{"a":1}}', called),
+        Fixture(
+            "a header that is too long",
+            f'{THOUGHT}<|end|>{longest} {{"a":1}}',
+            [Reasoning("hm"), Content(f'{longest} {{"a":1}}')],
+        ),
+        Fixture(
+            "two calls",
+            f'{THOUGHT}<|end|>{header}{{"a":1}}<|call|>{header}{{}}<|call|>',
+            called + again,
+        ),
+        Fixture(
+            "prose in a string",
+            f'{THOUGHT}<|end|>{header}{{"a":"{spelt("<|end|>")}{header}{{"}}<|call|>',
+            [*called[:2], ToolArguments(0, f'{{"a":"<|end|>{header}{{"}}'), ToolCallEnd(0)],
+        ),
+        *(
+            Fixture(text, f"{THOUGHT}<|end|>{text}", [Reasoning("hm"), Content(text)])
+            for text in NO_HEADERS
+        ),
+        Fixture(
+            "in the middle of an answer",
+            f'{THOUGHT}<|end|>{FINAL} assistantfinal {header}{{"a":1}}<|return|>',
+            [Reasoning("hm"), Content(f'Hello assistantfinal {header}{{"a":1}}')],
+        ),
+        Fixture(
+            "in the middle of thoughts",
+            f'{THOUGHT} {header}{{"a":1}} assistantfinal x<|end|>{FINAL}',
+            [Reasoning(f'hm {header}{{"a":1}} assistantfinal x'), Content("Hello")],
+        ),
+    ]
+
+
+def test_calls_without_markers_and_texts_like_them_read_the_same_however_they_are_cut() -> None:
+    tools = (tool("now"),)
+    row = check(replace(HARMONY, name="openai (bare calls)", tools=tools), bare_calls())
+    assert not row.differences, row.first
+
+
 def test_markers_that_are_missing_between_messages_change_nothing_however_it_is_cut() -> None:
     cases = [f for f in malformed() if f.name != "a channel at the end of thoughts"]
     row = check(replace(HARMONY, name="openai (malformed)"), cases)
@@ -174,6 +257,22 @@ def test_markers_that_are_missing_between_messages_change_nothing_however_it_is_
     tokens = replace(HARMONY, name="openai (malformed, tokens)", spelt_ok=False)
     row = check(tokens, malformed())
     assert not row.differences, row.first
+
+
+@pytest.mark.parametrize(("name", "text"), BARE_CALLS)
+def test_a_call_without_markers_names_a_declared_function(name: str, text: str) -> None:
+    arguments = [ToolArguments(0, '{"a":1}'), ToolCallEnd(0)]
+    assert say(HARMONY, f"{FINAL}<|end|>{text}", (tool("now"),)) == [
+        Content("Hello"),
+        CALL,
+        *arguments,
+    ]
+
+
+@pytest.mark.parametrize("text", NO_HEADERS)
+def test_text_that_begins_like_a_header_is_content(text: str) -> None:
+    said = say(HARMONY, f"{THOUGHT}<|end|>{text}", (tool("now"),))
+    assert said == [Reasoning("hm"), Content(text)]
 
 
 @pytest.mark.parametrize(("name", "text"), MALFORMED)

@@ -24,7 +24,13 @@ line break between them. A marker inside an argument's string means nothing if i
 A model may leave out the markers between two messages. So a channel in a text begins the next
 header, if what follows can be one, and a role at the end of the text (`assistant`, perhaps with a
 recipient) belongs to that header; it is held back until something else follows. Between messages, a
-header need not begin with `<|start|>`.
+header need not begin with `<|start|>`. `<|channel|>` may be missing as well if the role is there:
+
+    <|end|>assistantfinal<|message|>Hello.<|return|>
+    <|end|>assistantcommentary to=functions.f json{"a": 1}<|call|>
+
+Such text is a header only if `<|message|>` follows it. If the header names a declared function, the
+`{` of the arguments may follow instead: `<|message|>` may be missing in every header of a call.
 
 Sources: OpenAI's description of harmony; the response template of Muse's checkpoint.
 """
@@ -33,6 +39,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -54,14 +61,24 @@ from gateway.output.tools.xml_formats import MUSE_CALLS
 
 MAX_HEADER_CHARS = 512
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-HEADER_START = re.compile(r"\s*+(?:assistant\s*+)?(?:to=[\w.\-*]*+\s*+[\w]*+\s*+)?")
-HEADER_WORDS = ("assistant", "to=")
 HEADER_TEXT = re.compile(r"\s*+\w*+(?:\s+to=[\w.\-*]*+)?(?:\s*+\w*+)?\s*+")
 """Text that may follow a marker in a header. Every prefix of such a text matches, too."""
 ROLE = "assistant"
+HEADER_WORDS = (ROLE, "to=")
 ROLE_TEXT = re.compile(rf"{ROLE}(?:\s{{1,8}}(?:t|to|to=[\w.\-*]{{0,128}}\s{{0,8}})?)?")
 """The role at the end of a text, or the beginning of one with a recipient."""
 FUNCTIONS = "functions."
+
+
+@cache
+def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
+    """Return the pattern of a header's text before its first marker. One of `channels` may follow
+    the role."""
+    channel = rf"(?:(?:{'|'.join(channels)})\s*+)?+" if channels else ""
+    return re.compile(rf"\s*+(?:{ROLE}\s*+{channel})?+(?:to=[\w.\-*]*+\s*+\w*+\s*+)?+")
+
+
+HEADER_START = _header_start()
 
 
 class Messages(AnswerSyntax, frozen=True, kw_only=True):
@@ -92,6 +109,10 @@ class Messages(AnswerSyntax, frozen=True, kw_only=True):
     says: tuple[str, ...] = ()
     asks: str = ""
     call_end: str = ""
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        return (self.thoughts, *self.says) if self.channel else ()
 
     def markers(self) -> tuple[str, ...]:
         calls = self.calls.markers() if self.calls else ()
@@ -142,6 +163,7 @@ class MessagesMachine(Machine):
         starts_inside: bool = False,
     ) -> None:
         self.syntax = syntax
+        self._header_between = _header_start(syntax.channels)
         own = dict(state or {})
         inner = own.pop("section", None)
         calls = syntax.calls
@@ -194,6 +216,9 @@ class MessagesMachine(Machine):
 
     def _header_text(self, text: str) -> str:
         s = self.s
+        brace = -1 if s.body or "{" in s.header else text.find("{")
+        if brace >= 0 and self._begin_bare_call(s.header + text[:brace]):
+            return text[brace:]
         behind = s.header.rpartition(">")[2] + text
         end = past(HEADER_TEXT, behind) if s.body else len(behind)
         room = MAX_HEADER_CHARS - len(s.header)
@@ -219,13 +244,18 @@ class MessagesMachine(Machine):
             self._tell(role)
 
     def _before_header(self, text: str) -> str:
-        """The rest of a header that the prompt has begun, or an answer without any."""
+        """Read a header up to its first marker: the prompt has begun it, or its other markers are
+        missing. Text that cannot be a header begins content."""
         s = self.s
         s.header += text
-        known = HEADER_START.match(s.header)
-        assert known is not None
-        rest = s.header[known.end() :]
-        may_go_on = not rest or any(word.startswith(rest) for word in HEADER_WORDS)
+        is_between = s.at == "between"
+        header: str = s.header
+        end = past(self._header_between if is_between else HEADER_START, header)
+        rest = header[end:]
+        if is_between and rest[:1] == "{" and self._begin_bare_call(header[:end]):
+            return rest
+        words = (*HEADER_WORDS, *self.syntax.channels) if is_between else HEADER_WORDS
+        may_go_on = not rest or any(word.startswith(rest) for word in words)
         if may_go_on and len(s.header) <= MAX_HEADER_CHARS:
             return ""
         self._no_header()
@@ -327,19 +357,34 @@ class MessagesMachine(Machine):
     def _addressed(self, header: str) -> None:
         """The header is complete: what kind of message follows."""
         x = self.syntax
-        found = RECIPIENT.search(header)
-        recipient = found[1] if found else ""
+        recipient = _recipient(header)
         if not x.channel:
             self._begin_body(self._kind_by_recipient(recipient))
-            return
-        channel = header.partition(x.channel)[2].strip(BLANKS)
-        thoughts = channel.startswith(x.thoughts)
-        if not recipient or recipient in x.user:
+        elif not recipient or recipient in x.user:
+            thoughts = self._channel(header).startswith(x.thoughts)
             self._begin_body("reasoning" if thoughts else "content")
         elif recipient.startswith(FUNCTIONS) or self.teller.declares(recipient):
             self._begin_call(recipient.removeprefix(FUNCTIONS))
         else:
             self._begin_body("reasoning")
+
+    def _channel(self, header: str) -> str:
+        """Return the text from the channel on. Its marker may be missing after the role."""
+        named = header.partition(self.syntax.channel)[2]
+        return (named or header.strip(BLANKS).removeprefix(ROLE)).strip(BLANKS)
+
+    def _begin_bare_call(self, header: str) -> bool:
+        """Begin the call whose arguments follow `header` without `<|message|>`, and return whether
+        there is one. The text may mean something else, so the tool must be a declared one."""
+        x, recipient = self.syntax, _recipient(header)
+        name = recipient.removeprefix(FUNCTIONS)
+        if not x.channel or not recipient or recipient in x.user:
+            return False
+        if len(header) > MAX_HEADER_CHARS or not self.teller.declares(name):
+            return False
+        self.s.header = ""
+        self._begin_call(name)
+        return True
 
     def _kind_by_recipient(self, recipient: str) -> str:
         if recipient == self.syntax.thoughts:
@@ -428,6 +473,11 @@ class MessagesMachine(Machine):
         elif complete:
             self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
         self.teller.drop()
+
+
+def _recipient(header: str) -> str:
+    found = RECIPIENT.search(header)
+    return found[1] if found else ""
 
 
 def _role_start(text: str) -> int:
