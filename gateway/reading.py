@@ -91,16 +91,17 @@ class Beginning(msgspec.Struct, frozen=True):
         return Grammar(body=body, thinking=self.thinking, budget=budget)
 
     def budget(self, field: str, most: int) -> ThinkingBudget | None:
-        """At most so many tokens of reasoning, as `field` of a request asks; None where there will
-        be none. Raises InvalidRequest where it is not known what closes the reasoning."""
+        """Return the limit of `most` tokens of reasoning that `field` of a request sets; None if
+        the answer has no reasoning. Raise InvalidRequest if no marker closes the reasoning."""
         format = self.bound.format if self.bound else Format()
         reasoning = format.reasoning
         if reasoning == NO_REASONING:
             return None
         if reasoning is None or not reasoning.close:
+            lacks = "is unknown" if reasoning is None else "has no closing marker"
             raise InvalidRequest(
-                f"{field}: it is not known how this model writes its reasoning "
-                "(--reasoning-format), so there is nothing to limit",
+                f"{field}: thinking cannot be limited, because this model's reasoning format "
+                f"{lacks}; leave the field out, or restart the server with --reasoning-format",
                 param=field,
             )
         pairs = list(zip_longest(reasoning.open, reasoning.close[: len(reasoning.open)]))

@@ -26,9 +26,13 @@ def fitted(chat: ChatBody, max_len: int, reading: Reading) -> tuple[ChatBody, li
     changes: dict[str, Any] = {}
     if chat.max_tokens is not None and chat.max_tokens > max_len:
         changes["max_tokens"] = max_len
-    if reading.reasoning is None and thinking_budget(chat.thinking_fields):
+    budget = thinking_budget(chat.thinking_fields)
+    if reading.reasoning is None and budget:
         changes |= {"thinking": _unlimited(chat.thinking), "thinking_token_budget": None}
-        message = "it is not known how this model writes its reasoning, so there is no limit to it"
+        message = (
+            f"{budget[0]} is ignored, because this model's reasoning format is unknown; leave the "
+            "field out, or restart the server with --reasoning-format"
+        )
         warnings.append(Warning(NO_BUDGET, message))
     return msgspec.structs.replace(chat, **changes), warnings
 

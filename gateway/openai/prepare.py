@@ -93,7 +93,8 @@ class Preparation:
     def _check_tools(self) -> None:
         if self.plan.demands_call and self.model.reading.tools is None:
             raise InvalidRequest(
-                "tool_choice: it is not known how this model writes tool calls (--tool-format)",
+                "tool_choice: calls cannot be required, because this model's tool format is "
+                "unknown; set tool_choice to 'auto', or restart the server with --tool-format",
                 param="tool_choice",
             )
 

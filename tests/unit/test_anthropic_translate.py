@@ -13,6 +13,7 @@ from gateway.anthropic.schema import CountBody, MessagesBody
 from gateway.anthropic.translate import Translation, chat_body, translate
 from gateway.body import decode
 from gateway.openai.schema import ChatBody
+from gateway.output.events import Warning
 from gateway.reading import Reading
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
@@ -405,6 +406,12 @@ def test_a_request_is_fitted_to_a_model_its_client_does_not_know() -> None:
     plain, thinker = (Reading(card, Tokenizer(card)) for card in (scripted_card(), thinking_card()))
     told, warnings = fitted(asked, 512, plain)
     assert (told.max_tokens, told.thinking) == (512, {"type": "enabled"})
-    assert [warning.code for warning in warnings] == [NO_BUDGET]
+    assert warnings == [
+        Warning(
+            NO_BUDGET,
+            "thinking.budget_tokens is ignored, because this model's reasoning format is unknown; "
+            "leave the field out, or restart the server with --reasoning-format",
+        )
+    ]
     told, warnings = fitted(asked, 1 << 20, thinker)
     assert (told.max_tokens, told.thinking, warnings) == (32_000, thinking, [])

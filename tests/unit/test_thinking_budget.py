@@ -309,9 +309,21 @@ def test_a_call_ends_the_thinking_where_the_format_says_so() -> None:
     assert "<tool_call>" not in asked("qwen3", "", tools="hermes").closes
 
 
-def test_there_is_no_budget_without_thinking_and_none_for_what_nobody_knows() -> None:
+def test_there_is_no_budget_without_thinking() -> None:
     assert asked("deepseek_v3", "<assistant>", thinking=False) is None
-    for name in ("none", "minimax_m2_append_think"):
-        with pytest.raises(InvalidRequest, match="--reasoning-format") as caught:
-            asked(name, "<assistant>")
-        assert caught.value.param == "field"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "lacks"),
+    [("none", "is unknown"), ("minimax_m2_append_think", "has no closing marker")],
+)
+def test_a_budget_that_cannot_be_kept_is_refused_with_the_reason(
+    reasoning: str, lacks: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asked(reasoning, "<assistant>")
+    assert caught.value.param == "field"
+    assert str(caught.value) == (
+        f"field: thinking cannot be limited, because this model's reasoning format {lacks}; "
+        "leave the field out, or restart the server with --reasoning-format"
+    )

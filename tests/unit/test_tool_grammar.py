@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.openai.prepare import Preparation
+from gateway.openai.schema import ChatBody
 from gateway.openai.tool_grammar import tool_grammar
 from gateway.openai.tools import ToolPlan
 from gateway.output.formats import TOOLS, BoundFormat, Format
@@ -27,6 +30,8 @@ from protocol.grammar import (
     Text,
 )
 from protocol.grammar_check import check_grammar
+from tests.support.scripted_engine import scripted_card
+from tests.support.served import served
 
 NOW = DeclaredTool("now", {"type": "object", "properties": {}})
 
@@ -173,6 +178,20 @@ def test_what_no_format_says_how_to_write_cannot_be_demanded(mode: Any) -> None:
         with pytest.raises(InvalidRequest, match="--tool-format") as caught:
             tool_grammar(format, plan)
         assert caught.value.param == "tool_choice"
+
+
+def test_a_required_call_without_a_tool_format_is_refused_with_what_to_change() -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    messages = [{"role": "user", "content": "Hi"}]
+    said = {"messages": messages, "tools": tools, "tool_choice": "required"}
+    body = msgspec.convert(said, ChatBody)
+    with pytest.raises(InvalidRequest) as caught:
+        Preparation(body, served(scripted_card()))
+    assert caught.value.param == "tool_choice"
+    assert str(caught.value) == (
+        "tool_choice: calls cannot be required, because this model's tool format is unknown; "
+        "set tool_choice to 'auto', or restart the server with --tool-format"
+    )
 
 
 def test_a_tool_that_a_format_cannot_write_is_refused_at_its_place() -> None:
