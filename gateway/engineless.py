@@ -15,20 +15,24 @@ from protocol.model_card import ModelCard
 from protocol.stats import EngineStats
 
 
+def limits_without_engine(max_len: int) -> Limits:
+    return Limits(
+        max_len=max_len,
+        max_slots=0,
+        block_tokens=0,
+        num_blocks=0,
+        token_budget=0,
+        prefix_cache=False,
+    )
+
+
 class Engineless:
     """See `EngineClient`. Raises ValueError where the file cannot be read."""
 
     def __init__(self, path: str) -> None:
         content = card_file.read(path)
         self.model: ModelCard = content.card
-        self.limits = Limits(
-            max_len=content.max_len,
-            max_slots=0,
-            block_tokens=0,
-            num_blocks=0,
-            token_budget=0,
-            prefix_cache=False,
-        )
+        self.limits = limits_without_engine(content.max_len)
         self.epoch: str | None = None
         self.silence_s: float | None = None
         self.stats: EngineStats | None = None

@@ -233,16 +233,17 @@ def _own_format(
     Raises WrongOption where it is asked for, and cannot be had.
     """
     asked = f"{_option(tools)} {OWN}" if OWN in (tools, reasoning) else ""
+    remedy = _remedy(_option(tools))
     source = card.response_template
     if source is None and asked:
-        raise WrongOption(f"{asked}: the model's checkpoint has no response_template")
+        raise WrongOption(f"{asked}: the model's checkpoint has no response_template; {remedy}")
     if source is None:
         return None, ""
     try:
         own = format_of_template(source)
     except ValueError as error:
         if asked:
-            raise WrongOption(f"{asked}: {error}") from None
+            raise WrongOption(f"{asked}: {error}; {remedy}") from None
         return None, f"; the checkpoint's own description cannot be used: {error}"
     if asked:
         return own, "as the options say, by the checkpoint's response_template"
@@ -251,6 +252,10 @@ def _own_format(
     if teachable:
         return None, "; the checkpoint's response_template is not used, as the model is taught"
     return own, f"tool calls and reasoning: {OWN}, as the checkpoint has a response_template"
+
+
+def _remedy(option: str) -> str:
+    return f"serve with {option} {AUTO}, or name the format of this model"
 
 
 def _frames_content(format: Format) -> bool:
@@ -296,7 +301,7 @@ def _check_markers(
             listed = " or ".join(dict.fromkeys(markers))
             raise WrongOption(
                 f"{option} {name}: neither the vocabulary nor the chat template of {card.name} "
-                f"has {listed}"
+                f"has {listed}; {_remedy(option)}"
             )
 
 

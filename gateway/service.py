@@ -6,6 +6,7 @@ place where state lives.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -116,7 +117,8 @@ class Service:
         """Begin to live, once: in the process that serves, after any fork."""
         if self._watch is None:
             self.templates.start()
-            self._trial.start()
+            if not self.config.tried_tokenizer:
+                self._trial.start()
             self.engine.start()
             self._watch = gevent.spawn(self._keep_watch)
 
@@ -223,8 +225,7 @@ class Service:
     def _prepared(self, card: ModelCard, limits: Limits) -> ServedModel:
         started_at = time.monotonic()
         try:
-            trial, self._trial = self._trial, trial_process()
-            try_tokenizer(card.tokenizer, trial)
+            self._try_tokenizer(card.tokenizer)
             served = ServedModel.of(card, limits, self.options, self.templates)
         except ValueError as error:
             self._unservable = card, error
@@ -240,6 +241,15 @@ class Service:
         if (why := served.renderer.why_unusable) is not None:
             log.warning("chats are refused: %s", why)
         return served
+
+    def _try_tokenizer(self, tokenizer: bytes) -> None:
+        """Raise ValueError if the tokenizer cannot be used. One that `tidegate serve` has tried
+        before the start is not tried again."""
+        trial, self._trial = self._trial, trial_process()
+        if hashlib.sha256(tokenizer).hexdigest() == self.config.tried_tokenizer:
+            trial.close()
+        else:
+            try_tokenizer(tokenizer, trial)
 
     def answer(
         self,

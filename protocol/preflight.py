@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol.model_card import ModelCard
+
 GIB = 1 << 30
 
 
@@ -43,9 +45,11 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     """plans: one for each worker; none if there is an `error`, whose `remedy` says what to do.
 
     is_memory   there is too little of it; otherwise the model or an option is at fault
+    card        what the files of the first worker's model say of text; None if there is an `error`
     """
 
     plans: list[ModelPlan] = []
     error: str = ""
     remedy: str = ""
     is_memory: bool = False
+    card: ModelCard | None = None

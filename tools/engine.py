@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home())
         engine = with_model(engine, path, resolve(draft, home()) if draft else None)
-        log_limits(check_models([engine.worker]), terminal)
+        log_limits(check_models([engine.worker]).plans, terminal)
         return _serve(solo, engine, lock, started, terminal)
 
 

@@ -15,13 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from protocol import api_keys
+from protocol import api_keys, card_file
 from protocol.cluster_key import read_cluster_key, write_cluster_key
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
@@ -39,7 +39,7 @@ from tools.fetch import home
 from tools.flags import add_flags, build
 from tools.layout import Engines, check_reachable, engines_of, wired, with_model
 from tools.models import resolve
-from tools.preflight import check_models, limit
+from tools.preflight import ModelCheck, check_models, limit
 from tools.supervisor import STOP_S
 from tools.terminal import Terminal, log_style
 from tools.watch import supervise
@@ -280,21 +280,25 @@ def _check_gateway(config: GatewayConfig) -> None:
 
 
 def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
-    """The plan with the model's name replaced by its path, fetched if need be."""
+    """Return the plan with the path of the model in place of its name, fetched if need be. Raises
+    Failure if the model cannot be served."""
     render_only = plan.serve.render_only
     if not plan.engines and not render_only:
         return plan
     path = resolve(plan.engine.worker.model, home(), text_only=render_only)
     draft = "" if render_only else plan.engine.worker.draft_model
     engine = with_model(plan.engine, path, resolve(draft, home()) if draft else None)
-    gateway = plan.gateway
-    if render_only:
-        card = _write_card(engine.worker, plan.directory / run_lock.CARD_FILE)
-        gateway = msgspec.structs.replace(gateway, card=str(card))
-    found = Plan(engine, gateway, plan.serve, plan.directory, plan.key)
-    if found.engines:
-        log_limits(check_models([each.worker for each in found.engines.values()]), terminal)
-    return found
+    found = replace(plan, engine=engine)
+    with ModelCheck(plan.gateway) as check:
+        if render_only:
+            file = _write_card(engine.worker, plan.directory / run_lock.CARD_FILE)
+            gateway = check.run(card_file.read(file).card)
+            return replace(found, gateway=msgspec.structs.replace(gateway, card=str(file)))
+        models = check_models([each.worker for each in found.engines.values()])
+        assert models.card is not None
+        gateway = check.run(models.card)
+    log_limits(models.plans, terminal)
+    return replace(found, gateway=gateway)
 
 
 def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:

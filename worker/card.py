@@ -19,7 +19,7 @@ from protocol import card_file
 from protocol.card_file import CardFile
 from protocol.model_card import ModelCard, sampling_defaults
 from worker.loading.directory_text import directory_text, token_ids
-from worker.loading.errors import UnusableModel
+from worker.loading.errors import REMEDY, UnusableModel
 from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_text import gguf_text
@@ -46,7 +46,7 @@ def _directory_card(path: Path) -> ModelCard:
     described = Fields({**config, **(config.get("text_config") or {})}, "config.json")
     highest = max(token_ids(read_json(path / "tokenizer.json")).values(), default=-1)
     context = described.integer("max_position_embeddings", 0)
-    return _card(
+    return card_of_text(
         path.resolve().name,
         (config.get("architectures") or [""])[0],
         text,
@@ -66,7 +66,7 @@ def _gguf_card(path: Path) -> ModelCard:
     tokens = fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise UnusableModel(f"{path} has no vocabulary")
-    return _card(
+    return card_of_text(
         path.stem,
         architecture,
         gguf_text(fields, len(tokens)),
@@ -75,9 +75,10 @@ def _gguf_card(path: Path) -> ModelCard:
     )
 
 
-def _card(
+def card_of_text(
     name: str, architecture: str, text: TextFacts, *, vocab_size: int, context_tokens: int
 ) -> ModelCard:
+    """Return a card with no facts about weights; its digest is of the text alone."""
     return ModelCard(
         name=name,
         architecture=architecture,
@@ -109,7 +110,7 @@ def main() -> int:
         defaults = card.defaults.over(options.recommended_sampling)
         card = msgspec.structs.replace(card, defaults=defaults)
     except UnusableModel as error:
-        print(error.message, file=sys.stderr)
+        print(f"{error.message}; {error.remedy or REMEDY}", file=sys.stderr)
         return 1
     card_file.write(
         options.file, CardFile(card=card, max_len=options.max_len or card.context_tokens)

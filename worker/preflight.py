@@ -16,25 +16,28 @@ from pathlib import Path
 import msgspec
 
 from protocol.config.worker import WorkerConfig
+from protocol.model_card import ModelCard
 from protocol.preflight import ModelPlan, Preflight
 from worker import cuda_driver, machine
+from worker.card import card_of_text
 from worker.kernels.library import is_compiled, runnable
-from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.loading.header import ModelHeader, read_header
 from worker.loading.vocabulary import check_draft
 from worker.memory_plan import PlannedModel, is_packed, plan_memory
 
 CPU = "cpu"
-REMEDY = "use another model, or correct its files"
 
 
 def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
     """Plan all workers, one after the other: what one takes, the next has not."""
     taken: defaultdict[str, int] = defaultdict(int)
-    plans = []
+    plans, cards = [], []
     try:
         for config in configs:
-            plan = _plan(config, taken)
+            header = read_header(Path(config.model))
+            cards.append(_card(header))
+            plan = _plan(config, header, taken)
             taken[plan.device] += plan.weights_bytes + plan.kv_bytes + plan.work_bytes
             taken[CPU] += plan.tier_bytes
             plans.append(plan)
@@ -44,11 +47,21 @@ def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
             remedy=error.remedy or REMEDY,
             is_memory=isinstance(error, NotEnoughMemory),
         )
-    return Preflight(plans=plans)
+    return Preflight(plans=plans, card=next(iter(cards), None))
 
 
-def _plan(config: WorkerConfig, taken: defaultdict[str, int]) -> ModelPlan:
-    headers = [read_header(Path(config.model))]
+def _card(header: ModelHeader) -> ModelCard:
+    return card_of_text(
+        header.name,
+        header.config.architecture,
+        header.text,
+        vocab_size=header.vocab_size,
+        context_tokens=header.config.context_tokens,
+    )
+
+
+def _plan(config: WorkerConfig, header: ModelHeader, taken: defaultdict[str, int]) -> ModelPlan:
+    headers = [header]
     if config.draft_model:
         headers.append(read_header(Path(config.draft_model)))
         check_draft(headers[1], headers[0])

@@ -11,6 +11,7 @@ from gateway.limited.process import LimitedProcess, LimitExceeded
 CPU_S = 60.0
 """A vocabulary of 256,000 tokens is read in a second."""
 MEMORY_BYTES = 4 << 30
+REMEDY = "fetch the model's files again, or use another model"
 
 
 def trial_process() -> LimitedProcess:
@@ -19,15 +20,17 @@ def trial_process() -> LimitedProcess:
 
 
 def try_tokenizer(tokenizer: bytes, process: LimitedProcess) -> None:
-    """Try the bytes of a tokenizer.json, then close the process. Raises ValueError if the tokenizer
-    cannot be used."""
+    """Try the bytes of a tokenizer.json, then close the process. Raises ValueError, with a remedy,
+    if the tokenizer cannot be used."""
     try:
         reply = process.call(TryTokenizer(tokenizer.decode()))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the model's tokenizer cannot be read: {error}") from None
-    except LimitExceeded as error:
-        raise ValueError(f"the model's tokenizer cannot be used: {error}") from None
+    except (UnicodeDecodeError, LimitExceeded) as error:
+        raise ValueError(_unusable(str(error))) from None
     finally:
         process.close()
     if isinstance(reply, CallFailed):
-        raise ValueError(f"the model's tokenizer cannot be used: {reply.message}")
+        raise ValueError(_unusable(reply.message))
+
+
+def _unusable(why: str) -> str:
+    return f"the model's tokenizer cannot be used: {why}; {REMEDY}"

@@ -56,6 +56,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about("folder in which the processes of one port count together", wiring=True),
     ] = ""
+    tried_tokenizer: Annotated[
+        str,
+        about("SHA-256 of a tokenizer.json that needs no trial, as it has passed one", wiring=True),
+    ] = ""
     supervisor_digest: Annotated[
         str, about("of a key that only the supervisor knows, to ask what is served", wiring=True)
     ] = ""

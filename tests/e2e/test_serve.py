@@ -192,7 +192,8 @@ def test_a_model_with_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     command = ["-P", "-m", "tools", "serve", str(model), "--port", str(free_port())]
     with Program(command) as server:
         assert server.end(timeout_s=120) == ExitCode.BAD_MODEL
-        assert "the gateway cannot start: the model's tokenizer cannot be used" in server.said
+        assert "the model's tokenizer cannot be used" in server.err[-1]
+        assert server.out == [], "something was started"
 
 
 def test_a_folder_of_the_users_that_is_called_worker_does_no_harm(tmp_path: Path) -> None:

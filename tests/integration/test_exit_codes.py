@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,56 @@ def test_a_model_that_is_not_there_is_code_5() -> None:
     code, told = serve("/no/model")
     assert "/no/model" in told
     assert code == ExitCode.BAD_MODEL
+
+
+REPLACED = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1_000}
+SPLIT = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+REMEDY = "fetch the model's files again"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda whole: whole[:-20], f"tokenizer.json is not valid JSON.*{REMEDY}"),
+        (lambda whole: "[]", "tokenizer.json"),
+        (lambda whole: json.dumps(json.loads(whole) | {"model": {}}), f"tokenizer.*{REMEDY}"),
+        (
+            lambda whole: json.dumps(json.loads(whole) | {"normalizer": REPLACED}),
+            f"its normalizer can expand one character to more than 64; {REMEDY}",
+        ),
+        (
+            lambda whole: json.dumps(json.loads(whole) | {"pre_tokenizer": SPLIT}),
+            f"the model's tokenizer cannot be used: .*; {REMEDY}",
+        ),
+    ],
+    ids=["cut-off", "no-object", "no-model", "exploding", "wrong-pattern"],
+)
+@pytest.mark.parametrize("option", [(), ("--render-only",)], ids=["served", "rendered"])
+def test_a_tokenizer_that_cannot_be_used_is_code_5_before_anything_is_started(
+    tmp_path: Path, damage: Callable[[str], str], words: str, option: tuple[str, ...]
+) -> None:
+    file = write_tiny_llama(tmp_path) / "tokenizer.json"
+    file.write_text(damage(file.read_text()))
+    code, told = serve(str(tmp_path), *option)
+    assert re.search(words, told), told
+    assert code == ExitCode.BAD_MODEL
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--tool-format", "lfm2", r"neither the vocabulary nor .* has <\|tool_call_start\|>"),
+        ("--tool-format", "hf", "the model's checkpoint has no response_template"),
+        ("--reasoning-format", "hf", "the model's checkpoint has no response_template"),
+    ],
+)
+def test_a_format_that_the_model_cannot_write_is_code_2_before_anything_is_started(
+    model: Path, option: str, name: str, words: str
+) -> None:
+    code, told = serve(str(model), option, name)
+    remedy = f"; serve with {option} auto, or name the format of this model"
+    assert re.search(f"{option} {name}: {words}.*{remedy}$", told), told
+    assert code == ExitCode.USAGE
 
 
 def test_a_download_that_fails_is_code_10(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import threading
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from protocol.stats import WorkerView
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, folded, read_body, read_head, send_post
 from tests.support.processes import eventually
-from tests.support.scripted_engine import ScriptedEngine, says, scripted_card
+from tests.support.scripted_engine import ScriptedEngine, byte_tokenizer, says, scripted_card
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "a secret question"}]
@@ -103,6 +105,19 @@ def test_a_first_model_that_cannot_be_served_ends_the_gateway(address: str) -> N
         assert gateway.wait(timeout_s=60) == ExitCode.BAD_MODEL
     assert "the gateway cannot start: the model's tokenizer cannot be used" in gateway.log
     assert "Traceback" not in gateway.log
+
+
+def test_a_tokenizer_is_tried_unless_it_is_the_one_that_was_tried_before(address: str) -> None:
+    described = json.loads(byte_tokenizer().to_str())
+    described["normalizer"] = {"type": "Prepend", "prepend": "a" * 1_000}  # only a trial refuses it
+    card = scripted_card(tokenizer=json.dumps(described).encode())
+    tried = {tokenizer: sha256(tokenizer).hexdigest() for tokenizer in (card.tokenizer, b"another")}
+    with ScriptedEngine(address, card=card):
+        with GatewayProcess(engine=address, tried_tokenizer=tried[card.tokenizer]) as gateway:
+            gateway.await_ready()
+        with GatewayProcess(engine=address, tried_tokenizer=tried[b"another"]) as gateway:
+            assert gateway.wait(timeout_s=60) == ExitCode.BAD_MODEL
+    assert "its normalizer can expand one character to more than 64" in gateway.log
 
 
 def test_a_later_model_that_cannot_be_served_is_not_ready_and_never_500(address: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from protocol.errors import EngineError
 
 FETCH_AGAIN = "fetch the model's files again"
+REMEDY = "use another model, or correct its files"
+"""For an error that has no remedy of its own."""
 
 
 class UnusableModel(EngineError):
