@@ -98,10 +98,12 @@ class Beginning(msgspec.Struct, frozen=True):
         if reasoning == NO_REASONING:
             return None
         if reasoning is None or not reasoning.close:
-            lacks = "is unknown" if reasoning is None else "has no closing marker"
+            lack = "this model's reasoning format has no closing marker"
+            if reasoning is None:
+                lack = "the server has no reasoning format for this model"
             raise InvalidRequest(
-                f"{field}: thinking cannot be limited, because this model's reasoning format "
-                f"{lacks}; leave the field out, or restart the server with --reasoning-format",
+                f"{field}: thinking cannot be limited, because {lack}; leave the field out, or "
+                "restart the server with --reasoning-format",
                 param=field,
             )
         pairs = list(zip_longest(reasoning.open, reasoning.close[: len(reasoning.open)]))

@@ -93,8 +93,8 @@ class Preparation:
     def _check_tools(self) -> None:
         if self.plan.demands_call and self.model.reading.tools is None:
             raise InvalidRequest(
-                "tool_choice: calls cannot be required, because this model's tool format is "
-                "unknown; set tool_choice to 'auto', or restart the server with --tool-format",
+                "tool_choice: calls cannot be required, because the server has no tool format for "
+                "this model; set tool_choice to 'auto', or restart the server with --tool-format",
                 param="tool_choice",
             )
 

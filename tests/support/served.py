@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gateway.served import ModelOptions, ServedModel
 from protocol.config.gateway import GatewayConfig
 from protocol.messages import Limits
@@ -13,6 +15,7 @@ LIMITS = Limits(
 )
 
 
-def served(card: ModelCard) -> ServedModel:
+def served(card: ModelCard, **config: Any) -> ServedModel:
     templates = UnlimitedTemplates()
-    return ServedModel.of(card, LIMITS, ModelOptions.of(GatewayConfig(), templates), templates)
+    options = ModelOptions.of(GatewayConfig(**config), templates)
+    return ServedModel.of(card, LIMITS, options, templates)

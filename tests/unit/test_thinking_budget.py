@@ -314,16 +314,17 @@ def test_there_is_no_budget_without_thinking() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "lacks"),
-    [("none", "is unknown"), ("minimax_m2_append_think", "has no closing marker")],
+    ("reasoning", "lack"),
+    [
+        ("none", "the server has no reasoning format for this model"),
+        ("minimax_m2_append_think", "this model's reasoning format has no closing marker"),
+    ],
 )
-def test_a_budget_that_cannot_be_kept_is_refused_with_the_reason(
-    reasoning: str, lacks: str
-) -> None:
+def test_a_budget_that_cannot_be_kept_is_refused_with_the_reason(reasoning: str, lack: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         asked(reasoning, "<assistant>")
     assert caught.value.param == "field"
     assert str(caught.value) == (
-        f"field: thinking cannot be limited, because this model's reasoning format {lacks}; "
-        "leave the field out, or restart the server with --reasoning-format"
+        f"field: thinking cannot be limited, because {lack}; leave the field out, or "
+        "restart the server with --reasoning-format"
     )

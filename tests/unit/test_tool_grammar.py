@@ -186,11 +186,11 @@ def test_a_required_call_without_a_tool_format_is_refused_with_what_to_change() 
     said = {"messages": messages, "tools": tools, "tool_choice": "required"}
     body = msgspec.convert(said, ChatBody)
     with pytest.raises(InvalidRequest) as caught:
-        Preparation(body, served(scripted_card()))
+        Preparation(body, served(scripted_card(), tool_format="none"))
     assert caught.value.param == "tool_choice"
     assert str(caught.value) == (
-        "tool_choice: calls cannot be required, because this model's tool format is unknown; "
-        "set tool_choice to 'auto', or restart the server with --tool-format"
+        "tool_choice: calls cannot be required, because the server has no tool format for this "
+        "model; set tool_choice to 'auto', or restart the server with --tool-format"
     )
 
 
