@@ -450,7 +450,9 @@ def test_a_client_that_never_reads_is_cut_off_and_costs_bounded_memory(
     with connect(gateway.port, rcvbuf=4096) as client:
         send_post(client, COMPLETIONS, text(prompt="flood", stream=True, max_tokens=1 << 24))
         engine.await_generates(1)
-        assert gateway.post(COMPLETIONS, text()).json()["choices"][0]["text"] == "quick"
+        quick = gateway.post(COMPLETIONS, text())
+        assert quick.status_code == 200, quick.text
+        assert quick.json()["choices"][0]["text"] == "quick"
         engine.await_abort(engine.generates[0].request, timeout_s=20)
 
 

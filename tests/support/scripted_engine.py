@@ -371,8 +371,9 @@ class ScriptedEngine:
         if isinstance(reply, ErrorInfo):
             self._send(client, Refused(request=message.request, error=reply))
             return
-        steps = deque(list(step) for step in reply.steps)
-        self._talks[client, message.request] = _Talk(client, message, steps, reply)
+        # Steps are not copied: while megabytes are, the engine is silent.
+        talk = _Talk(client, message, deque(reply.steps), reply)
+        self._talks[client, message.request] = talk
         self._send(client, Accepted(request=message.request))
 
     def _step(self) -> None:
