@@ -7,7 +7,9 @@ Pure bookkeeping; time is an argument (seconds of a steady clock). A client is d
   connection within seconds; one that is only busy keeps it (protocol/sockets.py: heartbeat);
 - its connection lives, but it has sent nothing for `lease_s`;
 - it leaves more than MAX_UNREAD_BYTES unread. It is then ignored for IGNORED_S, in which libzmq
-  ends the connection of a peer that still reads nothing, and frees what was queued for it.
+  ends the connection of a peer that still reads nothing, and frees what was queued for it;
+- all clients together leave more than MAX_TOTAL_UNREAD_BYTES unread, and it leaves the most. A
+  client that has read nothing for STALLED_S goes before any that reads. It is ignored as above.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ PROBE_AFTER_S = 2.0
 PROBE_EVERY_S = 1.0
 MAX_UNREAD_BYTES = 64 << 20
 """One message more may be queued. Half a minute of a gateway with 256 streams is 5 MB."""
+MAX_TOTAL_UNREAD_BYTES = 4 * MAX_UNREAD_BYTES
+"""For all clients together, so that their number does not multiply the memory that they cost. It is
+fifty times what a gateway that stalls for half a minute leaves, and little beside a model."""
+STALLED_S = 2.0
+"""A client that reads reports it with each Ping, twice a second."""
 IGNORED_S = 10.0
 MAX_IGNORED = 1024
 
@@ -26,17 +33,25 @@ MAX_IGNORED = 1024
 class _Client:
     name: str
     heard_at: float
+    #: When its Ping last reported that it had read more; at first, when it was added.
+    read_at: float
     probed_at: float = float("-inf")
     #: Bytes of all messages sent to it since its first Hello.
     sent_bytes: int = 0
     #: Bytes that it has read, by its last Ping. Never more than `sent_bytes`.
     read_bytes: int = 0
 
+    @property
+    def unread_bytes(self) -> int:
+        return self.sent_bytes - self.read_bytes
+
 
 class Clients:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._clients: dict[bytes, _Client] = {}
+        #: The sum over all clients, kept up to date so that no message costs a loop.
+        self._unread_bytes = 0
         self._ignored_until: dict[bytes, float] = {}
 
     def __len__(self) -> int:
@@ -52,7 +67,7 @@ class Clients:
         """Add a client that has sent Hello. Messages that it has not read yet still count."""
         known = self._clients.get(client)
         if known is None:
-            self._clients[client] = _Client(name, now)
+            self._clients[client] = _Client(name, heard_at=now, read_at=now)
         else:
             known.name, known.heard_at = name, now
 
@@ -67,7 +82,8 @@ class Clients:
             known.heard_at = now
 
     def drop(self, client: bytes) -> None:
-        self._clients.pop(client, None)
+        if (known := self._clients.pop(client, None)) is not None:
+            self._unread_bytes -= known.unread_bytes
 
     # ---- silence
 
@@ -95,18 +111,43 @@ class Clients:
         known = self._clients.get(client)
         return known.sent_bytes if known else 0
 
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes that all clients together have not read."""
+        return self._unread_bytes
+
     def on_sent(self, client: bytes, num_bytes: int) -> None:
         if (known := self._clients.get(client)) is not None:
             known.sent_bytes += num_bytes
+            self._unread_bytes += num_bytes
 
-    def on_read(self, client: bytes, read_bytes: int) -> None:
+    def on_read(self, client: bytes, read_bytes: int, now: float) -> None:
         """Record how many of the sent bytes the client reports as read."""
-        if (known := self._clients.get(client)) is not None:
-            known.read_bytes = max(known.read_bytes, min(read_bytes, known.sent_bytes))
+        if (known := self._clients.get(client)) is None:
+            return
+        num_bytes = min(read_bytes, known.sent_bytes) - known.read_bytes
+        if num_bytes > 0:
+            known.read_bytes += num_bytes
+            known.read_at = now
+            self._unread_bytes -= num_bytes
 
-    def reads_too_little(self, client: bytes) -> bool:
+    def find_unread(self, client: bytes, now: float) -> bytes | None:
+        """Return a client to be dropped before `client` is sent more; None if none has to be."""
         known = self._clients.get(client)
-        return known is not None and known.sent_bytes - known.read_bytes > MAX_UNREAD_BYTES
+        if known is not None and known.unread_bytes > MAX_UNREAD_BYTES:
+            return client
+        if self._unread_bytes > MAX_TOTAL_UNREAD_BYTES:
+            return self._worst_reader(now)
+        return None
+
+    def _worst_reader(self, now: float) -> bytes:
+        """Return the client with the most unread bytes, of the stalled ones if there are any."""
+
+        def backlog(client: bytes) -> tuple[bool, int]:
+            known = self._clients[client]
+            return now - known.read_at > STALLED_S, known.unread_bytes
+
+        return max(self._clients, key=backlog)
 
     def ignore(self, client: bytes, now: float) -> None:
         """Drop the client, and ignore its messages until IGNORED_S from now."""

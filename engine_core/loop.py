@@ -196,7 +196,7 @@ class Loop:
                 self._mail.tell(client, SessionLost(why="the connection to the engine broke"))
             case Ping(num_early=num_early, read_bytes=read_bytes):
                 self._num_early += num_early
-                self._clients.on_read(client, read_bytes)
+                self._clients.on_read(client, read_bytes, now)
                 sent_bytes = self._clients.sent_bytes(client)
                 pong = Pong(epoch=self._epoch, stats=self._stats(), sent_bytes=sent_bytes)
                 self._mail.tell(client, pong)

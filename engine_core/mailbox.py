@@ -67,9 +67,10 @@ class Mailbox:
             yield client, message
 
     def tell(self, client: bytes, message: Message) -> None:
-        if self.clients.reads_too_little(client):
-            self._ignore(client)
-        else:
+        now = time.monotonic()
+        while (unread := self.clients.find_unread(client, now)) is not None:
+            self._ignore(unread, now)
+        if not self.clients.is_ignored(client, now):
             self._send(client, message)
 
     def _send(self, client: bytes, message: Message) -> None:
@@ -84,9 +85,9 @@ class Mailbox:
         else:
             self.clients.on_sent(client, sum(memoryview(frame).nbytes for frame in frames))
 
-    def _ignore(self, client: bytes) -> None:
+    def _ignore(self, client: bytes, now: float) -> None:
         log.warning("dropping client %s, which does not read its messages", client.hex())
-        self.clients.ignore(client, time.monotonic())
+        self.clients.ignore(client, now)
         self._on_gone(client)
         self._send(client, SessionLost(why="the engine dropped this client, which did not read"))
 

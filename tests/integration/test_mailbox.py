@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,8 +43,15 @@ class Scene:
         self.context: zmq.Context[Socket] = zmq.Context()
         self.gone: list[bytes] = []
         self.mail = Mailbox(self.context, address, None, lease_s=60.0, on_gone=self.gone.append)
-        self.client = self.context.socket(zmq.DEALER)
-        self.client.connect(address)
+        self._address = address
+        self._clients: list[Socket] = []  # kept until the context closes them
+        self.client = self.connect()
+
+    def connect(self) -> Socket:
+        client = self.context.socket(zmq.DEALER)
+        client.connect(self._address)
+        self._clients.append(client)
+        return client
 
     def receive(self, num_frames: int) -> list[tuple[bytes, ToEngine]]:
         """What the mailbox makes of so many messages; one is waited for."""
@@ -58,8 +66,10 @@ class Scene:
         assert self.client.poll(WAIT_MS), "nothing was told"
         return wire.Decoder[ToClient](ToClient).decode(self.client.recv_multipart())
 
-    def greet(self) -> bytes:
-        self.client.send_multipart(wire.encode(Hello(protocol=PROTOCOL_VERSION, name="x")))
+    def greet(self, socket: Socket | None = None) -> bytes:
+        (socket or self.client).send_multipart(
+            wire.encode(Hello(protocol=PROTOCOL_VERSION, name="x"))
+        )
         ((client, message),) = self.receive(1)
         assert isinstance(message, Hello)
         self.mail.clients.greet(client, 1.0, message.name)
@@ -184,5 +194,29 @@ def test_a_client_that_says_what_it_has_read_is_never_dropped(scene: Scene) -> N
     for _ in range(2 * (MAX_UNREAD_BYTES >> 23)):
         scene.mail.tell(client, large)
         scene.told()
-        scene.mail.clients.on_read(client, scene.mail.clients.sent_bytes(client))
+        scene.mail.clients.on_read(client, scene.mail.clients.sent_bytes(client), 1.0)
     assert scene.gone == []
+
+
+def test_clients_that_never_read_are_bounded_together_and_cost_a_reader_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound, size, num_rounds = 16 << 20, 1 << 20, 4
+    monkeypatch.setattr("engine_core.clients.MAX_TOTAL_UNREAD_BYTES", bound)
+    large = Gone(error=ErrorInfo(code="x", message="x" * size))
+    message_bytes = sum(len(bytes(frame)) for frame in wire.encode(large))
+    reader = scene.greet()
+    num_clients = 2 * bound // size // num_rounds
+    never_read = [scene.greet(scene.connect()) for _ in range(num_clients)]
+    clients = scene.mail.clients
+    for _ in range(num_rounds):
+        for other in never_read:
+            scene.mail.tell(other, large)
+            assert clients.unread_bytes <= bound + message_bytes
+            scene.mail.tell(reader, large)
+            assert scene.told() == large
+            clients.on_read(reader, clients.sent_bytes(reader), time.monotonic())
+    assert reader in clients
+    assert set(scene.gone) < set(never_read)
+    assert clients.unread_bytes > bound - num_rounds * message_bytes, "no more than needed"
+    assert len([r for r in caplog.records if "does not read" in r.message]) == len(scene.gone)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from engine_core.clients import IGNORED_S, MAX_IGNORED, MAX_UNREAD_BYTES, Clients
+from engine_core.clients import (
+    IGNORED_S,
+    MAX_IGNORED,
+    MAX_TOTAL_UNREAD_BYTES,
+    MAX_UNREAD_BYTES,
+    STALLED_S,
+    Clients,
+)
 
 ONE, TWO = b"one", b"two"
 
@@ -37,25 +44,79 @@ def test_what_a_client_has_read_does_not_count_as_unread() -> None:
     clients = greeted(ONE)
     for _ in range(10):
         clients.on_sent(ONE, MAX_UNREAD_BYTES)
-        assert not clients.reads_too_little(ONE)
-        clients.on_read(ONE, clients.sent_bytes(ONE))
+        assert clients.find_unread(ONE, 1.0) is None
+        clients.on_read(ONE, clients.sent_bytes(ONE), 1.0)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
-    assert clients.reads_too_little(ONE)
+    assert clients.find_unread(ONE, 1.0) == ONE
 
 
 def test_a_client_cannot_have_read_what_was_not_sent() -> None:
     clients = greeted(ONE)
-    clients.on_read(ONE, 1 << 60)
+    clients.on_read(ONE, 1 << 60, 1.0)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
-    assert clients.reads_too_little(ONE)
+    assert clients.find_unread(ONE, 1.0) == ONE
 
 
 def test_what_is_unread_still_counts_after_a_second_hello() -> None:
     clients = greeted(ONE)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
     clients.greet(ONE, 1.0, "again")
-    assert clients.reads_too_little(ONE)
+    assert clients.find_unread(ONE, 1.0) == ONE
     assert clients.name_of(ONE) == "again"
+
+
+MANY = [str(number).encode() for number in range(16)]
+SHARE = MAX_TOTAL_UNREAD_BYTES // len(MANY)
+
+
+def sharing(extra: int = 0) -> Clients:
+    """Return 16 clients at the bound of all together, whose sixth has left a little more."""
+    clients = greeted(*MANY)
+    for client in MANY:
+        clients.on_sent(client, SHARE)
+    clients.on_read(MANY[0], 100, 0.0)
+    clients.on_sent(MANY[5], 100 + extra)
+    return clients
+
+
+def test_the_client_with_the_most_unread_bytes_is_dropped_when_all_have_too_many() -> None:
+    clients = sharing()
+    assert clients.unread_bytes == MAX_TOTAL_UNREAD_BYTES
+    assert clients.find_unread(ONE, 1.0) is None
+    clients.on_sent(MANY[3], 1)
+    assert clients.find_unread(ONE, 1.0) == MANY[5]
+    clients.ignore(MANY[5], 1.0)
+    assert clients.find_unread(ONE, 1.0) is None
+
+
+def test_a_stalled_client_is_dropped_before_one_that_reads_and_has_more_unread() -> None:
+    clients = sharing(SHARE)
+    now = 1.0 + STALLED_S
+    clients.on_read(MANY[5], 1, now)
+    for client in MANY[1:4]:
+        clients.on_sent(client, 1)
+    clients.on_sent(MANY[2], 1)
+    assert clients.find_unread(ONE, now) == MANY[2]
+    assert clients.find_unread(ONE, now + STALLED_S + 1.0) == MANY[5]
+
+
+def test_the_sum_of_unread_bytes_follows_each_client_that_is_sent_reads_and_leaves() -> None:
+    clients = greeted(ONE, TWO)
+    clients.on_sent(ONE, 5)
+    clients.on_sent(TWO, 7)
+    clients.on_sent(b"stranger", 100)
+    assert clients.unread_bytes == 12
+    clients.on_read(ONE, 4, 1.0)
+    clients.on_read(ONE, 3, 1.0)  # an old report
+    clients.on_read(b"stranger", 100, 1.0)
+    assert clients.unread_bytes == 8
+    clients.greet(ONE, 1.0, "again")
+    assert clients.unread_bytes == 8
+    clients.ignore(TWO, 1.0)
+    clients.drop(TWO)
+    assert clients.unread_bytes == 1
+    assert clients.expire(1e9) == [ONE]
+    assert clients.unread_bytes == 0
 
 
 def test_a_client_that_does_not_read_is_ignored_for_a_while() -> None:
@@ -79,6 +140,6 @@ def test_nothing_is_remembered_of_a_stranger() -> None:
     clients = greeted()
     clients.hear(ONE, 1.0)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
-    clients.on_read(ONE, 5)
-    assert not clients.reads_too_little(ONE)
+    clients.on_read(ONE, 5, 1.0)
+    assert clients.find_unread(ONE, 1.0) is None
     assert (len(clients), clients.sent_bytes(ONE), clients.name_of(ONE)) == (0, 0, "")
