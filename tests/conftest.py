@@ -24,6 +24,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 else:
     os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 
+# As the worker sets it (worker/environment.py). Threads that spin while they wait for one another
+# take the cores away from the threads that they wait for, on a machine that does other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Time on a shared machine says nothing about an example. In CI the examples are always the same, so
 # that a failure is the change's own; elsewhere they are new each time.
 settings.register_profile("tidegate", deadline=None, derandomize="CI" in os.environ)
