@@ -1,9 +1,13 @@
-"""A hundred thousand draws with drafts come as often as the model says, by n-gram and draft model.
+"""Forty thousand draws with drafts come as often as the model says, by n-gram and draft model.
 
 Each draw's exactness is tested seed by seed elsewhere (tests/unit/test_runner_drafts.py); this
 looks at whole answers of the real engine and worker from outside. The model's next token depends
 on its last one alone, so every step from a token to the next is a draw from a known distribution,
 and whole answers are rows of independent draws. Seeds are fixed: so is the result.
+
+With other seeds a correct server would fail fewer than one time in a thousand. An error is found
+with 99.9 % if it replaces 3 % of the draws by draws of a uniform distribution, or 8 % of them by
+draws of the draft model's distribution.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ TOKENS = [11, 12, 13, 14, 15, 16, 17]
 PARAMS = SamplingParams(
     temperature=0.8, allowed_token_ids=TOKENS, max_tokens=100, ignore_eos=True, min_p=0.02
 )
-NUM_ANSWERS = 1000
+NUM_ANSWERS = 400
 ONE_IN_A_THOUSAND = 66.6
 """Of chi-square with 36 degrees of freedom; filters leave less, so it is on the safe side."""
 
@@ -77,8 +81,8 @@ def count_pairs(loaded: LoadedModel, speculation: str) -> tuple[Counter[Pair], R
     """How often each token followed each."""
     replica = Replica(
         model_of(loaded, TRUTH),
-        max_slots=100,
-        token_budget=1000,
+        max_slots=NUM_ANSWERS // 2,
+        token_budget=2000,
         num_blocks=4096,
         draft=model_of(loaded, NEARLY) if speculation == "model" else None,
         options={"speculation": speculation, "ngram_min": 1, "draft_width": 1000},
@@ -92,9 +96,7 @@ def count_pairs(loaded: LoadedModel, speculation: str) -> tuple[Counter[Pair], R
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "model"])
-def test_a_hundred_thousand_draws_come_as_often_as_the_model_says(
-    tmp_path, speculation: str
-) -> None:
+def test_forty_thousand_draws_come_as_often_as_the_model_says(tmp_path, speculation: str) -> None:
     pairs, replica = count_pairs(tiny_model(tmp_path), speculation)
     stats = replica.engine.stats()
     assert pairs.total() == NUM_ANSWERS * 100
@@ -111,4 +113,4 @@ def test_a_hundred_thousand_draws_come_as_often_as_the_model_says(
         f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts right"
     )
     assert statistic < ONE_IN_A_THOUSAND
-    assert 5_000 < stats.num_accepted_tokens < 0.9 * stats.num_draft_tokens
+    assert 2_000 < stats.num_accepted_tokens < 0.9 * stats.num_draft_tokens
