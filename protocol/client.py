@@ -292,9 +292,10 @@ class Engine:
             poller.register(socket, zmq.POLLIN)
         while True:
             with self._lock:
-                messages, news = self._session.tick(time.monotonic())
-                self._outbox.extend(messages)
-                self._hand_out(news)
+                if not self._closing:  # a tick after Goodbye would greet the engine again
+                    messages, news = self._session.tick(time.monotonic())
+                    self._outbox.extend(messages)
+                    self._hand_out(news)
                 self._send_queued()
                 if self._closing:
                     return
