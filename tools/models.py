@@ -14,7 +14,7 @@ from pathlib import Path
 from protocol.exit_codes import ExitCode
 from tools.catalogue import CATALOGUE
 from tools.failure import Failure
-from tools.fetch import fetch, home, is_cached, place
+from tools.fetch import Say, fetch, home, is_cached, place, say_on_stderr
 
 DESCRIPTION = "List the models known by name."
 
@@ -24,13 +24,14 @@ examples:
 """
 
 
-def resolve(model: str, cache: Path, *, text_only: bool = False) -> Path:
+def resolve(model: str, cache: Path, say: Say = say_on_stderr, *, text_only: bool = False) -> Path:
     """The absolute path of a model, fetched if it is one of the catalogue's. Raises Failure.
 
+    say        prints a line of progress
     text_only  a directory may hold no more than a tokenizer
     """
     if entry := CATALOGUE.get(model):
-        return fetch(entry, cache)
+        return fetch(entry, cache, say)
     path = Path(model).expanduser().absolute()
     if path.is_dir():
         needed = "tokenizer.json" if text_only else "config.json"

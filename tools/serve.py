@@ -285,9 +285,10 @@ def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
     render_only = plan.serve.render_only
     if not plan.engines and not render_only:
         return plan
-    path = resolve(plan.engine.worker.model, home(), text_only=render_only)
+    say = terminal.progress
+    path = resolve(plan.engine.worker.model, home(), say, text_only=render_only)
     draft = "" if render_only else plan.engine.worker.draft_model
-    engine = with_model(plan.engine, path, resolve(draft, home()) if draft else None)
+    engine = with_model(plan.engine, path, resolve(draft, home(), say) if draft else None)
     found = replace(plan, engine=engine)
     with ModelCheck(plan.gateway) as check:
         if render_only:

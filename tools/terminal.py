@@ -19,7 +19,7 @@ def log_style(log_format: str | None) -> LogStyle:
 
 
 class Terminal:
-    """Failures go to stderr, the rest to stdout. Never fails itself."""
+    """Failures and progress go to stderr, the rest to stdout. Never fails itself."""
 
     def __init__(self, style: LogStyle = "text") -> None:
         self.style = style
@@ -29,6 +29,12 @@ class Terminal:
         """Print a log line."""
         with contextlib.suppress(OSError):
             print(self._line(logging.INFO, message), flush=True)
+
+    def progress(self, message: str) -> None:
+        """Print a line of progress to stderr as it is, or as a JSON line."""
+        line = self._line(logging.INFO, message) if self.style == "json" else message
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
     def show(self, banner: str) -> None:
         """Print text with several lines as it is. In JSON its first line stands for it."""

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tools.catalogue import CATALOGUE, DEFAULT
 from tools.failure import Failure
-from tools.fetch import _bar, _largest_file, fetch
+from tools.fetch import _bar, _largest_file, fetch, say_on_stderr
+from tools.terminal import Terminal
 
 
 def test_a_folder_that_vanishes_before_it_is_entered_does_not_end_the_fetch(
@@ -40,11 +42,18 @@ def test_the_largest_file_is_found_in_any_folder(tmp_path: Path) -> None:
 def test_without_a_terminal_progress_is_a_line_for_each_quarter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with _bar(40_000_000, "fetching it") as bar:
+    with _bar(40_000_000, "fetching it", say_on_stderr) as bar:
         for _ in range(8):
             bar.update(5_000_000)
     lines = [f"fetching it: {n} of 40 MB" for n in (0, 10, 20, 30, 40)]
     assert capsys.readouterr().err == "\n".join(lines) + "\n"
+
+
+def test_progress_is_a_json_line_if_the_log_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with _bar(40_000_000, "fetching it", Terminal("json").progress):
+        pass
+    line = msgspec.json.decode(capsys.readouterr().err)
+    assert (line["level"], line["message"]) == ("INFO", "fetching it: 0 of 40 MB")
 
 
 @pytest.mark.parametrize(
