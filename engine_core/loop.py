@@ -167,7 +167,7 @@ class Loop:
             case Hello():
                 if client in self._clients:
                     self._drop(client)  # it begins anew: what it had open it has forgotten
-                else:
+                elif self._engine is not None:  # else in the line of all clients, once it is ready
                     log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
                 self._clients.greet(client, now, message.name)
                 self._welcome(client)
@@ -304,7 +304,11 @@ class Loop:
         )
         if self.drained_by:
             self._engine.drain()
-        for client in self._clients.all():
+        clients = self._clients.all()
+        if clients:
+            names = (f"{self._clients.name_of(client)} ({client.hex()})" for client in clients)
+            log.info("clients that waited for the model: %s", ", ".join(names))
+        for client in clients:
             self._welcome(client)
         self._grammars.start(ready.model)  # now: clients are busy with what Welcome brought them
 

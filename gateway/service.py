@@ -235,9 +235,12 @@ class Service:
                 self.give_up(str(error), code)
             raise
         heap.give_back()
-        took_s = time.monotonic() - started_at
-        log.info("serving %s after %.2f s of preparation", served.names[0], took_s)
-        log.info("formats: %s", served.reading.why)
+        log.info(
+            "serving %s after %.2f s of preparation; formats: %s",
+            served.names[0],
+            time.monotonic() - started_at,
+            served.reading.why,
+        )
         if (why := served.renderer.why_unusable) is not None:
             log.warning("chats are refused: %s", why)
         return served

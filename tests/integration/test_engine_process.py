@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -24,15 +25,19 @@ from protocol.errors import (
 )
 from protocol.exit_codes import ExitCode
 from protocol.messages import (
+    PROTOCOL_VERSION,
     Accepted,
     Generate,
     Goodbye,
+    Hello,
+    Loading,
     Output,
     Outputs,
     Ping,
     Pong,
     Refused,
     SessionLost,
+    Welcome,
 )
 from protocol.sampling import SamplingParams
 from protocol.steps import StepResult, WorkerFailed
@@ -283,3 +288,21 @@ def test_who_speaks_where_the_worker_does_is_not_taken_for_it(shared: Process) -
         assert eventually(lambda: engine.stats.num_wire_errors >= 3)
         assert engine.generate([3], max_tokens=2, ignore_eos=True).tokens()
     stranger.close()
+
+
+def test_the_clients_that_wait_for_the_model_are_logged_in_one_line(own: Process) -> None:
+    clients = [RawClient(own.address) for _ in range(4)]
+    for name, client in zip(("first", "gives up", "second"), clients[:3], strict=True):
+        client.say(Hello(protocol=PROTOCOL_VERSION, name=name))
+        assert isinstance(client.hear(), Loading)
+    clients[1].say(Goodbye())
+    for client in (clients[0], clients[2]):
+        assert isinstance(client.hear_all(Welcome), Welcome)
+    clients[3].greet()
+    assert eventually(lambda: any("is raw, pid" in line for line in own.program.err))
+    said = [line for line in own.program.err if "INFO client" in line]
+    assert len(said) == 2, said
+    waited = r"INFO clients that waited for the model: first \(\w+\), second \(\w+\)$"
+    assert re.search(waited, said[0])
+    for client in clients:
+        client.close()

@@ -9,9 +9,11 @@ from signal import SIGKILL, SIGTERM
 import msgspec
 import pytest
 
+from protocol.cluster_key import write_cluster_key
 from protocol.exit_codes import ExitCode
 from tests.support.processes import Program, descendants_of, eventually, free_port
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tools.catalogue import DEFAULT
 
 
 class LogLine(msgspec.Struct):
@@ -53,6 +55,45 @@ def test_all_processes_print_json_from_start_to_end(model: Path) -> None:
         assert names == {"gateway", "engine", "worker"}
         (error,) = [line for line in lines if line.event == "gunicorn.error"]
         assert (error.level, error.process) == ("ERROR", f"gateway[{gunicorn[0]}]")
+
+
+def test_each_gateway_prints_one_line_before_the_banner(model: Path) -> None:
+    with serve(str(model), "--max-slots", "2", "--gateways", "2") as program:
+        program.line_with("Tidegate serves")
+        assert eventually(lambda: sum('"message":"serving ' in line for line in program.err) == 2)
+        lines = [line for line in lines_of([*program.out, *program.err]) if line.event != "request"]
+        own = [line for line in lines if line.process.startswith("gateway")]
+        assert len(own) == 2, own
+        assert all(line.message.startswith("serving ") for line in own)
+        assert all("; formats: " in line.message for line in own)
+        assert len(lines) <= 10, lines
+
+
+def test_an_engine_alone_logs_no_client_while_its_model_loads(model: Path, tmp_path: Path) -> None:
+    key = str(tmp_path / "cluster.key")
+    write_cluster_key(key)
+    where = ["--role", "decode", "--address", f"tcp://127.0.0.1:{free_port()}"]
+    words = ["-P", "-m", "tools", "engine", str(model), *where, "--cluster-key", key]
+    with Program([*words, "--max-slots", "2", "--log-format", "json"]) as program:
+        program.line_with("This engine serves")
+        said = [line.message for line in lines_of(program.err) if line.process.startswith("engine")]
+        assert said[0].startswith("engine ready: ")
+        assert any("tidegate engine" in line for line in said[1:]), said  # which asked if it is
+
+
+@pytest.mark.parametrize("command", ["serve", "engine"])
+def test_the_progress_of_a_download_is_json(command: str, tmp_path: Path) -> None:
+    key = str(tmp_path / "cluster.key")
+    write_cluster_key(key)
+    where = ["--role", "decode", "--address", f"tcp://127.0.0.1:{free_port()}"]
+    options = [*where, "--cluster-key", key] if command == "engine" else []
+    environment = {"TIDEGATE_HOME": str(tmp_path / "home"), "PIP_NO_INDEX": "1"}
+    words = ["-P", "-m", "tools", command, *options, "--log-format", "json"]
+    with Program(words, environment=environment) as program:
+        assert program.end() == ExitCode.NO_DOWNLOAD
+    progress, error = lines_of(program.err)
+    assert progress.message.startswith(f"fetching {DEFAULT}: 0 of ")
+    assert (error.level, error.message.partition(":")[0]) == ("ERROR", f"cannot fetch {DEFAULT}")
 
 
 def test_a_server_that_cannot_start_says_why_in_json(tmp_path: Path) -> None:
