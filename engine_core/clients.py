@@ -6,10 +6,12 @@ Pure bookkeeping; time is an argument (seconds of a steady clock). A client is d
   PROBE_AFTER_S is probed for that once a second. A program that is killed or stopped loses its
   connection within seconds; one that is only busy keeps it (protocol/sockets.py: heartbeat);
 - its connection lives, but it has sent nothing for `lease_s`;
-- it leaves more than MAX_UNREAD_BYTES unread. It is then ignored for IGNORED_S, in which libzmq
-  ends the connection of a peer that still reads nothing, and frees what was queued for it;
+- it leaves more than MAX_UNREAD_BYTES unread. What still comes from it is ignored for IGNORED_S;
 - all clients together leave more than MAX_TOTAL_UNREAD_BYTES unread, and it leaves the most. A
-  client that has read nothing for STALLED_S goes before any that reads. It is ignored as above.
+  client that has read nothing for STALLED_S goes before any that reads.
+
+The mailbox ends the connection of a client that was dropped, if there still is one. This frees the
+bytes that were queued for it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from engine_core.clients import Clients
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
 from protocol.errors import WireError
-from protocol.messages import Message, Probe, Refused, SessionLost, ToEngine
+from protocol.messages import Hello, Message, Probe, Refused, ToEngine
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class Mailbox:
         self.socket = sockets.bind_router(context, address, key, heartbeat=True)
         self.clients = Clients(lease_s)
         self.num_wire_errors = 0
+        #: Of the clients, and perhaps of some that have left since another came.
+        self._connections: dict[bytes, sockets.PeerConnection] = {}
         self._on_gone = on_gone
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
 
@@ -53,9 +55,10 @@ class Mailbox:
         """What has come, with whom it is from; not more than one turn of the loop may take."""
         for _ in range(MESSAGES_PER_TURN):
             try:
-                client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                sender = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            client, frames = sender.bytes, self.socket.recv_multipart()
             if self.clients.is_ignored(client, now):
                 continue
             try:
@@ -63,6 +66,8 @@ class Mailbox:
             except WireError as error:
                 self._refuse(client, error)
                 continue
+            if isinstance(message, Hello) and client not in self.clients:
+                self._remember_connection(client, sender)
             self.clients.hear(client, now)
             yield client, message
 
@@ -89,7 +94,18 @@ class Mailbox:
         log.warning("dropping client %s, which does not read its messages", client.hex())
         self.clients.ignore(client, now)
         self._on_gone(client)
-        self._send(client, SessionLost(why="the engine dropped this client, which did not read"))
+        self._disconnect(client)
+
+    def _disconnect(self, client: bytes) -> None:
+        """End the connection of a client that was dropped; libzmq frees what is queued for it."""
+        if (connection := self._connections.pop(client, None)) is not None:
+            connection.shut_down()
+
+    def _remember_connection(self, client: bytes, sender: zmq.Frame) -> None:
+        """Keep the connection of a new client, and forget those of clients that have left."""
+        self._connections = {c: k for c, k in self._connections.items() if c in self.clients}
+        if (connection := sockets.PeerConnection.from_frame(sender)) is not None:
+            self._connections[client] = connection
 
     def check_clients(self, now: float) -> None:
         """Find out which silent clients are gone."""
@@ -98,6 +114,7 @@ class Mailbox:
         for client in self.clients.expire(now):
             log.warning("client %s fell silent; its requests are aborted", client.hex())
             self._on_gone(client)
+            self._disconnect(client)
 
     def tell_each(self, messages: Mapping[bytes, Message]) -> None:
         for client, message in messages.items():

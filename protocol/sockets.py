@@ -15,10 +15,13 @@ import errno
 import hmac
 import os
 import re
+import socket as system_socket
 import stat
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import zmq
 from zmq.utils import z85
@@ -117,6 +120,37 @@ def bind_router(
     socket.bind(address)
     path.chmod(0o600)
     return socket
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnection:
+    """The system's socket under the connection of a ROUTER's peer. A descriptor may come to mean
+    another file, its inode does not."""
+
+    descriptor: int
+    inode: int
+
+    @classmethod
+    def from_frame(cls, frame: zmq.Frame) -> Self | None:
+        """Return the connection that `frame` came by; None if it is closed already."""
+        descriptor = int(frame.get("__fd"))
+        try:
+            return cls(descriptor, os.fstat(descriptor).st_ino)
+        except OSError:
+            return None
+
+    def shut_down(self) -> None:
+        """End the connection. libzmq then frees what is queued for the peer, after LINGER_MS. Its
+        own heartbeat does not end the connection of a peer that reads nothing: a PING waits behind
+        the bytes that are not read, and the timeout starts when it is sent."""
+        family, kind = system_socket.AF_UNSPEC, system_socket.SOCK_STREAM
+        with (
+            contextlib.suppress(OSError),  # it is closed
+            # A descriptor of our own, which cannot come to mean another file.
+            system_socket.fromfd(self.descriptor, family, kind) as own,
+        ):
+            if os.fstat(own.fileno()).st_ino == self.inode:
+                own.shutdown(system_socket.SHUT_RDWR)
 
 
 def connect_dealer(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socket import socketpair
 
 import pytest
 import zmq
@@ -116,3 +118,47 @@ def test_a_private_path_needs_no_key_and_a_key_does_no_harm(
         sockets.prepare(address)
         with sockets.bind_router(context, address, key) as server:
             converse(server, sockets.connect_dealer(context, address))
+
+
+# ---- the connection of a peer
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_connection_that_is_shut_down_breaks_for_its_peer_alone(
+    context: zmq.Context[Socket], tmp_path: Path, kind: str
+) -> None:
+    key = KEY if kind == "tcp" else None
+    address = f"tcp://127.0.0.1:{free_port()}" if key else f"ipc://{tmp_path}/engine"
+    with sockets.bind_router(context, address, key) as server:
+        peers = [sockets.connect_watched(context, address, key) for _ in range(2)]
+        connections = []
+        for peer, watcher in peers:
+            peer.send(b"hello")
+            assert server.poll(SOON_MS)
+            connection = sockets.PeerConnection.from_frame(server.recv(copy=False))
+            assert connection is not None
+            connections.append(connection)
+            server.recv()
+            assert sockets.connection_news(watcher) == [True]
+        connections[0].shut_down()
+        assert peers[0][1].poll(SOON_MS)
+        assert sockets.connection_news(peers[0][1])[0] is False
+        peers[1][0].send(b"still here")
+        assert server.poll(SOON_MS)
+        assert server.recv_multipart()[1] == b"still here"
+        assert sockets.connection_news(peers[1][1]) == []
+        for peer, watcher in peers:
+            sockets.close_watched(peer, watcher)
+
+
+def test_a_descriptor_that_another_socket_has_by_now_is_left_alone() -> None:
+    near, far = socketpair()
+    with near, far:
+        inode = os.fstat(near.fileno()).st_ino
+        sockets.PeerConnection(near.fileno(), inode + 1).shut_down()
+        far.send(b"x")
+        assert near.recv(1) == b"x"
+        sockets.PeerConnection(near.fileno(), inode).shut_down()
+        assert far.recv(1) == b""
+        descriptor = near.fileno()
+    sockets.PeerConnection(descriptor, inode).shut_down()  # closed: no error
