@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,9 +32,11 @@ from tests.support.formats import (
     check,
     content,
     cut_off,
+    difference,
     dumps,
     expected,
     lexicon,
+    read,
     spelt,
     units,
 )
@@ -126,6 +129,31 @@ def test_the_way_an_answer_is_cut_never_changes_what_it_says(sample: Sample) -> 
     assert not row.differences, row.first
 
 
+SCRAPS = (
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"),
+    *("assistant", "assist", "final", "analysis", "commentary", " to=functions.now", " to=now"),
+    *(" to=x", " t", "json", " json", "{", "}", '{"a":1}', '"', "\\", " ", "\n", "Hello"),
+)
+
+
+@EACH
+def test_what_any_scraps_of_messages_say_does_not_depend_on_the_cut(sample: Sample) -> None:
+    rng = random.Random(13)
+    declared = replace(sample, tools=(tool("now"),))
+    for _ in range(1500):
+        text = "".join(rng.choices(SCRAPS, k=rng.randint(2, 14)))
+        text = rng.choice((f"{THOUGHT}<|end|>", "")) + text
+        case = Fixture("scraps", text, [], rng.random() < 0.2, rng.random() < 0.7)
+        for words in (lexicon(declared, tokens=True), lexicon(declared, tokens=False)):
+            pieces = units(text, words)
+            first, second = sorted(rng.choices(range(len(pieces) + 1), k=2))
+            parts = [pieces[:first], pieces[first:second], pieces[second:]]
+            whole = read(declared, [pieces], words, case)
+            for deltas in (parts, [[piece] for piece in pieces]):
+                said = read(declared, deltas, words, case)
+                assert said == whole, difference(replace(case, events=whole), deltas, said)
+
+
 @EACH
 def test_an_answer_cut_off_anywhere_shows_no_markup(sample: Sample) -> None:
     case = next(fixture for fixture in cases(sample) if fixture.name == "reasoning before")
@@ -172,6 +200,8 @@ NO_HEADERS = [
     "assistants {final}",
     "assistant final",
     "assistant to=functions.now, or",
+    "to=functions.now {",
+    "assistants assistant",
 ]
 """Texts that begin like a header without markers, and are none."""
 
@@ -203,8 +233,8 @@ def malformed() -> list[Fixture]:
 
 
 def bare_calls() -> list[Fixture]:
-    """Of a request that declares one tool: calls after each kind of end, and ordinary text."""
-    arguments = [ToolArguments(0, '{"a":1}'), ToolCallEnd(0)]
+    """Return answers to a request that declares one tool: calls, and texts that are none."""
+    arguments: list[Event] = [ToolArguments(0, '{"a":1}'), ToolCallEnd(0)]
     called: list[Event] = [Reasoning("hm"), ToolCall(0, "call_1", "now"), *arguments]
     again: list[Event] = [ToolCall(1, "call_2", "now"), ToolArguments(1, "{}"), ToolCallEnd(1)]
     header = "assistantcommentary to=functions.now json"

@@ -245,21 +245,24 @@ class MessagesMachine(Machine):
 
     def _before_header(self, text: str) -> str:
         """Read a header up to its first marker: the prompt has begun it, or its other markers are
-        missing. Text that cannot be a header begins content."""
+        missing. Text that cannot be a header begins content, and is read again as such."""
         s = self.s
-        s.header += text
         is_between = s.at == "between"
-        header: str = s.header
+        before: str = s.header
+        header = before + text
         end = past(self._header_between if is_between else HEADER_START, header)
         rest = header[end:]
-        if is_between and rest[:1] == "{" and self._begin_bare_call(header[:end]):
+        may_call = is_between and rest[:1] == "{" and header.lstrip().startswith(ROLE)
+        if may_call and self._begin_bare_call(header[:end]):
             return rest
         words = (*HEADER_WORDS, *self.syntax.channels) if is_between else HEADER_WORDS
         may_go_on = not rest or any(word.startswith(rest) for word in words)
-        if may_go_on and len(s.header) <= MAX_HEADER_CHARS:
+        if may_go_on and len(header) <= MAX_HEADER_CHARS:
+            s.header = header
             return ""
-        self._no_header()
-        return ""
+        self._begin_body("content")
+        self._message_text(before)
+        return text
 
     def _no_header(self) -> None:
         s = self.s
@@ -282,7 +285,7 @@ class MessagesMachine(Machine):
                 s.first = False
             self.teller.reasoning(text)
             return
-        if s.first and s.last == s.at and text.strip(BLANKS):
+        if s.first and s.last == s.at and text:
             self.teller.content("\n")
             s.first = False
         self.teller.content(text)
@@ -291,16 +294,17 @@ class MessagesMachine(Machine):
         self.teller.fragment(text)
         value = self.s.value
         start = 0 if value.kind else len(text) - len(text.lstrip(BLANKS))
-        while start < len(text) and (value.depth or not value.kind):
+        while start < len(text) and (value.depth or value.quoted or not value.kind):
             start, status = value.scan(text, start)
-            if status != "more":
-                break
+            if status == "broken":
+                start += 1
 
     def _spill(self, text: str) -> None:
-        """In a message for a tool, but in no call."""
-        if not text.strip(BLANKS) and not self.s.spilt:
-            return
+        """Tell text outside of calls, in a message for a tool, without the blanks before it."""
         if not self.s.spilt:
+            text = text.lstrip(BLANKS)
+            if not text:
+                return
             self.s.spilt = True
             self.teller.warn(PARSE_FAILED, "a message for a tool that is no call")
         self.teller.content(text)
