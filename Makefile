@@ -47,8 +47,13 @@ $(VENV)/.installed-all: $(DECLARED) | $(BIN)/python
 	@if test -e $(VENV)/.installed-test && test $(VENV)/.installed-test -nt setup.cfg; then touch $@; \
 	else $(call install,all) && touch $@; fi
 
+# Its bound on jiter would keep the tests from the newest openai. All that its session needs of its
+# dependencies is declared by others.
+INSTRUCTOR := 'instructor>=1.17,<2'
+
 $(VENV)/.installed-test: $(DECLARED) | $(BIN)/python
-	@$(call install,test) && touch $@
+	@$(call install,test) && \
+	$(BIN)/python -m pip install --quiet --no-deps $(INSTRUCTOR) && touch $@
 
 install = echo '== Installing Tidegate and its libraries ($(1)) into $(VENV); once, a minute or so' && \
 	$(BIN)/python -m pip install --quiet --upgrade pip && \

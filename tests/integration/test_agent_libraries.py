@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import agents
-import instructor
 import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner
 from langchain.agents import create_agent
@@ -218,6 +217,7 @@ def chat_model(gateway: GatewayProcess, responses: bool) -> ChatOpenAI:
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA", "RESPONSES_TOOLS"])
 def test_instructor(engine: ScriptedEngine, gateway: GatewayProcess, mode: str) -> None:
+    instructor = pytest.importorskip("instructor", reason="`make` installs it, no extra does")
     says = call("Report", {"city": "Oslo", "celsius": 4}) if "TOOLS" in mode else REPORT
     follows(engine, (QUESTION, says))
     with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as inner:
