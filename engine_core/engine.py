@@ -13,9 +13,9 @@
     hear(KVReport)          -> news per client: what became of that
 
 No socket, no clock (times are arguments), no torch. At most `steps_in_flight` plans are out at a
-time (flight.py): the next one is planned while the tokens of the one before are on their way. What
-a step in flight may still write (a slot, blocks) is never given to somebody else before that step
-has committed, so requests that end in flight are kept aside until then.
+time (inflight.py): the next one is planned while the tokens of the one before are on their way.
+What a step in flight may still write (a slot, blocks) is never given to somebody else before that
+step has committed, so requests that end in flight are kept aside until then.
 
 Laws, checked by `check()` and the property tests: every block is free or held, a block's holders
 are the requests and leases that list it, findable content was written by a committed step or has
@@ -29,30 +29,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
-from engine_core.accounts import Accounts
-from engine_core.answer import NOTHING, Taken, end_of, news_of, seen, take
-from engine_core.block_hash import ContentHashes
-from engine_core.block_pool import BlockPool
-from engine_core.deadlines import Deadlines, has_begun, lateness_of
-from engine_core.door import Door
-from engine_core.flight import Flights
-from engine_core.grammar.book import Compiled, Job
+from engine_core.blocks.hash import ContentHashes
+from engine_core.blocks.pool import BlockPool
+from engine_core.blocks.prefix_cache import PrefixCache
+from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.masks import fill
 from engine_core.invariants import check_invariants
-from engine_core.kv.exchange import Exchange, Order
 from engine_core.kv.fetches import Fetch
-from engine_core.kv.fetches import State as FetchState
-from engine_core.kv.peers import Cluster, Peers
-from engine_core.kv.tiers import Tiers
+from engine_core.kv.fetches import FetchState as FetchState
+from engine_core.kv.peers import PeerCluster, Peers
+from engine_core.kv.tiers import TierIndex
+from engine_core.kv.transfers import KVTransfers, Order
 from engine_core.open_requests import OpenRequests
-from engine_core.outcome import Outcome
-from engine_core.planning import build_plan, matchers_of, work_of
-from engine_core.prefix_cache import PrefixCache
-from engine_core.request import Event, Phase, Request
-from engine_core.scheduler import Scheduler
-from engine_core.speculation import Speculation
-from engine_core.speed import Speed
-from engine_core.stopwatch import Clock
+from engine_core.policy.accounts import Accounts
+from engine_core.policy.deadlines import Deadlines, has_begun, lateness_of
+from engine_core.policy.door import Door
+from engine_core.policy.throughput import Throughput
+from engine_core.request import Request, RequestEvent, RequestPhase
+from engine_core.schedule.commit import NOTHING, CommittedTokens, end_of, news_of, seen, take
+from engine_core.schedule.inflight import InflightSteps
+from engine_core.schedule.plan import build_plan, matchers_of, work_of
+from engine_core.schedule.row_results import RowResult
+from engine_core.schedule.scheduler import Scheduler
+from engine_core.speculation.drafting import Speculation
+from engine_core.stage_timer import EngineClock
 from protocol.config.engine import EngineConfig
 from protocol.errors import StepFailed
 from protocol.kv import KVReport
@@ -93,7 +93,7 @@ class Engine:
         draft_cost: float = 0.0,
         step_costs: Sequence[tuple[int, float]] = (),
         draw_seed: Callable[[], int] = draw_seed,
-        cluster: Cluster | None = None,
+        cluster: PeerCluster | None = None,
         tiers: Sequence[str] = (),
     ) -> None:
         """draft_cost, step_costs: see WorkerReady."""
@@ -104,14 +104,14 @@ class Engine:
         hashes = ContentHashes(model.digest, limits.block_tokens)
         pool = BlockPool(limits.num_blocks, PrefixCache())
         peers = Peers(config, cluster, hashes, limits.block_tokens)
-        self._speed = Speed()
-        kept = Tiers(tiers, hashes, limits.block_tokens, self._speed, config.kv_load_tokens)
-        self._exchange = Exchange(config, pool, peers, kept)
+        self._speed = Throughput()
+        kept = TierIndex(tiers, hashes, limits.block_tokens, self._speed, config.kv_load_tokens)
+        self._exchange = KVTransfers(config, pool, peers, kept)
         self._scheduler = Scheduler(
             limits, hashes, pool, self._exchange, self._speculation, step_costs
         )
         self._open = OpenRequests()
-        self._flights = Flights(config.steps_in_flight)
+        self._flights = InflightSteps(config.steps_in_flight)
         self._ended_in_flight: list[Request] = []  # own slot and blocks until no step has them
         self._generations: Counter[int] = Counter()  # slot -> how often it was bound
         self._step = 0
@@ -120,7 +120,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._accounts = Accounts()
-        self._clock = Clock()
+        self._clock = EngineClock()
         self._deadlines = Deadlines()
         self._timeouts: Counter[str] = Counter()
         self._num_admitted_tokens = 0  # since the last commit
@@ -155,11 +155,11 @@ class Engine:
         """Queue a request, or say why not. None: `settle` will say it, see `take_jobs`."""
         return self._door.add(client, message)
 
-    def take_jobs(self) -> list[Job]:
+    def take_jobs(self) -> list[CompileJob]:
         """Grammars to compile. Each is answered by one `settle`, in any order."""
         return self._door.take_jobs()
 
-    def settle(self, compiled: Compiled) -> list[tuple[bytes, Accepted | Refused]]:
+    def settle(self, compiled: CompiledGrammar) -> list[tuple[bytes, Accepted | Refused]]:
         """A grammar is compiled, or cannot be: (client, what to tell it), for all who waited."""
         return self._door.settle(compiled)
 
@@ -221,9 +221,9 @@ class Engine:
                 self._counts["cached_tokens"] += request.num_cached
         for request, count in work:
             ahead = request.num_scheduled + count
-            if ahead > request.num_paid:
-                request.share.served += ahead - request.num_paid
-                request.num_paid = ahead
+            if ahead > request.num_charged:
+                request.share.served += ahead - request.num_charged
+                request.num_charged = ahead
             if request.kv_readers and count >= request.num_uncomputed:
                 self._exchange.announce(request)
         self._step += 1
@@ -274,7 +274,9 @@ class Engine:
         self._let_go()
         news: dict[bytes, list[Output]] = {}
         for (request, count), outcome in zip(work, outcomes, strict=True):
-            if request.phase is Phase.RUNNING and (output := self._take(request, count, outcome)):
+            if request.phase is RequestPhase.RUNNING and (
+                output := self._take(request, count, outcome)
+            ):
                 news.setdefault(request.client, []).append(output)
         return {
             client: Outputs(step=result.step, outputs=outputs) for client, outputs in news.items()
@@ -297,7 +299,7 @@ class Engine:
             self._aborted.remove(request)
             self.freed.setdefault(request.client, []).append(request.number)
 
-    def _take(self, request: Request, count: int, outcome: Outcome) -> Output | None:
+    def _take(self, request: Request, count: int, outcome: RowResult) -> Output | None:
         """What a committed step means for one request: its news, or None while its prompt is
         computed.
         """
@@ -318,7 +320,9 @@ class Engine:
             taken.kv_handle = self._exchange.hand_over(request)
         return self._end(request, "length", taken)
 
-    def _end(self, request: Request, finish: FinishReason, taken: Taken = NOTHING) -> Output:
+    def _end(
+        self, request: Request, finish: FinishReason, taken: CommittedTokens = NOTHING
+    ) -> Output:
         """The one way a request ends; its last news, with what the last step brought."""
         if not taken.kv_handle:
             self._exchange.retract(request)
@@ -327,8 +331,8 @@ class Engine:
         self._deadlines.forget(request)
         self._door.leave(request)
         self._finished[finish] += 1
-        is_fetching = request.phase is Phase.FETCHING
-        request.move(Event.FINISH)
+        is_fetching = request.phase is RequestPhase.FETCHING
+        request.move(RequestEvent.FINISH)
         if is_fetching:
             self._exchange.give_up(request)  # `hear` takes back what it owns
         elif request.num_in_flight:
@@ -353,11 +357,11 @@ class Engine:
             self._timeouts["running" if has_begun(request) else "queued"] += 1
             error = lateness_of(request, now, self._door.retry_after_s)
             news.setdefault(request.client, []).append(
-                self._end(request, "error", Taken(error=error))
+                self._end(request, "error", CommittedTokens(error=error))
             )
         return {client: Outputs(step=0, outputs=outputs) for client, outputs in news.items()}
 
-    def take_orders(self) -> list[Order]:
+    def drain_kv_commands(self) -> list[Order]:
         """What to tell the worker, in this order, before any later plan, and before clients hear
         what follows from it."""
         orders, self._exchange.orders = self._exchange.orders, []
@@ -397,7 +401,7 @@ class Engine:
         if not fetch.match.is_for_it or self._config.kv_on_failure == "recompute":
             return None
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")
-        return self._end(request, "error", Taken(error=error))
+        return self._end(request, "error", CommittedTokens(error=error))
 
     # ---- what others may know
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from engine_core.block_hash import extend_hashes, root_hash
-from engine_core.kv.leases import Leases
-from engine_core.request import Phase, Request
-from engine_core.scheduler import Scheduler
+from engine_core.blocks.hash import extend_hashes, root_hash
+from engine_core.kv.leases import KVLeases
+from engine_core.request import Request, RequestPhase
+from engine_core.schedule.scheduler import Scheduler
 from protocol.steps import NULL_BLOCK
 
-UNBOUND = {Phase.FETCHING, Phase.READY}
+UNBOUND = {RequestPhase.FETCHING, RequestPhase.READY}
 
 
 def check_invariants(
     scheduler: Scheduler,
-    leases: Leases,
+    leases: KVLeases,
     open_requests: Iterable[Request],
     ended_in_flight: Collection[Request],
 ) -> None:
@@ -27,14 +27,14 @@ def check_invariants(
     running, unbound = scheduler.running, scheduler.unbound
     assert running == sorted(running, key=lambda request: request.rank), "running is not in order"
     for request in open_requests:
-        is_running = request.phase is Phase.RUNNING
+        is_running = request.phase is RequestPhase.RUNNING
         assert (request in running) == is_running, f"{request.number} is running in one place only"
         is_unbound = request.phase in UNBOUND
         assert (request in unbound) == is_unbound, f"{request.number} is unbound in one place only"
-        is_queued = request.phase in (Phase.WAITING, Phase.PREEMPTED)
+        is_queued = request.phase in (RequestPhase.WAITING, RequestPhase.PREEMPTED)
         assert (request in scheduler.waiting) == is_queued, f"{request.number} is in the queue"
     assert set(running) >= set(ended_in_flight), "a request that ended in flight lost its blocks"
-    assert {request.phase for request in unbound} <= UNBOUND | {Phase.FINISHED}, "unbound"
+    assert {request.phase for request in unbound} <= UNBOUND | {RequestPhase.FINISHED}, "unbound"
     holders = running + unbound
     _check_slots(scheduler, holders)
     _check_blocks(scheduler, holders, leases)
@@ -46,7 +46,7 @@ def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
     assert sorted(slots, key=str) == sorted(range(scheduler.limits.max_slots), key=str), "slots"
 
 
-def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: Leases) -> None:
+def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLeases) -> None:
     pool = scheduler.pool
     holders = leases.holders + Counter(b for request in requests for b in request.blocks)
     assert NULL_BLOCK not in holders, "the null block is held"

@@ -22,8 +22,8 @@ from engine_core.health import Health
 from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
-from engine_core.starting import engine_for
-from engine_core.workers import WorkerLost, Workers
+from engine_core.startup import engine_for
+from engine_core.worker_link import WorkerLink, WorkerLost
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
@@ -31,26 +31,26 @@ from protocol.kv import KVReport
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AbortByLabel,
     Aborted,
-    AbortNamed,
     Drain,
-    Freed,
+    EngineStatus,
+    EngineStopped,
     Generate,
-    Gone,
+    GetStatus,
     Goodbye,
     Hello,
     KeepKV,
     Loading,
-    Look,
     Outputs,
     Ping,
     Pong,
     Profile,
     Refused,
     ReleaseKV,
+    ResourcesFreed,
     SessionLost,
     ToEngine,
-    View,
     Welcome,
 )
 from protocol.model_card import ModelCard
@@ -67,7 +67,7 @@ class Dismissed(Exception):
     """This process was asked to end at once (SIGQUIT)."""
 
 
-class Loop:
+class EngineLoop:
     """One engine_core process at work.
 
     wakeup  a file descriptor that becomes readable on a signal
@@ -93,7 +93,7 @@ class Loop:
         )
         self._clients = self._mail.clients
         worker_address = config.worker.address or config.address + ".worker"
-        self._workers = Workers(context, config.worker, worker_address)
+        self._workers = WorkerLink(context, config.worker, worker_address)
         self._engine: Engine | None = None  # until the worker is ready
         self._model: ModelCard | None = None
         self.drained_by = ""
@@ -175,7 +175,7 @@ class Loop:
                 self._generate(client, message)
             case Profile():
                 self._profile(client, message)
-            case Look():
+            case GetStatus():
                 self._mail.tell(client, self._view(message, now))
             case Abort(requests=requests):
                 self._profiling.leave(client, requests)
@@ -183,7 +183,7 @@ class Loop:
                     ends = self._engine.abort(client, requests)
                     if ends:
                         self._mail.tell(client, Outputs(step=0, outputs=ends))
-            case AbortNamed():
+            case AbortByLabel():
                 self._abort_named(client, message)
             case KeepKV(handles=handles):
                 if self._engine is not None:
@@ -230,9 +230,9 @@ class Loop:
     def _say_freed(self, engine: Engine) -> None:
         freed, engine.freed = engine.freed, {}
         for client, requests in freed.items():
-            self._mail.tell(client, Freed(requests=requests))
+            self._mail.tell(client, ResourcesFreed(requests=requests))
 
-    def _abort_named(self, client: bytes, message: AbortNamed) -> None:
+    def _abort_named(self, client: bytes, message: AbortByLabel) -> None:
         """Those whose requests end hear it first, so an answer that says so is true."""
         found = dict.fromkeys(message.names, False)
         if self._engine is not None:
@@ -264,7 +264,7 @@ class Loop:
             self._engine.drop(client)
 
     def _say_gone(self, why: str) -> None:
-        self._mail.tell_everybody(Gone(error=ErrorInfo(code=EngineLost.code, message=why)))
+        self._mail.tell_everybody(EngineStopped(error=ErrorInfo(code=EngineLost.code, message=why)))
 
     # ---- grammars
 
@@ -341,7 +341,7 @@ class Loop:
             self._workers.send(order)
 
     def _send_orders(self, engine: Engine) -> None:
-        for order in engine.take_orders():
+        for order in engine.drain_kv_commands():
             self._workers.send(order)
 
     def _send_masks(self, engine: Engine) -> None:
@@ -372,9 +372,9 @@ class Loop:
             self._engine.drain()
             self._mail.tell_everybody(Pong(epoch=self._epoch, stats=self._stats()))
 
-    def _view(self, asked: Look, now: float) -> View:
+    def _view(self, asked: GetStatus, now: float) -> EngineStatus:
         rows = [] if self._engine is None else self._engine.view(asked.most)
-        return View(
+        return EngineStatus(
             request=asked.request,
             now_s=now,
             stats=self._stats(),

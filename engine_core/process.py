@@ -16,8 +16,8 @@ import msgspec
 import zmq
 
 from engine_core.journal.file import Writer
-from engine_core.loop import Dismissed, Loop
-from engine_core.workers import WorkerLost
+from engine_core.loop import Dismissed, EngineLoop
+from engine_core.worker_link import WorkerLost
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
 from protocol.config.engine import EngineConfig
@@ -63,7 +63,7 @@ def run(config: EngineConfig) -> int:
     sockets.prepare(config.address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        loop = Loop(config, context, wakeup, key, journal)
+        loop = EngineLoop(config, context, wakeup, key, journal)
         loop.run()
     except WorkerLost as error:
         return fail(str(error), error.exit_code)

@@ -21,7 +21,7 @@ from protocol.steps import Trace, Traced
 MAX_STEPS = 10_000
 
 
-class Phase(Enum):
+class ProfilingPhase(Enum):
     NONE = auto()
     WANTED = auto()  # asked for; the worker does not know yet
     TRACING = auto()  # the worker was told
@@ -31,44 +31,44 @@ class Phase(Enum):
 
 class Profiling:
     def __init__(self) -> None:
-        self._phase = Phase.NONE
+        self._phase = ProfilingPhase.NONE
         self._owner = b""
         self._asked = Profile(request=0, steps=0, directory="")
 
     def ask(self, client: bytes, message: Profile) -> Refused | None:
         """None: it is going to be made."""
-        if self._phase is not Phase.NONE:
+        if self._phase is not ProfilingPhase.NONE:
             return _refused(message, "steps", "another profile is being made; try again after it")
         if not 1 <= message.steps <= MAX_STEPS:
             return _refused(message, "steps", f"steps is {message.steps}, not 1 to {MAX_STEPS}")
         if not message.directory.startswith("/") or "\0" in message.directory:
             return _refused(message, "directory", "directory must be an absolute path")
-        self._phase, self._owner, self._asked = Phase.WANTED, client, message
+        self._phase, self._owner, self._asked = ProfilingPhase.WANTED, client, message
         return None
 
     def leave(self, client: bytes, requests: Collection[int] | None = None) -> None:
         """The client gives up these requests; None: all it has."""
         if client != self._owner or (requests is not None and self._asked.request not in requests):
             return
-        if self._phase is Phase.WANTED:
-            self._phase = Phase.NONE
-        elif self._phase is Phase.TRACING:
-            self._phase = Phase.UNWANTED
+        if self._phase is ProfilingPhase.WANTED:
+            self._phase = ProfilingPhase.NONE
+        elif self._phase is ProfilingPhase.TRACING:
+            self._phase = ProfilingPhase.UNWANTED
 
     def order(self) -> Trace | None:
         """What the worker is to hear now, if anything; told once."""
         match self._phase:
-            case Phase.WANTED:
-                self._phase = Phase.TRACING
+            case ProfilingPhase.WANTED:
+                self._phase = ProfilingPhase.TRACING
                 return Trace(steps=self._asked.steps, directory=self._asked.directory)
-            case Phase.UNWANTED:
-                self._phase = Phase.ENDING
+            case ProfilingPhase.UNWANTED:
+                self._phase = ProfilingPhase.ENDING
                 return Trace(steps=0)
         return None
 
     def told(self, traced: Traced) -> tuple[bytes, Profiled | Refused] | None:
         """Whom to tell what, if anybody still waits."""
-        awaited, self._phase = self._phase is Phase.TRACING, Phase.NONE
+        awaited, self._phase = self._phase is ProfilingPhase.TRACING, ProfilingPhase.NONE
         if not awaited:
             return None
         request = self._asked.request

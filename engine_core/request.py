@@ -15,17 +15,17 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.matcher import Matcher
-from engine_core.shares import Share
-from engine_core.stopwatch import Clock, Stage, Stopwatch
+from engine_core.policy.fair_share import AccountUsage
+from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
 from protocol.messages import Account, TokenLogprobs
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine_core.kv.handle import Handle
-    from engine_core.speculation import Guesses
+    from engine_core.speculation.drafting import RequestDrafting
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     ARRIVED = auto()  # not accepted yet, its grammar may be being compiled; owns nothing
     WAITING = auto()  # accepted; owns nothing
     FETCHING = auto()  # owns a slot, and blocks into which K/V comes from elsewhere; in no plan
@@ -36,7 +36,7 @@ class Phase(Enum):
     # or the worker has reported on its fetch
 
 
-class Event(Enum):
+class RequestEvent(Enum):
     ACCEPT = auto()
     FETCH = auto()
     ARRIVE = auto()
@@ -46,31 +46,37 @@ class Event(Enum):
 
 
 NEXT_PHASE = {
-    (Phase.ARRIVED, Event.ACCEPT): Phase.WAITING,
-    (Phase.ARRIVED, Event.FINISH): Phase.FINISHED,  # aborted, or its grammar was refused
-    (Phase.WAITING, Event.ADMIT): Phase.RUNNING,
-    (Phase.WAITING, Event.FETCH): Phase.FETCHING,
-    (Phase.WAITING, Event.FINISH): Phase.FINISHED,  # aborted before it ran
-    (Phase.FETCHING, Event.ARRIVE): Phase.READY,
-    (Phase.FETCHING, Event.FINISH): Phase.FINISHED,  # aborted, its fetch is given up
-    (Phase.READY, Event.ADMIT): Phase.RUNNING,
-    (Phase.READY, Event.FINISH): Phase.FINISHED,
-    (Phase.RUNNING, Event.PREEMPT): Phase.PREEMPTED,
-    (Phase.RUNNING, Event.FINISH): Phase.FINISHED,
-    (Phase.PREEMPTED, Event.ADMIT): Phase.RUNNING,
-    (Phase.PREEMPTED, Event.FETCH): Phase.FETCHING,
-    (Phase.PREEMPTED, Event.FINISH): Phase.FINISHED,
+    (RequestPhase.ARRIVED, RequestEvent.ACCEPT): RequestPhase.WAITING,
+    (
+        RequestPhase.ARRIVED,
+        RequestEvent.FINISH,
+    ): RequestPhase.FINISHED,  # aborted, or its grammar was refused
+    (RequestPhase.WAITING, RequestEvent.ADMIT): RequestPhase.RUNNING,
+    (RequestPhase.WAITING, RequestEvent.FETCH): RequestPhase.FETCHING,
+    (RequestPhase.WAITING, RequestEvent.FINISH): RequestPhase.FINISHED,  # aborted before it ran
+    (RequestPhase.FETCHING, RequestEvent.ARRIVE): RequestPhase.READY,
+    (
+        RequestPhase.FETCHING,
+        RequestEvent.FINISH,
+    ): RequestPhase.FINISHED,  # aborted, its fetch is given up
+    (RequestPhase.READY, RequestEvent.ADMIT): RequestPhase.RUNNING,
+    (RequestPhase.READY, RequestEvent.FINISH): RequestPhase.FINISHED,
+    (RequestPhase.RUNNING, RequestEvent.PREEMPT): RequestPhase.PREEMPTED,
+    (RequestPhase.RUNNING, RequestEvent.FINISH): RequestPhase.FINISHED,
+    (RequestPhase.PREEMPTED, RequestEvent.ADMIT): RequestPhase.RUNNING,
+    (RequestPhase.PREEMPTED, RequestEvent.FETCH): RequestPhase.FETCHING,
+    (RequestPhase.PREEMPTED, RequestEvent.FINISH): RequestPhase.FINISHED,
 }
 """A missing row is an illegal move."""
 
 STAGES = {
-    Phase.ARRIVED: Stage.GRAMMAR,
-    Phase.WAITING: Stage.QUEUE,
-    Phase.FETCHING: Stage.FETCH,
-    Phase.READY: Stage.FETCH,
-    Phase.RUNNING: Stage.PREFILL,
-    Phase.PREEMPTED: Stage.PREEMPTED,
-    Phase.FINISHED: None,
+    RequestPhase.ARRIVED: RequestStage.GRAMMAR,
+    RequestPhase.WAITING: RequestStage.QUEUE,
+    RequestPhase.FETCHING: RequestStage.FETCH,
+    RequestPhase.READY: RequestStage.FETCH,
+    RequestPhase.RUNNING: RequestStage.PREFILL,
+    RequestPhase.PREEMPTED: RequestStage.PREEMPTED,
+    RequestPhase.FINISHED: None,
 }
 """As what the time in a phase is told."""
 
@@ -126,18 +132,18 @@ class Request:
     seed: int
     end: int
     stop_ids: frozenset[int]
-    phase: Phase = Phase.ARRIVED
+    phase: RequestPhase = RequestPhase.ARRIVED
     place: float = 0.0
     arrived_at: float = 0.0
     begin_by: float = inf
     end_by: float = inf
     lead: float = 0.0
-    share: Share = field(default_factory=Share)
+    share: AccountUsage = field(default_factory=AccountUsage)
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
-    num_paid: int = 0
+    num_charged: int = 0
     num_scheduled: int = 0
     num_pending: int = 0
     num_in_flight: int = 0
@@ -155,10 +161,10 @@ class Request:
     handle: Handle | None = None
     labels: tuple[str, ...] = ()
     account: Account | None = None
-    guesses: Guesses | None = None
+    guesses: RequestDrafting | None = None
     num_drafts: int = 0
     num_accepted: int = 0
-    watch: Stopwatch = field(default_factory=lambda: Stopwatch(Clock()))
+    watch: StageTimer = field(default_factory=lambda: StageTimer(EngineClock()))
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -206,7 +212,7 @@ class Request:
         """False for a request that only wants its prompt computed (max_tokens=0)."""
         return self.end > self.prompt_tokens
 
-    def move(self, event: Event) -> None:
+    def move(self, event: RequestEvent) -> None:
         """Raises RuntimeError on an illegal move and changes nothing."""
         phase = NEXT_PHASE.get((self.phase, event))
         if phase is None:

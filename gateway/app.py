@@ -13,30 +13,30 @@ from flask import Flask, Response, g, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from gateway import access_log
-from gateway.access.gate import Gate, Visit
-from gateway.access.scopes import Scopes
-from gateway.access.target import path_in, printable
-from gateway.admin import routes as admin
-from gateway.answering import ClientGone
-from gateway.anthropic import errors as anthropic_errors
-from gateway.anthropic import routes as anthropic
-from gateway.anthropic.models import VERSION_HEADER
-from gateway.connection import client_socket, linger
-from gateway.exchange import REQUEST_ID_HEADER, Exchange, request_id_from
-from gateway.faults import Fault, fault_of, internal_fault, plain_fault
-from gateway.near_routes import NearRoutes
-from gateway.openai import routes as openai
-from gateway.openai.errors import error_body
-from gateway.openapi import routes as openapi
-from gateway.record import CLIENT_CLOSED_REQUEST, Record
-from gateway.rendering import routes as rendering
-from gateway.responses import routes as responses
-from gateway.responses.kept import routes as kept_responses
-from gateway.resume import routes as streams
+from gateway.api.admin import routes as admin
+from gateway.api.anthropic import errors as anthropic_errors
+from gateway.api.anthropic import routes as anthropic
+from gateway.api.anthropic.models import VERSION_HEADER
+from gateway.api.openai import routes as openai
+from gateway.api.openai.errors import error_body
+from gateway.api.render import routes as rendering
+from gateway.api.responses import routes as responses
+from gateway.api.responses.kept import routes as kept_responses
+from gateway.api.resume import routes as streams
+from gateway.api.tokens import routes as tokens
+from gateway.auth.gate import Gate, Visit
+from gateway.auth.scopes import Scopes
+from gateway.auth.target import path_in, printable
+from gateway.context import REQUEST_ID_HEADER, RequestContext, request_id_from
+from gateway.generation.group import ClientGone
+from gateway.generation.record import CLIENT_CLOSED_REQUEST, RequestRecord
+from gateway.http import openapi_routes as openapi
+from gateway.http.client_socket import client_socket, linger
+from gateway.http.errors import HTTPFault, fault_of, internal_fault, plain_fault
+from gateway.http.near_routes import NearRoutes
+from gateway.observe import access_log
+from gateway.observe.tracing import HEADERS
 from gateway.service import Service
-from gateway.tokens import routes as tokens
-from gateway.tracing import HEADERS
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import ServingError
 
@@ -98,7 +98,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
         service.start()
         visit: Visit = _visit()
         g.visit = visit
-        g.exchange = Exchange(
+        g.exchange = RequestContext(
             service.metrics,
             method=request.method,
             path=printable(path_in(visit.target)),
@@ -116,7 +116,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
 
     @app.after_request
     def end(response: Response) -> Response:
-        exchange: Exchange = g.exchange
+        exchange: RequestContext = g.exchange
         response.headers.update(gate.cors_headers(g.visit))
         response.headers[REQUEST_ID_HEADER] = exchange.request_id
         if _is_anthropic():
@@ -128,10 +128,10 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
         return response
 
 
-def _listeners(service: Service) -> list[Callable[[Record], None]]:
+def _listeners(service: Service) -> list[Callable[[RequestRecord], None]]:
     """Who hears of the request at hand when it is over."""
     logs = service.config.log_requests and request.endpoint not in QUIET
-    hear: list[Callable[[Record], None]] = [access_log.tell] if logs else []
+    hear: list[Callable[[RequestRecord], None]] = [access_log.tell] if logs else []
     if service.tracing is not None:
         carrier = {name: request.headers[name] for name in HEADERS if name in request.headers}
         hear.append(partial(service.tracing.tell, carrier))
@@ -192,9 +192,9 @@ def _is_below(path: str) -> bool:
     return request.path == path or request.path.startswith(path + "/")
 
 
-def _response(fault: Fault) -> Response:
+def _response(fault: HTTPFault) -> Response:
     if _is_anthropic():
-        exchange: Exchange = g.exchange
+        exchange: RequestContext = g.exchange
         body = anthropic_errors.error_body(fault, exchange.request_id)
     else:
         body = error_body(fault)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from gunicorn.errors import AppImportError
-from gunicorn.glogging import Logger as GunicornLogger
+from gunicorn.glogging import GatewayLogger as GunicornLogger
 from gunicorn.workers.ggevent import GeventWorker
 
 from protocol.config.gateway import GatewayConfig
@@ -36,7 +36,7 @@ bind = (
 workers = _config.gateways
 
 
-class Worker(GeventWorker):  # type: ignore[misc]
+class GatewayWorker(GeventWorker):  # type: ignore[misc]
     """gunicorn's gevent worker, with a hook for new connections and an end that clients see.
 
     gunicorn's own worker cuts its open responses off when it is asked to quit, and when its master
@@ -49,7 +49,7 @@ class Worker(GeventWorker):  # type: ignore[misc]
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
         """Refuse a body that is compressed in transfer. gunicorn would pass it on as it is."""
-        from gateway import unparsed
+        from gateway.http import unparsed
 
         unparsed.check_transfer_coding(req.headers)
         return super().handle_request(listener_name, req, sock, addr)
@@ -64,7 +64,7 @@ class Worker(GeventWorker):  # type: ignore[misc]
 
     def handle_error(self, _req: Any, client: Any, _addr: Any, exc: BaseException) -> None:
         """gunicorn's own writes what it could not parse into its log, and HTML to the client."""
-        from gateway import unparsed
+        from gateway.http import unparsed
 
         unparsed.answer(_service(self), client, exc)
 
@@ -81,18 +81,18 @@ class Worker(GeventWorker):  # type: ignore[misc]
             self.handle_quit(signal.SIGQUIT, None)
 
 
-class Logger(GunicornLogger):  # type: ignore[misc]
+class GatewayLogger(GunicornLogger):  # type: ignore[misc]
     """gunicorn's log, in the format of all our processes."""
 
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)
-        from gateway import log_lines
+        from gateway.observe import logging
 
-        log_lines.set_up(_config.log_format, shows_content=_config.log_content)
+        logging.set_up(_config.log_format, shows_content=_config.log_content)
 
 
-worker_class = Worker
-logger_class = Logger
+worker_class = GatewayWorker
+logger_class = GatewayLogger
 worker_connections = 10_000
 backlog = 2048
 preload_app = False
@@ -116,7 +116,7 @@ _exit_code = mmap.mmap(-1, 1)
 worker that gives up is one of ours for something else."""
 
 _metrics_directory = ""
-if workers > 1:  # before prometheus_client is imported: see gateway/metrics.py
+if workers > 1:  # before prometheus_client is imported: see gateway/observe/metrics.py
     _metrics_directory = _config.metrics_directory or tempfile.mkdtemp(prefix="tidegate-metrics-")
     shutil.rmtree(_metrics_directory, ignore_errors=True)  # a master that was killed left it
     os.mkdir(_metrics_directory, mode=0o700)

@@ -37,10 +37,10 @@ def main() -> int:
 
 def _check_formats(card: ModelCard, config: GatewayConfig) -> int:
     """Check the named formats by making the model usable, as a gateway does."""
-    from gateway.engineless import limits_without_engine  # most starts do not need these modules
+    from gateway.engine.null import limits_without_engine  # most starts do not need these modules
+    from gateway.formats.model_format import WrongOption
     from gateway.limited.templates import TemplateProcesses
-    from gateway.reading import WrongOption
-    from gateway.served import ModelOptions, ServedModel
+    from gateway.served_model import ModelOptions, ServedModel
 
     templates = TemplateProcesses()
     limits = limits_without_engine(card.context_tokens)

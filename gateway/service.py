@@ -17,29 +17,29 @@ import gevent
 from gevent import get_hub
 from gevent.lock import Semaphore
 
-from gateway import heap
-from gateway.access.keyring import KeyWatch
-from gateway.admin.doing import doing
-from gateway.admin.told import EngineFacts, EngineState, GatewayFacts
-from gateway.answering import Answer
-from gateway.asking import Ask
-from gateway.body import BodyReader
-from gateway.connection import IdleConnections
-from gateway.engine_client import EngineClient
-from gateway.engineless import Engineless
-from gateway.journal import Journal
-from gateway.json_size import MAX_TOKEN_IDS, JsonBounds
-from gateway.keeping import Keeping
+from gateway import malloc
+from gateway.api.admin.activity import doing
+from gateway.api.admin.responses import EngineFacts, EngineState, GatewayFacts
+from gateway.auth.keys import KeyWatch
+from gateway.engine.client import ZmqEngineClient
+from gateway.engine.disaggregated import DisaggregatedClient
+from gateway.engine.null import NullEngineClient
+from gateway.engine.refusal_cache import StandingRefusals
+from gateway.formats.model_format import WrongOption
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import PromptRequest
+from gateway.generation.timeline import Timeline
+from gateway.http.body import BodyReader
+from gateway.http.client_socket import IdleConnections
+from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
+from gateway.http.timeouts import RequestTimeouts
 from gateway.limited.templates import TemplateProcesses
 from gateway.limited.tokenizer import trial_process, try_tokenizer
-from gateway.metrics import Metrics
-from gateway.pairs import PairedEngine
-from gateway.patience import Patience
-from gateway.reading import WrongOption
-from gateway.served import ModelOptions, ServedModel
-from gateway.standing import StandingRefusals
+from gateway.observe.metrics import Metrics
+from gateway.observe.tracing import tracing_to
+from gateway.served_model import ModelOptions, ServedModel
+from gateway.store.persistence import Persistence
 from gateway.threads import result_of
-from gateway.tracing import tracing_to
 from protocol.cluster_key import read_cluster_key
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import Draining, EngineLost, EngineNotReady, ServingError, UnknownModel
@@ -51,7 +51,7 @@ from protocol.sockets import engine_address
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
-AnyEngine = EngineClient | PairedEngine | Engineless
+AnyEngine = ZmqEngineClient | DisaggregatedClient | NullEngineClient
 KEYS_LOOK_S = 1.0
 FRESH_S = 1.9
 """A heartbeat is older than this: not ready, though the lease may still hold. They come about every
@@ -65,11 +65,11 @@ def offload(work: Callable[[], list[int]]) -> list[int]:
 
 def _engine_of(config: GatewayConfig, metrics: Metrics) -> AnyEngine:
     if config.card:
-        return Engineless(config.card)
+        return NullEngineClient(config.card)
     key = read_cluster_key(config.cluster_key)
-    line = partial(EngineClient, key=key, on_wire_error=metrics.wire_errors.inc)
+    line = partial(ZmqEngineClient, key=key, on_wire_error=metrics.wire_errors.inc)
     if config.decode:
-        return PairedEngine(
+        return DisaggregatedClient(
             [line(address) for address in config.prefill],
             [line(address) for address in config.decode],
             min_tokens=config.split_min_tokens,
@@ -102,9 +102,9 @@ class Service:
         self.give_up: Callable[[str, ExitCode | None], None] = lambda why, code: None
         self.tracing = tracing_to(config.otlp_traces_endpoint, self._model_name)
         self.idle_connections = IdleConnections()
-        self.keeping = Keeping.of(config)
+        self.keeping = Persistence.of(config)
         self._since = time.monotonic()
-        self._answers: set[Answer] = set()
+        self._answers: set[ChoiceGroup] = set()
         self._standing = StandingRefusals()
         self._watch: gevent.Greenlet[..., None] | None = None
         self._preparing = Semaphore(1)
@@ -234,7 +234,7 @@ class Service:
                 code = None if isinstance(error, WrongOption) else ExitCode.BAD_MODEL
                 self.give_up(str(error), code)
             raise
-        heap.give_back()
+        malloc.give_back()
         log.info(
             "serving %s after %.2f s of preparation; formats: %s",
             served.names[0],
@@ -256,17 +256,17 @@ class Service:
 
     def answer(
         self,
-        asks: Sequence[Ask],
+        asks: Sequence[PromptRequest],
         *,
         namespace: str,
         priority: int,
         labels: Sequence[str],
         account: Account | None,
-        journal: Journal,
-        patience: Patience,
-    ) -> Answer:
+        journal: Timeline,
+        patience: RequestTimeouts,
+    ) -> ChoiceGroup:
         """A new answer, not yet opened; `forget` it when it is over."""
-        answer = Answer(
+        answer = ChoiceGroup(
             self.engine,
             asks,
             namespace=namespace,
@@ -297,7 +297,7 @@ class Service:
         limits = self.engine.limits
         return JsonBounds.with_ids(num_prompts * (limits.max_len if limits else MAX_TOKEN_IDS))
 
-    def forget(self, answer: Answer) -> None:
+    def forget(self, answer: ChoiceGroup) -> None:
         self._answers.discard(answer)
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
@@ -336,7 +336,7 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _state_of(engine: EngineClient) -> EngineState:
+def _state_of(engine: ZmqEngineClient) -> EngineState:
     trouble, stats = engine.trouble(), engine.stats
     return EngineState(
         address=engine.address,

@@ -27,13 +27,14 @@ from protocol.cluster_key import read_cluster_key
 from protocol.errors import EngineNotReady, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.messages import (
+    AbortByLabel,
     Aborted,
-    AbortNamed,
     Accepted,
     Drain,
+    EngineStatus,
+    GetStatus,
     Hello,
     Limits,
-    Look,
     Output,
     Ping,
     Profile,
@@ -41,7 +42,6 @@ from protocol.messages import (
     Refused,
     ToClient,
     ToEngine,
-    View,
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -209,13 +209,13 @@ class AsyncEngine:
         assert isinstance(report, Aborted)
         return report
 
-    async def look(self, most: int = 100) -> View:
+    async def look(self, most: int = 100) -> EngineStatus:
         """What the engine does now, with `most` of the requests that have been open for longest.
 
         Raises EngineError where there is no engine, or it is lost before it has answered.
         """
         report = await self._ask(self._session.look(most))
-        assert isinstance(report, View)
+        assert isinstance(report, EngineStatus)
         return report
 
     async def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
@@ -242,10 +242,10 @@ class AsyncEngine:
         """Ask the engine to finish what it has, refuse what is new, and exit."""
         self._send(Drain())
 
-    async def _ask(self, message: AbortNamed | Look | Profile) -> Any:
+    async def _ask(self, message: AbortByLabel | GetStatus | Profile) -> Any:
         """A question that has one answer: that. Raises what the engine says instead."""
         report = await self._open(message.request, message).get()
-        if isinstance(report, Aborted | View | Profiled):
+        if isinstance(report, Aborted | EngineStatus | Profiled):
             return report
         raise error_from(report.error)
 

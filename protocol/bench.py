@@ -1,7 +1,8 @@
 """What is measured of a worker's steps, and what was found: between a tool and the worker's room.
 
-The tool starts `python -m worker.benchmark --config JSON` (a StepBench) and reads one JSON object
-a line from it: a `StepBenchReady`, then a `StepTiming` for each step asked for, in their order.
+The tool starts `python -m worker.debug.benchmark --config JSON` (a StepBench) and reads one JSON
+object a line from it: a `StepBenchReady`, then a `StepTiming` for each step asked for, in their
+order.
 """
 
 from __future__ import annotations

@@ -30,20 +30,20 @@ from protocol.cluster_key import read_cluster_key
 from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.messages import (
+    AbortByLabel,
     Aborted,
-    AbortNamed,
     Accepted,
     Drain,
+    EngineStatus,
+    GetStatus,
     Hello,
     Limits,
-    Look,
     Output,
     Ping,
     Profiled,
     Refused,
     ToClient,
     ToEngine,
-    View,
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -188,16 +188,16 @@ class Engine:
         assert isinstance(report, Aborted)
         return report
 
-    def look(self, most: int = 100) -> View:
+    def look(self, most: int = 100) -> EngineStatus:
         """What the engine does now, with `most` of the requests that have been open for longest.
 
         Raises EngineError where there is no engine, or it is lost before it has answered.
         """
         report = self._ask(lambda: self._session.look(most))
-        assert isinstance(report, View)
+        assert isinstance(report, EngineStatus)
         return report
 
-    def _ask(self, message_of: Callable[[], AbortNamed | Look]) -> Any:
+    def _ask(self, message_of: Callable[[], AbortByLabel | GetStatus]) -> Any:
         """A question that the engine answers at once: its answer. Raises what it says instead."""
         with self._lock:
             message = message_of()
@@ -205,7 +205,7 @@ class Engine:
             self._outbox.append(message)
         self._wake()
         report = news.get()
-        if isinstance(report, Aborted | View):
+        if isinstance(report, Aborted | EngineStatus):
             return report
         raise error_from(report.error)
 

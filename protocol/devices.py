@@ -30,7 +30,7 @@ PATIENCE_S = 5.0
 LOOK_AGAIN_S = 0.05
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
     """place: its run directory's name, which is a server's port; since: seconds since 1970; shares:
     others may have the device, too, if they share it"""
 
@@ -83,7 +83,7 @@ def directory(base: Path | None = None) -> Path:
     return (base or run_directory(0).parent) / "devices"
 
 
-def take(base: Path, device: str, holder: Holder) -> Claim:
+def take(base: Path, device: str, holder: DeviceHolder) -> Claim:
     """Raises DeviceTaken; OSError where there can be no such folder. `device`: a name for it that
     all who could take it agree on."""
     folder = base / device
@@ -99,7 +99,7 @@ def take(base: Path, device: str, holder: Holder) -> Claim:
         raise
 
 
-def holders(folder: Path) -> list[Holder]:
+def holders(folder: Path) -> list[DeviceHolder]:
     """Who has the device of this folder, as they have said; oldest first."""
     found = []
     for path in folder.glob(f"*{WHO}"):
@@ -107,21 +107,23 @@ def holders(folder: Path) -> list[Holder]:
             descriptor = _open(path)
             try:
                 if not _is_free(descriptor, fcntl.LOCK_SH):
-                    found.append(msgspec.json.decode(os.pread(descriptor, 1 << 16, 0), type=Holder))
+                    found.append(
+                        msgspec.json.decode(os.pread(descriptor, 1 << 16, 0), type=DeviceHolder)
+                    )
             finally:
                 os.close(descriptor)
     return sorted(found, key=lambda holder: (holder.since, holder.pid))
 
 
-def held(base: Path) -> dict[str, list[Holder]]:
+def held(base: Path) -> dict[str, list[DeviceHolder]]:
     """Of each device that anybody has."""
     folders = sorted(base.iterdir()) if base.is_dir() else []
     return {folder.name: found for folder in folders if (found := holders(folder))}
 
 
-def _lock(lock: int, folder: Path, holder: Holder) -> None:
+def _lock(lock: int, folder: Path, holder: DeviceHolder) -> None:
     until = time.monotonic() + PATIENCE_S
-    before: list[Holder] = []
+    before: list[DeviceHolder] = []
     while not _is_free(lock, fcntl.LOCK_SH if holder.shares else fcntl.LOCK_EX):
         found = holders(folder)
         stay = [other for other in found if not is_ending(other.pid)]
@@ -131,7 +133,7 @@ def _lock(lock: int, folder: Path, holder: Holder) -> None:
         time.sleep(LOOK_AGAIN_S)
 
 
-def _taken(device: str, found: list[Holder]) -> str:
+def _taken(device: str, found: list[DeviceHolder]) -> str:
     whose = " and ".join(holder.told for holder in found) or "another process"
     are_sharing = bool(found) and all(holder.shares for holder in found)
     share = "share it" if are_sharing else "let both share it"
@@ -141,7 +143,7 @@ def _taken(device: str, found: list[Holder]) -> str:
     )
 
 
-def _sign(folder: Path, holder: Holder) -> tuple[int, Path]:
+def _sign(folder: Path, holder: DeviceHolder) -> tuple[int, Path]:
     """Say who has it. Somebody may clear the new file away before it is locked: then another."""
     while True:
         path = folder / f"{holder.pid}-{secrets.token_hex(4)}{WHO}"

@@ -4,10 +4,10 @@ A `Grammar` describes the whole answer: an optional stretch of thinking, then a 
 begins exactly where the thinking ends, so there is no gate beside the grammar to disagree with it.
 A `ThinkingBudget` may stand beside the body, or alone, and then the answer is free text.
 
-A marker (`Thinking.opens`, `Tag.begin`, `Text`, ...) is written as text. Where a part of it is a
-token that the vocabulary has for itself ("</think>", "<|channel|>"), that token alone counts, never
-the same letters spelt by other tokens; the engine looks that up. Conversely such a token is never
-text: no string of a constrained answer can hold one.
+A marker (`Thinking.opens`, `Tag.begin`, `LiteralForm`, ...) is written as text. Where a part of it
+is a token that the vocabulary has for itself ("</think>", "<|channel|>"), that token alone counts,
+never the same letters spelt by other tokens; the engine looks that up. Conversely such a token is
+never text: no string of a constrained answer can hold one.
 
 Bounds are checked by grammar_check.py, not while decoding: one request's fault is its own refusal.
 """
@@ -74,7 +74,7 @@ class Regex(_Body, frozen=True, tag="regex", kw_only=True):
     pattern: str
 
 
-class Choice(_Body, frozen=True, tag="choice", kw_only=True):
+class ChoiceGrammar(_Body, frozen=True, tag="choice", kw_only=True):
     """One of these texts."""
 
     choices: list[str]
@@ -122,7 +122,7 @@ class _Form(msgspec.Struct, frozen=True, tag_field="form", omit_defaults=True):
     """Base of what `Rules` are made of."""
 
 
-class Text(_Form, frozen=True, tag="text"):
+class LiteralForm(_Form, frozen=True, tag="text"):
     """Exactly `text`, which may be empty; its markers are tokens."""
 
     text: str
@@ -148,7 +148,7 @@ class Until(_Form, frozen=True, tag="until"):
     pattern: str = "(?s:.*)"
 
 
-class Rule(_Form, frozen=True, tag="rule"):
+class GrammarRule(_Form, frozen=True, tag="rule"):
     """What `rules[rule]` says. Rules may refer to themselves."""
 
     rule: str
@@ -174,13 +174,13 @@ class Repeat(_Form, frozen=True, tag="repeat"):
     most: int | None = None
 
 
-Form = Text | Json | Pattern | Until | Rule | Sequence | Either | Repeat
+Form = LiteralForm | Json | Pattern | Until | GrammarRule | Sequence | Either | Repeat
 
 
 class Rules(_Body, frozen=True, tag="rules", kw_only=True):
     """A context-free grammar, in no engine's dialect; `start` is the body.
 
-    rules    name -> form, for what `Rule` refers to
+    rules    name -> form, for what `GrammarRule` refers to
     schemas  name -> JSON Schema in JSON, enforced as in `JsonSchema`
     """
 
@@ -189,7 +189,7 @@ class Rules(_Body, frozen=True, tag="rules", kw_only=True):
     schemas: dict[str, str] = {}
 
 
-Body = JsonSchema | JsonObject | Regex | Choice | Lark | Gbnf | Structural | Rules
+Body = JsonSchema | JsonObject | Regex | ChoiceGrammar | Lark | Gbnf | Structural | Rules
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -9,24 +9,24 @@ from collections.abc import Iterator
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
-    Choice,
+    ChoiceGrammar,
     Either,
     Form,
     Gbnf,
     Grammar,
+    GrammarRule,
     Json,
     JsonObject,
     JsonSchema,
     Lark,
+    LiteralForm,
     Pattern,
     Regex,
     Repeat,
-    Rule,
     Rules,
     Sequence,
     Structural,
     Tag,
-    Text,
     Thinking,
     ThinkingBudget,
     Until,
@@ -67,7 +67,7 @@ def check_grammar(grammar: Grammar) -> None:
     if calls is not None:
         _check_rules(calls)
     match grammar.body:
-        case Choice(choices=choices):
+        case ChoiceGrammar(choices=choices):
             _check_size("choices", len(choices), MAX_CHOICES)
         case Lark(schemas=schemas):
             _check_size("schemas", len(schemas), MAX_SCHEMAS, least=0)
@@ -100,7 +100,7 @@ def _texts(body: Body) -> list[str]:
             return [text]
         case JsonObject():
             return []
-        case Choice(choices=choices):
+        case ChoiceGrammar(choices=choices):
             return choices
         case Lark(text=text, schemas=schemas):
             return [text, *schemas, *schemas.values()]
@@ -149,7 +149,7 @@ def _check_structural(triggers: list[str], tags: list[Tag]) -> None:
 
 def _form_text(form: Form) -> str:
     match form:
-        case Text(text) | Pattern(text):
+        case LiteralForm(text) | Pattern(text):
             return text
         case Until(end, pattern):
             return end + pattern
@@ -163,7 +163,7 @@ def _check_rules(rules: Rules) -> None:
         match form:
             case Json(name) if name not in rules.schemas:
                 raise _invalid(f"has no schema {name!r}")
-            case Rule(name) if name not in rules.rules:
+            case GrammarRule(name) if name not in rules.rules:
                 raise _invalid(f"has no rule {name!r}")
             case Until(""):
                 raise _invalid("has text that nothing ends")

@@ -19,9 +19,9 @@ The engine decides, as everywhere: which blocks, how long, what if it fails. Wor
 say what became of each job exactly once.
 
 A worker's own *tiers*, host memory and disk, keep blocks beyond their time in the KV cache, under
-their chained hash (engine_core/block_hash.py). KVStore fills them, behind the commit that published
-the blocks; a KVFetch from a TierSource brings them back; what they hold is what KVReport.tiers has
-told, and nothing is guessed.
+their chained hash (engine_core/blocks/hash.py). KVStore fills them, behind the commit that
+published the blocks; a KVFetch from a TierSource brings them back; what they hold is what
+KVReport.tiers has told, and nothing is guessed.
 
 Legend: B blocks.
 """

@@ -47,7 +47,7 @@ class KVOpen(Message, frozen=True, kw_only=True):
 
 class KVRead(Message, frozen=True, kw_only=True):
     """D -> P, by the way "zmq": send me that chunk of what I opened. Chunks are numbered in the
-    order of `worker.kv.cuts`, from 0."""
+    order of `worker.kv.transfer.cuts`, from 0."""
 
     lease: bytes
     reader: bytes

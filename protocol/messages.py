@@ -4,8 +4,8 @@ A client (a gateway, a program using `protocol.client`, a tool) says commands; t
 with reports. Each `Generate` is answered by `Accepted` or `Refused`: at once, or, if it brings a
 grammar, when that has been compiled. After `Accepted` come `Outputs` until one of them carries
 `finish`: exactly one end each. (A request aborted while its grammar is compiled gets that end
-alone.) The engine's own end (`Gone`, or silence beyond the lease, or a new epoch) ends all open
-requests.
+alone.) The engine's own end (`EngineStopped`, or silence beyond the lease, or a new epoch) ends all
+open requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 class Message(
     msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
 ):
-    """Base of everything that travels; the class name, in lower case, is its tag on the wire."""
+    """Base of everything that travels; its tag on the wire is
+    the class name in lower case, unless the class declares another."""
 
 
 # ---- client -> engine
@@ -106,7 +107,7 @@ class Abort(Message, frozen=True, kw_only=True):
     requests: list[int]
 
 
-class AbortNamed(Message, frozen=True, kw_only=True):
+class AbortByLabel(Message, frozen=True, kw_only=True, tag="abortnamed"):
     """Client -> engine. Stop every request that has one of these as a label, or is called so in a
     View, whoever asked for it; each ends with finish="abort". Answered by Aborted.
 
@@ -146,7 +147,7 @@ class Profile(Message, frozen=True, kw_only=True):
     directory: str
 
 
-class Look(Message, frozen=True, kw_only=True):
+class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
     """Client -> engine. What is it that you do? Answered by View. An engine that nobody looks at
     spends nothing on it.
 
@@ -283,7 +284,7 @@ class RequestView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     preemptions: int = 0
 
 
-class View(Message, frozen=True, kw_only=True):
+class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
     """Engine -> client, answering Look.
 
     now_s      seconds of the engine's clock: rates are differences of counters by it
@@ -395,7 +396,7 @@ class Outputs(Message, frozen=True, kw_only=True):
     outputs: list[Output]
 
 
-class Freed(Message, frozen=True, kw_only=True):
+class ResourcesFreed(Message, frozen=True, kw_only=True, tag="freed"):
     """Engine -> client, after an Abort: what these owned, slot and blocks, can be given to others
     now. Their end came before; a step or a fetch may still have been on its way then."""
 
@@ -415,7 +416,7 @@ class Pong(Message, frozen=True, kw_only=True):
     sent_bytes: int = 0
 
 
-class Gone(Message, frozen=True, kw_only=True):
+class EngineStopped(Message, frozen=True, kw_only=True, tag="gone"):
     """Engine -> every client: I stop now; open requests are lost."""
 
     error: ErrorInfo
@@ -425,11 +426,11 @@ ToEngine = (
     Hello
     | Generate
     | Abort
-    | AbortNamed
+    | AbortByLabel
     | KeepKV
     | ReleaseKV
     | Profile
-    | Look
+    | GetStatus
     | Drain
     | Ping
     | Goodbye
@@ -443,9 +444,9 @@ ToClient = (
     | Refused
     | Aborted
     | Profiled
-    | View
+    | EngineStatus
     | Outputs
-    | Freed
+    | ResourcesFreed
     | Pong
-    | Gone
+    | EngineStopped
 )

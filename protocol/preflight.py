@@ -1,7 +1,7 @@
-"""What is known of a model before a server starts: told as JSON by `python -m worker.preflight`.
+"""Facts about a model, known before a server starts.
 
-`tidegate serve`, `tidegate engine` and `tidegate doctor` ask for it; nothing of it is written back
-into a config.
+`python -P -m worker.startup.preflight` writes them as JSON for `tidegate serve`, `tidegate
+engine` and `tidegate doctor`. Nothing of it is written back into a config.
 """
 
 from __future__ import annotations

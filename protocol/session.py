@@ -24,18 +24,18 @@ from protocol.grammar import Grammar
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AbortByLabel,
     Aborted,
-    AbortNamed,
     Accepted,
     Account,
-    Freed,
+    EngineStatus,
+    EngineStopped,
     Generate,
-    Gone,
+    GetStatus,
     Goodbye,
     Hello,
     Limits,
     Loading,
-    Look,
     Output,
     Outputs,
     Ping,
@@ -44,10 +44,10 @@ from protocol.messages import (
     Profile,
     Profiled,
     Refused,
+    ResourcesFreed,
     SessionLost,
     ToClient,
     ToEngine,
-    View,
     Welcome,
 )
 from protocol.model_card import ModelCard
@@ -60,17 +60,17 @@ MAX_LOADING_RETRY_S = 10.0
 ASLEEP_S = 1.0
 """Who calls `tick` no more often has been asleep."""
 
-News = tuple[int, Accepted | Refused | Output | Aborted | Profiled | View]
+News = tuple[int, Accepted | Refused | Output | Aborted | Profiled | EngineStatus]
 """(request, what happened to it)"""
 
 Answers = tuple[type, ...]
 GENERATED: Answers = (Accepted, Refused, Output)
 ABORTED: Answers = (Aborted,)
 PROFILED: Answers = (Profiled, Refused)
-SEEN: Answers = (View,)
+SEEN: Answers = (EngineStatus,)
 
 
-class Terms(TypedDict, total=False):
+class GenerateOptions(TypedDict, total=False):
     """What a request may say beside its prompt and its parameters: fields of `Generate`, which has
     their meanings and their defaults."""
 
@@ -121,7 +121,7 @@ class Session:
         self,
         prompt: Sequence[int] | Int32,
         params: SamplingParams,
-        **terms: Unpack[Terms],
+        **terms: Unpack[GenerateOptions],
     ) -> Generate:
         """The message that opens a request.
 
@@ -138,7 +138,7 @@ class Session:
         self.open[message.request] = GENERATED
         return message
 
-    def abort_named(self, names: Sequence[str], *, everything: bool = False) -> AbortNamed:
+    def abort_named(self, names: Sequence[str], *, everything: bool = False) -> AbortByLabel:
         """The message that ends requests by their names, or all, whose ever they are. It opens a
         request of its own, whose only news is an Aborted; or, with the engine, it is lost as any
         other.
@@ -146,7 +146,7 @@ class Session:
         Raises EngineNotReady or EngineLost when there is no engine.
         """
         self._check_ready()
-        message = AbortNamed(request=self._next_request, names=list(names), everything=everything)
+        message = AbortByLabel(request=self._next_request, names=list(names), everything=everything)
         self._next_request += 1
         self.open[message.request] = ABORTED
         return message
@@ -159,10 +159,10 @@ class Session:
         self.open[message.request] = PROFILED
         return message
 
-    def look(self, most: int) -> Look:
+    def look(self, most: int) -> GetStatus:
         """The message that asks what the engine does. As `abort_named`, but its news is a View."""
         self._check_ready()
-        message = Look(request=self._next_request, most=most)
+        message = GetStatus(request=self._next_request, most=most)
         self._next_request += 1
         self.open[message.request] = SEEN
         return message
@@ -207,15 +207,15 @@ class Session:
             case Probe():
                 self._said_at = float("-inf")  # a Ping with the next tick
                 return []
-            case Refused() | Aborted() | Profiled() | View():
+            case Refused() | Aborted() | Profiled() | EngineStatus():
                 return self._end(message)
-            case Freed():
+            case ResourcesFreed():
                 return []  # of requests that have ended
             case Welcome():
                 return self._welcome(message)
             case Pong():
                 return self._pong(message)
-            case Gone(error=error):
+            case EngineStopped(error=error):
                 return self._lose(error.message)
 
     def connected(self) -> None:
@@ -268,7 +268,7 @@ class Session:
                     del self.open[output.request]
         return news
 
-    def _end(self, report: Refused | Aborted | Profiled | View) -> list[News]:
+    def _end(self, report: Refused | Aborted | Profiled | EngineStatus) -> list[News]:
         if not self._is_answer(report.request, report):
             return []
         del self.open[report.request]

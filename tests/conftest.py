@@ -24,8 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 else:
     os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 
-# As the worker sets it (worker/environment.py). Threads that spin while they wait for one another
-# take the cores away from the threads that they wait for, on a machine that does other work.
+# As the worker sets it (worker/startup/environment.py). Threads that spin while they wait for one
+# another take the cores away from the threads that they wait for, on a machine that does other
+# work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Time on a shared machine says nothing about an example. In CI the examples are always the same, so
@@ -72,4 +73,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         from tests.support import formats
 
         terminalreporter.section("answers read, however they are cut")
-        terminalreporter.write_line(formats.table([formats.Row(*row) for row in rows]))
+        terminalreporter.write_line(formats.table([formats.FormatRow(*row) for row in rows]))

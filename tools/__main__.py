@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
-from tools import (
+from tools.commands import (
     abort,
     chat,
     doctor,
@@ -32,13 +32,13 @@ from tools import (
     status,
     stop,
 )
-from tools.bench import command as bench
-from tools.bench import step as bench_step
+from tools.commands import bench as bench
+from tools.commands import bench_step as bench_step
+from tools.commands import top as top
 from tools.failure import Failure
 from tools.flags import OneLineParser
 from tools.other_servers import OPTIONS
 from tools.terminal import Terminal, log_style
-from tools.top import command as top
 
 DESCRIPTION = (
     "Tidegate serves language models: on a plain CPU with one command, over the OpenAI API."

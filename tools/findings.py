@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from protocol.devices import Holder
+from protocol.devices import DeviceHolder
 from protocol.facts import MachineFacts
 from protocol.preflight import GIB, ModelPlan, Preflight
 from protocol.rooms import REMEDY, RoomTrouble
@@ -102,7 +102,7 @@ def compute(facts: MachineFacts) -> Finding:
     return Finding("compute", f"torch {facts.torch}, {where}, {facts.dtype}")
 
 
-def device(facts: MachineFacts, holders: Sequence[Holder]) -> Finding:
+def device(facts: MachineFacts, holders: Sequence[DeviceHolder]) -> Finding:
     """Of a GPU: who computes on it."""
     if not holders:
         return Finding("device", f"{facts.device_id}, nobody's")

@@ -18,17 +18,17 @@ from typing import Protocol, Self
 
 from protocol.kv import KVFetch, KVReport
 from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker, Trace
-from worker.kv.exchange import ToExchange
-from worker.launched import Launched
-from worker.pace import Pace
+from worker.batch.pending_step import PendingStep
+from worker.debug.device_idle import DeviceIdle
+from worker.debug.tracing import Tracer
+from worker.kv.transfer.service import ToExchange
 from worker.registry import check_registry
-from worker.runner import Runner
-from worker.tracing import Tracer
+from worker.step import Runner
 
 log = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
+class EngineLink(Protocol):
     """The other end of the conversation; process.Connection is one."""
 
     def receive(self) -> ToWorker: ...
@@ -38,8 +38,8 @@ class Engine(Protocol):
     def send(self, message: FromWorker) -> None: ...
 
 
-class Exchange(Protocol):
-    """K/V that comes and goes beside the steps; worker.kv.exchange has it."""
+class KVService(Protocol):
+    """K/V that comes and goes beside the steps; worker.kv.transfer.service has it."""
 
     @property
     def fd(self) -> int: ...
@@ -49,7 +49,7 @@ class Exchange(Protocol):
     def report(self) -> KVReport | None: ...
 
 
-class Loop:
+class WorkerLoop:
     """One worker at work, from its first plan until Stop. To be closed by its `with`.
 
     exchange   is told what concerns it in the order of the messages
@@ -57,15 +57,15 @@ class Loop:
     """
 
     def __init__(
-        self, runner: Runner, engine: Engine, exchange: Exchange, *, searches: bool = False
+        self, runner: Runner, engine: EngineLink, exchange: KVService, *, searches: bool = False
     ) -> None:
         self._runner = runner
         self._engine = engine
         self._exchange = exchange
         self._searches = searches
-        self._out: deque[Launched] = deque()  # launched and not told, oldest first
+        self._out: deque[PendingStep] = deque()  # launched and not told, oldest first
         self._lookout = Lookout()
-        self._pace = Pace()
+        self._pace = DeviceIdle()
         self._tracer = Tracer()
 
     def __enter__(self) -> Self:
@@ -140,10 +140,10 @@ class Lookout:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._watched: SimpleQueue[Launched | None] = SimpleQueue()
+        self._watched: SimpleQueue[PendingStep | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def watch(self, launched: Launched) -> None:
+    def watch(self, launched: PendingStep) -> None:
         if self._thread is None:
             self._thread = Thread(target=self._run, name="lookout", daemon=True)
             self._thread.start()

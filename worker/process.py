@@ -27,7 +27,7 @@ from protocol.lifeline import hold_on
 from protocol.log_lines import log_to_stderr
 from protocol.steps import FromWorker, ToWorker, WorkerFailed
 from worker.loading.errors import NotEnoughMemory, UnusableModel
-from worker.phases import Phases
+from worker.startup.timing import StartupTiming
 
 log = logging.getLogger("worker")
 
@@ -57,22 +57,24 @@ def main(arguments: list[str] | None = None) -> int:
     parent = os.getppid()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        return run(config, context, Connection(context, config.address, parent))
+        return run(config, context, EngineConnection(context, config.address, parent))
     finally:
         context.term()
 
 
-def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: Connection) -> int:
+def run(
+    config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: EngineConnection
+) -> int:
     """Load, then execute plans until told to stop."""
     gc.disable()  # what loading makes stays: a tenth of its time went into looking for rubbish
     try:
-        phases = Phases()
+        phases = StartupTiming()
         with phases("import torch"):
-            from worker.assembly import assemble
-            from worker.claim import claim
-            from worker.kv.exchange import Exchange
             from worker.kv.layout import KVLayout
-            from worker.loop import Loop
+            from worker.kv.transfer.service import KVTransferService
+            from worker.loop import WorkerLoop
+            from worker.startup.assembly import assemble
+            from worker.startup.device_lock import claim
         gc.freeze()  # of a million objects nobody need look at again, whatever is collected later
         with contextlib.ExitStack() as stack:
             stack.enter_context(claim(config))
@@ -82,8 +84,10 @@ def run(config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: C
             gc.enable()
             searches = config.poison_slots != "off"
             layout = KVLayout.of(ready.model, runner.parts.cache)
-            exchange = stack.enter_context(Exchange(config, context, runner.parts.cache, layout))
-            loop = stack.enter_context(Loop(runner, engine, exchange, searches=searches))
+            exchange = stack.enter_context(
+                KVTransferService(config, context, runner.parts.cache, layout)
+            )
+            loop = stack.enter_context(WorkerLoop(runner, engine, exchange, searches=searches))
             engine.send(replace(ready, kv=exchange.endpoint, kv_tiers=exchange.tiers))
             log.debug("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
             loop.run()
@@ -118,7 +122,7 @@ class ParentGone(Exception):
     """The process that started us has ended."""
 
 
-class Connection:
+class EngineConnection:
     """The engine, as the worker hears it. Waiting costs nothing: a blocking poll, no spinning. What
     has arrived already, and what can be sent at once, is not polled for."""
 

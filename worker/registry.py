@@ -20,7 +20,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 import numpy as np
 from torch import Tensor
 
-from worker.slots import SlotTable
+from worker.slots.table import SlotTable
 
 ROOM = __name__.partition(".")[0]
 LEAST_ROWS = 11

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine_core.grammar.budget import spelling
 from engine_core.grammar.markers import added_tokens, with_markers_special
-from engine_core.grammar.matcher import Template, explain
+from engine_core.grammar.matcher import MatcherTemplate, explain
+from engine_core.grammar.probe import GrammarProbe
 from engine_core.grammar.source import invalid, write
-from engine_core.grammar.trial import Trial
+from engine_core.grammar.thinking_budget import spelling
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, Grammar
 from protocol.model_card import ModelCard
@@ -39,10 +39,10 @@ class Compiler:
             for token in added_tokens(tokenizer)
             if self._tokenizer.is_special_token(token.id)
         }
-        self._trial = Trial(self._tokenizer, model.vocab_size)
+        self._trial = GrammarProbe(self._tokenizer, model.vocab_size)
         self._spelling = spelling(self._tokenizer, self._markers)
 
-    def compile(self, grammar: Grammar) -> Template:
+    def compile(self, grammar: Grammar) -> MatcherTemplate:
         """Raises InvalidRequest. Takes milliseconds, for huge schemas seconds, mostly without the
         GIL; needs a deep stack. Thinking before it doubles the time, and so do calls beside it."""
         inner = None
@@ -50,7 +50,7 @@ class Compiler:
             self._check_parts(grammar, grammar.body)
             inner = self._compile(grammar)
         budget = grammar.budget
-        return Template(inner, (budget, self._spelling) if budget is not None else None)
+        return MatcherTemplate(inner, (budget, self._spelling) if budget is not None else None)
 
     def _check_parts(self, grammar: Grammar, body: Body) -> None:
         """Refuse a body or calls that are wrong by themselves. After the thinking the error would

@@ -1,8 +1,8 @@
 """Where one answer is in its grammar, and in its budget of thinking. Every call is followed by the
 question whether it went wrong: llguidance never raises, it remembers.
 
-A `Template` is a compiled grammar before its first token; each request gets a copy. Copies share
-what was learnt about the vocabulary, so only the first of them is slow.
+A `MatcherTemplate` is a compiled grammar before its first token; each request gets a copy. Copies
+share what was learnt about the vocabulary, so only the first of them is slow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
-from engine_core.grammar.budget import Gauge, Spelling
+from engine_core.grammar.thinking_budget import MarkerSpelling, ThinkingBudgetTracker
 from protocol.grammar import ThinkingBudget
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Matcher:
     gauge  None: thinking as long as the model likes
     """
 
-    def __init__(self, inner: LLMatcher | None, gauge: Gauge | None = None) -> None:
+    def __init__(self, inner: LLMatcher | None, gauge: ThinkingBudgetTracker | None = None) -> None:
         self._inner = inner
         self._gauge = gauge
 
@@ -125,20 +125,20 @@ class Matcher:
             self._inner.unsafe_compute_mask_ptr(address, num_bytes)
 
 
-class Template:
+class MatcherTemplate:
     """inner     None: free text
     budget    None: no limit to thinking; else with how to spell it
     """
 
     def __init__(
-        self, inner: LLMatcher | None, budget: tuple[ThinkingBudget, Spelling] | None = None
+        self, inner: LLMatcher | None, budget: tuple[ThinkingBudget, MarkerSpelling] | None = None
     ) -> None:
         self._inner = inner
         self._budget = budget
 
     def start(self) -> Matcher:
         inner = self._inner.deep_copy() if self._inner is not None else None
-        return Matcher(inner, Gauge(*self._budget) if self._budget else None)
+        return Matcher(inner, ThinkingBudgetTracker(*self._budget) if self._budget else None)
 
 
 def explain(inner: LLMatcher) -> str:

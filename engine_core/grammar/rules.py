@@ -8,26 +8,26 @@ from engine_core.grammar.lark import EMPTY, Speller, any_of, regex, up_to
 from protocol.grammar import (
     Either,
     Form,
+    GrammarRule,
     Json,
+    LiteralForm,
     Pattern,
     Repeat,
-    Rule,
     Rules,
     Sequence,
-    Text,
     Until,
 )
 
 
 def lines_of(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[str]:
     """`schemas`: the rules' name for a schema -> the name of its grammar in the list."""
-    writer = _Writer(spell, {name: f"rule-{n}" for n, name in enumerate(rules.rules)}, schemas)
+    writer = _RuleWriter(spell, {name: f"rule-{n}" for n, name in enumerate(rules.rules)}, schemas)
     lines = [f"start: {writer.item(rules.start)}"]
     lines += [f"{writer.names[name]}: {writer.item(form)}" for name, form in rules.rules.items()]
     return lines + writer.lines
 
 
-class _Writer:
+class _RuleWriter:
     """names    the rules' name for a rule -> ours
     lines    the rules that items needed for themselves
     """
@@ -43,7 +43,7 @@ class _Writer:
 
     def item(self, form: Form) -> str:
         match form:
-            case Text(text):
+            case LiteralForm(text):
                 return self._spell(text) or EMPTY
             case Json(schema):
                 return f"@{self._schemas[schema]}"
@@ -51,7 +51,7 @@ class _Writer:
                 return regex(pattern)
             case Until():
                 return self._stretch(form)
-            case Rule(rule):
+            case GrammarRule(rule):
                 return self.names[rule]
             case Sequence(items):
                 return " ".join(map(self.item, items)) or EMPTY

@@ -21,8 +21,8 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from engine_core.grammar.book import Compiled, Job
-from engine_core.grammar.matcher import Template
+from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.grammar.matcher import MatcherTemplate
 from protocol.errors import EngineError, InvalidRequest, RequestError, ServingError
 from protocol.model_card import ModelCard
 
@@ -47,8 +47,8 @@ class GrammarService:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._budget_s = budget_s
         self._compiler: Future[Compiler] = Future()
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._results: deque[Compiled] = deque()
+        self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
+        self._results: deque[CompiledGrammar] = deque()
         self._deadlines: dict[bytes, float] = {}  # of jobs that were not answered yet
         self._lock = threading.Lock()  # nobody writes to `fd` once it is closed
         self._is_closed = False
@@ -69,11 +69,11 @@ class GrammarService:
         """There are jobs that were not answered: `take` from time to time, whatever `fd` says."""
         return bool(self._deadlines)
 
-    def submit(self, job: Job, now: float) -> None:
+    def submit(self, job: CompileJob, now: float) -> None:
         self._deadlines[job.digest] = now + self._budget_s
         self._jobs.put(job)
 
-    def take(self, now: float) -> list[Compiled]:
+    def take(self, now: float) -> list[CompiledGrammar]:
         """What was finished since the last call, and refusals of what is overdue at `now`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
@@ -84,7 +84,7 @@ class GrammarService:
         overdue = [digest for digest, deadline in self._deadlines.items() if now > deadline]
         for digest in overdue:
             del self._deadlines[digest]
-        return taken + [Compiled(digest, self._refusal()) for digest in overdue]
+        return taken + [CompiledGrammar(digest, self._refusal()) for digest in overdue]
 
     def close(self) -> None:
         """What is still being compiled is for nobody; the threads end with the process."""
@@ -105,7 +105,7 @@ class GrammarService:
             self._prepare(model)
         while True:
             job = self._jobs.get()
-            self._results.append(Compiled(job.digest, self._compile(job)))
+            self._results.append(CompiledGrammar(job.digest, self._compile(job)))
             with self._lock:
                 if self._is_closed:
                     return
@@ -123,7 +123,7 @@ class GrammarService:
         else:
             log.debug("ready to compile grammars after %.2f s", perf_counter() - started)
 
-    def _compile(self, job: Job) -> Template | ServingError:
+    def _compile(self, job: CompileJob) -> MatcherTemplate | ServingError:
         started = perf_counter()
         if self._compiler.exception() is not None:  # of no use to anybody, whatever is asked for
             message = "the grammar: answers of this model cannot be constrained"

@@ -29,7 +29,7 @@ from engine_core.grammar.rules import lines_of
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
-    Choice,
+    ChoiceGrammar,
     Gbnf,
     Grammar,
     JsonObject,
@@ -95,7 +95,7 @@ def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
             return _schema('{"type": "object"}'), []
         case Regex(pattern=pattern):
             return _lark([f"start: {regex(pattern)}"]), []
-        case Choice(choices=choices):
+        case ChoiceGrammar(choices=choices):
             return _lark(["start: CHOICE", f"CHOICE: {any_of(map(_choice, choices))}"]), []
         case Lark(text=text, schemas=schemas):
             return _lark([text]), _named(schemas)

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from engine_core.journal.file import SUFFIX, journals_in, read
-from engine_core.journal.replay import Differs, NoJournal, Replayed, replay
+from engine_core.journal.replay import NoJournal, ReplayDiffers, ReplayReport, replay
 from protocol.errors import WireError
 
 SAME, DIFFERS, NO_JOURNAL = 0, 1, 2
@@ -45,7 +45,7 @@ def replay_file(file: Path, *, checks: bool) -> int:
     began = time.monotonic()
     try:
         done = replay(read(file), checks=checks)
-    except Differs as error:
+    except ReplayDiffers as error:
         print(f"it differs: {error}")
         return DIFFERS
     except (NoJournal, WireError, OSError) as error:
@@ -60,7 +60,7 @@ def replay_file(file: Path, *, checks: bool) -> int:
     return SAME
 
 
-def told(done: Replayed) -> str:
+def told(done: ReplayReport) -> str:
     stats, began = done.stats, done.began
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began.at))
     ends = ", ".join(f"{why} {number}" for why, number in sorted(stats.num_finished.items()))

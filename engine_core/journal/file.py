@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from engine_core.journal.records import AnyRecord, Full, Record
+from engine_core.journal.records import AnyRecord, Full, JournalRecord
 from protocol import wire
 from protocol.errors import WireError
 
@@ -48,7 +48,7 @@ class Writer:
         """Whoever can begin another one should."""
         return not self._has_ended and self._left < self._max_bytes // SPARE
 
-    def write(self, record: Record) -> None:
+    def write(self, record: JournalRecord) -> None:
         """Nothing, once the file is full, or the disk is: serving goes on."""
         if self._is_full or self._has_ended:
             return
@@ -63,7 +63,7 @@ class Writer:
         except OSError as error:
             self.end(f"cannot be written: {error}")
 
-    def begin_next(self, records: Iterable[Record]) -> None:
+    def begin_next(self, records: Iterable[JournalRecord]) -> None:
         """In another file, which begins with these. Where they alone take half of it, nothing is
         written any more."""
         try:
@@ -121,7 +121,7 @@ def read(path: Path) -> Iterator[AnyRecord]:
             yield decoder.decode(frames)
 
 
-def _packed(record: Record) -> bytes:
+def _packed(record: JournalRecord) -> bytes:
     frames = [bytes(frame) for frame in wire.encode(record)]
     sized = [_UINT32.pack(len(frame)) + frame for frame in frames]
     return _UINT32.pack(len(frames)) + b"".join(sized)

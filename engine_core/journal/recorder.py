@@ -18,23 +18,23 @@ import msgspec
 from msgspec.structs import replace
 
 from engine_core.engine import Engine, draw_seed
-from engine_core.grammar.book import Compiled, Job
+from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.journal.file import Writer
 from engine_core.journal.records import (
     FORMAT,
-    Aborted,
-    Added,
+    AbortByLabelRecord,
+    AbortRecord,
+    AddRecord,
     Began,
-    Committed,
+    ClientLostRecord,
+    CommitRecord,
     Drained,
-    Dropped,
-    Heard,
-    Knew,
-    Masked,
-    Named,
-    Planned,
-    Record,
-    Settled,
+    GrammarRecord,
+    JournalRecord,
+    KnownRecord,
+    KVReportRecord,
+    MasksRecord,
+    PlanRecord,
     Ticked,
     digest,
 )
@@ -108,7 +108,7 @@ class RecordedEngine(Engine):
         self._drawn.append(draw_seed())
         return self._drawn[-1]
 
-    def _keep(self, call: Callable[[], T], record_of: Callable[[bytes], Record]) -> T:
+    def _keep(self, call: Callable[[], T], record_of: Callable[[bytes], JournalRecord]) -> T:
         """Do it, and write it down; also where it fails: that is what a journal is for."""
         self._write_tick()
         try:
@@ -136,7 +136,9 @@ class RecordedEngine(Engine):
             return
         self._forget_grammars()
         first = replace(self._began, at=time.time(), part=self._writer.part + 1)
-        self._writer.begin_next([first, Knew(state=state, grammars=[*self._grammars.values()])])
+        self._writer.begin_next(
+            [first, KnownRecord(state=state, grammars=[*self._grammars.values()])]
+        )
         told = "the journal goes on in %s, behind a state of %d KiB, %.0f ms"
         log.info(told, self._writer.path, len(state) >> 10, 1e3 * (time.perf_counter() - began))
 
@@ -151,7 +153,7 @@ class RecordedEngine(Engine):
         self._grammars = {d: grammar for d, grammar in self._grammars.items() if d in wanted}
         self._most_grammars = 2 * len(self._grammars) + LEAST_GRAMMARS
 
-    def take_jobs(self) -> list[Job]:
+    def take_jobs(self) -> list[CompileJob]:
         jobs = super().take_jobs()
         for job in jobs:
             self._grammars[job.digest] = job.grammar
@@ -172,12 +174,12 @@ class RecordedEngine(Engine):
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         self._drawn = []
 
-        def record_of(said: bytes) -> Record:
-            return Added(client=client, message=message, seeds=self._drawn, said=said)
+        def record_of(said: bytes) -> JournalRecord:
+            return AddRecord(client=client, message=message, seeds=self._drawn, said=said)
 
         return self._keep(partial(super().add, client, message), record_of)
 
-    def settle(self, compiled: Compiled) -> list[tuple[bytes, Accepted | Refused]]:
+    def settle(self, compiled: CompiledGrammar) -> list[tuple[bytes, Accepted | Refused]]:
         self._compiling.discard(compiled.digest)
         error = compiled.result.info() if isinstance(compiled.result, ServingError) else None
         record_of = partial(_settled, compiled.digest, error)
@@ -187,7 +189,7 @@ class RecordedEngine(Engine):
         asked = list(numbers)
         return self._keep(
             partial(super().abort, client, asked),
-            lambda said: Aborted(client=client, numbers=asked, said=said),
+            lambda said: AbortRecord(client=client, numbers=asked, said=said),
         )
 
     def abort_named(
@@ -195,11 +197,12 @@ class RecordedEngine(Engine):
     ) -> tuple[dict[bytes, list[Output]], dict[str, bool]]:
         asked = list(names)
         return self._keep(
-            partial(super().abort_named, asked), lambda said: Named(names=asked, said=said)
+            partial(super().abort_named, asked),
+            lambda said: AbortByLabelRecord(names=asked, said=said),
         )
 
     def drop(self, client: bytes) -> None:
-        self._keep(partial(super().drop, client), lambda said: Dropped(client=client))
+        self._keep(partial(super().drop, client), lambda said: ClientLostRecord(client=client))
 
     def drain(self) -> None:
         self._keep(super().drain, lambda said: Drained())
@@ -209,36 +212,36 @@ class RecordedEngine(Engine):
         try:
             plan = super().plan()
         except BaseException:
-            self._writer.write(Planned(said=RAISED))
+            self._writer.write(PlanRecord(said=RAISED))
             raise
         if plan is not None:
             self._writer.write(planned(plan))
         elif not was_idle:
-            self._writer.write(Planned())
+            self._writer.write(PlanRecord())
         return plan
 
     def masks(self) -> Masks | None:
         masks = super().masks()
         if masks is not None:
-            self._writer.write(Masked(said=digest(masks)))
+            self._writer.write(MasksRecord(said=digest(masks)))
         return masks
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
         return self._keep(
             partial(super().commit, result, elapsed_s),
-            lambda said: Committed(result=result, elapsed_s=elapsed_s, said=said),
+            lambda said: CommitRecord(result=result, elapsed_s=elapsed_s, said=said),
         )
 
     def hear(self, report: KVReport) -> dict[bytes, Outputs]:
         return self._keep(
-            partial(super().hear, report), lambda said: Heard(report=report, said=said)
+            partial(super().hear, report), lambda said: KVReportRecord(report=report, said=said)
         )
 
 
-def _settled(digest: bytes, error: ErrorInfo | None, said: bytes) -> Settled:
-    return Settled(digest=digest, error=error, said=said)
+def _settled(digest: bytes, error: ErrorInfo | None, said: bytes) -> GrammarRecord:
+    return GrammarRecord(digest=digest, error=error, said=said)
 
 
-def planned(plan: StepPlan) -> Planned:
+def planned(plan: StepPlan) -> PlanRecord:
     rows = plan.row_tokens.tolist()
-    return Planned(step=plan.step, rows=len(rows), tokens=sum(rows), said=digest(plan))
+    return PlanRecord(step=plan.step, rows=len(rows), tokens=sum(rows), said=digest(plan))

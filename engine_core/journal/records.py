@@ -24,13 +24,13 @@ FORMAT = 1
 DIGEST_BYTES = 8
 
 
-class Record(
+class JournalRecord(
     msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
 ):
     """Base of all; they travel to a file as messages do to a peer."""
 
 
-class Began(Record, frozen=True, kw_only=True):
+class Began(JournalRecord, frozen=True, kw_only=True):
     """First of all: what the engine was made of.
 
     at      seconds since 1970
@@ -49,7 +49,7 @@ class Began(Record, frozen=True, kw_only=True):
     part: int = 1
 
 
-class Knew(Record, frozen=True, kw_only=True):
+class KnownRecord(JournalRecord, frozen=True, kw_only=True, tag="knew"):
     """What the engine was when this part began.
 
     state      state.Frozen
@@ -60,14 +60,14 @@ class Knew(Record, frozen=True, kw_only=True):
     grammars: list[Grammar]
 
 
-class Ticked(Record, frozen=True, kw_only=True):
+class Ticked(JournalRecord, frozen=True, kw_only=True):
     """said: where something was over by time"""
 
     now: float
     said: bytes = b""
 
 
-class Added(Record, frozen=True, kw_only=True):
+class AddRecord(JournalRecord, frozen=True, kw_only=True, tag="added"):
     """seeds: that were drawn for it"""
 
     client: bytes
@@ -76,7 +76,7 @@ class Added(Record, frozen=True, kw_only=True):
     said: bytes
 
 
-class Settled(Record, frozen=True, kw_only=True):
+class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
     """A grammar was compiled, or why not."""
 
     digest: bytes
@@ -84,26 +84,26 @@ class Settled(Record, frozen=True, kw_only=True):
     said: bytes
 
 
-class Aborted(Record, frozen=True, kw_only=True):
+class AbortRecord(JournalRecord, frozen=True, kw_only=True, tag="aborted"):
     client: bytes
     numbers: list[int]
     said: bytes
 
 
-class Named(Record, frozen=True, kw_only=True):
+class AbortByLabelRecord(JournalRecord, frozen=True, kw_only=True, tag="named"):
     names: list[str]
     said: bytes
 
 
-class Dropped(Record, frozen=True, kw_only=True):
+class ClientLostRecord(JournalRecord, frozen=True, kw_only=True, tag="dropped"):
     client: bytes
 
 
-class Drained(Record, frozen=True, kw_only=True):
+class Drained(JournalRecord, frozen=True, kw_only=True):
     pass
 
 
-class Planned(Record, frozen=True, kw_only=True):
+class PlanRecord(JournalRecord, frozen=True, kw_only=True, tag="planned"):
     """None where nothing was to be computed, though something was open. rows, tokens: of the
     step, to tell what differs."""
 
@@ -113,39 +113,39 @@ class Planned(Record, frozen=True, kw_only=True):
     said: bytes = b""
 
 
-class Masked(Record, frozen=True, kw_only=True):
+class MasksRecord(JournalRecord, frozen=True, kw_only=True, tag="masked"):
     said: bytes
 
 
-class Committed(Record, frozen=True, kw_only=True):
+class CommitRecord(JournalRecord, frozen=True, kw_only=True, tag="committed"):
     result: StepResult
     elapsed_s: float
     said: bytes
 
 
-class Heard(Record, frozen=True, kw_only=True):
+class KVReportRecord(JournalRecord, frozen=True, kw_only=True, tag="heard"):
     report: KVReport
     said: bytes
 
 
-class Full(Record, frozen=True, kw_only=True):
+class Full(JournalRecord, frozen=True, kw_only=True):
     """Last of all: there was no room for more before the next part could begin."""
 
 
 AnyRecord = (
     Began
-    | Knew
+    | KnownRecord
     | Ticked
-    | Added
-    | Settled
-    | Aborted
-    | Named
-    | Dropped
+    | AddRecord
+    | GrammarRecord
+    | AbortRecord
+    | AbortByLabelRecord
+    | ClientLostRecord
     | Drained
-    | Planned
-    | Masked
-    | Committed
-    | Heard
+    | PlanRecord
+    | MasksRecord
+    | CommitRecord
+    | KVReportRecord
     | Full
 )
 

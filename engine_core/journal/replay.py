@@ -15,36 +15,36 @@ from itertools import count
 import msgspec
 
 from engine_core.engine import Engine
-from engine_core.grammar.book import Compiled, digest_of
+from engine_core.grammar.cache import CompiledGrammar, digest_of
 from engine_core.grammar.compiler import Compiler
-from engine_core.grammar.matcher import Template
+from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.journal.recorder import planned
 from engine_core.journal.records import (
     FORMAT,
-    Aborted,
-    Added,
+    AbortByLabelRecord,
+    AbortRecord,
+    AddRecord,
     AnyRecord,
     Began,
-    Committed,
+    ClientLostRecord,
+    CommitRecord,
     Drained,
-    Dropped,
     Full,
-    Heard,
-    Knew,
-    Masked,
-    Named,
-    Planned,
-    Settled,
+    GrammarRecord,
+    KnownRecord,
+    KVReportRecord,
+    MasksRecord,
+    PlanRecord,
     Ticked,
     digest,
 )
-from engine_core.journal.state import Frozen, Unknown, freeze, grammar_of, thaw
+from engine_core.journal.state import FrozenObject, Unknown, freeze, grammar_of, thaw
 from protocol.errors import ServingError, error_from
 from protocol.grammar import Grammar
 from protocol.stats import EngineStats
 
 
-class Differs(Exception):
+class ReplayDiffers(Exception):
     """What the engine says now is not what it has said. The message names the record."""
 
 
@@ -53,7 +53,7 @@ class NoJournal(Exception):
 
 
 @dataclass
-class Replayed:
+class ReplayReport:
     """began     the first record;  stats: of the engine, at the end
     seconds   of the engine's clock, from the first tick to the last
     is_full   the journal had no room for all of it
@@ -67,7 +67,7 @@ class Replayed:
     is_full: bool = False
 
 
-def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> Replayed:
+def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> ReplayReport:
     """Raises Differs; NoJournal; and whatever the engine raises, as it may have then.
 
     checks   look at every law of slots, blocks and the cache after each record: slow
@@ -77,14 +77,14 @@ def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> Replayed:
     if not isinstance(began, Began) or began.format != FORMAT:
         raise NoJournal("this is no journal, or one of another version")
     life = _Life(began)
-    done = Replayed(began)
+    done = ReplayReport(began)
     first: float | None = None
     for number, record in zip(count(1), told, strict=False):
         life.live(number, record)
         if checks:
             life.engine.check()
         done.num_records = number
-        done.kinds[type(record).__name__.lower()] += 1
+        done.kinds[str(type(record).__struct_config__.tag)] += 1
         done.is_full = isinstance(record, Full)
         if isinstance(record, Ticked):
             first = record.now if first is None else first
@@ -96,7 +96,7 @@ def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> Replayed:
 _STRANGE = "this part of a journal is of another version of the engine, or none"
 
 
-def _check_shapes(then: Frozen, now: Frozen) -> None:
+def _check_shapes(then: FrozenObject, now: FrozenObject) -> None:
     """Of what any engine consists of. Raises Unknown where it has changed."""
     old, new = then.shapes(), now.shapes()
     for name in old.keys() & new.keys():
@@ -133,38 +133,38 @@ class _Life:
     def live(self, number: int, record: AnyRecord) -> None:
         engine = self.engine
         match record:
-            case Knew():
+            case KnownRecord():
                 self._know(record)
             case Ticked(now=now):
                 self._at = now
                 news = engine.tick(now)
                 self._compare(number, record, digest(news) if news else b"")
-            case Added(client=client, message=message, seeds=seeds):
+            case AddRecord(client=client, message=message, seeds=seeds):
                 self._seeds = list(seeds)
                 self._compare(number, record, digest(engine.add(client, message)))
-            case Settled():
+            case GrammarRecord():
                 self._compare(number, record, digest(engine.settle(self._compiled(record))))
-            case Aborted(client=client, numbers=numbers):
+            case AbortRecord(client=client, numbers=numbers):
                 self._compare(number, record, digest(engine.abort(client, numbers)))
-            case Named(names=names):
+            case AbortByLabelRecord(names=names):
                 self._compare(number, record, digest(engine.abort_named(names)))
-            case Dropped(client=client):
+            case ClientLostRecord(client=client):
                 engine.drop(client)
             case Drained():
                 engine.drain()
-            case Planned():
+            case PlanRecord():
                 self._plan(number, record)
-            case Masked():
+            case MasksRecord():
                 self._compare(number, record, digest(engine.masks()))
-            case Committed(result=result, elapsed_s=elapsed_s):
+            case CommitRecord(result=result, elapsed_s=elapsed_s):
                 self._compare(number, record, digest(engine.commit(result, elapsed_s)))
-            case Heard(report=report):
+            case KVReportRecord(report=report):
                 self._compare(number, record, digest(engine.hear(report)))
         self._jobs |= {job.digest: job.grammar for job in self.engine.take_jobs()}
-        self.engine.take_orders()
+        self.engine.drain_kv_commands()
         self.engine.freed.clear()
 
-    def _know(self, record: Knew) -> None:
+    def _know(self, record: KnownRecord) -> None:
         """Be the engine that it was when this part of its life began. Raises NoJournal."""
         self._jobs = {digest_of(grammar): grammar for grammar in record.grammars}
         templates = cache(self._template)
@@ -173,45 +173,52 @@ class _Life:
             return self._given[name] if name in self._given else templates(grammar_of(name))
 
         try:
-            state = msgspec.msgpack.decode(record.state, type=Frozen)
+            state = msgspec.msgpack.decode(record.state, type=FrozenObject)
             _check_shapes(state, freeze(self.engine, {id(v): k for k, v in self._given.items()}))
             known = thaw(state, find, lambda digest: templates(digest).start())
         except (Unknown, msgspec.MsgspecError) as error:
             raise NoJournal(f"{_STRANGE}: {error}") from None
         vars(self.engine).update(known)
 
-    def _template(self, digest: bytes) -> Template:
+    def _template(self, digest: bytes) -> MatcherTemplate:
         return self._compiler().compile(self._jobs[digest])
 
-    def _plan(self, number: int, record: Planned) -> None:
+    def _plan(self, number: int, record: PlanRecord) -> None:
         plan = self.engine.plan()
-        now = Planned() if plan is None else planned(plan)
+        now = PlanRecord() if plan is None else planned(plan)
         if now != record:
-            raise Differs(f"{self._where(number)}: was {_told(record)}, is {_told(now)}")
+            raise ReplayDiffers(f"{self._where(number)}: was {_told(record)}, is {_told(now)}")
 
     def _compare(
         self,
         number: int,
-        record: Ticked | Added | Settled | Aborted | Named | Masked | Committed | Heard,
+        record: Ticked
+        | AddRecord
+        | GrammarRecord
+        | AbortRecord
+        | AbortByLabelRecord
+        | MasksRecord
+        | CommitRecord
+        | KVReportRecord,
         said: bytes,
     ) -> None:
         if said != record.said:
-            what = type(record).__name__.lower()
-            raise Differs(f"{self._where(number)}: the answer to {what!r} is another one")
+            what = str(type(record).__struct_config__.tag)
+            raise ReplayDiffers(f"{self._where(number)}: the answer to {what!r} is another one")
 
     def _where(self, number: int) -> str:
         return f"record {number}, at {self._at:.3f} s"
 
-    def _compiled(self, record: Settled) -> Compiled:
-        result: Template | ServingError
+    def _compiled(self, record: GrammarRecord) -> CompiledGrammar:
+        result: MatcherTemplate | ServingError
         if record.error is not None:
             result = error_from(record.error)
         else:
             result = self._template(record.digest)
-        return Compiled(record.digest, result)
+        return CompiledGrammar(record.digest, result)
 
 
-def _told(record: Planned) -> str:
+def _told(record: PlanRecord) -> str:
     if record.step is None:
         return "no step"
     return (

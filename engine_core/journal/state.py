@@ -43,7 +43,7 @@ class Unknown(Exception):
     """Something that this file cannot write down, or make again. The message names it."""
 
 
-class Frozen(msgspec.Struct, frozen=True):
+class FrozenObject(msgspec.Struct, frozen=True):
     """nodes  the first is what was asked for"""
 
     nodes: list[Node]
@@ -53,7 +53,7 @@ class Frozen(msgspec.Struct, frozen=True):
         return {node[1]: set(node[2]) for node in self.nodes if node[0] == "object"}
 
 
-def freeze(root: object, given: Given) -> Frozen:
+def freeze(root: object, given: Given) -> FrozenObject:
     """O(all that it consists of). Raises Unknown."""
     values: list[object] = [root]
     numbers = {id(root): 0}
@@ -71,7 +71,7 @@ def freeze(root: object, given: Given) -> Frozen:
         return [number]
 
     # `values` grows while we go through it, and keeps all of them, so that no id is used twice
-    return Frozen([_node(value, given, told) for value in values])
+    return FrozenObject([_node(value, given, told) for value in values])
 
 
 def named(digest: bytes) -> str:
@@ -151,7 +151,9 @@ def _is_ours(module: str) -> bool:
     return module.startswith(ROOMS) and module in sys.modules
 
 
-def thaw(frozen: Frozen, given: Callable[[str], object], start: Callable[[bytes], Matcher]) -> Any:
+def thaw(
+    frozen: FrozenObject, given: Callable[[str], object], start: Callable[[bytes], Matcher]
+) -> Any:
     """What was frozen. Raises Unknown, and whatever nodes of no meaning may cause.
 
     given   what was given to `freeze`, by its name

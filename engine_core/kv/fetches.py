@@ -43,7 +43,7 @@ class Supplier(Protocol):
         ...
 
 
-class State(Enum):
+class FetchState(Enum):
     OUT = auto()  # the worker fills its blocks
     GIVEN_UP = auto()  # nobody waits for it, but the worker may still write
     ARRIVED = auto()  # final; the blocks hold what was asked for
@@ -51,18 +51,21 @@ class State(Enum):
     DROPPED = auto()  # final; nobody wants to know
 
 
-class Event(Enum):
+class FetchEvent(Enum):
     GIVE_UP = auto()
     FETCHED = auto()
     FAILED = auto()
 
 
 NEXT_STATE = {
-    (State.OUT, Event.GIVE_UP): State.GIVEN_UP,
-    (State.OUT, Event.FETCHED): State.ARRIVED,
-    (State.OUT, Event.FAILED): State.LOST,
-    (State.GIVEN_UP, Event.FETCHED): State.DROPPED,  # it was done when it heard of it
-    (State.GIVEN_UP, Event.FAILED): State.DROPPED,
+    (FetchState.OUT, FetchEvent.GIVE_UP): FetchState.GIVEN_UP,
+    (FetchState.OUT, FetchEvent.FETCHED): FetchState.ARRIVED,
+    (FetchState.OUT, FetchEvent.FAILED): FetchState.LOST,
+    (
+        FetchState.GIVEN_UP,
+        FetchEvent.FETCHED,
+    ): FetchState.DROPPED,  # it was done when it heard of it
+    (FetchState.GIVEN_UP, FetchEvent.FAILED): FetchState.DROPPED,
 }
 """A missing row is an illegal move."""
 
@@ -75,11 +78,11 @@ class Fetch:
     request: Request
     match: Match
     asked_at: float
-    state: State = State.OUT
+    state: FetchState = FetchState.OUT
     error: str = ""
     seconds: float = 0.0
 
-    def move(self, event: Event) -> None:
+    def move(self, event: FetchEvent) -> None:
         """Raises RuntimeError on an illegal move and changes nothing."""
         state = NEXT_STATE.get((self.state, event))
         if state is None:
@@ -132,7 +135,7 @@ class Fetches:
     def give_up(self, request: Request) -> None:
         """Nobody waits for this request's job any more."""
         fetch = self._jobs[self._job_of[request]]
-        fetch.move(Event.GIVE_UP)
+        fetch.move(FetchEvent.GIVE_UP)
         self._tell(KVCancel(job=fetch.job))
 
     def hear(self, report: KVReport) -> list[Fetch]:
@@ -145,20 +148,20 @@ class Fetches:
         return max((now - fetch.asked_at for fetch in self._jobs.values()), default=0.0)
 
     def _arrive(self, fetched: KVFetched) -> Fetch:
-        fetch = self._end(fetched.job, Event.FETCHED)
+        fetch = self._end(fetched.job, FetchEvent.FETCHED)
         fetch.seconds = fetched.seconds
         self.num_bytes += fetched.num_bytes
-        if fetch.state is State.ARRIVED:
+        if fetch.state is FetchState.ARRIVED:
             self.num_tokens += fetch.match.num_tokens - fetch.request.num_computed
         return fetch
 
     def _fail(self, failure: KVFailure) -> Fetch:
-        fetch = self._end(failure.job, Event.FAILED)
+        fetch = self._end(failure.job, FetchEvent.FAILED)
         self.num_failed[failure.kind] += 1
         fetch.error = f"{failure.kind}: {failure.message}"
         return fetch
 
-    def _end(self, job: int, event: Event) -> Fetch:
+    def _end(self, job: int, event: FetchEvent) -> Fetch:
         fetch = self._jobs.pop(job, None)
         if fetch is None:
             raise RuntimeError(f"the worker reports on job {job}, which is not out")

@@ -31,7 +31,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     address     where its worker is asked
     num_tokens  how many tokens' K/V there is, from position 0 on
     layout      digest of the K/V's shape and kind (KVEndpoint); told: the same for people
-    content     hash of these tokens, with model and namespace (block_hash.py)
+    content     hash of these tokens, with model and namespace (hash.py)
     """
 
     lease: bytes

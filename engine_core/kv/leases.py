@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from engine_core.block_pool import BlockPool
-from engine_core.request import Phase, Request
+from engine_core.blocks.pool import BlockPool
+from engine_core.request import Request, RequestPhase
 from protocol.arrays import Int32
 from protocol.kv import KVExport, KVWithdraw
 
@@ -29,12 +29,12 @@ SHARE = 0.5
 """Of all blocks, so many may be kept from requests that wait."""
 
 
-class State(Enum):
+class LeaseState(Enum):
     OPEN = auto()  # holds its blocks; the worker lets others read them
     OVER = auto()  # final; holds nothing
 
 
-class Event(Enum):
+class LeaseEvent(Enum):
     KEEP = auto()
     TAKE = auto()
     RELEASE = auto()
@@ -43,25 +43,25 @@ class Event(Enum):
 
 
 NEXT_STATE = {
-    (State.OPEN, Event.KEEP): State.OPEN,
-    (State.OPEN, Event.TAKE): State.OVER,
-    (State.OPEN, Event.RELEASE): State.OVER,
-    (State.OPEN, Event.EXPIRE): State.OVER,
-    (State.OPEN, Event.YIELD): State.OVER,
+    (LeaseState.OPEN, LeaseEvent.KEEP): LeaseState.OPEN,
+    (LeaseState.OPEN, LeaseEvent.TAKE): LeaseState.OVER,
+    (LeaseState.OPEN, LeaseEvent.RELEASE): LeaseState.OVER,
+    (LeaseState.OPEN, LeaseEvent.EXPIRE): LeaseState.OVER,
+    (LeaseState.OPEN, LeaseEvent.YIELD): LeaseState.OVER,
 }
 """A missing row is an illegal move."""
 
 CAUSES = {
-    Event.TAKE: "taken",
-    Event.RELEASE: "released",
-    Event.EXPIRE: "expired",
-    Event.YIELD: "yielded",
+    LeaseEvent.TAKE: "taken",
+    LeaseEvent.RELEASE: "released",
+    LeaseEvent.EXPIRE: "expired",
+    LeaseEvent.YIELD: "yielded",
 }
 """What ends a lease, as it is counted."""
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class KVLease:
     """`blocks` in the order of the sequence; it is over after `until`, which may move; its first
     `term` does not."""
 
@@ -69,9 +69,9 @@ class Lease:
     blocks: list[int]
     term: float
     until: float
-    state: State = State.OPEN
+    state: LeaseState = LeaseState.OPEN
 
-    def move(self, event: Event) -> None:
+    def move(self, event: LeaseEvent) -> None:
         """Raises RuntimeError on an illegal move and changes nothing."""
         state = NEXT_STATE.get((self.state, event))
         if state is None:
@@ -79,7 +79,7 @@ class Lease:
         self.state = state
 
 
-class Leases:
+class KVLeases:
     """All leases of one engine. `tell`: to the worker."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Leases:
         self._pool = pool
         self._lease_s = lease_s
         self._tell = tell
-        self._open: dict[bytes, Lease] = {}  # oldest first
+        self._open: dict[bytes, KVLease] = {}  # oldest first
         self._holders: Counter[int] = Counter()  # block -> leases that hold it
 
     def __len__(self) -> int:
@@ -122,37 +122,37 @@ class Leases:
         until = now + self._lease_s
         self._pool.share(blocks)
         self._holders.update(blocks)
-        self._open[name] = Lease(name, list(blocks), until, until)
+        self._open[name] = KVLease(name, list(blocks), until, until)
 
     def keep(self, name: bytes, now: float) -> None:
         if (lease := self._open.get(name)) is not None:
-            lease.move(Event.KEEP)
+            lease.move(LeaseEvent.KEEP)
             lease.until = now + self._lease_s
 
     def take(self, name: bytes) -> None:
-        self._end(name, Event.TAKE)
+        self._end(name, LeaseEvent.TAKE)
 
     def release(self, name: bytes) -> None:
-        self._end(name, Event.RELEASE)
+        self._end(name, LeaseEvent.RELEASE)
 
     def expire(self, now: float) -> None:
         for lease in [lease for lease in self._open.values() if lease.until < now]:
-            self._end(lease.name, Event.EXPIRE)
+            self._end(lease.name, LeaseEvent.EXPIRE)
 
     def make_way(self, request: Request, now: float) -> bool:
         """Give the oldest lease up for `request`, if it may have that; False: there is none."""
         oldest = next(iter(self._open.values()), None)
         if oldest is None or not self._yields(oldest, request, now):
             return False
-        self._end(oldest.name, Event.YIELD)
+        self._end(oldest.name, LeaseEvent.YIELD)
         return True
 
-    def _yields(self, lease: Lease, request: Request, now: float) -> bool:
-        if request.phase is Phase.RUNNING or lease.term < now:
+    def _yields(self, lease: KVLease, request: Request, now: float) -> bool:
+        if request.phase is RequestPhase.RUNNING or lease.term < now:
             return True
         return not request.kv_readers and self.num_blocks > SHARE * self._pool.total
 
-    def _end(self, name: bytes, event: Event) -> None:
+    def _end(self, name: bytes, event: LeaseEvent) -> None:
         """Of a lease that is over already nobody need hear."""
         lease = self._open.pop(name, None)
         if lease is None:

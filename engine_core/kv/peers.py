@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine_core.block_hash import ContentHashes
+from engine_core.blocks.hash import ContentHashes
 from engine_core.kv.fetches import Match
 from engine_core.kv.handle import Handle, Seal
 from engine_core.request import Request
@@ -20,7 +20,7 @@ MAX_READERS = 1024
 
 
 @dataclass(frozen=True)
-class Cluster:
+class PeerCluster:
     """What an engine needs to be one of several.
 
     secret    of the cluster's key, for handles
@@ -39,7 +39,7 @@ class Peers:
     def __init__(
         self,
         config: EngineConfig,
-        cluster: Cluster | None,
+        cluster: PeerCluster | None,
         hashes: ContentHashes,
         block_tokens: int,
     ) -> None:

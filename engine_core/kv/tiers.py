@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from engine_core.block_hash import ContentHashes
+from engine_core.blocks.hash import ContentHashes
 from engine_core.kv.fetches import Match
+from engine_core.policy.throughput import Throughput
 from engine_core.request import Request
-from engine_core.speed import Speed
 from protocol.arrays import Int32
 from protocol.kv import KVReport, KVStore, KVTierNews, KVUsed, TierSource
 
@@ -51,7 +51,7 @@ class Tier:
         self.num_dropped += news.num_dropped
 
 
-class Tiers:
+class TierIndex:
     """The supplier of what this engine's own worker has kept.
 
     names         of the worker's tiers; none: then nothing is kept and nothing found
@@ -64,7 +64,7 @@ class Tiers:
         names: Sequence[str],
         hashes: ContentHashes,
         block_tokens: int,
-        speed: Speed,
+        speed: Throughput,
         least_tokens: int,
     ) -> None:
         self._tiers = {name: Tier() for name in names}

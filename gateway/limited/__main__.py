@@ -21,7 +21,6 @@ import socket
 import sys
 from functools import lru_cache
 
-from gateway.chat.template import RAISED_BY_TEMPLATES, ChatTemplate
 from gateway.limited.calls import (
     LENGTH_BYTES,
     Call,
@@ -38,6 +37,7 @@ from gateway.limited.calls import (
     marked_last,
     to_frame,
 )
+from gateway.prompt.template import RAISED_BY_TEMPLATES, ChatTemplate
 from protocol.lifeline import die_with_parent
 
 MAX_OUTPUT_CHARS = 16_000_000

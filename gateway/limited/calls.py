@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.chat.profile import ThinkingProfile
-from gateway.chat.template import Habits
+from gateway.prompt.template import TemplateTraits
+from gateway.prompt.thinking import ThinkingProfile
 
 LENGTH_BYTES = 4
 LAST = 1 << 31
@@ -46,7 +46,7 @@ Call = LoadTemplate | RenderTemplate | TryTokenizer
 
 
 class TemplateLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
-    habits: Habits
+    habits: TemplateTraits
     profile: ThinkingProfile
 
 

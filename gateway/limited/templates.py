@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.chat.profile import ThinkingProfile
-from gateway.chat.template import Habits, Message, cannot_render, template_variables
 from gateway.limited.calls import (
     CallFailed,
     LoadTemplate,
@@ -19,6 +17,8 @@ from gateway.limited.calls import (
     TemplateRendered,
 )
 from gateway.limited.process import LimitedProcess, LimitExceeded
+from gateway.prompt.template import Message, TemplateTraits, cannot_render, template_variables
+from gateway.prompt.thinking import ThinkingProfile
 from protocol.errors import InvalidRequest
 
 FOREIGN_CPU_S = 1.0
@@ -30,7 +30,7 @@ NICE = 5
 
 
 class TemplateProcesses:
-    """The two processes of a gateway process; see `gateway.chat.template.TemplateLoader`."""
+    """The two processes of a gateway process; see `gateway.prompt.template.TemplateLoader`."""
 
     def __init__(self) -> None:
         self._own = LimitedProcess()
@@ -76,7 +76,7 @@ class LimitedTemplate:
         if isinstance(reply, CallFailed):
             raise ValueError(reply.message)
         assert isinstance(reply, TemplateLoaded)
-        self.habits: Habits = reply.habits
+        self.habits: TemplateTraits = reply.habits
         self.profile: ThinkingProfile = reply.profile
 
     def render(

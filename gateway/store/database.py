@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.store import queries
-from gateway.store.queries import Batch, Epitaph, NewRun, Page, Record, Wish
+from gateway.store.queries import Interruption, NewRun, Page, RunBatch, RunControl, StoredRecord
 
 LEASE_S = 10.0
 BUSY_MS = 10_000
@@ -33,7 +33,7 @@ EVICTED_AT_ONCE = 16
 SPARED = 0.9
 """Of `max_bytes`, what is left after some had to go."""
 
-EpitaphOf = Callable[[str, int, bytes | None], Epitaph]
+EpitaphOf = Callable[[str, int, bytes | None], Interruption]
 """(run, number of its last event, the response as it was kept) -> what is said for the dead."""
 
 
@@ -67,20 +67,20 @@ class Database:
 
     # ---- responses
 
-    def put(self, record: Record, now: float) -> None:
+    def put(self, record: StoredRecord, now: float) -> None:
         with self._writing():
             self._put(record, now)
         self._sweep(now)
 
-    def get(self, response: str, owner: str, now: float) -> Record | None:
+    def get(self, response: str, owner: str, now: float) -> StoredRecord | None:
         self._bury(now)
         row = self._one(queries.GET_RESPONSE, response, owner)
-        return Record(*row) if row else None
+        return StoredRecord(*row) if row else None
 
-    def chain(self, response: str, owner: str, now: float) -> list[Record]:
+    def chain(self, response: str, owner: str, now: float) -> list[StoredRecord]:
         """It and all it goes on with, the first of them first. They count as used now. Raises
         BrokenChain where one of them is gone."""
-        found: list[Record] = []
+        found: list[StoredRecord] = []
         name: str | None = response
         while name is not None:
             record = self.get(name, owner, now)
@@ -102,7 +102,7 @@ class Database:
 
     # ---- runs, for those who make them
 
-    def begin(self, run: NewRun, record: Record | None, now: float) -> None:
+    def begin(self, run: NewRun, record: StoredRecord | None, now: float) -> None:
         with self._writing():
             if record is not None:
                 self._put(record, now)
@@ -110,7 +110,7 @@ class Database:
             self._execute(queries.PUT_RUN, *values, run.wanted_until)
         self._sweep(now)
 
-    def say(self, batches: Sequence[Batch], now: float, window_s: float) -> list[str]:
+    def say(self, batches: Sequence[RunBatch], now: float, window_s: float) -> list[str]:
         """Runs that are no longer ours to speak for; what they said is dropped. `window_s`: how
         long a run without a response is kept after its end."""
         lost = []
@@ -127,14 +127,16 @@ class Database:
                     self._execute(queries.SET_BODY, batch.run, batch.body)
         return lost
 
-    def beat(self, attended: Iterable[str], wanted_until: float, now: float) -> dict[str, Wish]:
+    def beat(
+        self, attended: Iterable[str], wanted_until: float, now: float
+    ) -> dict[str, RunControl]:
         """Renew the leases of our open runs: what others want of each. Those `attended` have their
         client, and are wanted."""
         with self._writing():
             self._execute(queries.RENEW, self._runner, now + LEASE_S)
             self._many(queries.WANT_RUN, [(run, wanted_until) for run in attended])
             rows = self._connection.execute(queries.MINE, (self._runner,)).fetchall()
-        return {run: Wish(bool(is_cancelled), wanted) for run, is_cancelled, wanted in rows}
+        return {run: RunControl(bool(is_cancelled), wanted) for run, is_cancelled, wanted in rows}
 
     # ---- runs, for those who listen
 
@@ -167,7 +169,7 @@ class Database:
         last = self._one(queries.LAST_EVENT, run)
         return [last[1]] if last is not None and last[0] < after else []
 
-    def _put(self, record: Record, now: float) -> None:
+    def _put(self, record: StoredRecord, now: float) -> None:
         values = (record.id, record.owner, record.created_at, now, record.previous)
         self._execute(queries.PUT_RESPONSE, *values, record.input, record.body)
 

@@ -99,7 +99,7 @@ SELECT id FROM (
 """
 
 
-class Record(msgspec.Struct, frozen=True):
+class StoredRecord(msgspec.Struct, frozen=True):
     """A response that is kept.
 
     owner     a digest of its caller's key
@@ -127,7 +127,7 @@ class NewRun(msgspec.Struct, frozen=True):
     wanted_until: float | None = None
 
 
-class Batch(msgspec.Struct, frozen=True):
+class RunBatch(msgspec.Struct, frozen=True):
     """What a run has said since the last batch.
 
     first    the number of the first of the frames
@@ -142,7 +142,7 @@ class Batch(msgspec.Struct, frozen=True):
     body: bytes | None = None
 
 
-class Wish(msgspec.Struct, frozen=True):
+class RunControl(msgspec.Struct, frozen=True):
     """What others want of an open run."""
 
     is_cancelled: bool
@@ -158,7 +158,7 @@ class Page(msgspec.Struct, frozen=True):
     is_last: bool
 
 
-class Epitaph(msgspec.Struct, frozen=True):
+class Interruption(msgspec.Struct, frozen=True):
     """What is said in the place of a run that died.
 
     frame  its last event

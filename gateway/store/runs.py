@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import gevent
 from gevent.event import Event
 
-from gateway.connection import Outlet
-from gateway.store.queries import Batch, NewRun, Record, Wish
+from gateway.http.client_socket import Outlet
+from gateway.store.queries import NewRun, RunBatch, RunControl, StoredRecord
 from gateway.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ FLUSH_S = 0.05
 BEAT_S = 0.5
 
 
-class Run:
+class DetachedRun:
     """abort    called, once at most, from a greenlet, where nobody wants the run any more; it calls
     `close`, at once
     """
@@ -83,17 +83,17 @@ class Run:
 
     # ---- for the scribe
 
-    def batch(self) -> Batch | None:
+    def batch(self) -> RunBatch | None:
         """What is to be written down; None: nothing."""
         if not self._waiting and self._body is None and self._last is None:
             return None
         frames = [*self._waiting, *(self._last or ())]
-        batch = Batch(self.id, self._next_number, frames, self._last is not None, self._body)
+        batch = RunBatch(self.id, self._next_number, frames, self._last is not None, self._body)
         self._next_number += len(frames)
         self._waiting, self._body = [], None
         return batch
 
-    def written(self, batch: Batch) -> None:
+    def written(self, batch: RunBatch) -> None:
         """`batch` is in the store, or will never be."""
         if batch.is_last:
             self.is_over = True
@@ -111,7 +111,7 @@ class Runs:
     def __init__(self, store: Store, window_s: float) -> None:
         self._store = store
         self._window_s = window_s
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, DetachedRun] = {}
         self._news = Event()
         self._scribe: gevent.Greenlet[..., None] | None = None
         self._beat_at = 0.0
@@ -119,11 +119,11 @@ class Runs:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def begin(self, run: NewRun, record: Record | None = None) -> Run:
+    def begin(self, run: NewRun, record: StoredRecord | None = None) -> DetachedRun:
         """Raises sqlite3.Error where it cannot be stored."""
         now = time.time()
         self._store.ask(lambda database: database.begin(run, record, now))
-        begun = self._runs[run.id] = Run(run.id, self._news.set)
+        begun = self._runs[run.id] = DetachedRun(run.id, self._news.set)
         if self._scribe is None or self._scribe.dead:
             self._beat_at = time.monotonic()
             self._scribe = gevent.spawn(self._write_down)
@@ -162,7 +162,7 @@ class Runs:
             self._written(batches)
         self._drop(lost)
 
-    def _written(self, batches: Sequence[Batch]) -> None:
+    def _written(self, batches: Sequence[RunBatch]) -> None:
         for batch in batches:
             run = self._runs[batch.run]
             run.written(batch)
@@ -191,5 +191,5 @@ class Runs:
                     run.written(batch)
 
 
-def _is_unwanted(wish: Wish, now: float) -> bool:
+def _is_unwanted(wish: RunControl, now: float) -> bool:
     return wish.is_cancelled or (wish.wanted_until is not None and wish.wanted_until < now)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.output.markers import MarkerSet, Scanner, ScannerState
+from gateway.text.markers import MarkerSet, Scanner, ScannerState
 
 MAX_STOP_STRINGS = 16
 

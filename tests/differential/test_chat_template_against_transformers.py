@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.content import template_messages
-from gateway.chat.render import Conversation
-from gateway.chat.template import ChatTemplate
+from gateway.prompt.content import template_messages
+from gateway.prompt.render import PromptConversation
+from gateway.prompt.template import ChatTemplate
 from protocol.errors import InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
 from tests.support.served import served
 from tests.support.tokenizers import FAMILY_NAMES, family
-from worker.card import text_card
+from worker.startup.card import text_card
 
 TOOLS = [
     {
@@ -124,7 +124,7 @@ def test_the_template_is_chosen_as_transformers_does(
     renderer = served(text_card(tmp_path)).renderer
     try:
         text = renderer.text(
-            Conversation(messages=messages, tools=tools, add_generation_prompt=False)
+            PromptConversation(messages=messages, tools=tools, add_generation_prompt=False)
         )
     except InvalidRequest:
         text = None

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from tests.support.checkpoints import VOCAB, tiny_tokenizer
-from tests.support.eager import Stepper, assert_same, expected, load, some_tokens
+from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.loading.errors import UnusableModel
 from worker.models.config import CONFIG_CLASSES, LlamaConfig, llama_config
@@ -113,7 +113,7 @@ FOLLOWS = ("num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True)
-class Case:
+class DefaultCase:
     architecture: str
     changes: dict[str, Any]
 
@@ -131,22 +131,22 @@ class Case:
         return " ".join([self.architecture.removesuffix("ForCausalLM"), *said])
 
 
-def top_level() -> list[Case]:
+def top_level() -> list[DefaultCase]:
     return [
-        Case(architecture, {key: value})
+        DefaultCase(architecture, {key: value})
         for architecture in MODEL_TYPES
         for key, values in SET.items()
         for value in [MISSING, None, *values]
     ]
 
 
-def of_rope() -> list[Case]:
+def of_rope() -> list[DefaultCase]:
     cases = []
     for base in (LINEAR, LLAMA3, YARN):
         for key, values in ROPE_SET[base["rope_type"]].items():
             for value in [MISSING, None, *values]:
                 rope = {k: v for k, v in (base | {key: value}).items() if v is not MISSING}
-                cases.append(Case(LLAMA, {"rope_parameters": rope}))
+                cases.append(DefaultCase(LLAMA, {"rope_parameters": rope}))
     return cases
 
 
@@ -171,8 +171,8 @@ COMBINED = [
 ]
 
 
-def cases() -> list[Case]:
-    combined = [Case(each, changes) for each in MODEL_TYPES for changes in COMBINED]
+def cases() -> list[DefaultCase]:
+    combined = [DefaultCase(each, changes) for each in MODEL_TYPES for changes in COMBINED]
     return [*top_level(), *of_rope(), *combined]
 
 
@@ -193,7 +193,7 @@ def test_the_defaults_are_those_of_the_config_class(kind: Any) -> None:
         assert getattr(theirs, key) == kind.defaults[key] or kind.is_nullable(key), key
 
 
-def checkpoint(path: Path, case: Case) -> tuple[Path, Any]:
+def checkpoint(path: Path, case: DefaultCase) -> tuple[Path, Any]:
     """Write the config as it is and weights of its sizes -> (path, the model of transformers).
 
     Raises whatever transformers raises if it cannot use the config.
@@ -239,7 +239,7 @@ def assert_same_config(ours: LlamaConfig, theirs: PretrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Case) -> None:
+def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: DefaultCase) -> None:
     try:
         path, theirs = checkpoint(tmp_path, case)
         logits = expected(theirs, tokens := some_tokens(NUM_TOKENS, vocab=theirs.vocab_size))
@@ -256,7 +256,9 @@ def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Case) -
     assert ours.card.eos_token_ids == ends_of(theirs)
     count = min(NUM_TOKENS, ours.card.context_tokens)
     scale = max(1.0, float(logits.abs().max()) / 20)  # wide models sum up more rounding
-    assert_same(Stepper(ours, [tokens[:count]]).run([(count,)])[0], logits[:count], 1e-4 * scale)
+    assert_same(
+        EagerStepper(ours, [tokens[:count]]).run([(count,)])[0], logits[:count], 1e-4 * scale
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +277,7 @@ def test_what_transformers_computes_and_we_do_not_is_refused(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnusableModel, match=message):
-        llama_config(Case(LLAMA, changes).config)
+        llama_config(DefaultCase(LLAMA, changes).config)
 
 
 @pytest.mark.parametrize(("theta", "warnings"), [(500.0, 1), (1e4, 0)])
@@ -283,24 +285,26 @@ def test_a_theta_that_rope_scaling_leaves_out_is_warned_of(
     theta: float, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    assert llama_config(Case(LLAMA, rope | {"rope_scaling": LINEAR}).config).rope.theta == 1e4
+    assert (
+        llama_config(DefaultCase(LLAMA, rope | {"rope_scaling": LINEAR}).config).rope.theta == 1e4
+    )
     assert len(caplog.records) == warnings
 
 
 def test_a_window_changes_the_answer_just_behind_the_context_that_is_served(tmp_path: Path) -> None:
     """So a longer context would be wrong, and a shorter one is not needed."""
-    path, theirs = checkpoint(tmp_path, Case(MISTRAL, {"sliding_window": 16}))
+    path, theirs = checkpoint(tmp_path, DefaultCase(MISTRAL, {"sliding_window": 16}))
     plain = json.loads((path / "config.json").read_text()) | {"sliding_window": None}
     (path / "config.json").write_text(json.dumps(plain))
     ours, tokens = load(path), some_tokens(17)
-    logits = Stepper(ours, [tokens]).run([(17,)])[0]
+    logits = EagerStepper(ours, [tokens]).run([(17,)])[0]
     assert_same(logits[:16], expected(theirs, tokens)[:16])
     assert (logits[16] - expected(theirs, tokens)[16]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
 def test_a_head_of_its_own_wins_over_tied_embeddings(tmp_path: Path, is_copy: bool) -> None:
-    path, theirs = checkpoint(tmp_path, Case(LLAMA, {"tie_word_embeddings": True}))
+    path, theirs = checkpoint(tmp_path, DefaultCase(LLAMA, {"tie_word_embeddings": True}))
     weights = dict(theirs.state_dict())
     head = weights["model.embed_tokens.weight"].clone()
     weights["lm_head.weight"] = head if is_copy else head.flip(0)
@@ -308,4 +312,4 @@ def test_a_head_of_its_own_wins_over_tied_embeddings(tmp_path: Path, is_copy: bo
     theirs, tokens = AutoModelForCausalLM.from_pretrained(path).eval(), some_tokens(20)
     ours = load(path)
     assert ours.config.tied_embeddings == is_copy
-    assert_same(Stepper(ours, [tokens]).run([(20,)])[0], expected(theirs, tokens))
+    assert_same(EagerStepper(ours, [tokens]).run([(20,)])[0], expected(theirs, tokens))

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.support.checkpoints import LLAMA3_ROPE, random_llama, write_directory, write_gguf
-from tests.support.eager import Stepper, assert_same, expected, load, some_tokens
+from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from tests.support.model import smollm2_gguf
 from worker.attention.reference import ReferenceAttention
 
@@ -31,14 +31,14 @@ def test_logits_are_those_of_transformers_whole_in_chunks_and_token_by_token(
     tmp_path: Path, variant: str, steps: list[tuple[int, ...]]
 ) -> None:
     theirs, tokens = random_llama(**VARIANTS[variant]), some_tokens(61)
-    stepper = Stepper(load(write_directory(tmp_path, theirs)), [tokens])
+    stepper = EagerStepper(load(write_directory(tmp_path, theirs)), [tokens])
     assert_same(stepper.run(steps)[0], expected(theirs, tokens))
 
 
 def test_requests_in_one_batch_do_not_see_each_other(tmp_path: Path) -> None:
     theirs = random_llama(rope_parameters=LLAMA3_ROPE)
     requests = [some_tokens(count, seed=count) for count in (50, 9, 33)]
-    stepper = Stepper(load(write_directory(tmp_path, theirs)), requests)
+    stepper = EagerStepper(load(write_directory(tmp_path, theirs)), requests)
     steps = [(20, 8, 0), (1, 1, 30), (28, 0, 1), (1, 0, 1), (0, 0, 1)]
     for ours, tokens in zip(stepper.run(steps), requests, strict=True):
         assert_same(ours, expected(theirs, tokens))
@@ -47,14 +47,14 @@ def test_requests_in_one_batch_do_not_see_each_other(tmp_path: Path) -> None:
 def test_the_slow_twin_of_attention_says_the_same(tmp_path: Path) -> None:
     theirs, tokens = random_llama(), some_tokens(40)
     loaded = load(write_directory(tmp_path, theirs))
-    stepper = Stepper(loaded, [tokens], ReferenceAttention())
+    stepper = EagerStepper(loaded, [tokens], ReferenceAttention())
     assert_same(stepper.run([(25,), (1,), (14,)])[0], expected(theirs, tokens))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_gguf_file_holds_the_same_model(tmp_path: Path, variant: str) -> None:
     theirs, tokens = random_llama(**VARIANTS[variant]), some_tokens(40)
-    stepper = Stepper(load(write_gguf(tmp_path / "tiny.gguf", theirs)), [tokens])
+    stepper = EagerStepper(load(write_gguf(tmp_path / "tiny.gguf", theirs)), [tokens])
     assert_same(stepper.run([(40,)])[0], expected(theirs, tokens))
 
 
@@ -84,7 +84,7 @@ def test_a_gguf_files_rope_scaling_means_what_it_means_to_llama_cpp(
     """The weights do not depend on it: one seed, one file."""
     theirs, tokens = random_llama(**same_as), some_tokens(40)
     path = write_gguf(tmp_path / "tiny.gguf", random_llama(), metadata=metadata)
-    assert_same(Stepper(load(path), [tokens]).run([(40,)])[0], expected(theirs, tokens))
+    assert_same(EagerStepper(load(path), [tokens]).run([(40,)])[0], expected(theirs, tokens))
 
 
 def test_linear_scaling_comes_on_top_of_each_pairs_own_factor(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_linear_scaling_comes_on_top_of_each_pairs_own_factor(tmp_path: Path) ->
     path = write_gguf(tmp_path / "tiny.gguf", theirs, metadata={FACTOR: 2.0})
     rotary = theirs.model.rotary_emb
     rotary.inv_freq = rotary.inv_freq / 2
-    assert_same(Stepper(load(path), [tokens]).run([(40,)])[0], expected(theirs, tokens))
+    assert_same(EagerStepper(load(path), [tokens]).run([(40,)])[0], expected(theirs, tokens))
 
 
 def test_shards_and_half_precision_are_read_as_they_are(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_shards_and_half_precision_are_read_as_they_are(tmp_path: Path) -> None:
         path = write_directory(tmp_path / str(dtype), model, max_shard_size="200KB")
         assert len(list(path.glob("*.safetensors"))) > 1
         theirs = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        ours = Stepper(load(path), [tokens]).run([(20,)])[0]
+        ours = EagerStepper(load(path), [tokens]).run([(20,)])[0]
         assert_same(ours, expected(theirs, tokens))
 
 
@@ -113,5 +113,5 @@ def test_smollm2_as_gguf_is_the_model_that_transformers_reads() -> None:
     theirs, tokenizer = load_reference(path)
     prompt = "<|im_start|>user\nName three rivers in Europe.<|im_end|>\n<|im_start|>assistant\n"
     tokens = tokenizer(prompt, add_special_tokens=False).input_ids
-    ours = Stepper(load(path), [tokens]).run([(len(tokens),)])[0]
+    ours = EagerStepper(load(path), [tokens]).run([(len(tokens),)])[0]
     assert_same(ours, expected(theirs, tokens), atol=1e-3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import Content, Reasoning, ToolArguments, ToolCall, merged
+from gateway.formats.events import Content, Reasoning, ToolArguments, ToolCall, merged
 from tests.property.test_tools_response_template import SAMPLES, cases
 from tests.support.format_tools import TYPED_TOOLS
 from tests.support.formats import JOINT, Fixture, lexicon, units

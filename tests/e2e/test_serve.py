@@ -19,9 +19,9 @@ from protocol.sockets import run_directory
 from tests.support.processes import Program, descendants_of, eventually, free_port, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tools.conversation import Conversation
-from tools.run_lock import METRICS, RUN_KEY
-from tools.web import Server as Address
+from tools.http.conversation import ChatSession
+from tools.http.web import WebServer as Address
+from tools.processes.run_lock import METRICS, RUN_KEY
 
 QUESTION = "What is the capital of France?"
 
@@ -37,11 +37,11 @@ def tidegate(*words: str, said: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=said, capture_output=True, text=True, timeout=60)
 
 
-def conversation(server: Server, **options: object) -> Conversation:
+def conversation(server: Server, **options: object) -> ChatSession:
     address = Address(server.url)
     model = address.first_model()
     assert model is not None
-    return Conversation(address, model, options=dict(options))
+    return ChatSession(address, model, options=dict(options))
 
 
 def test_the_start_is_told_in_phases_and_ends_with_what_to_do_next(server: Server) -> None:

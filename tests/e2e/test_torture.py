@@ -33,12 +33,12 @@ from tests.support.torture import (
     SUPERVISOR,
     WORKER,
     Cell,
-    Row,
-    Scene,
+    TortureRow,
+    TortureScene,
     fate_of,
     write_model,
 )
-from tests.support.torture_templates import Target
+from tests.support.torture_templates import TemplateTarget
 
 SLACK = 5.0
 """The machine that tests us may have little time for us; the command asserts what is promised."""
@@ -58,8 +58,8 @@ def test_whoever_dies_the_server_serves_on_its_clients_are_told_and_nothing_is_l
         Cell(WORKER, DECODE, STOP),
         Cell(SUPERVISOR, DECODE, KILL),
     ]
-    rows: list[Row] = []
-    with Scene(model) as scene:
+    rows: list[TortureRow] = []
+    with TortureScene(model) as scene:
         for cell in cells:
             rows.append(scene.strike(cell))
             assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
@@ -78,7 +78,7 @@ def test_who_asks_while_the_engine_is_killed_gets_exactly_one_end_and_is_counted
 
 
 def test_others_are_served_while_a_template_of_a_request_does_what_it_can(tmp_path: Path) -> None:
-    with Target(tmp_path) as target:
+    with TemplateTarget(tmp_path) as target:
         for name in ("text of doubled lists", "each letter replaced", "deep loops"):
             assert not target.strike(name, at_once=2).complaints(slack=None)
 
@@ -105,8 +105,8 @@ def test_what_each_process_has_is_read_while_small_requests_of_all_kinds_end_wel
 def test_every_stream_of_a_split_ends_with_an_answer_or_an_error_and_done(
     model: Path, kind: str, cells: list[tuple[str, str, signal.Signals]]
 ) -> None:
-    rows: list[Row] = []
-    with Scene(model, kind) as scene:
+    rows: list[TortureRow] = []
+    with TortureScene(model, kind) as scene:
         for cell in cells:
             rows.append(scene.strike(Cell(*cell, kind)))
             assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.said}"
@@ -133,7 +133,9 @@ def test_every_cell_has_a_fate_and_who_departs_from_it_is_complained_of() -> Non
     for cell in CELLS:
         fate = fate_of(cell)
         ends = [] if cell.moment in (START, IDLE) else ["error: the worker was killed"] * 2
-        well = Row(cell, ends=ends, end_s=0.5, unready_s=0.5, again_s=None if fate.codes else 2.0)
+        well = TortureRow(
+            cell, ends=ends, end_s=0.5, unready_s=0.5, again_s=None if fate.codes else 2.0
+        )
         well.code = min(fate.codes, default=None)
         assert well.complaints() == []
         assert replace(well, orphans=[7]).complaints() == ["left behind: [7]"]

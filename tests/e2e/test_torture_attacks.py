@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from tests.support.torture import write_model
-from tests.support.torture_attacks import Target
+from tests.support.torture_attacks import AttackTarget
 from tests.support.torture_witness import AttackerResult, Witnessed
 
 SOME = (
@@ -26,14 +26,14 @@ SOME = (
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with Target(write_model(tmp_path_factory.mktemp("tiny"))) as target:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackTarget]:
+    with AttackTarget(write_model(tmp_path_factory.mktemp("tiny"))) as target:
         target.strike("token ids", 1)  # pools are filled once
         yield target
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_an_attack_is_refused_and_others_lose_nothing(target: Target, name: str) -> None:
+def test_an_attack_is_refused_and_others_lose_nothing(target: AttackTarget, name: str) -> None:
     result = target.strike(name, 2)
     assert result.complaints(slack=None) == []
 

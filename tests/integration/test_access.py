@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import requests
 
-from gateway.openapi.routes import operations
+from gateway.http.openapi_routes import operations
 from protocol.api_keys import KeyEntry, digest_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, read_body, read_head, send_post
 from tests.support.scripted_engine import ScriptedEngine, says
-from tools.keys import with_key, write
+from tools.commands.keys import with_key, write
 
 USER, OTHER, BOSS, WATCH = ("tg-" + letter * 43 for letter in "abcd")
 KEYS = {

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import requests
 
-from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer, ModelPage
-from gateway.sse import KEEP_ALIVE
+from gateway.api.anthropic.responses import AnsweredMessage, MessagesErrorAnswer, ModelPage
+from gateway.http.sse import KEEP_ALIVE
 from protocol.errors import ErrorInfo
 from tests.support.anthropic import anthropic_events, message_of, prompt_tokens
 from tests.support.gateway_process import GatewayProcess

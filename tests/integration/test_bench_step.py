@@ -10,7 +10,7 @@ import pytest
 from protocol.bench import PARTS, StepBenchLine, StepTiming
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.__main__ import main
-from tools.bench.step import table
+from tools.commands.bench_step import table
 
 QUICK = ("--steps", "2", "--warm-up", "1", "--threads", "1", "--dtype", "float32")
 

@@ -1,7 +1,7 @@
 """One worker per GPU, and who is in the way is named: real processes, which are killed, too.
 
 There need be no GPU: what is locked is a name. Naming one is a function of its own
-(`worker.device.identity_of`).
+(`worker.startup.device.identity_of`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.config.worker import WorkerConfig
-from protocol.devices import DeviceTaken, Holder, held, holders, take
+from protocol.devices import DeviceHolder, DeviceTaken, held, holders, take
 from protocol.exit_codes import ExitCode
 from protocol.process_state import is_ending
 from protocol.steps import FromWorker, WorkerFailed
 from tests.support.processes import ROOT, Program, eventually
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tools.places import Found, look
-from tools.ps import told
+from tools.commands.ps import told
+from tools.processes.server_discovery import Found, look
 
 GPU = "gpu-0a1b"
 TAKE = """
 import os, sys, time
 from pathlib import Path
-from protocol.devices import DeviceTaken, Holder, take
+from protocol.devices import DeviceHolder, DeviceTaken, take
 base, gate, shares = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "shares"
 while not gate.exists():
     time.sleep(0.001)
-who = Holder(pid=os.getpid(), place="8001", model="small", since=1.7e9, shares=shares)
+who = DeviceHolder(pid=os.getpid(), place="8001", model="small", since=1.7e9, shares=shares)
 try:
     take(base, "gpu-0a1b", who)
 except DeviceTaken as error:
@@ -48,14 +48,14 @@ else:
 """
 WORKER = """
 import sys
-from worker import device
+from worker.startup import device
 from worker.process import main
 device.identity_of = lambda device: "gpu-0a1b"  # as if the CPU were one
 sys.exit(main(sys.argv[1:]))
 """
 
 
-class Machine:
+class DeviceMachine:
     """Programs that take the same device, once they may."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -78,16 +78,16 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path) -> Iterator[DeviceMachine]:
     with ExitStack() as stack:
-        yield Machine(tmp_path, stack)
+        yield DeviceMachine(tmp_path, stack)
 
 
-def ourselves(*, shares: bool = False) -> Holder:
-    return Holder(pid=os.getpid(), place="9", model="m", since=time.time(), shares=shares)
+def ourselves(*, shares: bool = False) -> DeviceHolder:
+    return DeviceHolder(pid=os.getpid(), place="9", model="m", since=time.time(), shares=shares)
 
 
-def test_whoever_comes_second_is_refused_and_told_who_is_first(machine: Machine) -> None:
+def test_whoever_comes_second_is_refused_and_told_who_is_first(machine: DeviceMachine) -> None:
     first = machine.holds()
     with pytest.raises(DeviceTaken) as caught:
         take(machine.base, GPU, ourselves())
@@ -100,7 +100,7 @@ def test_whoever_comes_second_is_refused_and_told_who_is_first(machine: Machine)
     assert sorted(held(machine.base)) == [GPU]
 
 
-def test_a_killed_holder_has_it_no_more_and_what_it_left_is_cleared(machine: Machine) -> None:
+def test_a_killed_holder_has_it_no_more_and_what_it_left_is_cleared(machine: DeviceMachine) -> None:
     first = machine.holds()
     first.signal(signal.SIGKILL)  # and is not waited for: it may still be ending
     with take(machine.base, GPU, ourselves()):
@@ -110,7 +110,9 @@ def test_a_killed_holder_has_it_no_more_and_what_it_left_is_cleared(machine: Mac
     assert machine.holders() == []
 
 
-def test_of_many_that_start_at_once_one_has_it_and_the_others_name_it(machine: Machine) -> None:
+def test_of_many_that_start_at_once_one_has_it_and_the_others_name_it(
+    machine: DeviceMachine,
+) -> None:
     programs = [machine.start() for _ in range(5)]
     machine.gate.touch()
     assert eventually(lambda: all(program.out for program in programs), within_s=60)
@@ -121,7 +123,9 @@ def test_of_many_that_start_at_once_one_has_it_and_the_others_name_it(machine: M
     assert machine.holders() == [first.process.pid]
 
 
-def test_those_who_share_have_it_together_and_nobody_alone_beside_them(machine: Machine) -> None:
+def test_those_who_share_have_it_together_and_nobody_alone_beside_them(
+    machine: DeviceMachine,
+) -> None:
     both = [machine.holds(shares=True), machine.holds(shares=True)]
     assert sorted(machine.holders()) == sorted(program.process.pid for program in both)
     with pytest.raises(DeviceTaken, match=r"UTC, shared\) and pid .*, or share it \("):
@@ -135,7 +139,7 @@ def test_those_who_share_have_it_together_and_nobody_alone_beside_them(machine: 
         take(machine.base, GPU, ourselves(shares=True))
 
 
-def test_ps_says_who_has_which(machine: Machine) -> None:
+def test_ps_says_who_has_which(machine: DeviceMachine) -> None:
     first = machine.holds()
     found = look(machine.base.parent)
     (line,) = (line for line in told(found, {}).splitlines() if line.startswith("device"))
@@ -143,7 +147,7 @@ def test_ps_says_who_has_which(machine: Machine) -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=Found) == found
 
 
-def test_a_device_folder_that_others_may_enter_is_refused(machine: Machine) -> None:
+def test_a_device_folder_that_others_may_enter_is_refused(machine: DeviceMachine) -> None:
     machine.base.mkdir(parents=True, mode=0o755)
     machine.base.parent.chmod(0o700)
     with pytest.raises(PermissionError, match="only its owner"):
@@ -161,7 +165,7 @@ def test_a_process_is_ending_once_it_is_killed_or_gone() -> None:
 
 
 def test_a_worker_whose_gpu_is_taken_says_so_before_it_loads_and_leaves_with_its_code(
-    machine: Machine, tmp_path: Path
+    machine: DeviceMachine, tmp_path: Path
 ) -> None:
     first = machine.holds()
     address = f"ipc://{machine.base.parent / '8002' / 'w'}"

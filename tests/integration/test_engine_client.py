@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gevent
 
-from gateway.engine_client import EngineClient, Report
+from gateway.engine.client import Report, ZmqEngineClient
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from protocol.session import Session
@@ -32,7 +32,7 @@ def test_who_was_busy_while_the_engine_spoke_hears_all_of_it_in_fewer_pieces(
     address = f"ipc://{tmp_path / 'engine.sock'}"
     with (
         ScriptedEngine(address, step_s=0.0) as engine,
-        contextlib.closing(EngineClient(address)) as client,
+        contextlib.closing(ZmqEngineClient(address)) as client,
     ):
         engine.script = lambda generate: Says(said[generate.request], "length", None)
         engine.is_paused = True

@@ -49,7 +49,7 @@ LEASE_S = 3.0
 NO_RESULT = {"step": 1, "tokens": Int32.of([]), "failed": Int32.of([])}
 
 
-class Process:
+class EngineProcess:
     """An engine_core and its worker."""
 
     def __init__(self, program: Program, address: str) -> None:
@@ -89,26 +89,26 @@ def start(checkpoint: Path, directory: Path) -> Program:
 
 
 @pytest.fixture(scope="module")
-def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """For tests that leave it as they found it."""
     directory = tmp_path_factory.mktemp("shared")
     with start(checkpoint, directory) as program:
-        yield Process(program, f"ipc://{directory}/run/engine.sock")
+        yield EngineProcess(program, f"ipc://{directory}/run/engine.sock")
 
 
 @pytest.fixture
-def own(checkpoint: Path, tmp_path: Path) -> Iterator[Process]:
+def own(checkpoint: Path, tmp_path: Path) -> Iterator[EngineProcess]:
     """For tests that end it."""
     with start(checkpoint, tmp_path) as program:
-        yield Process(program, f"ipc://{tmp_path}/run/engine.sock")
+        yield EngineProcess(program, f"ipc://{tmp_path}/run/engine.sock")
 
 
-def connect(process: Process) -> Engine:
+def connect(process: EngineProcess) -> Engine:
     return Engine(process.address, wait_s=60)
 
 
 @pytest.fixture
-def raw(shared: Process) -> Iterator[RawClient]:
+def raw(shared: EngineProcess) -> Iterator[RawClient]:
     connect(shared).close()  # wait until it is ready
     client = RawClient(shared.address)
     yield client
@@ -120,7 +120,7 @@ def a_generate(request: int, max_tokens: int = 1000) -> Generate:
     return Generate(request=request, prompt=Int32.of([5, 6]), params=params)
 
 
-def test_many_threads_get_each_their_own_answer(shared: Process) -> None:
+def test_many_threads_get_each_their_own_answer(shared: EngineProcess) -> None:
     with connect(shared) as engine:
 
         def ask(number: int) -> list[int]:
@@ -133,7 +133,7 @@ def test_many_threads_get_each_their_own_answer(shared: Process) -> None:
     assert answers == [[number] * 20 for number in range(10, 42)]
 
 
-def test_what_is_refused_is_raised_as_what_it_is(shared: Process) -> None:
+def test_what_is_refused_is_raised_as_what_it_is(shared: EngineProcess) -> None:
     with connect(shared) as engine:
         with pytest.raises(ContextTooLong, match="tokens"):
             engine.generate([1] * 100_000).tokens()
@@ -183,7 +183,7 @@ def test_a_second_hello_forgets_what_was_open(raw: RawClient) -> None:
     assert tokens == 2
 
 
-def test_a_client_that_says_goodbye_leaves_nothing(shared: Process, raw: RawClient) -> None:
+def test_a_client_that_says_goodbye_leaves_nothing(shared: EngineProcess, raw: RawClient) -> None:
     raw.greet()
     for number in range(5):
         raw.say(a_generate(number))
@@ -194,7 +194,9 @@ def test_a_client_that_says_goodbye_leaves_nothing(shared: Process, raw: RawClie
         assert not engine.stats.running
 
 
-def test_a_client_that_falls_silent_loses_its_requests(shared: Process, raw: RawClient) -> None:
+def test_a_client_that_falls_silent_loses_its_requests(
+    shared: EngineProcess, raw: RawClient
+) -> None:
     raw.greet()
     for number in range(20):
         raw.say(a_generate(number))
@@ -205,7 +207,7 @@ def test_a_client_that_falls_silent_loses_its_requests(shared: Process, raw: Raw
         assert engine.stats.clients == 1
 
 
-def test_sigterm_finishes_what_is_open_refuses_what_is_new_and_exits_0(own: Process) -> None:
+def test_sigterm_finishes_what_is_open_refuses_what_is_new_and_exits_0(own: EngineProcess) -> None:
     with connect(own) as engine:
         answer = engine.generate([5], max_tokens=300, ignore_eos=True)
         first: Output = next(answer)
@@ -225,7 +227,7 @@ def test_sigterm_finishes_what_is_open_refuses_what_is_new_and_exits_0(own: Proc
     assert isinstance(refusals[0], Draining)
 
 
-def test_sigquit_ends_what_is_open_with_an_error_at_once_and_exits_0(own: Process) -> None:
+def test_sigquit_ends_what_is_open_with_an_error_at_once_and_exits_0(own: EngineProcess) -> None:
     with connect(own) as engine:
         answer = engine.generate([5], max_tokens=1900, ignore_eos=True)
         next(answer)
@@ -235,7 +237,7 @@ def test_sigquit_ends_what_is_open_with_an_error_at_once_and_exits_0(own: Proces
     assert own.program.end() == ExitCode.OK
 
 
-def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> None:
+def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: EngineProcess) -> None:
     with connect(own) as engine:
         answer = engine.generate([5], max_tokens=1000, ignore_eos=True)
         next(answer)
@@ -247,7 +249,7 @@ def test_a_killed_worker_is_told_at_once_and_by_exit_code_3(own: Process) -> Non
     assert "killed by SIGKILL" in own.program.err[-1]
 
 
-def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: Process) -> None:
+def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: EngineProcess) -> None:
     with connect(own) as engine:
         answer = engine.generate([5], max_tokens=1000, ignore_eos=True)
         next(answer)
@@ -265,7 +267,7 @@ def test_a_model_that_is_not_there_is_one_line_and_an_exit_code_of_its_own(tmp_p
 
 
 def test_a_request_ends_by_its_label_whoever_asks_and_what_it_held_is_free(
-    shared: Process,
+    shared: EngineProcess,
 ) -> None:
     with connect(shared) as engine, connect(shared) as other:
         labels = ["job-1", "chat-job-1"]
@@ -278,7 +280,7 @@ def test_a_request_ends_by_its_label_whoever_asks_and_what_it_held_is_free(
         assert eventually(lambda: engine.stats.free_blocks == engine.stats.total_blocks)
 
 
-def test_who_speaks_where_the_worker_does_is_not_taken_for_it(shared: Process) -> None:
+def test_who_speaks_where_the_worker_does_is_not_taken_for_it(shared: EngineProcess) -> None:
     connect(shared).close()
     stranger = RawClient(shared.address + ".worker")
     for message in (WorkerFailed(message="I am the worker"), StepResult(**NO_RESULT)):
@@ -290,7 +292,7 @@ def test_who_speaks_where_the_worker_does_is_not_taken_for_it(shared: Process) -
     stranger.close()
 
 
-def test_the_clients_that_wait_for_the_model_are_logged_in_one_line(own: Process) -> None:
+def test_the_clients_that_wait_for_the_model_are_logged_in_one_line(own: EngineProcess) -> None:
     clients = [RawClient(own.address) for _ in range(4)]
     for name, client in zip(("first", "gives up", "second"), clients[:3], strict=True):
         client.say(Hello(protocol=PROTOCOL_VERSION, name=name))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import free_port
-from tools.catalogue import CATALOGUE, DEFAULT, Entry
 from tools.failure import Failure
-from tools.fetch import fetch, is_cached, place
+from tools.models.catalogue import CATALOGUE, DEFAULT, Entry
+from tools.models.fetch import fetch, is_cached, place
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 MEMBER = "tide_pool/pool.gguf"

@@ -13,9 +13,9 @@ import pytest
 import requests
 from msgspec import inspect
 
-from gateway.openai.schema import BatchBody
-from gateway.openapi.routes import operations
-from gateway.rendering.schema import DerenderChat, DerenderCompletion
+from gateway.api.openai.requests import BatchBody
+from gateway.api.render.requests import DerenderChat, DerenderCompletion
+from gateway.http.openapi_routes import operations
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine

@@ -11,8 +11,8 @@ import msgspec
 import openai
 import pytest
 
-from gateway.openai.told import ChatChunk, ChatCompletion
-from gateway.sse import KEEP_ALIVE
+from gateway.api.openai.responses import ChatChunk, ChatCompletion
+from gateway.http.sse import KEEP_ALIVE
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, exchange, folded, unfolded
 from tests.support.scripted_engine import Says, ScriptedEngine, ids_of, says, text_of

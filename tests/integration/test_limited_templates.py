@@ -11,10 +11,10 @@ from typing import Any
 import gevent
 import pytest
 
-from gateway.chat.template import ChatTemplate, Template
 from gateway.limited.calls import LoadTemplate, TemplateLoaded
 from gateway.limited.process import MODULE, LimitedProcess, LimitExceeded
 from gateway.limited.templates import MAX_WAITING, LimitedTemplate, TemplateProcesses
+from gateway.prompt.template import ChatTemplate, ParsedTemplate
 from protocol.errors import InvalidRequest, Overloaded
 from tests.support.gateway_process import GatewayProcess
 from tests.support.hostile_templates import LARGE, REFUSED, SLOW
@@ -50,7 +50,7 @@ def usual() -> Iterator[LimitedProcess]:
     process.close()
 
 
-def rendered(template: Template, messages: Any = USER) -> str:
+def rendered(template: ParsedTemplate, messages: Any = USER) -> str:
     return template.render(messages)
 
 

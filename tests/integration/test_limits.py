@@ -15,7 +15,7 @@ from protocol.api_keys import KeyEntry, digest_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tools.keys import with_key, write
+from tools.commands.keys import with_key, write
 
 LIMITS: dict[str, dict[str, int]] = {
     "free": {},

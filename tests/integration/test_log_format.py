@@ -13,7 +13,7 @@ from protocol.cluster_key import write_cluster_key
 from protocol.exit_codes import ExitCode
 from tests.support.processes import Program, descendants_of, eventually, free_port
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tools.catalogue import DEFAULT
+from tools.models.catalogue import DEFAULT
 
 
 class LogLine(msgspec.Struct):

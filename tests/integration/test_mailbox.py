@@ -19,7 +19,7 @@ from protocol import wire
 from protocol.errors import ErrorInfo
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Gone,
+    EngineStopped,
     Hello,
     Pong,
     Probe,
@@ -35,7 +35,7 @@ PONG = Pong(epoch="e", stats=EngineStats())
 Socket = zmq.Socket[bytes]
 
 
-class Scene:
+class MailboxScene:
     """A mailbox, one client of it, and who was gone."""
 
     def __init__(self, address: str) -> None:
@@ -85,15 +85,15 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(f"ipc://{tmp_path}/m")
+def scene(tmp_path: Path) -> Iterator[MailboxScene]:
+    scene = MailboxScene(f"ipc://{tmp_path}/m")
     yield scene
     scene.mail.close()
     scene.context.destroy(linger=0)
 
 
 def test_nonsense_is_refused_and_counted_and_what_follows_is_heard(
-    scene: Scene, caplog: pytest.LogCaptureFixture
+    scene: MailboxScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(5):
         scene.client.send(b"nonsense")
@@ -108,7 +108,7 @@ def test_nonsense_is_refused_and_counted_and_what_follows_is_heard(
     assert scene.gone == []
 
 
-def test_who_cannot_be_told_anything_is_gone_once(scene: Scene) -> None:
+def test_who_cannot_be_told_anything_is_gone_once(scene: MailboxScene) -> None:
     client = scene.greet()
     scene.mail.clients.greet(b"left", 1.0, "y")
     scene.mail.tell_everybody(PONG)
@@ -118,7 +118,7 @@ def test_who_cannot_be_told_anything_is_gone_once(scene: Scene) -> None:
     assert scene.mail.clients.all() == [client]
 
 
-def test_a_stranger_who_cannot_be_told_anything_is_no_news(scene: Scene) -> None:
+def test_a_stranger_who_cannot_be_told_anything_is_no_news(scene: MailboxScene) -> None:
     scene.mail.tell_each({b"stranger": PONG})
     assert scene.gone == []
 
@@ -136,7 +136,7 @@ while True:
 """
 
 
-def test_a_client_that_is_busy_is_probed_and_stays(scene: Scene) -> None:
+def test_a_client_that_is_busy_is_probed_and_stays(scene: MailboxScene) -> None:
     client = scene.greet()
     scene.mail.check_clients(31.0)
     assert scene.mail.clients.all() == [client]
@@ -144,7 +144,9 @@ def test_a_client_that_is_busy_is_probed_and_stays(scene: Scene) -> None:
     assert scene.gone == []
 
 
-def test_a_client_that_is_connected_and_silent_beyond_its_lease_is_gone(scene: Scene) -> None:
+def test_a_client_that_is_connected_and_silent_beyond_its_lease_is_gone(
+    scene: MailboxScene,
+) -> None:
     client = scene.greet()
     with scene.disconnection():
         scene.mail.check_clients(62.0)
@@ -153,7 +155,7 @@ def test_a_client_that_is_connected_and_silent_beyond_its_lease_is_gone(scene: S
 
 @pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_client_that_is_stopped_or_dead_is_gone(
-    scene: Scene, tmp_path: Path, sent: signal.Signals
+    scene: MailboxScene, tmp_path: Path, sent: signal.Signals
 ) -> None:
     words = [sys.executable, "-c", SILENT_CLIENT, f"ipc://{tmp_path}/m"]
     with subprocess.Popen(words) as process:
@@ -179,9 +181,11 @@ def test_a_client_that_is_stopped_or_dead_is_gone(
     assert scene.mail.clients.all() == [client]
 
 
-def test_a_client_that_never_reads_is_disconnected_and_may_connect_again(scene: Scene) -> None:
+def test_a_client_that_never_reads_is_disconnected_and_may_connect_again(
+    scene: MailboxScene,
+) -> None:
     client = scene.greet()
-    large = Gone(error=ErrorInfo(code="x", message="x" * (1 << 20)))
+    large = EngineStopped(error=ErrorInfo(code="x", message="x" * (1 << 20)))
     for _ in range(MAX_UNREAD_BYTES >> 20):
         scene.mail.tell(client, large)
     assert scene.gone == []
@@ -202,9 +206,9 @@ def test_a_client_that_never_reads_is_disconnected_and_may_connect_again(scene: 
     assert scene.gone == [client]
 
 
-def test_a_client_that_says_what_it_has_read_is_never_dropped(scene: Scene) -> None:
+def test_a_client_that_says_what_it_has_read_is_never_dropped(scene: MailboxScene) -> None:
     client = scene.greet()
-    large = Gone(error=ErrorInfo(code="x", message="x" * (8 << 20)))
+    large = EngineStopped(error=ErrorInfo(code="x", message="x" * (8 << 20)))
     for _ in range(2 * (MAX_UNREAD_BYTES >> 23)):
         scene.mail.tell(client, large)
         scene.told()
@@ -213,11 +217,11 @@ def test_a_client_that_says_what_it_has_read_is_never_dropped(scene: Scene) -> N
 
 
 def test_clients_that_never_read_are_bounded_together_and_cost_a_reader_nothing(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scene: MailboxScene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bound, size, num_rounds = 16 << 20, 1 << 20, 4
     monkeypatch.setattr("engine_core.clients.MAX_TOTAL_UNREAD_BYTES", bound)
-    large = Gone(error=ErrorInfo(code="x", message="x" * size))
+    large = EngineStopped(error=ErrorInfo(code="x", message="x" * size))
     message_bytes = sum(len(bytes(frame)) for frame in wire.encode(large))
     reader = scene.greet()
     num_clients = 2 * bound // size // num_rounds

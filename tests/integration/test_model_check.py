@@ -13,7 +13,7 @@ from protocol.exit_codes import ExitCode
 from tests.support.processes import is_alive
 from tests.support.scripted_engine import scripted_card
 from tools.failure import Failure
-from tools.preflight import ModelCheck
+from tools.models.preflight import ModelCheck
 
 
 def test_the_digest_of_a_tokenizer_that_was_tried_is_in_the_config() -> None:

@@ -110,7 +110,7 @@ def test_a_gateway_before_an_engine_that_drains_is_not_ready(tmp_path: Path) -> 
         assert requests.get(gateway.url + "/livez", timeout=5).ok
 
 
-class Terminal:
+class PseudoTerminal:
     """A program at a terminal of its own; `text` is what it wrote."""
 
     def __init__(self, command: list[str], columns: int, lines: int) -> None:
@@ -145,7 +145,7 @@ def test_at_a_terminal_it_draws_until_it_is_left_and_leaves_no_trace(
     engine: tuple[Program, str],
 ) -> None:
     _, address = engine
-    terminal = Terminal([*TOOL, "top", "--engine", address, "--every-s", "60"], 100, 30)
+    terminal = PseudoTerminal([*TOOL, "top", "--engine", address, "--every-s", "60"], 100, 30)
     try:
         assert eventually(lambda: terminal.shows("busy"), within_s=60)
         assert terminal.shows("\x1b[?1049h")

@@ -33,7 +33,7 @@ SHORT = "short"
 NEVER = Says([[]] * 20_000)
 
 
-class Pair:
+class EnginePair:
     """Two engines of each kind, and the gateway over them."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
@@ -68,13 +68,13 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePair]:
     with ExitStack() as stack:
-        yield started(Pair(tmp_path_factory.mktemp("pairs")), stack)
+        yield started(EnginePair(tmp_path_factory.mktemp("pairs")), stack)
 
 
 @pytest.fixture
-def pair(shared: Pair) -> Iterator[Pair]:
+def pair(shared: EnginePair) -> Iterator[EnginePair]:
     """The shared one, as if it were new; all it was asked is over in the end."""
     shared.forget()
     yield shared
@@ -86,15 +86,15 @@ def pair(shared: Pair) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Pair]:
+def own(tmp_path: Path) -> Iterator[EnginePair]:
     with ExitStack() as stack:
-        yield started(Pair(tmp_path), stack)
+        yield started(EnginePair(tmp_path), stack)
 
 
-class Asked:
+class PairRequest:
     """A request on its way while the test looks at the engines; `response` after its end."""
 
-    def __init__(self, pair: Pair, **fields: Any) -> None:
+    def __init__(self, pair: EnginePair, **fields: Any) -> None:
         self.response: requests.Response
         self._thread = threading.Thread(target=self._ask, args=(pair, fields))
 
@@ -105,11 +105,11 @@ class Asked:
     def __exit__(self, *exception: object) -> None:
         self._thread.join()
 
-    def _ask(self, pair: Pair, fields: dict[str, Any]) -> None:
+    def _ask(self, pair: EnginePair, fields: dict[str, Any]) -> None:
         self.response = pair.complete(**fields)
 
 
-def started(pair: Pair, stack: ExitStack) -> Pair:
+def started(pair: EnginePair, stack: ExitStack) -> EnginePair:
     for engine in (*pair.p, *pair.d, pair.gateway):
         stack.enter_context(engine)
     pair.gateway.await_ready()
@@ -117,7 +117,7 @@ def started(pair: Pair, stack: ExitStack) -> Pair:
     return pair
 
 
-def states(pair: Pair) -> list[dict[str, Any]]:
+def states(pair: EnginePair) -> list[dict[str, Any]]:
     facts = requests.get(pair.gateway.url + "/readyz", timeout=5).json()
     return [*facts["prefill"], *facts["decode"]]
 
@@ -125,7 +125,7 @@ def states(pair: Pair) -> list[dict[str, Any]]:
 # ---- the way it should go
 
 
-def test_a_prompt_is_computed_by_p_and_gone_on_from_by_d(pair: Pair) -> None:
+def test_a_prompt_is_computed_by_p_and_gone_on_from_by_d(pair: EnginePair) -> None:
     before = pair.metric("tidegate_handovers_total")
     response = pair.complete(max_tokens=5, seed=3)
     assert response.json()["choices"][0]["text"] == "Hello"
@@ -138,7 +138,7 @@ def test_a_prompt_is_computed_by_p_and_gone_on_from_by_d(pair: Pair) -> None:
     assert pair.metric("tidegate_handovers_total") == before + 1
 
 
-def test_the_choices_of_a_prompt_share_what_was_computed(pair: Pair) -> None:
+def test_the_choices_of_a_prompt_share_what_was_computed(pair: EnginePair) -> None:
     response = pair.complete(n=3, max_tokens=2)
     assert [choice["text"] for choice in response.json()["choices"]] == ["He"] * 3
     (produce,), consumes = pair.asked(pair.p), pair.asked(pair.d)
@@ -147,13 +147,13 @@ def test_the_choices_of_a_prompt_share_what_was_computed(pair: Pair) -> None:
     assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
 
 
-def test_prompts_that_differ_are_computed_apart_on_both(pair: Pair) -> None:
+def test_prompts_that_differ_are_computed_apart_on_both(pair: EnginePair) -> None:
     def numbers_asked(engines: list[ScriptedEngine]) -> list[int]:
         return [len(engine.generates) for engine in engines]
 
     for d in pair.d:
         d.is_paused = True  # who has answered one already is free for the other
-    with Asked(pair, prompt=[PROMPT, PROMPT + "!"], max_tokens=1) as asked:
+    with PairRequest(pair, prompt=[PROMPT, PROMPT + "!"], max_tokens=1) as asked:
         are_asked = eventually(lambda: numbers_asked(pair.d) == [1, 1])
         for d in pair.d:
             d.is_paused = False
@@ -165,7 +165,7 @@ def test_prompts_that_differ_are_computed_apart_on_both(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "fields", [{"prompt": SHORT}, {"max_tokens": 0, "echo": True}, {"echo": True, "logprobs": 0}]
 )
-def test_d_alone_computes_what_is_not_worth_it(pair: Pair, fields: dict[str, Any]) -> None:
+def test_d_alone_computes_what_is_not_worth_it(pair: EnginePair, fields: dict[str, Any]) -> None:
     before = pair.metric("tidegate_handovers_total")
     assert pair.complete(**fields).status_code == 200
     assert pair.asked(pair.p) == []
@@ -174,13 +174,13 @@ def test_d_alone_computes_what_is_not_worth_it(pair: Pair, fields: dict[str, Any
     assert pair.metric("tidegate_handovers_total") == before
 
 
-def test_what_p_computed_for_a_request_was_not_cached_for_it(pair: Pair) -> None:
+def test_what_p_computed_for_a_request_was_not_cached_for_it(pair: EnginePair) -> None:
     usage = pair.complete(max_tokens=2).json()["usage"]
     assert usage["prompt_tokens"] == len(ids_of(PROMPT))
     assert usage["prompt_tokens_details"]["cached_tokens"] == 2  # which P, too, found
 
 
-def test_the_least_busy_are_asked(pair: Pair) -> None:
+def test_the_least_busy_are_asked(pair: EnginePair) -> None:
     (busy_p, free_p), (free_d, busy_d) = pair.p, pair.d
     try:
         busy_p.stats, busy_d.stats = EngineStats(waiting_tokens=9000), EngineStats(running=5)
@@ -194,7 +194,7 @@ def test_the_least_busy_are_asked(pair: Pair) -> None:
         busy_p.stats = busy_d.stats = EngineStats()
 
 
-def test_a_lease_is_kept_until_d_has_told_its_first_token(pair: Pair) -> None:
+def test_a_lease_is_kept_until_d_has_told_its_first_token(pair: EnginePair) -> None:
     def told(words: str) -> list[str]:
         """The handle, as often as P's heard it; not what an earlier test's request says late."""
         ours = {handle_of(produce) for produce in pair.asked(pair.p)}
@@ -202,7 +202,7 @@ def test_a_lease_is_kept_until_d_has_told_its_first_token(pair: Pair) -> None:
 
     for d in pair.d:
         d.is_paused = True
-    with Asked(pair, max_tokens=1):
+    with PairRequest(pair, max_tokens=1):
         kept = eventually(lambda: len(told("kept")) >= 2)  # of a lease of 3 s
         released_early = told("released")
         for d in pair.d:
@@ -224,7 +224,7 @@ def test_a_lease_is_kept_until_d_has_told_its_first_token(pair: Pair) -> None:
         (Says([[1]], "stop", None), "failed"),  # no handle
     ],
 )
-def test_where_p_does_not_compute_it_d_does(pair: Pair, answer: Any, cause: str) -> None:
+def test_where_p_does_not_compute_it_d_does(pair: EnginePair, answer: Any, cause: str) -> None:
     line = f'tidegate_handover_fallbacks_total{{cause="{cause}"}}'
     before = pair.metric(line)
     for p in pair.p:
@@ -235,7 +235,7 @@ def test_where_p_does_not_compute_it_d_does(pair: Pair, answer: Any, cause: str)
     assert pair.metric(line) == before + 2
 
 
-def test_a_handle_that_d_refuses_is_done_without(pair: Pair) -> None:
+def test_a_handle_that_d_refuses_is_done_without(pair: EnginePair) -> None:
     def refuses(generate: Generate) -> Any:
         error = ErrorInfo(code="invalid_request", message="?", param="kv_transfer_params")
         return error if generate.kv_handle else says("Hello")
@@ -248,7 +248,7 @@ def test_a_handle_that_d_refuses_is_done_without(pair: Pair) -> None:
     assert [h for p in pair.p for h in p.released] == [handle_of(produce)]
 
 
-def test_what_d_refuses_for_its_own_reasons_is_told_and_p_is_left(pair: Pair) -> None:
+def test_what_d_refuses_for_its_own_reasons_is_told_and_p_is_left(pair: EnginePair) -> None:
     for d in pair.d:
         d.script = lambda generate: ErrorInfo(code="overloaded", message="full", retry_after_s=3)
     response = pair.complete()
@@ -257,7 +257,7 @@ def test_what_d_refuses_for_its_own_reasons_is_told_and_p_is_left(pair: Pair) ->
     assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
 
 
-def hang_up_while(pair: Pair, claim: Any) -> None:
+def hang_up_while(pair: EnginePair, claim: Any) -> None:
     """A client that streams, and goes as soon as `claim` is true."""
     sock = connect(pair.gateway.port)
     send_post(sock, COMPLETIONS, {"prompt": PROMPT, "stream": True, "max_tokens": 400})
@@ -265,7 +265,7 @@ def hang_up_while(pair: Pair, claim: Any) -> None:
     sock.close()
 
 
-def test_a_client_that_goes_while_p_computes_stops_p(pair: Pair) -> None:
+def test_a_client_that_goes_while_p_computes_stops_p(pair: EnginePair) -> None:
     for p in pair.p:
         p.computes = lambda generate: NEVER
     hang_up_while(pair, lambda: pair.asked(pair.p))
@@ -273,7 +273,7 @@ def test_a_client_that_goes_while_p_computes_stops_p(pair: Pair) -> None:
     assert pair.asked(pair.d) == []
 
 
-def test_a_handle_that_comes_when_everybody_has_gone_is_released(pair: Pair) -> None:
+def test_a_handle_that_comes_when_everybody_has_gone_is_released(pair: EnginePair) -> None:
     """The scripted engine ends what it has said already; a real one may have, too."""
     p = pair.p[0]
     pair.p[1].stats = EngineStats(waiting_tokens=9000)
@@ -291,7 +291,9 @@ def test_a_handle_that_comes_when_everybody_has_gone_is_released(pair: Pair) -> 
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_goes_while_d_has_it_stops_d_and_releases(pair: Pair, streams: bool) -> None:
+def test_a_client_that_goes_while_d_has_it_stops_d_and_releases(
+    pair: EnginePair, streams: bool
+) -> None:
     for d in pair.d:
         d.script = lambda generate: says("x" * 300) if streams else NEVER
         d.step_s = 0.01
@@ -304,11 +306,11 @@ def test_a_client_that_goes_while_d_has_it_stops_d_and_releases(pair: Pair, stre
 
 
 @pytest.mark.parametrize("role", ["p", "d"])
-def test_an_abort_by_name_ends_it_wherever_it_is(pair: Pair, role: str) -> None:
+def test_an_abort_by_name_ends_it_wherever_it_is(pair: EnginePair, role: str) -> None:
     engines = getattr(pair, role)
     for engine in engines:
         engine.computes = engine.script = lambda generate: NEVER
-    with Asked(pair) as asked:
+    with PairRequest(pair) as asked:
         assert eventually(lambda: pair.asked(engines))
         (name, *_) = pair.asked(engines)[0].labels
         told = pair.gateway.post("/inference/v1/abort_requests", {"request_ids": [name, "no"]})
@@ -320,11 +322,14 @@ def test_an_abort_by_name_ends_it_wherever_it_is(pair: Pair, role: str) -> None:
 
 
 def test_p_that_dies_while_it_computes_is_done_without_and_used_again_when_it_is_back(
-    own: Pair,
+    own: EnginePair,
 ) -> None:
     for p in own.p:
         p.computes = lambda generate: NEVER
-    with Asked(own, max_tokens=2) as one, Asked(own, max_tokens=2, stream=True) as other:
+    with (
+        PairRequest(own, max_tokens=2) as one,
+        PairRequest(own, max_tokens=2, stream=True) as other,
+    ):
         assert eventually(lambda: len(own.asked(own.p)) == 2)
         for p in own.p:
             p.kill()
@@ -343,10 +348,10 @@ def test_p_that_dies_while_it_computes_is_done_without_and_used_again_when_it_is
         assert len(back.generates) == 1
 
 
-def test_without_a_d_nothing_is_served_and_what_is_open_ends_with_an_error(own: Pair) -> None:
+def test_without_a_d_nothing_is_served_and_what_is_open_ends_with_an_error(own: EnginePair) -> None:
     for d in own.d:
         d.script = lambda generate: NEVER
-    with Asked(own) as asked:
+    with PairRequest(own) as asked:
         assert eventually(lambda: own.asked(own.d))
         (produce,) = own.asked(own.p)
         for d in own.d:
@@ -364,7 +369,7 @@ def test_without_a_d_nothing_is_served_and_what_is_open_ends_with_an_error(own: 
 
 def test_the_policy_may_be_an_error(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        pair = started(Pair(tmp_path, kv_on_failure="error"), stack)
+        pair = started(EnginePair(tmp_path, kv_on_failure="error"), stack)
         for p in pair.p:
             p.computes = lambda generate: ErrorInfo(code="overloaded", message="busy")
         assert pair.complete().status_code == 429
@@ -378,7 +383,7 @@ def test_the_policy_may_be_an_error(tmp_path: Path) -> None:
 
 def test_an_engine_with_another_model_is_not_used(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        pair = Pair(tmp_path)
+        pair = EnginePair(tmp_path)
         other = scripted_card(digest="f" * 16)
         pair.p[0].card = pair.p[1].card = pair.d[1].card = other
         started(pair, stack)

@@ -19,12 +19,12 @@ import msgspec
 import pytest
 
 from tests.support.processes import ROOT, Program, eventually, is_alive
-from tools.places import Found, Place, look
+from tools.processes.server_discovery import Found, RunDirectory, look
 
 SERVER = """
 import subprocess, sys, time
 from pathlib import Path
-from tools import run_lock
+from tools.processes import run_lock
 sleeper = "import time; time.sleep(600)"
 child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeper!r}]); {sleeper}"
 lock = run_lock.hold(Path(sys.argv[1]))
@@ -34,7 +34,7 @@ time.sleep(600)
 """
 
 
-class Machine:
+class ServerMachine:
     """A user's run directories, with what runs in them."""
 
     def __init__(self, runtime: Path, stack: ExitStack) -> None:
@@ -65,10 +65,10 @@ class Machine:
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, RunDirectory]:
         return {place.name: place for place in look(self.base).places}
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> RunDirectory:
         return self.places()[name]
 
     def kill(self, pids: list[int]) -> None:
@@ -78,18 +78,20 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path) -> Iterator[ServerMachine]:
     runtime = tmp_path / "r"
     runtime.mkdir(mode=0o700)
     with ExitStack() as stack:
-        yield Machine(runtime, stack)
+        yield ServerMachine(runtime, stack)
 
 
-def pids(place: Place) -> list[int]:
+def pids(place: RunDirectory) -> list[int]:
     return [process.pid for process in place.processes]
 
 
-def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(machine: Machine) -> None:
+def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(
+    machine: ServerMachine,
+) -> None:
     first, second = machine.serve("8001"), machine.serve("8002")
     found = machine.places()
     assert found["8001"].pid == first.process.pid
@@ -105,7 +107,7 @@ def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(machine: Ma
     assert second.process.poll() is None
 
 
-def test_who_is_asked_and_stays_is_named_and_not_killed(machine: Machine) -> None:
+def test_who_is_asked_and_stays_is_named_and_not_killed(machine: ServerMachine) -> None:
     """A real supervisor sees to its children; this one is none."""
     server = machine.serve("8001")
     found = machine.place("8001")
@@ -116,7 +118,7 @@ def test_who_is_asked_and_stays_is_named_and_not_killed(machine: Machine) -> Non
     assert all(map(is_alive, children))
 
 
-def test_what_a_killed_supervisor_left_behind_is_found_and_stopped(machine: Machine) -> None:
+def test_what_a_killed_supervisor_left_behind_is_found_and_stopped(machine: ServerMachine) -> None:
     server = machine.serve("8001")
     path = machine.leave_socket("8001")
     left = [pid for pid in pids(machine.place("8001")) if pid != server.process.pid]
@@ -133,7 +135,7 @@ def test_what_a_killed_supervisor_left_behind_is_found_and_stopped(machine: Mach
 
 
 def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_none(
-    machine: Machine,
+    machine: ServerMachine,
 ) -> None:
     assert machine.places() == {}
     assert "nothing runs at 8001" in machine.tool("stop", "8001", code=1)
@@ -149,7 +151,9 @@ def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_non
     assert machine.places() == {}
 
 
-def test_the_only_server_is_stopped_and_of_several_one_has_to_be_named(machine: Machine) -> None:
+def test_the_only_server_is_stopped_and_of_several_one_has_to_be_named(
+    machine: ServerMachine,
+) -> None:
     assert "no server runs here; see: tidegate ps" in machine.tool("stop", code=1)
     assert "name servers or use --all" in machine.tool("stop", "8001", "--all", code=2)
     machine.serve("8001")
@@ -159,7 +163,7 @@ def test_the_only_server_is_stopped_and_of_several_one_has_to_be_named(machine: 
     assert "stopped  8001 (3 processes)" in machine.tool("stop", "--kill")
 
 
-def test_age_and_memory_of_a_server_are_listed(machine: Machine) -> None:
+def test_age_and_memory_of_a_server_are_listed(machine: ServerMachine) -> None:
     machine.serve("8001")
     (listed,) = msgspec.json.decode(machine.tool("ps", "--json"))["places"]
     assert listed["age_s"] > 0

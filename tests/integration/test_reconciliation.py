@@ -49,7 +49,7 @@ def script(generate: Generate) -> Reply:
 
 
 @dataclass
-class Client:
+class CountingClient:
     """What one client saw of all its requests: (route, status) -> how often; request id -> (prompt
     tokens, generated tokens), where it was told."""
 
@@ -77,7 +77,7 @@ def messages_of(words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": words}]
 
 
-def whole_chat(client: Client, dice: random.Random) -> None:
+def whole_chat(client: CountingClient, dice: random.Random) -> None:
     body = {"messages": messages_of("hi"), "n": dice.randint(1, 3)}
     if dice.random() < 0.5:
         body["max_tokens"] = dice.randint(1, 6)
@@ -85,7 +85,7 @@ def whole_chat(client: Client, dice: random.Random) -> None:
     client.told(response, response.json()["usage"], *OPENAI)
 
 
-def streamed_completion(client: Client, dice: random.Random) -> None:
+def streamed_completion(client: CountingClient, dice: random.Random) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     body = {"prompt": ["some", "prompts"][: dice.randint(1, 2)], "max_tokens": 9, **options}
     if dice.random() < 0.5:
@@ -94,40 +94,40 @@ def streamed_completion(client: Client, dice: random.Random) -> None:
     client.told(response, events_of(response.content)[-1]["usage"], *OPENAI)
 
 
-def message(client: Client, dice: random.Random) -> None:
+def message(client: CountingClient, dice: random.Random) -> None:
     response = client.post(MESSAGES, {"messages": messages_of("x"), "max_tokens": 5}, "finished")
     usage = response.json()["usage"]
     usage["input_tokens"] = prompt_tokens(usage)
     client.told(response, usage, *ANTHROPIC)
 
 
-def response(client: Client, dice: random.Random) -> None:
+def response(client: CountingClient, dice: random.Random) -> None:
     answer = client.post(RESPONSES, {"input": "hi", "store": False}, "finished")
     client.told(answer, answer.json()["usage"], *ANTHROPIC)
 
 
-def tokens(client: Client, dice: random.Random) -> None:
+def tokens(client: CountingClient, dice: random.Random) -> None:
     body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": dice.randint(1, 9)}}
     answer = client.post(GENERATE, body, "finished")
     client.told(answer, answer.json()["usage"], *OPENAI)
 
 
-def refused_by_the_engine(client: Client, dice: random.Random) -> None:
+def refused_by_the_engine(client: CountingClient, dice: random.Random) -> None:
     assert client.post(CHAT, {"messages": messages_of("refuse")}, "refused").status_code == 429
 
 
-def refused_by_the_gateway(client: Client, dice: random.Random) -> None:
+def refused_by_the_gateway(client: CountingClient, dice: random.Random) -> None:
     assert client.post(COMPLETIONS, {"prompt": 5}, "refused").status_code == 400
 
 
-def failed(client: Client, dice: random.Random) -> None:
+def failed(client: CountingClient, dice: random.Random) -> None:
     streams = dice.random() < 0.5
     answer = client.post(CHAT, {"messages": messages_of("fail"), "stream": streams}, "error")
     # A stream may have failed before its head was sent.
     assert answer.status_code in ((200, 500) if streams else (500,))
 
 
-def hung_up(client: Client, dice: random.Random) -> None:
+def hung_up(client: CountingClient, dice: random.Random) -> None:
     with connect(client.gateway.port) as sock, sock.makefile("rb") as file:
         send_post(sock, CHAT, {"messages": messages_of("endless"), "stream": True})
         assert read_head(file)[0] == 200
@@ -137,7 +137,7 @@ def hung_up(client: Client, dice: random.Random) -> None:
     client.ends["disconnected"] += 1
 
 
-def aborted_by_name(client: Client, dice: random.Random) -> None:
+def aborted_by_name(client: CountingClient, dice: random.Random) -> None:
     name = f"mine-{dice.getrandbits(40)}"
     with connect(client.gateway.port) as sock, sock.makefile("rb") as file:
         body = {"messages": messages_of("endless"), "stream": True}
@@ -151,7 +151,7 @@ def aborted_by_name(client: Client, dice: random.Random) -> None:
     client.ends["aborted"] += 1
 
 
-KINDS: list[Callable[[Client, random.Random], None]] = [
+KINDS: list[Callable[[CountingClient, random.Random], None]] = [
     whole_chat,
     streamed_completion,
     message,
@@ -166,10 +166,10 @@ KINDS: list[Callable[[Client, random.Random], None]] = [
 
 
 @dataclass
-class Told:
+class ToldUsage:
     """After the storm: the clients, the lines of the log, and the samples of `/metrics`."""
 
-    clients: list[Client]
+    clients: list[CountingClient]
     lines: list[dict[str, Any]]
     samples: Samples
     engine: ScriptedEngine
@@ -191,7 +191,7 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToldUsage]:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
     with (
         ScriptedEngine(address, script=script) as engine,
@@ -202,14 +202,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         await_lines(gateway, clients)
         gone = sum(client.ends["disconnected"] for client in clients)
         assert eventually(lambda: scraped(gateway).get((FREED, frozenset())) == gone)
-        yield Told(clients, request_lines(gateway), scraped(gateway), engine)
+        yield ToldUsage(clients, request_lines(gateway), scraped(gateway), engine)
 
 
-def storm(gateway: GatewayProcess) -> list[Client]:
-    clients = [Client(gateway) for _ in range(NUM_CLIENTS)]
+def storm(gateway: GatewayProcess) -> list[CountingClient]:
+    clients = [CountingClient(gateway) for _ in range(NUM_CLIENTS)]
     dices = [random.Random(seed) for seed in range(len(clients))]
 
-    def live(client: Client, dice: random.Random) -> None:
+    def live(client: CountingClient, dice: random.Random) -> None:
         for kind in dice.sample(KINDS * ROUNDS, len(KINDS) * ROUNDS):
             kind(client, dice)
 
@@ -219,7 +219,7 @@ def storm(gateway: GatewayProcess) -> list[Client]:
     return clients
 
 
-def await_lines(gateway: GatewayProcess, clients: list[Client]) -> None:
+def await_lines(gateway: GatewayProcess, clients: list[CountingClient]) -> None:
     """Until the log has one for each request."""
     total = sum(sum(client.seen.values()) for client in clients)
     assert eventually(lambda: len(request_lines(gateway)) == total), len(request_lines(gateway))
@@ -244,7 +244,7 @@ def summed(lines: list[dict[str, Any]], name: str) -> float:
     return float(sum(line.get(name, 0) for line in lines))
 
 
-def check_lines(told: Told) -> None:
+def check_lines(told: ToldUsage) -> None:
     seen = sum((client.seen for client in told.clients), Counter())
     assert Counter((line["route"], line["status"]) for line in told.lines) == seen
     assert len({line["request_id"] for line in told.lines}) == len(told.lines)
@@ -252,7 +252,7 @@ def check_lines(told: Told) -> None:
         assert told.metric("tidegate_requests_total", route=route, status=str(status)) == count
 
 
-def check_tokens(told: Told, count: int) -> None:
+def check_tokens(told: ToldUsage, count: int) -> None:
     lines = {line["request_id"]: line for line in told.lines}
     told_usage = {name: usage for client in told.clients for name, usage in client.usage.items()}
     assert len(told_usage) == count
@@ -260,7 +260,7 @@ def check_tokens(told: Told, count: int) -> None:
         assert (lines[name]["prompt_tokens"], lines[name]["generated_tokens"]) == usage
 
 
-def check_totals(told: Told) -> None:
+def check_totals(told: ToldUsage) -> None:
     for name in ("prompt_tokens", "generated_tokens", "cached_tokens"):
         assert told.metric(f"tidegate_{name}_total") == summed(told.lines, name)
     for name in ("prompt_tokens", "generated_tokens"):
@@ -270,34 +270,34 @@ def check_totals(told: Told) -> None:
     assert summed(refused, "prompt_tokens") == summed(refused, "generated_tokens") == 0
 
 
-def check_open(told: Told) -> None:
+def check_open(told: ToldUsage) -> None:
     assert told.metric("tidegate_open_answers") == 0
 
 
-def test_each_request_has_one_line_and_is_counted_by_route_and_status(told: Told) -> None:
+def test_each_request_has_one_line_and_is_counted_by_route_and_status(told: ToldUsage) -> None:
     check_lines(told)
 
 
-def test_ends_are_those_that_clients_brought_about(told: Told) -> None:
+def test_ends_are_those_that_clients_brought_about(told: ToldUsage) -> None:
     ends = sum((client.ends for client in told.clients), Counter())
     assert Counter(line["end"] for line in told.lines) == ends
     assert set(ends) == {"finished", "aborted", "disconnected", "refused", "error"}
     assert told.counted("tidegate_request_ends_total", "end") == ends
 
 
-def test_the_log_has_the_tokens_that_clients_were_told(told: Told) -> None:
+def test_the_log_has_the_tokens_that_clients_were_told(told: ToldUsage) -> None:
     check_tokens(told, 5 * NUM_CLIENTS * ROUNDS)
 
 
-def test_totals_are_the_sums_over_requests(told: Told) -> None:
+def test_totals_are_the_sums_over_requests(told: ToldUsage) -> None:
     check_totals(told)
 
 
-def test_nothing_is_open_when_all_is_over(told: Told) -> None:
+def test_nothing_is_open_when_all_is_over(told: ToldUsage) -> None:
     check_open(told)
 
 
-def test_answers_and_choices_are_counted_by_how_they_ended(told: Told) -> None:
+def test_answers_and_choices_are_counted_by_how_they_ended(told: ToldUsage) -> None:
     answers = Counter(line["finish"] for line in told.lines if "finish" in line)
     assert told.counted("tidegate_answers_total", "finish") == answers
     choices = Counter(finish for line in told.accepted for finish in line["finishes"])
@@ -307,7 +307,7 @@ def test_answers_and_choices_are_counted_by_how_they_ended(told: Told) -> None:
     assert sum(choices.values()) == len(told.engine.generates) - refused
 
 
-def test_times_are_counted_once_for_each_answer_that_has_them(told: Told) -> None:
+def test_times_are_counted_once_for_each_answer_that_has_them(told: ToldUsage) -> None:
     spoke = [line for line in told.accepted if "first_token_s" in line]
     assert told.metric("tidegate_time_to_first_token_seconds_count") == len(spoke)
     total = told.metric("tidegate_time_to_first_token_seconds_sum")
@@ -320,12 +320,12 @@ def test_times_are_counted_once_for_each_answer_that_has_them(told: Told) -> Non
         assert told_sum == pytest.approx(summed(told.accepted, name), abs=1e-3)
 
 
-def test_what_those_who_hung_up_had_is_free_again(told: Told) -> None:
+def test_what_those_who_hung_up_had_is_free_again(told: ToldUsage) -> None:
     gone = [line for line in told.lines if line["end"] == "disconnected"]
     assert told.metric(FREED) == len(gone) > 0
 
 
-def test_other_names_say_the_same(told: Told) -> None:
+def test_other_names_say_the_same(told: ToldUsage) -> None:
     model = {"model_name": "scripted", "engine": "0"}
     generated = told.metric("tidegate_generated_tokens_total")
     assert told.metric("vllm:generation_tokens_total", **model) == generated
@@ -336,7 +336,7 @@ def test_other_names_say_the_same(told: Told) -> None:
     assert aborted == choices["abort"] + choices["disconnected"]
 
 
-def test_a_line_has_no_words(told: Told) -> None:
+def test_a_line_has_no_words(told: ToldUsage) -> None:
     text = json.dumps(told.lines)
     assert not re.search("endless|a{12}|refuse\\b(?!d)|some prompts|three", text)
 
@@ -345,7 +345,7 @@ def test_it_is_so_when_the_engine_dies_and_comes_back(tmp_path: Path) -> None:
     """Answers that were open fail, those that come meanwhile are refused, those after are given."""
     address = f"ipc://{tmp_path / 'engine.sock'}"
     with GatewayProcess(engine=address, **OPTIONS) as gateway:
-        clients = [Client(gateway) for _ in range(NUM_CLIENTS)]
+        clients = [CountingClient(gateway) for _ in range(NUM_CLIENTS)]
         with ScriptedEngine(address, script=script) as engine:
             gateway.await_ready()
             with ThreadPoolExecutor(NUM_CLIENTS) as pool:
@@ -359,7 +359,7 @@ def test_it_is_so_when_the_engine_dies_and_comes_back(tmp_path: Path) -> None:
             for client in clients:
                 whole_chat(client, random.Random(7))
         await_lines(gateway, clients)
-        told = Told(clients, request_lines(gateway), scraped(gateway), engine)
+        told = ToldUsage(clients, request_lines(gateway), scraped(gateway), engine)
     check_lines(told)
     check_tokens(told, NUM_CLIENTS)
     check_totals(told)
@@ -369,6 +369,6 @@ def test_it_is_so_when_the_engine_dies_and_comes_back(tmp_path: Path) -> None:
     assert told.counted("tidegate_request_ends_total", "end") == ends
 
 
-def endless(client: Client) -> int:
+def endless(client: CountingClient) -> int:
     """Its status, in the end."""
     return client.post(CHAT, {"messages": messages_of("endless")}, "").status_code

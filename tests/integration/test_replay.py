@@ -35,8 +35,8 @@ from tests.support.recording import (
     replay,
     tiny_model,
 )
-from worker.slot_fields import slot_fields
-from worker.slots import Poison, Rest, SlotField, SlotTable, Write
+from worker.slots.fields import slot_fields
+from worker.slots.table import Poison, RestPolicy, SlotField, SlotTable, SlotWrite
 
 SEED = 15
 TURN_STEPS = 40
@@ -164,7 +164,7 @@ class Careless(SlotTable):
     field = ""
     way = ""
 
-    def _resets(self, inits: Sequence[SlotInit]) -> list[Write]:
+    def _resets(self, inits: Sequence[SlotInit]) -> list[SlotWrite]:
         rest = [write for write in super()._resets(inits) if write.field.name != self.field]
         kept = [init for init in inits if self._writes(init)]
         return rest + [w for w in super()._resets(kept) if w.field.name == self.field]
@@ -206,9 +206,9 @@ def ways() -> Iterator[tuple[str, str]]:
             yield field.name, "once"
             if not field.shape and not is_plain(field, special):
                 yield field.name, "lazily"
-        if field.rest is Rest.FILL and field.shape:
+        if field.rest is RestPolicy.FILL and field.shape:
             yield field.name, "fill"
-        if field.rest is Rest.DERIVED:
+        if field.rest is RestPolicy.DERIVED:
             yield field.name, "derive"
 
 

@@ -13,11 +13,22 @@ import pytest
 
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
-from tools.run_lock import LOCK, METRICS, RUN_KEY, check_port_is_free, hold, holder, holding
-
-HOLD = (
-    "import sys; from pathlib import Path; from tools.run_lock import hold; hold(Path(sys.argv[1]))"
+from tools.processes.run_lock import (
+    LOCK,
+    METRICS,
+    RUN_KEY,
+    check_port_is_free,
+    hold,
+    holder,
+    holding,
 )
+
+HOLD = """
+import sys
+from pathlib import Path
+from tools.processes.run_lock import hold
+hold(Path(sys.argv[1]))
+"""
 
 
 @pytest.fixture
@@ -94,7 +105,8 @@ def test_a_lock_that_was_removed_while_somebody_waited_for_it_is_nobodys(directo
 
 def test_children_that_still_stop_keep_the_directory_taken(directory: Path) -> None:
     code = (
-        "import subprocess, sys; from pathlib import Path; from tools.run_lock import hold;"
+        "import subprocess, sys; from pathlib import Path;"
+        "from tools.processes.run_lock import hold;"
         "lock = hold(Path(sys.argv[1]));"
         "print(subprocess.Popen(['sleep', '1000'], pass_fds=[lock], stdout=2).pid)"
     )

@@ -10,16 +10,16 @@ from typing import Any
 import gevent
 import pytest
 
-from gateway.store.queries import Epitaph, NewRun, Record
-from gateway.store.runs import BEAT_S, Run, Runs
+from gateway.store.queries import Interruption, NewRun, StoredRecord
+from gateway.store.runs import BEAT_S, DetachedRun, Runs
 from gateway.store.store import Store
 
 
-def epitaph(run: str, number: int, body: bytes | None) -> Epitaph:
-    return Epitaph(b"died", b"died")
+def epitaph(run: str, number: int, body: bytes | None) -> Interruption:
+    return Interruption(b"died", b"died")
 
 
-class Client:
+class RunClient:
     """An outlet that keeps what it is given."""
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ def runs(store: Store) -> Runs:
     return Runs(store, window_s=0.2)
 
 
-def begun(runs: Runs, name: str = "run", **options: Any) -> tuple[Run, list[str]]:
+def begun(runs: Runs, name: str = "run", **options: Any) -> tuple[DetachedRun, list[str]]:
     """A response's run; and its aborts, each of which ends it at once."""
-    record = Record(name, "o", time.time(), None, b"[]", b"queued")
+    record = StoredRecord(name, "o", time.time(), None, b"[]", b"queued")
     run = runs.begin(NewRun(name, "o", "kind", **options), record)
     aborts: list[str] = []
 
@@ -82,7 +82,7 @@ def test_what_a_run_says_is_stored_and_its_client_hears_all_of_it_once(
     store: Store, runs: Runs
 ) -> None:
     run, aborts = begun(runs)
-    client = Client()
+    client = RunClient()
     run.write([b"a", b"b"])
     eventually(lambda: len(stored(store)[0]) == 2)
     run.listen(client)  # type: ignore[arg-type]
@@ -105,14 +105,14 @@ def test_a_client_that_comes_after_the_end_hears_all(store: Store, runs: Runs) -
     run.write([b"a"])
     run.close([b"b"], b"done")
     eventually(lambda: run.is_over)
-    client = Client()
+    client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
     assert (client.data, client.is_finished) == (b"ab", True)
 
 
 def test_after_its_client_has_left_it_goes_on(store: Store, runs: Runs) -> None:
     run, aborts = begun(runs)
-    client = Client()
+    client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
     run.leave()
     gevent.sleep(2 * BEAT_S)
@@ -126,7 +126,7 @@ def test_after_its_client_has_left_it_goes_on(store: Store, runs: Runs) -> None:
 
 def test_one_that_needs_a_client_is_aborted_without_one(store: Store, runs: Runs) -> None:
     run, aborts = begun(runs, wanted_until=time.time() + 0.2)
-    client = Client()
+    client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
     gevent.sleep(3 * BEAT_S)
     assert aborts == [], "its client is there"
@@ -148,7 +148,7 @@ def test_one_that_was_deleted_or_thought_dead_is_aborted_and_says_nothing_more(
 ) -> None:
     deleted, _ = begun(runs, "deleted")
     dead, _ = begun(runs, "dead")
-    client = Client()
+    client = RunClient()
     dead.listen(client)  # type: ignore[arg-type]
     store.ask(lambda database: database.delete("deleted", "o"))
     store.ask(lambda database: database.get("dead", "o", time.time() + 3600))
@@ -169,7 +169,7 @@ def test_runs_that_cannot_be_written_down_are_aborted_and_later_ones_are_not(
     store: Store, runs: Runs
 ) -> None:
     run, aborts = begun(runs)
-    client = Client()
+    client = RunClient()
     run.listen(client)  # type: ignore[arg-type]
     limit_pages(store, 1)
     run.write([b"a" * (1 << 20)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from protocol.grammar import Choice, Grammar
+from protocol.grammar import ChoiceGrammar, Grammar
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.grammars import signs_tokenizer
@@ -36,7 +36,7 @@ def told(replica: Replica, number: int) -> list[TokenLogprobs]:
 def test_a_grammars_mask_is_part_of_it_and_what_is_left_sums_to_one(loaded: LoadedModel) -> None:
     replica = Replica(loaded)
     params = SamplingParams(logprobs=20, logprobs_of="sampling", seed=3, max_tokens=12)
-    number = replica.add(PROMPT, params, Grammar(body=Choice(choices=["abc", "abd", "xy"])))
+    number = replica.add(PROMPT, params, Grammar(body=ChoiceGrammar(choices=["abc", "abd", "xy"])))
     replica.run()
     entries = told(replica, number)
     assert entries

@@ -64,7 +64,7 @@ def _long(generate: Generate, asked: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReceivedStream:
     """bits   what the deltas told, one after the other: text, or token ids
     tokens  how many there were by the stream's own usage
     """
@@ -78,14 +78,14 @@ def _choices_of(events: list[Any]) -> list[Any]:
     return [choice for event in events for choice in event["choices"]]
 
 
-def _heard_chat(data: bytes) -> Heard:
+def _heard_chat(data: bytes) -> ReceivedStream:
     events = events_of(data)
     deltas = [choice["delta"] for choice in _choices_of(events)]
     bits = [delta["content"] for delta in deltas if delta.get("content")]
-    return Heard(bits, events[-1]["usage"]["completion_tokens"])
+    return ReceivedStream(bits, events[-1]["usage"]["completion_tokens"])
 
 
-def _heard_completion(data: bytes) -> Heard:
+def _heard_completion(data: bytes) -> ReceivedStream:
     events = events_of(data)
     choices = _choices_of(events)
     bits = [choice["text"] for choice in choices if choice["text"]]
@@ -93,37 +93,37 @@ def _heard_completion(data: bytes) -> Heard:
     assert [chance for chances in told for chance in chances] == [
         scripted_logprob(token, 1).logprob for token in ids_of("".join(bits))
     ]
-    return Heard(bits, events[-1]["usage"]["completion_tokens"])
+    return ReceivedStream(bits, events[-1]["usage"]["completion_tokens"])
 
 
-def _heard_message(data: bytes) -> Heard:
+def _heard_message(data: bytes) -> ReceivedStream:
     events = anthropic_events(data)
     bits = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
     message = message_of(events)
     assert [block["text"] for block in message["content"]] == ["".join(bits)]
-    return Heard(bits, message["usage"]["output_tokens"])
+    return ReceivedStream(bits, message["usage"]["output_tokens"])
 
 
-def _heard_response(data: bytes) -> Heard:
+def _heard_response(data: bytes) -> ReceivedStream:
     events = typed_events(data)
     bits = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
     response = events[-1]["response"]
     (message,) = response["output"]
     assert [part["text"] for part in message["content"]] == ["".join(bits)]
-    return Heard(bits, response["usage"]["output_tokens"])
+    return ReceivedStream(bits, response["usage"]["output_tokens"])
 
 
-def _heard_ids(data: bytes) -> Heard:
+def _heard_ids(data: bytes) -> ReceivedStream:
     events = events_of(data)
     choices = _choices_of(events)
     bits = [choice["token_ids"] for choice in choices if choice["token_ids"]]
-    return Heard(bits, events[-1]["usage"]["completion_tokens"])
+    return ReceivedStream(bits, events[-1]["usage"]["completion_tokens"])
 
 
 MUCH = [{"role": "user", "content": "much"}]
 MOST = 1 << 22
 USAGE = {"include_usage": True}
-STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[bytes], Heard]]] = {
+STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[bytes], ReceivedStream]]] = {
     "chat": (
         "/v1/chat/completions",
         {"messages": MUCH, "max_tokens": MOST, "stream_options": USAGE},

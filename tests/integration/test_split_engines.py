@@ -25,7 +25,7 @@ LEASE_S = 4.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-class Side:
+class SplitSide:
     """One of the two engines, and a client of it."""
 
     def __init__(self, directory: Path, checkpoint: Path, role: str) -> None:
@@ -74,11 +74,11 @@ class Side:
         return EngineView(self.address)
 
 
-class Split:
+class SplitServer:
     def __init__(self, directory: Path, checkpoint: Path) -> None:
         directory.chmod(0o700)
         write_cluster_key(str(directory / "key"))
-        self.p, self.d = (Side(directory, checkpoint, role) for role in ("prefill", "decode"))
+        self.p, self.d = (SplitSide(directory, checkpoint, role) for role in ("prefill", "decode"))
 
     def greet(self) -> None:
         for side in (self.p, self.d):
@@ -97,8 +97,8 @@ class Split:
 
 
 @pytest.fixture
-def split(tmp_path: Path, checkpoint: Path) -> Iterator[Split]:
-    both = Split(tmp_path, checkpoint)
+def split(tmp_path: Path, checkpoint: Path) -> Iterator[SplitServer]:
+    both = SplitServer(tmp_path, checkpoint)
     with both.p.program, both.d.program:
         both.greet()
         yield both
@@ -116,7 +116,9 @@ def prompts(count: int) -> list[list[int]]:
     return [[dice.randrange(1, VOCAB) for _ in range(dice.randrange(2, 80))] for _ in range(count)]
 
 
-def test_answers_are_those_of_one_engine_and_each_prompt_is_computed_once(split: Split) -> None:
+def test_answers_are_those_of_one_engine_and_each_prompt_is_computed_once(
+    split: SplitServer,
+) -> None:
     asked = prompts(30)
     handed = [split.d.answer(prompt, kv_handle=split.prefill(prompt)) for prompt in asked]
     views = [side.view() for side in (split.p, split.d)]
@@ -134,7 +136,9 @@ def test_answers_are_those_of_one_engine_and_each_prompt_is_computed_once(split:
         view.close()
 
 
-def test_a_lease_that_nobody_takes_is_over_and_its_handle_is_computed_again(split: Split) -> None:
+def test_a_lease_that_nobody_takes_is_over_and_its_handle_is_computed_again(
+    split: SplitServer,
+) -> None:
     prompt = prompts(1)[0]
     handle = split.prefill(prompt)
     with_view = split.p.view()
@@ -149,7 +153,7 @@ def test_a_lease_that_nobody_takes_is_over_and_its_handle_is_computed_again(spli
     assert split.fetch_failures() == {"expired": 1}
 
 
-def test_what_is_released_is_free_at_once(split: Split) -> None:
+def test_what_is_released_is_free_at_once(split: SplitServer) -> None:
     view = split.p.view()
     handle = split.prefill(prompts(1)[0])
     split.p.client.say(ReleaseKV(handles=[handle]))
@@ -158,7 +162,7 @@ def test_what_is_released_is_free_at_once(split: Split) -> None:
     view.close()
 
 
-def test_when_p_is_killed_the_answer_is_computed_by_d(split: Split) -> None:
+def test_when_p_is_killed_the_answer_is_computed_by_d(split: SplitServer) -> None:
     prompt = prompts(1)[0]
     plain = split.d.answer(prompt, namespace="alone").tokens
     handle = split.prefill(prompt)
@@ -173,7 +177,7 @@ def test_when_p_is_killed_the_answer_is_computed_by_d(split: Split) -> None:
     view.close()
 
 
-def test_a_p_that_drains_waits_for_its_leases_and_no_longer(split: Split) -> None:
+def test_a_p_that_drains_waits_for_its_leases_and_no_longer(split: SplitServer) -> None:
     prompt = prompts(1)[0]
     handle = split.prefill(prompt)
     split.p.program.signal(signal.SIGTERM)

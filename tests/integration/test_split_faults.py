@@ -24,9 +24,9 @@ from tests.support.split_scene import (
     FETCHED,
     SECOND,
     STATES,
-    Place,
-    Scene,
-    Split,
+    ScenePlace,
+    SplitEngines,
+    SplitScene,
     scene_of,
 )
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -39,9 +39,9 @@ LOST, ABORTED, NOBODY = "error `engine_lost`", "aborted", "nobody is told"
 
 
 @pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SplitEngines]:
     checkpoint = write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
-    both = Split(tmp_path_factory.mktemp("split"), checkpoint)
+    both = SplitEngines(tmp_path_factory.mktemp("split"), checkpoint)
     try:
         both.answer_undisturbed()
         yield both
@@ -52,27 +52,27 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
 # ---- what happens then
 
 
-def nothing(scene: Scene) -> None:
+def nothing(scene: SplitScene) -> None:
     scene.resume()
 
 
-def kill_p(scene: Scene) -> None:
+def kill_p(scene: SplitScene) -> None:
     kill(scene, scene.split.p, scene.split.p.side.process.pid)
 
 
-def kill_worker_of_p(scene: Scene) -> None:
+def kill_worker_of_p(scene: SplitScene) -> None:
     kill(scene, scene.split.p, scene.workers[scene.split.p])
 
 
-def kill_d(scene: Scene) -> None:
+def kill_d(scene: SplitScene) -> None:
     kill(scene, scene.split.d, scene.split.d.side.process.pid)
 
 
-def kill_worker_of_d(scene: Scene) -> None:
+def kill_worker_of_d(scene: SplitScene) -> None:
     kill(scene, scene.split.d, scene.workers[scene.split.d])
 
 
-def kill(scene: Scene, place: Place, pid: int) -> None:
+def kill(scene: SplitScene, place: ScenePlace, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     scene.killed.append(place)
     if place is scene.split.p:
@@ -80,21 +80,21 @@ def kill(scene: Scene, place: Place, pid: int) -> None:
     scene.resume()
 
 
-def stop_p(scene: Scene) -> None:
+def stop_p(scene: SplitScene) -> None:
     stop(scene, scene.split.p)
 
 
-def stop_d(scene: Scene) -> None:
+def stop_d(scene: SplitScene) -> None:
     stop(scene, scene.split.d)
 
 
-def stop(scene: Scene, place: Place) -> None:
+def stop(scene: SplitScene, place: ScenePlace) -> None:
     place.side.signal_all(signal.SIGSTOP)
     scene.stopped.append(place)
     scene.resume()
 
 
-def expire(scene: Scene) -> None:
+def expire(scene: SplitScene) -> None:
     """What is still computed has no lease yet. Once it is done, P's worker knows which are over."""
     scene.router.keeps = False
     scene.await_that(lambda: scene.split.p.stats().leases == 0)
@@ -106,7 +106,7 @@ def expire(scene: Scene) -> None:
     scene.wire.release()
 
 
-def damage(scene: Scene) -> None:
+def damage(scene: SplitScene) -> None:
     scene.wire.replaces = damaged
     scene.resume()
 
@@ -118,21 +118,21 @@ def damaged(message: Any) -> Any:
     return message
 
 
-def abort(scene: Scene) -> None:
+def abort(scene: SplitScene) -> None:
     scene.is_aborted = True
     for case in scene.cases.values():
         scene.router.abort(case)
     scene.signal_workers(signal.SIGCONT)
 
 
-def vanish(scene: Scene) -> None:
+def vanish(scene: SplitScene) -> None:
     """D hears of it when it tells the next token."""
     scene.is_deserted = True
     scene.router.vanish()
     scene.signal_workers(signal.SIGCONT)
 
 
-Row = tuple[Callable[[Scene], None], tuple[str, ...], dict[str, int] | None]
+Row = tuple[Callable[[SplitScene], None], tuple[str, ...], dict[str, int] | None]
 EXPECTED: dict[str, Row] = {
     "nothing": (nothing, (THERE,) * 5, {}),
     "a chunk is corrupted": (damage, (AGAIN,) * 4 + (THERE,), {"damaged": 5}),
@@ -154,7 +154,7 @@ EXPECTED: dict[str, Row] = {
 kind, with that of SECOND; None: of a D that is lost)"""
 
 
-def outcome(scene: Scene, state: str) -> str:
+def outcome(scene: SplitScene, state: str) -> str:
     case = scene.cases[state]
     plain = scene.split.plain[state]
     assert case.tokens == plain[: len(case.tokens)], "the answer is another"
@@ -174,11 +174,11 @@ def outcome(scene: Scene, state: str) -> str:
     return AGAIN if case.brought else BY_D
 
 
-def fetches_failed(place: Place) -> Counter[str]:
+def fetches_failed(place: ScenePlace) -> Counter[str]:
     return Counter(place.stats().num_fetches_failed)
 
 
-def outcomes(split: Split, fault: str) -> tuple[str, ...]:
+def outcomes(split: SplitEngines, fault: str) -> tuple[str, ...]:
     happen, _, failures = EXPECTED[fault]
     with scene_of(split) as scene:
         scene.set_up()
@@ -193,7 +193,7 @@ def outcomes(split: Split, fault: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_what_becomes_of_requests_when(split: Split, fault: str) -> None:
+def test_what_becomes_of_requests_when(split: SplitEngines, fault: str) -> None:
     assert outcomes(split, fault) == EXPECTED[fault][1]
 
 

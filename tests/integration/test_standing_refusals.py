@@ -14,7 +14,7 @@ from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import eventually
 from tests.support.scripted_engine import ScriptedEngine, says
-from tools.keys import with_key, write
+from tools.commands.keys import with_key, write
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT: tuple[str, dict[str, Any]] = ("/v1/chat/completions", {"messages": HI})

@@ -8,26 +8,28 @@ from pathlib import Path
 import pytest
 
 from gateway.store.database import Database
-from gateway.store.queries import Epitaph
+from gateway.store.queries import Interruption
 from tests.support.processes import ROOT, Program
 
 WRITER = """
 import sys, time
 from gateway.store.database import Database
-from gateway.store.queries import Batch, Epitaph, NewRun, Record
+from gateway.store.queries import Interruption, NewRun, RunBatch, StoredRecord
 
 path, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-epitaph = lambda run, number, body: Epitaph(b"died", b"died")
+epitaph = lambda run, number, body: Interruption(b"died", b"died")
 database = Database(path, {"kind": epitaph}, max_bytes=1 << 30, max_age_s=1e6, runner=name)
 print("open", flush=True)
 for n in range(count):
     now = time.time()
     run = f"{name}-{n}"
-    database.begin(NewRun(run, "o", "kind"), Record(run, "o", now, None, b"[]", b"queued"), now)
+    queued = StoredRecord(run, "o", now, None, b"[]", b"queued")
+    database.begin(NewRun(run, "o", "kind"), queued, now)
     for k in range(5):
-        database.say([Batch(run, 10 * k, [b"%d" % i for i in range(10 * k, 10 * k + 10)])], now, 60)
+        events = [b"%d" % i for i in range(10 * k, 10 * k + 10)]
+        database.say([RunBatch(run, 10 * k, events)], now, 60)
     database.beat([], 0, now)
-    database.say([Batch(run, 50, [b"50"], True, b"done")], now, 60)
+    database.say([RunBatch(run, 50, [b"50"], True, b"done")], now, 60)
     print(run, flush=True)
 """
 
@@ -38,8 +40,8 @@ def writer(path: Path, name: str, count: int) -> Program:
 
 
 def opened(path: Path) -> Database:
-    def epitaph(run: str, number: int, body: bytes | None) -> Epitaph:
-        return Epitaph(b"died", b"died")
+    def epitaph(run: str, number: int, body: bytes | None) -> Interruption:
+        return Interruption(b"died", b"died")
 
     bounds = {"max_bytes": 1 << 30, "max_age_s": 1e6}
     return Database(str(path), {"kind": epitaph}, runner="reader", **bounds)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import torch
 
 from protocol.client import Engine
 from protocol.errors import InvalidRequest
-from protocol.grammar import Body, Choice, Grammar, JsonSchema, Regex, Thinking
+from protocol.grammar import Body, ChoiceGrammar, Grammar, JsonSchema, Regex, Thinking
 from protocol.sampling import SamplingParams
 from tests.support.grammars import schema, signs_tokenizer, text_of
 from tests.support.model import smollm2_gguf
@@ -92,7 +92,7 @@ def test_a_hundred_answers_of_a_hundred_satisfy_their_schema(ask: Ask) -> None:
     ("body", "pattern"),
     [
         (Regex(pattern=r"\d{4}-\d{2}-\d{2}"), r"\d{4}-\d{2}-\d{2}"),
-        (Choice(choices=["yes", "no", "it depends"]), "yes|no|it depends"),
+        (ChoiceGrammar(choices=["yes", "no", "it depends"]), "yes|no|it depends"),
     ],
     ids=["regex", "choice"],
 )
@@ -108,7 +108,7 @@ def test_thinking_comes_before_the_body_and_as_long_as_it_likes(
     """One of the model's markers stands for the end of thinking; a bias makes it come soon."""
     closes = "<file_sep>"
     thinking = Thinking(closes=closes, inside=True)
-    grammar = Grammar(body=Choice(choices=["yes", "no"]), thinking=thinking)
+    grammar = Grammar(body=ChoiceGrammar(choices=["yes", "no"]), thinking=thinking)
     prompt = tokenizer.encode("<|im_start|>assistant\nLet me think.").ids
     marker = tokenizer.token_to_id(closes)
     numbers = []
@@ -185,7 +185,7 @@ def test_leaving_while_the_grammar_is_compiled_leaves_nothing_behind(engine: Eng
         time.sleep(0.1)
 
 
-YES = Choice(choices=["yes"])
+YES = ChoiceGrammar(choices=["yes"])
 
 
 def wide(num: int) -> JsonSchema:

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.exit_codes import ExitCode
 from tests.support.processes import Program, eventually, free_port, is_alive
-from tools.supervisor import SAME_WISH_S
+from tools.processes.supervisor import SAME_WISH_S
 
 SUPERVISED = str(Path(__file__).parents[1] / "support" / "supervised.py")
 

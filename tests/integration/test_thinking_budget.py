@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 
-from protocol.grammar import Choice, Grammar, JsonSchema, Thinking, ThinkingBudget
+from protocol.grammar import ChoiceGrammar, Grammar, JsonSchema, Thinking, ThinkingBudget
 from protocol.sampling import SamplingParams
 from tests.support.grammars import schema
 from tests.support.model import smollm2_gguf
@@ -87,7 +87,7 @@ def test_behind_the_budget_the_answer_keeps_to_its_form(
 
 def test_no_budget_at_all_is_an_answer_at_once(replica: Replica) -> None:
     grammar = Grammar(
-        body=Choice(choices=["four", "five"]),
+        body=ChoiceGrammar(choices=["four", "five"]),
         thinking=Thinking(closes=TOKEN, inside=True),
         budget=ThinkingBudget(most=0, closes=[TOKEN], inside=True),
     )

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import requests
 
-from gateway.timings import Timings
+from gateway.observe.timings import Timings
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of
 from tests.support.scripted_engine import ScriptedEngine, says

@@ -22,9 +22,9 @@ from protocol.steps import FromWorker, Masks, StepPlan, StepResult, Stop, ToWork
 from tests.support.kv_worker import tiny_exchange
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
-from worker.loop import Loop
-from worker.process import Connection
-from worker.readback import Event, mark
+from worker.batch.readback import DeviceEvent, mark
+from worker.loop import WorkerLoop
+from worker.process import EngineConnection
 
 WAIT_S = 20.0
 PROMPT = [5, 9, 2, 77, 31]
@@ -52,7 +52,7 @@ class Device:
     news: threading.Condition = field(default_factory=threading.Condition)
     num_ended: int = 0
 
-    def mark(self, device: torch.device) -> Event:
+    def mark(self, device: torch.device) -> DeviceEvent:
         with self.news:
             self.launched.append(Reached())
             self.news.notify_all()
@@ -68,7 +68,7 @@ class Device:
 
 
 @dataclass
-class Bench:
+class LoopBench:
     """A loop in a thread, the engine's end of its socket, and its device."""
 
     socket: zmq.Socket[bytes]
@@ -95,7 +95,7 @@ class Bench:
         assert not self.thread.is_alive()
 
 
-def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[Bench]:
+def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[LoopBench]:
     """kind: "slow", a device that works by itself; "cpu", one whose work is done when asked for."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets.make_private(folder / "run")
@@ -107,12 +107,12 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[B
     )
 
     def work() -> None:
-        engine = Connection(context, address, os.getppid())
+        engine = EngineConnection(context, address, os.getppid())
         try:
             engine.send(StepResult(step=0, tokens=Int32(b""), failed=Int32(b"")))
             with (
                 tiny_exchange(context) as exchange,
-                Loop(runner, engine, exchange, searches=True) as loop,
+                WorkerLoop(runner, engine, exchange, searches=True) as loop,
             ):
                 loop.run()
         except Exception as error:  # told by whoever waits for the worker in vain
@@ -124,7 +124,7 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[B
     thread.start()
     assert socket.poll(WAIT_S * 1000), failure
     identity, *_ = socket.recv_multipart()
-    bench = Bench(socket, identity, thread, device, failure)
+    bench = LoopBench(socket, identity, thread, device, failure)
     yield bench
     for reached in device.launched:
         reached.event.set()
@@ -136,12 +136,12 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[B
 
 
 @pytest.fixture
-def slow(tmp_path) -> Iterator[Bench]:
+def slow(tmp_path) -> Iterator[LoopBench]:
     yield from start("slow", tmp_path)
 
 
 @pytest.fixture
-def cpu(tmp_path) -> Iterator[Bench]:
+def cpu(tmp_path) -> Iterator[LoopBench]:
     yield from start("cpu", tmp_path)
 
 

@@ -44,7 +44,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass
-class Engine:
+class FakeEngine:
     """The other end of the conversation, and the process."""
 
     socket: zmq.Socket[bytes]
@@ -74,16 +74,16 @@ class Starter:
 
     folder: Path
     context: zmq.Context[zmq.Socket[bytes]]
-    engines: list[Engine]
+    engines: list[FakeEngine]
 
-    def __call__(self, model: Path | str, **settings: object) -> Engine:
+    def __call__(self, model: Path | str, **settings: object) -> FakeEngine:
         sockets.make_private(self.folder / "run")
         address = f"ipc://{self.folder / 'run' / f'w{len(self.engines)}'}"
         socket = sockets.bind_router(self.context, address)
         settings = {"dtype": "float32", "poison_slots": "wild"} | settings
         config = WorkerConfig(model=str(model), address=address, **settings)
         process = subprocess.Popen(command(config), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        self.engines.append(Engine(socket, process))
+        self.engines.append(FakeEngine(socket, process))
         return self.engines[-1]
 
 

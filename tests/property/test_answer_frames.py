@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from engine_core.grammar.markers import is_marker
-from gateway.output.events import Content, Finished, Reasoning
-from gateway.output.formats import Format, format_of
-from gateway.output.grammar.answers import frame_of
-from gateway.output.tools.template_loading import load
-from gateway.reading import Beginning
+from gateway.formats.events import Content, Finished, Reasoning
+from gateway.formats.grammar.answers import frame_of
+from gateway.formats.model_format import AnswerStart
+from gateway.formats.registry import Format, format_of
+from gateway.formats.response_template_loader import load
 from protocol.grammar import JsonSchema
 from tests.support.response_templates import TEMPLATES
 from tests.support.tool_grammars import NESTED, Model, fault
@@ -68,7 +68,7 @@ def test_the_markup_is_the_formats_own(name: str) -> None:
 @pytest.mark.parametrize("thinks", [True, False])
 def test_what_is_said_is_the_form_and_nothing_else(name: str, thinks: bool) -> None:
     spoken = model(name)
-    begun = Beginning(spoken.bound, closed=False)
+    begun = AnswerStart(spoken.bound, closed=False)
     grammar = begun.grammar(BODY, None)
     frame = frame_of(spoken.bound)
     said = frame.opens + THOUGHT + frame.closes if thinks else ""
@@ -89,7 +89,7 @@ def test_what_is_said_is_the_form_and_nothing_else(name: str, thinks: bool) -> N
 
 @EVERY
 def test_a_prompt_that_has_begun_the_answer_leaves_only_the_form(name: str) -> None:
-    begun = Beginning(model(name).bound, closed=True, answering=True)
+    begun = AnswerStart(model(name).bound, closed=True, answering=True)
     grammar = begun.grammar(BODY, None)
     assert (grammar.thinking, grammar.before) == (None, "")
     assert grammar.after == frame_of(model(name).bound).after

@@ -7,8 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.anthropic.arguments import INVALID_JSON, Arguments
-from gateway.output.teller import is_json_object
+from gateway.api.anthropic.arguments import INVALID_JSON, Arguments
+from gateway.formats.event_builder import is_json_object
 
 JSON = st.recursive(
     st.none()

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.output.answer import MAX_TRIAL_CHARS
-from gateway.output.events import (
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.events import (
     Content,
     Event,
     Reasoning,
@@ -17,10 +17,10 @@ from gateway.output.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.output.formats import TOOLS, BoundFormat, Format
-from gateway.output.machine import Lexicon, SectionSyntax
-from gateway.output.reasoning import REASONING
-from gateway.output.teller import DeclaredTool
+from gateway.formats.parser import Lexicon, SectionSyntax
+from gateway.formats.reasoning import REASONING
+from gateway.formats.registry import TOOLS, BoundFormat, Format
+from gateway.formats.standard import MAX_TRIAL_CHARS
 from tests.property import (
     test_tools_arg_pairs,
     test_tools_gemma,

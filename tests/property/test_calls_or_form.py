@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import Content, Event, Finished, ToolCall
-from gateway.output.formats import TOOLS, Format
-from gateway.output.grammar.answers import frame_of
-from gateway.output.grammar.calls import instead
-from gateway.output.machine import SectionSyntax
-from gateway.output.teller import DeclaredTool
-from gateway.output.tools.response_template import ResponseTemplate
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.events import Content, Event, Finished, ToolCall
+from gateway.formats.grammar.answers import frame_of
+from gateway.formats.grammar.calls import instead
+from gateway.formats.parser import SectionSyntax
+from gateway.formats.registry import TOOLS, Format
+from gateway.formats.response_template import ResponseTemplate
 from protocol.grammar import Grammar, Json, JsonObject, JsonSchema, Rules
 from tests.property.test_tool_grammars import (
     BOTH,

@@ -25,8 +25,8 @@ from tests.support.recording import tiny_model
 from tests.support.replica import LoadedModel, Replica
 from tests.support.tiny_checkpoint import VOCAB
 from worker.attention.base import Attention, AttentionBatch
-from worker.kernels.twin import TorchKernels
-from worker.kv_cache import KVCache
+from worker.kernels.reference import TorchKernels
+from worker.kv.cache import KVCache
 
 TOKENS = [11, 12, 13, 14, 15, 16, 17]
 PARAMS = SamplingParams(

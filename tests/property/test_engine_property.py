@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.storm import SPECULATING, Storm
+from tests.support.storm import SPECULATING, RequestStorm
 
 OPERATIONS = 10_000
 SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
@@ -13,7 +13,7 @@ SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ten_thousand_random_operations_keep_every_law(seed: int) -> None:
-    storm = Storm(seed)
+    storm = RequestStorm(seed)
     for _ in range(OPERATIONS):
         storm.operate()
     storm.settle()

@@ -13,7 +13,7 @@ NAMES = ("alice", "bob", "carol")
 STEPS = 600
 
 
-class Crowd:
+class FairCrowd:
     """Accounts with requests of their own kinds, of which two always have some that wait."""
 
     def __init__(self, seed: int) -> None:
@@ -65,7 +65,7 @@ class Crowd:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_over_any_window_in_which_both_wait_two_accounts_are_served_alike(seed: int) -> None:
-    crowd = Crowd(seed)
+    crowd = FairCrowd(seed)
     gaps = []
     for step in range(STEPS):
         crowd.step(carol=(step // 50) % 2 == 1)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine_core.request import Phase
+from engine_core.request import RequestPhase
 from protocol.messages import Refused
 from tests.support.handover import Air, EchoMover
-from tests.support.storm import Storm
+from tests.support.storm import RequestStorm
 
 OPERATIONS = 12_000
 SEEDS = (200, 3, 104, 7)
@@ -32,7 +32,7 @@ class Table:
     now: float = 0.0
 
 
-class Partner(Storm):
+class Partner(RequestStorm):
     """One of the two."""
 
     def __init__(self, seed: int, name: str, table: Table, kv_on_failure: str) -> None:
@@ -150,7 +150,7 @@ class Partner(Storm):
     def abort_fetching(self) -> None:
         """One of those whose K/V is on its way."""
         unbound = self.bench.engine._scheduler.unbound
-        fetching = [request for request in unbound if request.phase is not Phase.FINISHED]
+        fetching = [request for request in unbound if request.phase is not RequestPhase.FINISHED]
         if fetching:
             request = self.random.choice(fetching)
             self.bench.abort(request.number, client=request.client)

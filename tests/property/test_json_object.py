@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.output.json_object import MAX_DEPTH, ObjectScan
-from gateway.output.teller import is_json_object
+from gateway.formats.event_builder import is_json_object
+from gateway.formats.json_object import MAX_DEPTH, ObjectScan
 from tests.support.tokenizers import cuts
 
 VALUES = st.recursive(

@@ -10,36 +10,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.output.markers import Marker, MarkerSet, Scanner, ScannerState, Text
+from gateway.text.markers import Marker, MarkerSet, MarkerText, Scanner, ScannerState
 from tests.support.tokenizers import cuts
 
 letters = st.text("abc", max_size=24)
 markers = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-def scanned(names: list[str], deltas: list[str]) -> list[Text | Marker]:
+def scanned(names: list[str], deltas: list[str]) -> list[MarkerText | Marker]:
     scanner = Scanner(MarkerSet(names))
     pieces = [piece for delta in deltas for piece in scanner.push(delta)]
     return merged(pieces + scanner.finish())
 
 
-def merged(pieces: list[Text | Marker]) -> list[Text | Marker]:
-    whole: list[Text | Marker] = []
+def merged(pieces: list[MarkerText | Marker]) -> list[MarkerText | Marker]:
+    whole: list[MarkerText | Marker] = []
     for piece in pieces:
-        if whole and isinstance(piece, Text) and isinstance(whole[-1], Text):
-            whole[-1] = Text(whole[-1].text + piece.text)
+        if whole and isinstance(piece, MarkerText) and isinstance(whole[-1], MarkerText):
+            whole[-1] = MarkerText(whole[-1].text + piece.text)
         else:
             whole.append(piece)
     return whole
 
 
-def slow_twin(names: list[str], text: str) -> list[Text | Marker]:
-    pieces: list[Text | Marker] = []
+def slow_twin(names: list[str], text: str) -> list[MarkerText | Marker]:
+    pieces: list[MarkerText | Marker] = []
     start = 0
     for found in re.finditer("|".join(map(re.escape, names)), text):
-        pieces += [Text(text[start : found.start()]), Marker(found[0])]
+        pieces += [MarkerText(text[start : found.start()]), Marker(found[0])]
         start = found.end()
-    return [piece for piece in [*pieces, Text(text[start:])] if piece.text]
+    return [piece for piece in [*pieces, MarkerText(text[start:])] if piece.text]
 
 
 @settings(max_examples=400, deadline=None)
@@ -88,21 +88,21 @@ def test_only_what_could_still_become_a_marker_is_held(names: list[str], text: s
 
 def test_what_can_no_longer_be_a_marker_is_released_at_once() -> None:
     scanner = Scanner(MarkerSet(["<think>"]))
-    assert scanner.push("a <thi") == [Text("a ")]
-    assert scanner.push("s") == [Text("<this")]
-    assert scanner.push("<think>x") == [Marker("<think>"), Text("x")]
+    assert scanner.push("a <thi") == [MarkerText("a ")]
+    assert scanner.push("s") == [MarkerText("<this")]
+    assert scanner.push("<think>x") == [Marker("<think>"), MarkerText("x")]
 
 
 def test_of_two_markers_at_one_place_the_first_in_the_list_wins() -> None:
-    assert scanned(["ab", "abc"], ["abc"]) == [Marker("ab"), Text("c")]
+    assert scanned(["ab", "abc"], ["abc"]) == [Marker("ab"), MarkerText("c")]
     assert scanned(["abc", "ab"], ["ab", "c"]) == [Marker("abc")]
-    assert scanned(["abc", "ab"], ["ab", "d"]) == [Marker("ab"), Text("d")]
+    assert scanned(["abc", "ab"], ["ab", "d"]) == [Marker("ab"), MarkerText("d")]
 
 
 def test_an_earlier_start_wins_even_if_it_ends_later() -> None:
     for cut in itertools.pairwise((0, 1, 2, 3, 4)):
         pieces = ["xabcdx"[: cut[0]], "xabcdx"[cut[0] : cut[1]], "xabcdx"[cut[1] :]]
-        assert scanned(["bc", "abcd"], pieces) == [Text("x"), Marker("abcd"), Text("x")]
+        assert scanned(["bc", "abcd"], pieces) == [MarkerText("x"), Marker("abcd"), MarkerText("x")]
 
 
 @pytest.mark.parametrize("names", [[], [""], ["a", ""]])
@@ -113,7 +113,11 @@ def test_a_marker_has_at_least_one_character(names: list[str]) -> None:
 
 @pytest.mark.parametrize("char", "^]-\\[.*&|~\n")
 def test_characters_that_mean_something_to_a_regular_expression_are_plain_here(char: str) -> None:
-    assert scanned([char * 2], ["x", char, char, "x"]) == [Text("x"), Marker(char * 2), Text("x")]
+    assert scanned([char * 2], ["x", char, char, "x"]) == [
+        MarkerText("x"),
+        Marker(char * 2),
+        MarkerText("x"),
+    ]
 
 
 @settings(max_examples=300, deadline=None)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.randomness import GAMMA, MASK, MIX_1, MIX_2, hash_words, uniform
+from worker.sampling.randomness import GAMMA, MASK, MIX_1, MIX_2, hash_words, uniform
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 MANY = 200_000

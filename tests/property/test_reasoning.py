@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import Content, Event, Reasoning, ToolCall, ToolCallEnd, merged
-from gateway.output.formats import TOOLS, Format, format_of
-from gateway.output.machine import Lexicon
-from gateway.output.reasoning import (
+from gateway.formats.events import Content, Event, Reasoning, ToolCall, ToolCallEnd, merged
+from gateway.formats.parser import Lexicon
+from gateway.formats.reasoning import (
     NO_REASONING,
     REASONING,
     WHOLE,
     ReasoningFormat,
-    Start,
+    ReasoningStart,
     start,
     starts_inside,
 )
+from gateway.formats.registry import TOOLS, Format, format_of
 from tests.support.formats import (
     Call,
     Fixture,
@@ -373,10 +373,12 @@ def test_a_marker_in_an_earlier_turn_says_nothing() -> None:
 
 def test_with_reasoning_switched_off_markers_are_text_only_where_the_format_says_so() -> None:
     tail = R1 + AI + "</think>"
-    assert start(REASONING["deepseek_v3"], tail, {"thinking": False}) == Start(NO_REASONING, False)
+    assert start(REASONING["deepseek_v3"], tail, {"thinking": False}) == ReasoningStart(
+        NO_REASONING, False
+    )
     assert start(REASONING["qwen3"], CHAT, NO).format is REASONING["qwen3"]
 
 
 def test_the_prompt_is_believed_over_the_switch() -> None:
     begun = start(REASONING["deepseek_v3"], R1 + AI + "<think>", {"thinking": False})
-    assert begun == Start(REASONING["deepseek_v3"], True)
+    assert begun == ReasoningStart(REASONING["deepseek_v3"], True)

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import tokenizers
 
-from gateway.output.events import ToolCall
-from gateway.output.formats import READ_WHOLE, TOOLS, machine_state
-from gateway.output.machine import Lexicon, Piece, Special
-from gateway.output.reasoning import REASONING
-from gateway.served import ModelOptions, ServedModel
+from gateway.formats.events import ToolCall
+from gateway.formats.parser import Lexicon, Piece, Special
+from gateway.formats.reasoning import REASONING
+from gateway.formats.registry import READ_WHOLE, TOOLS, machine_state
+from gateway.served_model import ModelOptions, ServedModel
 from protocol.config.gateway import GatewayConfig
 from protocol.messages import Output, Usage
 from tests.property.test_tool_grammars import SAMPLES

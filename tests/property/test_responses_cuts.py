@@ -10,14 +10,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answering import Answer
-from gateway.asking import Ask
-from gateway.engine_client import Subscriber
-from gateway.output.reader import AnswerOptions, ReaderFactory
-from gateway.reading import Reading
-from gateway.responses.events import Frame, ResponseEvents, last_frame
-from gateway.responses.response import Head, Told
-from gateway.responses.stream import LogprobsShown, ResponseSink
+from gateway.api.responses.events import Frame, ResponseEvents, last_frame
+from gateway.api.responses.response import ResponseHead, Told
+from gateway.api.responses.stream import LogprobsShown, ResponseSink
+from gateway.engine.client import Subscriber
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import Accepted, Output
 from protocol.sampling import SamplingParams
@@ -26,8 +26,8 @@ from tests.support.scripted_engine import EOS, marked_ids, scripted_logprob, thi
 
 CARD = thinking_card()
 TOKENIZER = Tokenizer(CARD)
-READING = Reading(CARD, TOKENIZER)
-HEAD = Head("resp_" + "0" * 32, {}, created_at=1)
+READING = ModelOutputFormat(CARD, TOKENIZER)
+HEAD = ResponseHead("resp_" + "0" * 32, {}, created_at=1)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 ANSWERS = [
     "Plain text with 🙂 in it.",
@@ -40,7 +40,7 @@ ANSWERS = [
 ]
 
 
-class Taken:
+class CutFrames:
     """What a sink told."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Taken:
         self.response = response
 
 
-class Line:
+class CutLine:
     """An engine that accepts, and says what the test says."""
 
     def generate(self, prompt: Any, params: Any, subscriber: Subscriber, **terms: Any) -> int:
@@ -70,16 +70,16 @@ class Line:
         pass
 
 
-def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) -> Taken:
+def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) -> CutFrames:
     """The response to `text`, whose tokens came in messages of these sizes, the rest at once.
     `pauses`: whether its client took nothing while each of them came; the others it heard."""
     begun = READING.begin("<assistant>", {}, calls=True)
     assert begun.bound is not None
     numbers = iter(range(100))
     options = AnswerOptions(format=begun.bound, new_id=lambda: f"call_{next(numbers)}")
-    asks = [Ask([1], [SamplingParams()], ReaderFactory(TOKENIZER, answer=options))]
-    line, taken = Line(), Taken()
-    answer = Answer(line, asks)
+    asks = [PromptRequest([1], [SamplingParams()], ParserFactory(TOKENIZER, answer=options))]
+    line, taken = CutLine(), CutFrames()
+    answer = ChoiceGroup(line, asks)
     answer.open()
     events = ResponseEvents(HEAD)
     sink = ResponseSink(answer, events, taken, LogprobsShown(TOKENIZER, 1))

@@ -12,9 +12,9 @@ import torch
 from protocol.sampling import SamplingParams
 from tests.support.distributions import kept
 from tests.support.sampled_rows import Asker, asking
-from worker.randomness import uniform
-from worker.sampler import Draws, bound_by_digits, bound_by_order, draw, keep_from, sample
-from worker.weights import relative, weigh
+from worker.sampling.exact_probs import relative, weigh
+from worker.sampling.randomness import uniform
+from worker.sampling.sampler import Draws, bound_by_digits, bound_by_order, draw, keep_from, sample
 
 SMALL, LARGE = 61, 1543
 GREEDY = SamplingParams(temperature=0.0)

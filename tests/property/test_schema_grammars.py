@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from engine_core.grammar.markers import is_marker
-from gateway.output.formats import TOOLS, Format
-from gateway.output.grammar.book import NotWritable
-from gateway.output.grammar.calls import required
-from gateway.output.teller import DeclaredTool
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.grammar.calls import required
+from gateway.formats.grammar_builder import NotWritable
+from gateway.formats.registry import TOOLS, Format
 from tests.support.json_schema import fits
 from tests.support.tool_grammars import Endless, Model, Walk, calls_of
 

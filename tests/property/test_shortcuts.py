@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from gateway.output.answer import Answer
-from gateway.output.formats import format_of
-from gateway.output.machine import Lexicon, Machine, Piece, Special
+from gateway.formats.parser import FormatParser, Lexicon, Piece, Special
+from gateway.formats.registry import format_of
+from gateway.formats.standard import StandardParser
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 CALL = '\n{"name": "note", "arguments": {"text": "'
@@ -66,7 +66,8 @@ def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembere
         chance = random.Random(seed)
         lexicon = Lexicon(dict(enumerate(MARKERS)) if has_tokens else {})
         quick, plain = (
-            cast(Answer, format_of(*names).machine(lexicon, new_id=lambda: "id")) for _ in range(2)
+            cast(StandardParser, format_of(*names).machine(lexicon, new_id=lambda: "id"))
+            for _ in range(2)
         )
         for text in a_text(chance):
             piece: Piece = text
@@ -74,7 +75,7 @@ def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembere
                 piece = Special(MARKERS.index(text), text)
             else:
                 shortcuts += quick._more(text) is not None
-            assert quick.push(piece) == Machine.push(plain, piece)
+            assert quick.push(piece) == FormatParser.push(plain, piece)
             assert quick.state() == plain.state()
             assert quick.teller.state() == plain.teller.state()
         assert quick.finish() == plain.finish()
@@ -83,7 +84,7 @@ def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembere
 
 def test_all_that_are_worth_one_have_one() -> None:
     """Content, reasoning, and a string in arguments."""
-    machine = cast(Answer, format_of("hermes", "qwen3").machine(Lexicon()))
+    machine = cast(StandardParser, format_of("hermes", "qwen3").machine(Lexicon()))
     told = []
     for text in ("<think>", "Hm", ".", "</think>", "Well", " then", "<tool_call>", CALL, "a", "b"):
         told.append(machine._more(text) is not None)

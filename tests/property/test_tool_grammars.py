@@ -10,16 +10,16 @@ from functools import cache
 import pytest
 
 from engine_core.grammar.markers import is_marker
-from gateway.output.formats import TOOLS, Format, ToolSyntax
-from gateway.output.grammar.answers import ANSWERS
-from gateway.output.grammar.calls import required, strict
-from gateway.output.grammar.writers import WRITERS
-from gateway.output.machine import AnswerSyntax
-from gateway.output.teller import DeclaredTool
-from gateway.output.tools.messages import Messages
-from gateway.output.tools.response_template import ResponseTemplate
-from gateway.output.tools.template_loading import load
-from gateway.output.tools.xml_parameters import XmlParameters
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.grammar.answers import ANSWERS
+from gateway.formats.grammar.calls import required, strict
+from gateway.formats.grammar.writers import WRITERS
+from gateway.formats.harmony import Messages
+from gateway.formats.parser import AnswerSyntax
+from gateway.formats.registry import TOOLS, Format, ToolSyntax
+from gateway.formats.response_template import ResponseTemplate
+from gateway.formats.response_template_loader import load
+from gateway.formats.xml_parameters import XmlParameters
 from tests.property import (
     test_tools_arg_pairs,
     test_tools_gemma,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import ToolCall, ToolCallEnd, Warning, merged
-from gateway.output.formats import Format
-from gateway.output.reasoning import THINK
-from gateway.output.suffix import suffix_in
-from gateway.output.tools.arg_pairs import FORMATS, ArgPairs
+from gateway.formats.arg_pairs import FORMATS, ArgPairs
+from gateway.formats.events import OutputWarning, ToolCall, ToolCallEnd, merged
+from gateway.formats.reasoning import THINK
+from gateway.formats.registry import Format
+from gateway.formats.suffix import suffix_in
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain
 from tests.support.formats import (
     Call,
@@ -128,7 +128,7 @@ def test_a_call_needs_a_name_without_blanks() -> None:
     for text in ("the <tool_call> tag is used", "<tool_call></tool_call>", "<tool_call>\n\n"):
         events = say("glm45", text, tokens=False)
         assert content(events).strip() == text.strip()
-        assert any(isinstance(event, Warning) for event in events)
+        assert any(isinstance(event, OutputWarning) for event in events)
         assert not any(isinstance(event, ToolCall) for event in events)
 
 
@@ -147,7 +147,7 @@ def test_a_type_the_model_writes_decides_where_the_schema_does_not() -> None:
 def test_an_unfinished_call_has_no_end() -> None:
     events = say("glm45", "<tool_call>run<arg_key>code</arg_key><arg_value>x")
     assert not any(isinstance(event, ToolCallEnd) for event in events)
-    assert isinstance(events[-1], Warning)
+    assert isinstance(events[-1], OutputWarning)
 
 
 def test_a_suffix_is_found_in_the_vocabulary() -> None:

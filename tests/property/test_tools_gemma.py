@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import Content, ToolArguments, ToolCall, ToolCallEnd, Warning, merged
-from gateway.output.formats import Format
-from gateway.output.reasoning import THINK
-from gateway.output.tools.gemma import FORMATS, Gemma
+from gateway.formats.events import (
+    Content,
+    OutputWarning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    merged,
+)
+from gateway.formats.gemma import FORMATS, Gemma
+from gateway.formats.reasoning import THINK
+from gateway.formats.registry import Format
 from tests.support.format_tools import TYPED_TOOLS, arguments_of
 from tests.support.formats import (
     Call,
@@ -142,7 +149,7 @@ def cuts_in_two(pieces: list[Any]) -> list[list[list[Any]]]:
 
 def test_a_quoted_string_that_is_not_closed_ends_with_the_call() -> None:
     events = say(call('call:types{z:"a'))
-    assert [type(e) for e in events] == [ToolCall, ToolArguments, Warning, ToolCallEnd]
+    assert [type(e) for e in events] == [ToolCall, ToolArguments, OutputWarning, ToolCallEnd]
 
 
 def test_a_string_is_told_while_it_is_written() -> None:
@@ -155,13 +162,13 @@ def test_a_marker_with_no_call_behind_it_is_content_and_a_warning_says_so() -> N
     for text in ("<|tool_call> is a tag", "<|tool_call>", "<|tool_call><tool_call|>"):
         events = say(text, tokens=False)
         assert content(events) == text
-        assert any(isinstance(event, Warning) for event in events)
+        assert any(isinstance(event, OutputWarning) for event in events)
         assert not any(isinstance(event, ToolCall) for event in events)
 
 
 def test_what_is_no_object_is_told_as_it_stands_with_a_warning() -> None:
     events = say(call("call:f{a:1 {}}"))
-    assert [type(e) for e in events][-2:] == [Warning, ToolCallEnd]
+    assert [type(e) for e in events][-2:] == [OutputWarning, ToolCallEnd]
 
 
 def test_content_goes_on_behind_a_call_that_is_not_closed() -> None:

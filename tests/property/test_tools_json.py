@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway.output.formats import TOOLS, Format
-from gateway.output.reasoning import THINK
-from gateway.output.tools import json_tags, mistral, named_json
+from gateway.formats import json_tags, mistral, named_json
+from gateway.formats.reasoning import THINK
+from gateway.formats.registry import TOOLS, Format
 from tests.support.formats import (
     Call,
     Sample,

@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 
-from gateway.output.events import (
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.events import (
     Content,
     Event,
+    OutputWarning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
     merged,
 )
-from gateway.output.formats import TOOLS, Format
-from gateway.output.machine import Lexicon
-from gateway.output.teller import DeclaredTool
+from gateway.formats.parser import Lexicon
+from gateway.formats.registry import TOOLS, Format
 from tests.support.formats import joined, units
 
 UNREADABLE, INVALID = "tool_parse_failed", "invalid_tool_arguments"
@@ -54,7 +54,7 @@ def call(arguments: str = "{}", name: str = "f", index: int = 0) -> list[Event]:
 
 
 def without_messages(events: list[Event]) -> list[Event]:
-    return [Warning(e.code, "") if isinstance(e, Warning) else e for e in events]
+    return [OutputWarning(e.code, "") if isinstance(e, OutputWarning) else e for e in events]
 
 
 def hermes(body: str) -> str:
@@ -121,7 +121,7 @@ def test_arguments_that_can_only_be_meant_as_json_are_told_as_json(
 ) -> None:
     events = said(name, BODIES[name].replace("ARGUMENTS", written))
     assert [e.fragment for e in events if isinstance(e, ToolArguments)] == [arguments]
-    assert not [e for e in events if isinstance(e, Warning)]
+    assert not [e for e in events if isinstance(e, OutputWarning)]
     assert isinstance(events[-1], ToolCallEnd)
 
 
@@ -143,7 +143,7 @@ def test_a_missing_last_brace_is_added_behind_a_complete_value() -> None:
 def test_arguments_that_are_no_json_are_told_raw_with_a_warning(body: str, arguments: str) -> None:
     events = without_messages(said("hermes", hermes(body) + "\nok"))
     expected = call(arguments)
-    assert events == [*expected[:2], Warning(INVALID, ""), expected[2], Content("ok")]
+    assert events == [*expected[:2], OutputWarning(INVALID, ""), expected[2], Content("ok")]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_arguments_that_are_no_json_are_told_raw_with_a_warning(body: str, argum
 def test_what_is_no_call_is_given_back_as_content_with_a_warning(body: str) -> None:
     for tokens in (True, False):
         events = without_messages(said("hermes", "a " + hermes(body), tokens=tokens))
-        assert events == [Content("a " + hermes(body)), Warning(UNREADABLE, "")]
+        assert events == [Content("a " + hermes(body)), OutputWarning(UNREADABLE, "")]
 
 
 def test_a_closing_token_in_a_string_is_text() -> None:
@@ -168,7 +168,7 @@ def test_an_opening_marker_stands_in_for_a_forgotten_closing_one() -> None:
 
 def test_text_behind_a_call_in_its_tags_is_content() -> None:
     events = without_messages(said("hermes", hermes('{"name": "f"}}') + " b"))
-    assert events == [*call(), Warning(UNREADABLE, ""), Content("} b")]
+    assert events == [*call(), OutputWarning(UNREADABLE, ""), Content("} b")]
 
 
 def test_prose_about_a_marker_flows_on_at_once() -> None:
@@ -183,7 +183,7 @@ def test_prose_about_a_marker_flows_on_at_once() -> None:
 def test_an_answer_that_ends_inside_a_call_has_no_end_of_it() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": "b'
     begun: list[Event] = [ToolCall(0, "id0", "f"), ToolArguments(0, '{"a": "b')]
-    assert without_messages(said("hermes", text)) == [*begun, Warning(UNREADABLE, "")]
+    assert without_messages(said("hermes", text)) == [*begun, OutputWarning(UNREADABLE, "")]
     assert said("hermes", text, complete=False) == begun
     assert said("hermes", 'a <tool_call>{"na', complete=False) == [Content("a ")]
 
@@ -231,7 +231,7 @@ def test_a_name_between_markers_may_lack_everything_else() -> None:
     assert events == [
         ToolCall(0, "functions.f:0", "f"),
         ToolArguments(0, "{oops"),
-        Warning(INVALID, ""),
+        OutputWarning(INVALID, ""),
         ToolCallEnd(0),
         Content("x"),
     ]
@@ -241,7 +241,7 @@ def test_a_marker_with_no_name_behind_it_is_content() -> None:
     text = "[TOOL_CALLS] is a marker"
     events = said("mistral", text)
     assert "".join(e.text for e in events if isinstance(e, Content)) == text
-    assert [e.code for e in events if isinstance(e, Warning)] == [UNREADABLE]
+    assert [e.code for e in events if isinstance(e, OutputWarning)] == [UNREADABLE]
     assert said("mistral", '[TOOL_CALLS]f{"a": 1}')[1:] == call('{"a": 1}')[1:]
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import (
+from gateway.formats.events import (
     Content,
     Event,
+    OutputWarning,
     Reasoning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
     merged,
 )
-from gateway.output.formats import Format
-from gateway.output.tools.messages import FORMATS, MAX_HEADER_CHARS
+from gateway.formats.harmony import FORMATS, MAX_HEADER_CHARS
+from gateway.formats.registry import Format
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, tool
 from tests.support.formats import (
     Call,
@@ -360,7 +360,7 @@ def test_a_tool_the_request_does_not_have_is_reasoning_unless_it_is_a_function()
     call = "<|channel|>commentary to=functions.x json<|message|>{}<|call|>"
     assert [type(e) for e in say(HARMONY, call, (tool("now"),))] == [
         ToolCall,
-        Warning,
+        OutputWarning,
         ToolArguments,
         ToolCallEnd,
     ]
@@ -373,7 +373,7 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
 
 def test_a_last_call_that_is_no_object_is_not_complete() -> None:
     text = '<|channel|>commentary to=functions.now<|message|>{"a": '
-    assert [type(event) for event in say(HARMONY, text)] == [ToolCall, ToolArguments, Warning]
+    assert [type(event) for event in say(HARMONY, text)] == [ToolCall, ToolArguments, OutputWarning]
 
 
 def test_a_call_in_a_message_to_oneself_or_to_the_user_is_text() -> None:
@@ -390,5 +390,5 @@ def test_a_doubled_name_means_the_tool() -> None:
 def test_text_for_a_tool_that_is_no_call_is_content_with_a_warning() -> None:
     events = say(MUSE, " to=now<|message|>oops, no call<|eom|>")
     assert content(events) == "oops, no call"
-    assert [type(event) for event in events] == [Warning, Content]
+    assert [type(event) for event in events] == [OutputWarning, Content]
     assert arguments_of(events) == []

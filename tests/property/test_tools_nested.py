@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import ToolArguments, ToolCall, ToolCallEnd, Warning, merged
-from gateway.output.formats import Format
-from gateway.output.reasoning import THINK
-from gateway.output.tools import nested_elements, plamo
+from gateway.formats import nested_elements, plamo
+from gateway.formats.events import OutputWarning, ToolArguments, ToolCall, ToolCallEnd, merged
+from gateway.formats.reasoning import THINK
+from gateway.formats.registry import Format
 from tests.support.format_tools import arguments_of, tool
 from tests.support.formats import (
     Call,
@@ -172,11 +172,11 @@ def test_a_mark_with_no_call_behind_it_is_content_and_a_warning_says_so() -> Non
         text = f"{NS}<tool_call>{rest}"
         events = say(text)
         assert content(events) == text
-        assert any(isinstance(event, Warning) for event in events)
+        assert any(isinstance(event, OutputWarning) for event in events)
         assert not any(isinstance(event, ToolCall) for event in events)
 
 
 def test_an_unfinished_call_has_no_end() -> None:
     events = say(f'{NS}<tool_call>{NS}<invoke name="run">{NS}<code>x')
     assert not any(isinstance(event, ToolCallEnd) for event in events)
-    assert isinstance(events[-1], Warning)
+    assert isinstance(events[-1], OutputWarning)

@@ -9,10 +9,18 @@ import msgspec
 import pytest
 from tokenizers import AddedToken
 
-from gateway.output.events import Content, Event, Finished, Reasoning, ToolCall, Warning, merged
-from gateway.output.formats import Format, bind, format_of
-from gateway.output.reader import AnswerOptions, ReaderFactory, ReaderState, ReadOptions
-from gateway.output.tools.template_loading import load
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory, ParserState, ReadOptions
+from gateway.formats.events import (
+    Content,
+    Event,
+    Finished,
+    OutputWarning,
+    Reasoning,
+    ToolCall,
+    merged,
+)
+from gateway.formats.registry import Format, bind, format_of
+from gateway.formats.response_template_loader import load
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import Output
 from tests.property import test_tools_nested, test_tools_response_template, test_tools_xml
@@ -60,7 +68,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return [token for part in text.split(JOINT) for token in tokenizer.encode(part, False)]
 
 
-def read(readers: ReaderFactory, cut: Sequence[Sequence[int]], finish: str = "stop") -> list[Event]:
+def read(readers: ParserFactory, cut: Sequence[Sequence[int]], finish: str = "stop") -> list[Event]:
     """In one process, or with a new reader for each message: both must say the same."""
     reader, events = readers.new(), []
     for at, ids in enumerate(cut, 1):
@@ -68,14 +76,14 @@ def read(readers: ReaderFactory, cut: Sequence[Sequence[int]], finish: str = "st
         events += reader.push(Output(request=1, tokens=list(ids), finish=last)).events
         if len(cut) < 4:
             wire = msgspec.msgpack.encode(reader.state())
-            reader = readers.new(msgspec.msgpack.decode(wire, type=ReaderState))
+            reader = readers.new(msgspec.msgpack.decode(wire, type=ParserState))
     return without_ids(merged(events))
 
 
-def readers_of(tokenizer: Tokenizer, format: Format, **options: Any) -> ReaderFactory:
+def readers_of(tokenizer: Tokenizer, format: Format, **options: Any) -> ParserFactory:
     read_options = ReadOptions(skip_special_tokens=options.pop("skip", True))
     answer = AnswerOptions(format=bind(format, tokenizer), **options)
-    return ReaderFactory(tokenizer, read_options, answer)
+    return ParserFactory(tokenizer, read_options, answer)
 
 
 def check_cuts(sample: Sample, fixture: Fixture, tokenizer: Tokenizer) -> None:
@@ -184,7 +192,7 @@ def test_an_answer_cut_off_anywhere_shows_no_markup() -> None:
         events = read(readers, [ids[:end]], "length")
         assert "".join(e.text for e in events if isinstance(e, Content)) in ("", "b")
         assert "".join(e.text for e in events if isinstance(e, Reasoning)) in ("", "a")
-        assert not [event for event in events if isinstance(event, Warning)]
+        assert not [event for event in events if isinstance(event, OutputWarning)]
 
 
 def test_half_a_character_before_a_part_is_told_before_it() -> None:

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.output.events import (
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.events import (
     Content,
     Event,
+    OutputWarning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
     merged,
 )
-from gateway.output.formats import Format
-from gateway.output.reasoning import THINK
-from gateway.output.teller import DeclaredTool
-from gateway.output.tools.literal import PythonScan, json_number, literal_to_json
-from gateway.output.tools.pythonic import FORMATS
+from gateway.formats.literal import PythonScan, json_number, literal_to_json
+from gateway.formats.pythonic import FORMATS
+from gateway.formats.reasoning import THINK
+from gateway.formats.registry import Format
 from tests.support.format_tools import arguments_of
 from tests.support.formats import (
     JOINT,
@@ -237,12 +237,12 @@ def test_a_tool_without_named_arguments_in_brackets_is_content(name: str, text: 
 def test_prose_in_brackets_is_content_however_it_is_cut(name: str) -> None:
     s = next(sample for sample in SAMPLES if sample.name == name)
     s = replace(s, name=f"{name} (prose)", tools=(DeclaredTool("f"),))
-    why = Warning("tool_parse_failed", "a list of tool calls that is none")
+    why = OutputWarning("tool_parse_failed", "a list of tool calls that is none")
     row = check(s, [Fixture(text[:9], text, before_the_parenthesis(text, why)) for text in PROSE])
     assert not row.differences, row.first
 
 
-def before_the_parenthesis(text: str, why: Warning) -> list[Event]:
+def before_the_parenthesis(text: str, why: OutputWarning) -> list[Event]:
     """The warning stands where it became certain that there is no call."""
     at = text.index("(")
     return [Content(text[:at]), why, Content(text[at:])]
@@ -258,7 +258,12 @@ def test_a_string_argument_is_told_while_it_is_written() -> None:
 
 def test_arguments_without_names_are_told_as_they_stand_with_a_warning() -> None:
     events = say("lfm2", "<|tool_call_start|>[f(1, x=2)]<|tool_call_end|>")
-    assert [type(event) for event in events] == [ToolCall, ToolArguments, Warning, ToolCallEnd]
+    assert [type(event) for event in events] == [
+        ToolCall,
+        ToolArguments,
+        OutputWarning,
+        ToolCallEnd,
+    ]
     assert events[1] == ToolArguments(0, "1, x=2)]")
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import ToolArguments, ToolCall, merged
-from gateway.output.formats import Format
-from gateway.output.machine import Lexicon
-from gateway.output.tools.template_loading import load
-from gateway.output.tools.template_pattern import Opening, closings, openings
-from gateway.output.tools.xml_parameters import XmlParameters
+from gateway.formats.events import ToolArguments, ToolCall, merged
+from gateway.formats.parser import Lexicon
+from gateway.formats.registry import Format
+from gateway.formats.response_template_loader import load
+from gateway.formats.template_pattern import Opening, closings, openings
+from gateway.formats.xml_parameters import XmlParameters
 from tests.property.test_tools_gemma import literal
 from tests.support.format_tools import TYPED_TOOLS, plain
 from tests.support.formats import (

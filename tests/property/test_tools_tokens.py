@@ -14,10 +14,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from gateway.output.events import Event, Finished, ToolCall, merged
-from gateway.output.formats import READ_WHOLE, TOOLS, bind
-from gateway.output.reader import AnswerOptions, ReaderFactory
-from gateway.output.reasoning import REASONING
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.events import Event, Finished, ToolCall, merged
+from gateway.formats.reasoning import REASONING
+from gateway.formats.registry import READ_WHOLE, TOOLS, bind
 from protocol.messages import Output
 from tests.property import (
     test_reasoning,
@@ -30,7 +30,7 @@ from tests.property import (
     test_tools_xml,
     test_tools_xtml,
 )
-from tests.support.formats import JOINT, ROWS, Fixture, Row, Sample, fixtures, without_ids
+from tests.support.formats import JOINT, ROWS, Fixture, FormatRow, Sample, fixtures, without_ids
 from tests.support.tokenizers import real_tokenizer
 
 STREAMS = {
@@ -74,7 +74,7 @@ def tokens_of(text: str, family: str) -> list[int]:
 
 
 def read(
-    sample: Sample, fixture: Fixture, readers: ReaderFactory, cut: list[list[int]]
+    sample: Sample, fixture: Fixture, readers: ParserFactory, cut: list[list[int]]
 ) -> list[Event]:
     reader, events = readers.new(), []
     for at, ids in enumerate(cut, 1):
@@ -89,7 +89,7 @@ def test_the_way_the_tokens_are_cut_never_changes_what_is_said(name: str) -> Non
     family = FAMILY.get(name, "qwen3")
     tokenizer = real_tokenizer(family)
     bound = bind(sample.format, tokenizer)
-    row = Row(f"{name}, tokens of {family}")
+    row = FormatRow(f"{name}, tokens of {family}")
     ROWS.append(row)
     for fixture in found:
         prose = "prose" in fixture.name  # a tag that is spelt out is one, unless it is a token
@@ -100,13 +100,13 @@ def test_the_way_the_tokens_are_cut_never_changes_what_is_said(name: str) -> Non
             options = AnswerOptions(
                 format=bound, tools=sample.tools, starts_inside=fixture.starts_inside
             )
-            _compare(row, sample, fixture, ReaderFactory(tokenizer, None, options), family)
+            _compare(row, sample, fixture, ParserFactory(tokenizer, None, options), family)
     assert row.fixtures
     assert not row.differences, row.first
 
 
 def _compare(
-    row: Row, sample: Sample, fixture: Fixture, readers: ReaderFactory, family: str
+    row: FormatRow, sample: Sample, fixture: Fixture, readers: ParserFactory, family: str
 ) -> None:
     called = any(isinstance(event, ToolCall) for event in fixture.events)
     ends = [Finished("tool_calls" if called else "stop")]

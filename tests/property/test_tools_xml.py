@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import Content, ToolArguments, ToolCall, ToolCallEnd, Warning, merged
-from gateway.output.formats import Format
-from gateway.output.reasoning import THINK
-from gateway.output.tools.xml_formats import FORMATS
+from gateway.formats.events import (
+    Content,
+    OutputWarning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+    merged,
+)
+from gateway.formats.reasoning import THINK
+from gateway.formats.registry import Format
+from gateway.formats.xml_formats import FORMATS
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, tool
 from tests.support.formats import (
     Call,
@@ -254,19 +261,24 @@ def test_a_marker_with_no_call_behind_it_is_content_and_a_warning_says_so() -> N
     ):
         events = say("qwen3_coder", text, tokens=False)
         assert content(events).startswith(text[:14])
-        assert any(isinstance(event, Warning) for event in events)
+        assert any(isinstance(event, OutputWarning) for event in events)
         assert not any(isinstance(event, ToolCall) for event in events)
 
 
 def test_an_unfinished_call_has_no_end() -> None:
     events = say("qwen3_coder", "<tool_call><function=run><parameter=code>x")
     assert not any(isinstance(event, ToolCallEnd) for event in events)
-    assert isinstance(events[-1], Warning)
+    assert isinstance(events[-1], OutputWarning)
 
 
 def test_a_name_that_is_no_tool_is_told_all_the_same() -> None:
     events = say("minimax_m2", MINIMAX, tools=(tool("g"),))
-    assert [type(event) for event in events] == [ToolCall, Warning, ToolArguments, ToolCallEnd]
+    assert [type(event) for event in events] == [
+        ToolCall,
+        OutputWarning,
+        ToolArguments,
+        ToolCallEnd,
+    ]
 
 
 MINIMAX = '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>'

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import (
+from gateway.formats.events import (
     Content,
+    OutputWarning,
     Reasoning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
     merged,
 )
-from gateway.output.formats import Format
-from gateway.output.tools.xtml import FORMATS
+from gateway.formats.registry import Format
+from gateway.formats.xtml import FORMATS
 from tests.support.format_tools import arguments_of, plain
 from tests.support.formats import (
     Call,
@@ -146,4 +146,4 @@ def test_a_string_is_told_while_it_is_written() -> None:
 
 def test_an_unfinished_call_has_no_end() -> None:
     events = say(argument("x", "string").partition("<|close|>")[0])
-    assert [type(event) for event in events] == [ToolCall, ToolArguments, Warning]
+    assert [type(event) for event in events] == [ToolCall, ToolArguments, OutputWarning]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gateway.answering import Answer
-from gateway.asking import Ask
-from gateway.engine_client import EngineClient
-from gateway.output.reader import ReaderFactory
+from gateway.engine.client import ZmqEngineClient
+from gateway.formats.choice_parser import ParserFactory
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.sampling import SamplingParams
 from tests.support.scripted_engine import scripted_card
@@ -13,8 +13,8 @@ from tests.support.scripted_engine import scripted_card
 TOKENIZER = Tokenizer(scripted_card())
 
 
-def an_answer(n: int = 1, prompts: int = 1, params: SamplingParams | None = None) -> Answer:
+def an_answer(n: int = 1, prompts: int = 1, params: SamplingParams | None = None) -> ChoiceGroup:
     """`n` choices for each of so many prompts of three tokens."""
-    readers, each = ReaderFactory(TOKENIZER), params or SamplingParams()
-    asks = [Ask([1, 2, 3], [each] * n, readers) for _ in range(prompts)]
-    return Answer(EngineClient("ipc:///nowhere"), asks)
+    readers, each = ParserFactory(TOKENIZER), params or SamplingParams()
+    asks = [PromptRequest([1, 2, 3], [each] * n, readers) for _ in range(prompts)]
+    return ChoiceGroup(ZmqEngineClient("ipc:///nowhere"), asks)

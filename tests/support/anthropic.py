@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.anthropic.told import MessageStart, StreamEvent
+from gateway.api.anthropic.responses import MessageStart, StreamEvent
 
 
 def anthropic_events(body: bytes) -> list[dict[str, Any]]:

@@ -48,14 +48,14 @@ Ask = Callable[[list[list[int]], SamplingParams], None]
 
 
 @dataclass(frozen=True)
-class Load:
+class DraftLoad:
     name: str
     prompts: Callable[[random.Random, int], list[list[int]]]
     params: SamplingParams
 
 
 @dataclass(frozen=True)
-class Side:
+class DraftSide:
     """One of the two that are compared."""
 
     ask: Ask
@@ -63,16 +63,16 @@ class Side:
     cpu_s: Callable[[], float]
 
 
-def loads(tokenizer: Tokenizer) -> list[Load]:
+def loads(tokenizer: Tokenizer) -> list[DraftLoad]:
     """A text that is to be copied; and noise, of which nothing comes again but by chance."""
     copied = tokenizer.encode(COPY.format(TEXT * 2, TEXT[:30]), add_special_tokens=False).ids
     return [
-        Load(
+        DraftLoad(
             "repetitive",
             lambda chance, count: [[chance.randrange(100, 40_000), *copied] for _ in range(count)],
             SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
         ),
-        Load(
+        DraftLoad(
             "not repetitive",
             lambda chance, count: [
                 [chance.randrange(100, 40_000) for _ in range(100)] for _ in range(count)
@@ -82,10 +82,12 @@ def loads(tokenizer: Tokenizer) -> list[Load]:
     ]
 
 
-def compare(name: str, load_: Load, streams: int, turns: int, plain: Side, fast: Side) -> None:
+def compare(
+    name: str, load_: DraftLoad, streams: int, turns: int, plain: DraftSide, fast: DraftSide
+) -> None:
     """In turns, and print the ratios."""
     chance = random.Random(1)
-    took: dict[Side, list[tuple[float, float]]] = {plain: [], fast: []}
+    took: dict[DraftSide, list[tuple[float, float]]] = {plain: [], fast: []}
     before = plain.stats(), fast.stats()
     for turn in range(turns):
         prompts = load_.prompts(chance, streams)
@@ -115,7 +117,7 @@ def _middle(ratios: list[float]) -> str:
     return f"{median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
-def over_sockets(server: Server, engine: Engine) -> Side:
+def over_sockets(server: Server, engine: Engine) -> DraftSide:
     view = EngineView(server.address)
 
     def ask(prompts: list[list[int]], params: SamplingParams) -> None:
@@ -128,14 +130,14 @@ def over_sockets(server: Server, engine: Engine) -> Side:
         times = [each.cpu_times() for each in (main, *main.children(recursive=True))]
         return sum(each.user + each.system for each in times)
 
-    return Side(ask, view.stats, cpu_s)
+    return DraftSide(ask, view.stats, cpu_s)
 
 
-def in_process(replica: Replica) -> Side:
+def in_process(replica: Replica) -> DraftSide:
     def ask(prompts: list[list[int]], params: SamplingParams) -> None:
         replica.answers(prompts, params)
 
-    return Side(ask, replica.engine.stats, time.process_time)
+    return DraftSide(ask, replica.engine.stats, time.process_time)
 
 
 def without_most_layers(loaded: LoadedModel) -> LoadedModel:
@@ -145,7 +147,7 @@ def without_most_layers(loaded: LoadedModel) -> LoadedModel:
     return LoadedModel(Llama(config, weights), loaded.card, config)
 
 
-def measure_servers(kinds: Sequence[Load], turns: int) -> None:
+def measure_servers(kinds: Sequence[DraftLoad], turns: int) -> None:
     with (
         Server(*COMMON) as one,
         Server(*COMMON, "--speculation", "ngram") as two,
@@ -158,7 +160,7 @@ def measure_servers(kinds: Sequence[Load], turns: int) -> None:
                 compare("n-gram", load_, streams, turns, *sides)
 
 
-def measure_draft_model(loaded: LoadedModel, kinds: Sequence[Load], turns: int) -> None:
+def measure_draft_model(loaded: LoadedModel, kinds: Sequence[DraftLoad], turns: int) -> None:
     draft = without_most_layers(loaded)
     cost = num_weights(draft) / num_weights(loaded)
     plain = replica_of(loaded, "none", steps_in_flight=2)

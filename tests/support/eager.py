@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import VOCAB
-from tests.support.paged import Row, attention_batch, scattered
+from tests.support.paged import PagedRow, attention_batch, scattered
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
-from worker.kv_cache import KVCache
+from worker.kv.cache import KVCache
 from worker.models.load import LoadedModel, load_model
 
 BLOCK_TOKENS = 4
@@ -25,7 +25,7 @@ def load(path: Path) -> LoadedModel:
 
 
 @dataclass
-class Stepper:
+class EagerStepper:
     """A model, its cache, and as many requests as `tokens`: each one's blocks lie scattered."""
 
     loaded: LoadedModel
@@ -46,7 +46,7 @@ class Stepper:
     def step(self, *counts: int) -> list[Tensor]:
         """Compute so many further tokens of each request -> their logits. Decode rows first."""
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: counts[i] > 1)
-        rows = [Row(self.computed[i], counts[i], self.blocks[i]) for i in order]
+        rows = [PagedRow(self.computed[i], counts[i], self.blocks[i]) for i in order]
         ids = [t for i in order for t in self.tokens[i][self.computed[i] :][: counts[i]]]
         batch = attention_batch(rows, BLOCK_TOKENS)
         hidden = self.loaded.model(torch.tensor(ids), batch, self.cache, self.attention)

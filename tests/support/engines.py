@@ -17,9 +17,9 @@ from itertools import islice
 from typing import Any
 
 from engine_core.engine import Engine
-from engine_core.grammar.book import Compiled, Job
+from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.compiler import Compiler
-from engine_core.grammar.matcher import Template
+from engine_core.grammar.matcher import MatcherTemplate
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
@@ -31,7 +31,7 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
 from tests.support.grammars import signs_tokenizer
-from tests.support.handover import EchoMover, Place
+from tests.support.handover import ClusterPlace, EchoMover
 from tests.support.tiers import EchoTiers
 
 VOCAB = 97
@@ -268,7 +268,7 @@ class Bench:
         guess: Say | None = None,
         draft_cost: float = 0.0,
         step_costs: Sequence[tuple[int, float]] = (),
-        place: Place | None = None,
+        place: ClusterPlace | None = None,
         tiers: Sequence[str] = (),
         checks: bool = True,
         **config: Any,
@@ -309,7 +309,7 @@ class Bench:
         self.plans: list[StepPlan] = []
         self.out: deque[StepPlan] = deque()
         self.masks: Masks | None = None  # of the oldest plan that is out
-        self.jobs: list[Job] = []
+        self.jobs: list[CompileJob] = []
         self.refusals: dict[tuple[bytes, int], Refused] = {}  # of those who waited for a grammar
         self._next = 0
         self._checks = checks
@@ -362,12 +362,12 @@ class Bench:
     def compile(self, which: int = 0) -> dict[int, Accepted | Refused]:
         """Do one of the jobs: {request: what it is told}."""
         job = self.jobs.pop(which)
-        result: Template | ServingError
+        result: MatcherTemplate | ServingError
         try:
             result = self.compiler.compile(job.grammar)
         except ServingError as error:
             result = error
-        told = self.engine.settle(Compiled(job.digest, result))
+        told = self.engine.settle(CompiledGrammar(job.digest, result))
         for client, reply in told:
             if isinstance(reply, Refused):
                 del self.news[client, reply.request]
@@ -413,7 +413,7 @@ class Bench:
 
     def send_orders(self) -> None:
         """What the engine has decided about K/V since the last time."""
-        for order in self.engine.take_orders():
+        for order in self.engine.drain_kv_commands():
             match order:
                 case KVStore() | KVUsed() | KVFetch(source=TierSource()):
                     self.tiers.obey(order)

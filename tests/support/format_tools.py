@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.output.teller import DeclaredTool
+from gateway.formats.event_builder import DeclaredTool
 from tests.support.formats import Call, dumps
 
 

@@ -20,20 +20,20 @@ from typing import Any
 
 import msgspec
 
-from gateway.output.events import (
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.events import (
     Content,
     Event,
+    OutputWarning,
     Reasoning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
     merged,
 )
-from gateway.output.formats import Format, machine_state
-from gateway.output.machine import Lexicon, Piece
-from gateway.output.reasoning import ReasoningFormat
-from gateway.output.teller import DeclaredTool
+from gateway.formats.parser import Lexicon, Piece
+from gateway.formats.reasoning import ReasoningFormat
+from gateway.formats.registry import Format, machine_state
 from tests.support.cpu_time import best_cpu_s
 
 JOINT = "\ue000"
@@ -303,7 +303,7 @@ def all_cuts(pieces: list[Piece], seed: int, num_random: int) -> Iterator[list[l
 
 
 @dataclass
-class Row:
+class FormatRow:
     """What was done for one sample: so many answers, each read in so many ways altogether."""
 
     name: str
@@ -319,15 +319,15 @@ class Row:
             self.first = self.first or where()
 
 
-ROWS: list[Row] = []
+ROWS: list[FormatRow] = []
 """Of all checks of this run: printed as one table at its end."""
 CUT_SHORT = ("closing tag in a string", "one block")
 
 
-def check(sample: Sample, cases: Sequence[Fixture], *, num_random: int = 200) -> Row:
+def check(sample: Sample, cases: Sequence[Fixture], *, num_random: int = 200) -> FormatRow:
     """Read every fixture in every way; with its markers as tokens, spelt out, made of tokens. One
     of them is also cut off at every place."""
-    row = Row(sample.name)
+    row = FormatRow(sample.name)
     ROWS.append(row)
     for fixture in cases:
         row.fixtures += 1
@@ -340,7 +340,7 @@ def check(sample: Sample, cases: Sequence[Fixture], *, num_random: int = 200) ->
 
 
 def _check_cuts(
-    row: Row, sample: Sample, fixture: Fixture, words: Lexicon, num_random: int
+    row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon, num_random: int
 ) -> None:
     pieces = units(fixture.text, words)
     for deltas in all_cuts(pieces, row.fixtures, num_random):
@@ -350,7 +350,7 @@ def _check_cuts(
     row.compare(said, fixture.events, lambda: f"{fixture.name}: moved to another process")
 
 
-def _check_cut_short(row: Row, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
+def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
     """After every unit: however that was cut before, it says the same, and no markup."""
     pieces = units(fixture.text, words)
     rng = random.Random(row.fixtures)
@@ -378,8 +378,8 @@ def difference(fixture: Fixture, deltas: Sequence[Sequence[Piece]], said: list[E
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    total = Row(
+def table(rows: Sequence[FormatRow]) -> str:
+    total = FormatRow(
         f"total ({len(rows)} formats)",
         sum(row.fixtures for row in rows),
         sum(row.cuts for row in rows),
@@ -417,7 +417,7 @@ def content(events: Sequence[Event]) -> str:
 
 
 def warnings(events: Sequence[Event]) -> list[str]:
-    return [event.code for event in events if isinstance(event, Warning)]
+    return [event.code for event in events if isinstance(event, OutputWarning)]
 
 
 PLAIN = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 8_000

@@ -82,7 +82,7 @@ def calling(chars: int) -> str:
 
 
 @dataclass(frozen=True)
-class Scene:
+class SpeedScene:
     """says     an answer of at least so many characters
     formats  of the gateway
     """
@@ -96,13 +96,15 @@ class Scene:
 
 CHAT = "/v1/chat/completions"
 SCENES = [
-    Scene("plain", CHAT, {"messages": MESSAGES}, formats=("none", "none")),
-    Scene("reasoning", CHAT, {"messages": MESSAGES}, thoughtful),
-    Scene("tools", CHAT, {"messages": MESSAGES, "tools": [TOOL]}, calling),
-    Scene("logprobs", CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 5}),
-    Scene("messages", "/v1/messages", {"messages": MESSAGES, "max_tokens": 100_000}, thoughtful),
-    Scene("responses", "/v1/responses", {"input": "Hello.", "store": False}, thoughtful),
-    Scene(
+    SpeedScene("plain", CHAT, {"messages": MESSAGES}, formats=("none", "none")),
+    SpeedScene("reasoning", CHAT, {"messages": MESSAGES}, thoughtful),
+    SpeedScene("tools", CHAT, {"messages": MESSAGES, "tools": [TOOL]}, calling),
+    SpeedScene("logprobs", CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 5}),
+    SpeedScene(
+        "messages", "/v1/messages", {"messages": MESSAGES, "max_tokens": 100_000}, thoughtful
+    ),
+    SpeedScene("responses", "/v1/responses", {"input": "Hello.", "store": False}, thoughtful),
+    SpeedScene(
         "generate",
         "/inference/v1/generate",
         {"token_ids": [100, 101, 102], "sampling_params": {"max_tokens": 100_000}},
@@ -111,7 +113,7 @@ SCENES = [
 
 
 @dataclass
-class Heard:
+class ReceivedEvents:
     """events    in all
     gaps_s    between two arrivals at one client, of all clients
     took_s    from the first byte of all to the last
@@ -122,17 +124,17 @@ class Heard:
     took_s: float = 0.0
 
 
-class Crowd:
+class ClientCrowd:
     """Clients that send one request each, and count what comes."""
 
-    def __init__(self, port: int, scene: Scene, streams: int) -> None:
+    def __init__(self, port: int, scene: SpeedScene, streams: int) -> None:
         self._sockets = [connect(port) for _ in range(streams)]
         for sock in self._sockets:
             send_post(sock, scene.path, {**scene.body, "model": "flowing", "stream": True})
 
-    def listen(self) -> Heard:
+    def listen(self) -> ReceivedEvents:
         """Until every stream has ended."""
-        heard, clock = Heard(), time.perf_counter
+        heard, clock = ReceivedEvents(), time.perf_counter
         poll = select.epoll()
         open_: dict[int, socket.socket] = {sock.fileno(): sock for sock in self._sockets}
         for number in open_:
@@ -160,7 +162,7 @@ class Crowd:
         return heard
 
 
-class Bench:
+class GatewayBench:
     """A gateway before an engine."""
 
     def __init__(self, gateway: GatewayProcess, engine: Program, tokenizer: Tokenizer) -> None:
@@ -168,7 +170,7 @@ class Bench:
         (worker,) = psutil.Process(gateway.process.pid).children()
         self._worker = worker
 
-    def measure(self, scene: Scene, streams: int, rate: float, seconds: float) -> str:
+    def measure(self, scene: SpeedScene, streams: int, rate: float, seconds: float) -> str:
         """One line; `rate`: tokens/s, of all streams."""
         length = int(rate * seconds / streams) + 1
         text = scene.says(length * CHARS)
@@ -176,7 +178,7 @@ class Bench:
         order = {"ids": ids, "streams": streams, "step_s": streams / rate}
         self._engine.out.clear()
         self._engine.say(json.dumps(order))
-        crowd = Crowd(self._gateway.port, scene, streams)
+        crowd = ClientCrowd(self._gateway.port, scene, streams)
         self._await_streams(streams)
         before = self._worker.cpu_times()
         self._engine.say("go")
@@ -194,7 +196,7 @@ class Bench:
 
 
 def _line(
-    scene: Scene, tokens: int, heard: Heard, spent: tuple[float, float], late_s: float
+    scene: SpeedScene, tokens: int, heard: ReceivedEvents, spent: tuple[float, float], late_s: float
 ) -> str:
     """spent   user and system time, in seconds"""
     gaps, busy_s = sorted(heard.gaps_s), sum(spent)
@@ -209,7 +211,7 @@ def _line(
 
 
 @contextmanager
-def bench(formats: tuple[str, str]) -> Iterator[Bench]:
+def bench(formats: tuple[str, str]) -> Iterator[GatewayBench]:
     with tempfile.TemporaryDirectory() as folder:
         make_private(Path(folder) / "run" / "engine")
         address = f"ipc://{folder}/run/engine/e.sock"
@@ -226,10 +228,12 @@ def bench(formats: tuple[str, str]) -> Iterator[Bench]:
             GatewayProcess(**config) as gateway,
         ):
             engine.line_with("ready")
-            yield Bench(gateway.await_ready(), engine, Tokenizer(flowing_card()))
+            yield GatewayBench(gateway.await_ready(), engine, Tokenizer(flowing_card()))
 
 
-def measure(scenes: Sequence[Scene], streams: int, rates: Sequence[float], seconds: float) -> None:
+def measure(
+    scenes: Sequence[SpeedScene], streams: int, rates: Sequence[float], seconds: float
+) -> None:
     for formats in dict.fromkeys(scene.formats for scene in scenes):
         with bench(formats) as here:
             for scene in (scene for scene in scenes if scene.formats == formats):

@@ -13,8 +13,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine_core.kv.exchange import Order
-from engine_core.kv.peers import Cluster
+from engine_core.kv.peers import PeerCluster
+from engine_core.kv.transfers import Order
 from protocol.kv import (
     KVCancel,
     KVEndpoint,
@@ -57,7 +57,7 @@ class Air:
     exports: dict[tuple[str, bytes], Export] = field(default_factory=dict)
     fault: str = ""
 
-    def place(self, name: str, **changes: object) -> Place:
+    def place(self, name: str, **changes: object) -> ClusterPlace:
         """For one more engine. `changes`: fields of its worker's KVEndpoint."""
         fields: dict[str, object] = {
             "address": name,
@@ -66,13 +66,13 @@ class Air:
             "mover": "echo",
         }
         endpoint = KVEndpoint(**(fields | changes))  # type: ignore[arg-type]
-        return Place(self, Cluster(b"k" * 32, epoch=name, endpoint=endpoint))
+        return ClusterPlace(self, PeerCluster(b"k" * 32, epoch=name, endpoint=endpoint))
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterPlace:
     air: Air
-    cluster: Cluster
+    cluster: PeerCluster
 
     @property
     def address(self) -> str:
@@ -88,7 +88,7 @@ class EchoMover:
     heard  every order, for tests to look at
     """
 
-    def __init__(self, place: Place, kv: Blocks, block_tokens: int) -> None:
+    def __init__(self, place: ClusterPlace, kv: Blocks, block_tokens: int) -> None:
         self.jobs: dict[int, KVFetch] = {}
         self.cancelled: set[int] = set()
         self.taken: list[bytes] = []

@@ -18,8 +18,8 @@ from torch import Tensor
 from worker.kernels.library import NoKernels, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.sets import INSTRUCTION_SETS
-from worker.loading.blocks import BlockKind, Blocks
-from worker.machine import cpu_flags
+from worker.loading.quant_blocks import BlockKind, QuantBlocks
+from worker.startup.machine import cpu_flags
 
 NAMES = [each.name for each in INSTRUCTION_SETS]
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -37,7 +37,7 @@ def native_kernels(name: str | None = None) -> NativeKernels:
         pytest.skip(str(missing))
 
 
-def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> Blocks:
+def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> QuantBlocks:
     """Blocks with scales of about 0.01 and any integers."""
     random = np.random.default_rng(seed)
     _, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
@@ -45,10 +45,10 @@ def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> 
     for index in range(kind.num_scales):
         scales = random.normal(0, 0.01, (outputs, inputs // 32, 1)).astype(np.float16)
         raw[:, :, 2 * index : 2 * index + 2] = scales.view(np.uint8)
-    return Blocks(kind, raw)
+    return QuantBlocks(kind, raw)
 
 
-def dequantised(blocks: Blocks) -> Tensor:
+def dequantised(blocks: QuantBlocks) -> Tensor:
     """[outputs, inputs] float32, by the gguf package."""
     outputs = len(blocks.raw)
     rows = blocks.raw.reshape(outputs, -1)

@@ -89,7 +89,7 @@ def end_of_stream(lines: Iterable[bytes]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class StormClient:
     """One of many: `ask` is one request of a kind that the dice choose; its end as its client sees
     it. Raises ValueError or AssertionError where that is none."""
 
@@ -154,7 +154,7 @@ class Client:
         return True if ran.stdout == f"aborted  {name}\n" else None
 
 
-class Storm:
+class KillStorm:
     """`run` returns when so many requests have ended."""
 
     def __init__(self, server: Server, num_requests: int, num_kills: int) -> None:
@@ -197,7 +197,7 @@ class Storm:
             self.memory.append((num_ended, int(kib)))
 
     def _client(self, seed: int) -> None:
-        client = Client(self._server, self.tally, random.Random(seed))
+        client = StormClient(self._server, self.tally, random.Random(seed))
         while self._takes_one():
             try:
                 end = client.ask()
@@ -257,10 +257,10 @@ class Storm:
         return 1000 * (after - before) / max(1, last - first)
 
 
-def storm(model: Path, num_requests: int, num_kills: int) -> tuple[Storm, list[str]]:
+def storm(model: Path, num_requests: int, num_kills: int) -> tuple[KillStorm, list[str]]:
     limit = ("--restart", "--restart-limit", str(num_kills + 1))
     with Server(*limit, "--max-slots", "8", model=str(model)) as server:
-        weather = Storm(server, num_requests, num_kills)
+        weather = KillStorm(server, num_requests, num_kills)
         weather.run()
         found = weather.complaints()
         server.signal(signal.SIGTERM)

@@ -43,7 +43,7 @@ PROMPT = list(range(100, 132))
 LEASE = b"to be measured"
 
 
-class Stepper:
+class MoveStepper:
     """A worker process that is given one step after the other, from a thread of its own."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, mover: str) -> None:
@@ -113,10 +113,10 @@ class Stepper:
 
 
 @contextmanager
-def pair(mover: str) -> Iterator[tuple[Stepper, Worker]]:
+def pair(mover: str) -> Iterator[tuple[MoveStepper, Worker]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tempfile.TemporaryDirectory() as folder:
-        stepper = Stepper(context, Path(folder), mover)
+        stepper = MoveStepper(context, Path(folder), mover)
         shape = Shape(num_blocks=500, model=stepper.ready.model.digest, **SHAPE)
         config = WorkerConfig(model="", kv_mover=mover)
         try:
@@ -156,7 +156,7 @@ def told(speeds: list[float], calm: list[float], busy: list[float]) -> str:
 
 
 @contextmanager
-def steps_of(stepper: Stepper, times_ms: list[float]) -> Iterator[None]:
+def steps_of(stepper: MoveStepper, times_ms: list[float]) -> Iterator[None]:
     """Adds the times of the steps that run meanwhile, to the end of the one that ends last."""
     first = len(stepper.times_ms)
     yield
@@ -166,7 +166,7 @@ def steps_of(stepper: Stepper, times_ms: list[float]) -> Iterator[None]:
     times_ms += stepper.times_ms[first:]
 
 
-def move(worker: Worker, stepper: Stepper, count: int) -> float:
+def move(worker: Worker, stepper: MoveStepper, count: int) -> float:
     """GB/s, from the order to the report."""
     job = len(worker.ends)
     started = perf_counter()

@@ -21,10 +21,10 @@ from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
 from protocol.kv import KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw, PeerSource
 from tests.support.processes import Program
-from worker.kv.exchange import Exchange
+from worker.kv.cache import KVCache, block_bytes
 from worker.kv.layout import KVLayout
-from worker.kv.shared_memory import SharedMemory
-from worker.kv_cache import KVCache, block_bytes
+from worker.kv.transfer.service import KVTransferService
+from worker.kv.transfer.shared_memory import SharedMemory
 
 WAIT_S = 20.0
 
@@ -73,10 +73,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return cache
 
 
-def tiny_exchange(context: zmq.Context[zmq.Socket[bytes]]) -> Exchange:
+def tiny_exchange(context: zmq.Context[zmq.Socket[bytes]]) -> KVTransferService:
     """Of a worker that nobody asks for anything."""
     shape = Shape()
-    return Exchange(WorkerConfig(model=""), context, shape.cache(), shape.layout)
+    return KVTransferService(WorkerConfig(model=""), context, shape.cache(), shape.layout)
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Worker:
     shape: Shape
     config: WorkerConfig
     cache: KVCache = field(init=False)
-    exchange: Exchange = field(init=False)
+    exchange: KVTransferService = field(init=False)
     ends: dict[int, KVFetched | KVFailure] = field(default_factory=dict)
     taken: list[bytes] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ class Worker:
         num_bytes = self.shape.num_blocks * self.shape.block_bytes
         shared = SharedMemory(num_bytes) if exports else None
         self.cache = self.shape.cache(shared)
-        self.exchange = Exchange(self.config, self.context, self.cache, self.shape.layout)
+        self.exchange = KVTransferService(self.config, self.context, self.cache, self.shape.layout)
 
     def __enter__(self) -> Self:
         return self

@@ -32,7 +32,7 @@ import msgspec
 
 from tests.support.processes import descendants_of
 from tests.support.server import Server
-from tests.support.small_requests import NAME, Load
+from tests.support.small_requests import NAME, SmallLoad
 from tests.support.torture import write_model
 
 FLAT = 16.0
@@ -86,7 +86,7 @@ def trend_of(points: Sequence[tuple[int, float]]) -> Trend:
 
 
 @dataclass(slots=True)
-class Process:
+class MeasuredProcess:
     """samples   (requests that had ended, memory)"""
 
     name: str
@@ -112,17 +112,19 @@ NAMES = {
 """What a command line has, and who that is: parents come before children."""
 
 
-def family_of(pid: int) -> list[Process]:
+def family_of(pid: int) -> list[MeasuredProcess]:
     """The supervisor and all that it has started."""
-    found = [Process("supervisor", pid)]
+    found = [MeasuredProcess("supervisor", pid)]
     for child, line in descendants_of(pid):
         (name,) = [name for words, name in NAMES.items() if words in line]
         is_second = name in (each.name for each in found)
-        found.append(Process("gateway process" if is_second else name, child))
+        found.append(MeasuredProcess("gateway process" if is_second else name, child))
     return found
 
 
-def measure(model: Path, num_requests: int, num_clients: int) -> tuple[list[Process], Load]:
+def measure(
+    model: Path, num_requests: int, num_clients: int
+) -> tuple[list[MeasuredProcess], SmallLoad]:
     """A server, its load, and what its processes had meanwhile."""
     template = model / "template.jinja"
     template.write_text(TEMPLATE)
@@ -130,7 +132,7 @@ def measure(model: Path, num_requests: int, num_clients: int) -> tuple[list[Proc
     named = ("--chat-template", str(template))
     with Server(*options.split(), *named, model=str(model)) as server:
         family = family_of(server.process.pid)
-        load = Load(server.port, num_requests, num_clients)
+        load = SmallLoad(server.port, num_requests, num_clients)
         load.start()
         due = 0
         while not load.is_over:
@@ -143,7 +145,7 @@ def measure(model: Path, num_requests: int, num_clients: int) -> tuple[list[Proc
     return family, load
 
 
-def table(family: Sequence[Process]) -> list[str]:
+def table(family: Sequence[MeasuredProcess]) -> list[str]:
     rows = [f"{'process':16}{'kind':5}{'start KiB':>11}{'end KiB':>11}  KiB per 1,000 requests"]
     for process in family:
         for kind in ("rss", "own"):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.catalogue import CATALOGUE, DEFAULT
 from tools.failure import Failure
-from tools.fetch import fetch, home
+from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.models.fetch import fetch, home
 
 
 def smollm2_gguf() -> Path:

@@ -34,7 +34,7 @@ def key_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Load:
+class OfferedLoad:
     """What each request is: tokens of its prompt, and of its answer."""
 
     prompt: int
@@ -42,7 +42,7 @@ class Load:
 
 
 @dataclass
-class Told:
+class OfferedResult:
     """One request. `sent_at`: before it connects; `tokens`: of prompt and answer, if that is whole;
     `error`: of the connection."""
 
@@ -69,16 +69,16 @@ def request_of(draw: random.Random, name: str, prompt: int, answer: int) -> byte
     return (head + body).encode()
 
 
-class Client:
+class OfferedClient:
     """Each request has a connection of its own."""
 
     def __init__(self, port: int, seed: int = 0) -> None:
         self._port = port
         self._random = random.Random(seed)
 
-    async def ask(self, name: str, prompt: int, answer: int) -> Told:
+    async def ask(self, name: str, prompt: int, answer: int) -> OfferedResult:
         request = request_of(self._random, name, prompt, answer)
-        told = Told(time.monotonic())
+        told = OfferedResult(time.monotonic())
         try:
             await self._exchange(request, told)
         except (OSError, asyncio.IncompleteReadError) as error:
@@ -87,7 +87,7 @@ class Client:
         told.tokens = prompt + answer if told.status == 200 and not told.error else 0
         return told
 
-    async def _exchange(self, request: bytes, told: Told) -> None:
+    async def _exchange(self, request: bytes, told: OfferedResult) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             writer.write(request)
@@ -106,9 +106,11 @@ class Client:
                 await writer.wait_closed()
 
 
-async def closed_loop(ask: Callable[[], Awaitable[Told]], streams: int, until: float) -> list[Told]:
+async def closed_loop(
+    ask: Callable[[], Awaitable[OfferedResult]], streams: int, until: float
+) -> list[OfferedResult]:
     """So many at once, each asking anew when it was answered; who is refused comes back soon."""
-    told: list[Told] = []
+    told: list[OfferedResult] = []
 
     async def one() -> None:
         while time.monotonic() < until:
@@ -120,12 +122,12 @@ async def closed_loop(ask: Callable[[], Awaitable[Told]], streams: int, until: f
     return told
 
 
-class Crowd:
+class OfferedCrowd:
     """Many connections at once, each for one request, for as little CPU as Python can: who offers
     shares the machine with the server, and what is measured is the server."""
 
     def __init__(self, port: int) -> None:
-        self.told: list[Told] = []
+        self.told: list[OfferedResult] = []
         self._address = ("127.0.0.1", port)
         self._selector = selectors.DefaultSelector()
 
@@ -135,7 +137,7 @@ class Crowd:
 
     def send(self, request: bytes, tokens: int) -> None:
         """`tokens`: of prompt and answer, if it is answered."""
-        told = Told(time.monotonic(), tokens=tokens)
+        told = OfferedResult(time.monotonic(), tokens=tokens)
         self.told.append(told)
         try:
             sock = socket.create_connection(self._address, timeout=1.0)
@@ -174,11 +176,11 @@ class Crowd:
         if not told.error:
             _read_answer(bytes(got), told)
 
-    def _fail(self, told: Told, error: OSError) -> None:
+    def _fail(self, told: OfferedResult, error: OSError) -> None:
         told.error, told.tokens, told.ended_at = repr(error), 0, time.monotonic()
 
 
-def _read_answer(answer: bytes, told: Told) -> None:
+def _read_answer(answer: bytes, told: OfferedResult) -> None:
     """The whole of it."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
@@ -197,14 +199,16 @@ class Offered:
     cpu_s  what it took to offer them
     """
 
-    told: list[Told]
+    told: list[OfferedResult]
     late: list[float]
     cpu_s: float
 
 
-def offer(port: int, per_s: float, begin: float, until: float, load: Load, seed: int) -> Offered:
+def offer(
+    port: int, per_s: float, begin: float, until: float, load: OfferedLoad, seed: int
+) -> Offered:
     """So many per second, whatever becomes of them; until all have ended."""
-    draw, names, crowd = random.Random(seed), itertools.cycle(NAMES), Crowd(port)
+    draw, names, crowd = random.Random(seed), itertools.cycle(NAMES), OfferedCrowd(port)
     dues = [begin + place / per_s for place in range(int((until - begin) * per_s))]
     requests = [request_of(draw, next(names), load.prompt, load.answer) for _ in dues]
     before, late = time.process_time(), []
@@ -218,7 +222,7 @@ def offer(port: int, per_s: float, begin: float, until: float, load: Load, seed:
 
 
 async def offered_elsewhere(
-    port: int, per_s: float, begin: float, until: float, load: Load, seed: int
+    port: int, per_s: float, begin: float, until: float, load: OfferedLoad, seed: int
 ) -> Offered:
     """By another process. Raises RuntimeError if that fails."""
     words = [str(word) for word in (port, per_s, begin, until, load.prompt, load.answer, seed)]
@@ -233,7 +237,7 @@ async def offered_elsewhere(
 
 def main() -> None:
     port, per_s, begin, until, prompt, answer, seed = sys.argv[1:]
-    load = Load(int(prompt), int(answer))
+    load = OfferedLoad(int(prompt), int(answer))
     offered = offer(int(port), float(per_s), float(begin), float(until), load, int(seed))
     sys.stdout.buffer.write(msgspec.json.encode(offered))
 

@@ -34,19 +34,19 @@ from tests.support.engine_view import EngineView
 from tests.support.offered import (
     NAMES,
     REFUSED,
-    Client,
-    Load,
     Offered,
-    Told,
+    OfferedClient,
+    OfferedLoad,
+    OfferedResult,
     closed_loop,
     key_of,
     offered_elsewhere,
 )
 from tests.support.server import Server
-from tools.keys import with_key, write
+from tools.commands.keys import with_key, write
 
 FACTOR = 10
-USUAL, SMALL = Load(256, 128), Load(64, 16)
+USUAL, SMALL = OfferedLoad(256, 128), OfferedLoad(64, 16)
 """As people ask; and so small that it is much of the work to refuse nine of ten."""
 STREAMS = 48
 CLOSED = f"a closed loop of {STREAMS}"
@@ -76,7 +76,7 @@ class Laws:
 
 
 @dataclass(frozen=True)
-class Process:
+class OverloadProcess:
     name: str
     process: psutil.Process
 
@@ -89,10 +89,12 @@ class Process:
         return float(sum(self.process.cpu_times()[:2]))
 
 
-def processes_of(server: Server) -> list[Process]:
+def processes_of(server: Server) -> list[OverloadProcess]:
     found = psutil.Process(server.process.pid).children(recursive=True)
     return [
-        Process(_name(child), child) for child in found if "resource_tracker" not in _name(child)
+        OverloadProcess(_name(child), child)
+        for child in found
+        if "resource_tracker" not in _name(child)
     ]
 
 
@@ -101,7 +103,7 @@ def _name(process: psutil.Process) -> str:
     return next((Path(w).name for w in words[1:] if "python" not in w), process.name())[:24]
 
 
-def done_per_s(told: Sequence[Told], begun: float, until: float) -> tuple[float, float]:
+def done_per_s(told: Sequence[OfferedResult], begun: float, until: float) -> tuple[float, float]:
     """(tokens, requests) per second, of those that came to their end in that time."""
     done = [one for one in told if one.tokens and begun <= one.ended_at <= until]
     seconds = until - begun
@@ -113,7 +115,7 @@ def spread(seconds: Sequence[float]) -> str:
     return f"p50 {cuts[49]:.1f} ms, p99 {cuts[98]:.1f} ms, most {max(seconds) * 1e3:.1f} ms"
 
 
-async def overload(server: Server, load: Load, seconds: float, laws: Laws) -> None:
+async def overload(server: Server, load: OfferedLoad, seconds: float, laws: Laws) -> None:
     """What can be done is measured before and after."""
     print(f"\nprompts of {load.prompt} tokens, answers of {load.answer}")
     peaks = [await most(server, load, seconds)]
@@ -144,12 +146,12 @@ async def overload(server: Server, load: Load, seconds: float, laws: Laws) -> No
         laws.expect(late - early <= max(FLAT * early, FLAT_BYTES), f"the memory of {name} is flat")
 
 
-async def most(server: Server, load: Load, seconds: float) -> tuple[float, float]:
+async def most(server: Server, load: OfferedLoad, seconds: float) -> tuple[float, float]:
     """(tokens, requests) per second, as many as can be done: of requests that end while others go
     on."""
-    client, names = Client(server.port), itertools.cycle(NAMES)
+    client, names = OfferedClient(server.port), itertools.cycle(NAMES)
 
-    def ask() -> Awaitable[Told]:
+    def ask() -> Awaitable[OfferedResult]:
         return client.ask(next(names), load.prompt, load.answer)
 
     begin = time.monotonic() + seconds / 6
@@ -161,16 +163,16 @@ async def most(server: Server, load: Load, seconds: float) -> tuple[float, float
 
 
 @dataclass
-class Watched:
+class OverloadWatch:
     """Resident bytes, a few times a second; and how many cores it kept busy."""
 
     sizes: list[int] = field(default_factory=list)
     cores: float = 0.0
 
 
-async def watched(server: Server, begin: float, until: float) -> dict[str, Watched]:
+async def watched(server: Server, begin: float, until: float) -> dict[str, OverloadWatch]:
     processes = {f"{one.name} {one.process.pid}": one for one in processes_of(server)}
-    seen = {name: Watched() for name in processes}
+    seen = {name: OverloadWatch() for name in processes}
     await asyncio.sleep(begin - time.monotonic())
     before = {name: one.cpu_s for name, one in processes.items()}
     while time.monotonic() < until:
@@ -201,7 +203,7 @@ def tell_refusals(offered: Offered, laws: Laws) -> None:
     laws.expect(in_time, f"99 of 100 refusals within {MOST_REFUSAL_S * 1e3:.0f} ms")
 
 
-async def first_token(client: Client, view: EngineView, length: int) -> tuple[float, int]:
+async def first_token(client: OfferedClient, view: EngineView, length: int) -> tuple[float, int]:
     """(seconds, tokens that the engine computed meanwhile), until Bob's first token."""
     before = view.stats().num_computed_tokens
     told = await client.ask("bob", length, 1)
@@ -211,7 +213,7 @@ async def first_token(client: Client, view: EngineView, length: int) -> tuple[fl
 
 async def flood(server: Server, times: int, laws: Laws) -> None:
     """Bob alone and beside the flood, in turns."""
-    client, view = Client(server.port), EngineView(server.address)
+    client, view = OfferedClient(server.port), EngineView(server.address)
     alone: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}
     beside: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}
     for _ in range(times):
@@ -241,8 +243,8 @@ async def flood(server: Server, times: int, laws: Laws) -> None:
         laws.expect(flood_s <= MOST_TIMES * solo_s, law)
 
 
-async def _flood(client: Client) -> list[Told]:
-    def ask() -> Awaitable[Told]:
+async def _flood(client: OfferedClient) -> list[OfferedResult]:
+    def ask() -> Awaitable[OfferedResult]:
         return client.ask("alice", FLOOD_PROMPT, FLOOD_ANSWER)
 
     return await closed_loop(ask, FLOOD_STREAMS, time.monotonic() + 3600)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from engine_core.step_costs import StepCosts
-from gateway.standing import StandingRefusals
+from engine_core.speculation.step_costs import StepCosts
+from gateway.engine.refusal_cache import StandingRefusals
 from protocol.errors import error_from
 from protocol.messages import Account, Output, Refused
 from tests.support.engines import CLIENT, Bench
@@ -23,7 +23,7 @@ STEP_S, TOKEN_S = 0.004, 0.0005
 
 
 @dataclass
-class Asked:
+class PacedRequest:
     """One request, as its client sees it. Times are of the simulated clock; None: not yet."""
 
     at: float
@@ -65,8 +65,8 @@ class Paced:
         self._standing = standing
         self.bench = Bench(say=_endless, checks=False, step_costs=costs, **options)
         self._costs = StepCosts(costs or [(0, STEP_S), (1, STEP_S + TOKEN_S)])
-        self.asked: list[Asked] = []
-        self._open: dict[int, Asked] = {}
+        self.asked: list[PacedRequest] = []
+        self._open: dict[int, PacedRequest] = {}
         self._coming: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
         self._due = 0.0  # of what happens now
@@ -76,12 +76,12 @@ class Paced:
 
     def ask(
         self, prompt_tokens: int, answer: int, account: Account | None = None, **terms: Any
-    ) -> Asked:
+    ) -> PacedRequest:
         """Now; where `at` has it asked, at that time, though a step was under way. No two prompts
         begin alike."""
         number = next(self._numbers)
         prompt = [1 + number % 90, 1 + number // 90 % 90, 1 + number // 8100] + [7] * prompt_tokens
-        asked = Asked(self._due, prompt_tokens)
+        asked = PacedRequest(self._due, prompt_tokens)
         self.asked.append(asked)
         if self._standing is not None and (early := self._standing.find(account, self._due)):
             self.num_early += 1

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
-from worker.kv_cache import KVCache
+from worker.kv.cache import KVCache
 
 
 @dataclass(frozen=True)
-class Row:
+class PagedRow:
     """`count` tokens after `computed` earlier ones, in the cache's `blocks`."""
 
     computed: int
@@ -21,7 +21,9 @@ class Row:
     blocks: Sequence[int]
 
 
-def attention_batch(rows: Sequence[Row], block_tokens: int, *, padding: int = 0) -> AttentionBatch:
+def attention_batch(
+    rows: Sequence[PagedRow], block_tokens: int, *, padding: int = 0
+) -> AttentionBatch:
     """`padding`: unused columns of the block table. Rows of one token must come first."""
     positions = [p for row in rows for p in range(row.computed, row.computed + row.count)]
     owners = [row for row in rows for _ in range(row.count)]
@@ -56,12 +58,12 @@ def scattered(num_blocks: int, *sizes: int, seed: int = 0) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Case:
+class PagedCase:
     """Rows of one step, and a cache with their keys and values. All else in it is NaN: other
     blocks, and, unless its blocks were zeroed when they were taken, what a row does not see of its
     own."""
 
-    rows: list[Row]
+    rows: list[PagedRow]
     heads: int
     kv_heads: int
     head_dim: int
@@ -80,7 +82,9 @@ class Case:
         generator = torch.Generator().manual_seed(3)
         for row in self.rows:
             shape = (row.computed + row.count, self.kv_heads, self.head_dim)
-            slots = attention_batch([Row(0, shape[0], row.blocks)], self.block_tokens).slot_mapping
+            slots = attention_batch(
+                [PagedRow(0, shape[0], row.blocks)], self.block_tokens
+            ).slot_mapping
             k, v = (torch.randn(shape, generator=generator).to(self.dtype) for _ in "kv")
             cache.write(0, k, v, slots)
         return cache
@@ -105,9 +109,9 @@ def case_of(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     zeroed: bool = False,
-) -> Case:
+) -> PagedCase:
     """Rows as (computed, count), decode rows first."""
     sizes = [-(-sum(row) // block_tokens) for row in rows]
     blocks = scattered(sum(sizes) + 5, *sizes)
-    placed = [Row(*row, own) for row, own in zip(rows, blocks, strict=True)]
-    return Case(placed, kv_heads * group, kv_heads, head_dim, block_tokens, dtype, zeroed)
+    placed = [PagedRow(*row, own) for row, own in zip(rows, blocks, strict=True)]
+    return PagedCase(placed, kv_heads * group, kv_heads, head_dim, block_tokens, dtype, zeroed)

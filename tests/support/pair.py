@@ -12,7 +12,7 @@ PROMPT = list(range(1, 31))
 """Without its last token 7 blocks of 4, and 1 token in an eighth."""
 
 
-class Pair:
+class HandoffPair:
     def __init__(self, p: dict[str, Any] | None = None, d: dict[str, Any] | None = None) -> None:
         """p, d: options of the two benches."""
         self.air = Air()

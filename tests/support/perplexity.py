@@ -27,8 +27,8 @@ from protocol.sampling import SamplingParams
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from worker.kernels.select import select_kernels
-from worker.machine import cpu_flags
 from worker.models.load import LoadedModel
+from worker.startup.machine import cpu_flags
 
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
 """1,300 words, written for this purpose: no model has seen them."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace as changed
 
 from protocol.arrays import Int32
-from protocol.grammar import Body, Choice, Grammar, Regex
+from protocol.grammar import Body, ChoiceGrammar, Grammar, Regex
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from protocol.steps import StepResult
@@ -33,7 +33,7 @@ from tests.support.replica import (
     slot_table,
 )
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
-from worker.slots import Poison, SlotTable
+from worker.slots.table import Poison, SlotTable
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 33
@@ -78,13 +78,13 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     ),
     (GREEDY, Regex(pattern="[ab]{2,9}c")),
     (SamplingParams(temperature=1.5, logprobs=2, logprobs_of="sampling"), Regex(pattern="(no)+")),
-    (SamplingParams(temperature=1.0, seed=3), Choice(choices=["abc", "abd", "xyzzy"])),
+    (SamplingParams(temperature=1.0, seed=3), ChoiceGrammar(choices=["abc", "abd", "xyzzy"])),
 ]
 """(params, grammar): each makes some field of a slot matter."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class RecordedRequest:
     """A request, after how many steps it comes, and after how many more it is dropped.
 
     prefilled  its prompt is computed elsewhere
@@ -119,7 +119,7 @@ def tiny_model(folder: Path, seed: int = 3) -> LoadedModel:
     return load(folder)
 
 
-def load_of(seed: int, count: int = NUM_REQUESTS) -> list[Asked]:
+def load_of(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]:
     """Requests of all kinds. Prompts begin like one of three conversations, so that many are found
     in the prefix cache, a third of them but for their last token."""
     chance = random.Random(seed)
@@ -132,7 +132,7 @@ def load_of(seed: int, count: int = NUM_REQUESTS) -> list[Asked]:
         prompt = chance.choice(talks)[: shared + 1]
         prompt += [chance.randrange(1, VOCAB) for _ in range(fresh)]
         asked.append(
-            Asked(
+            RecordedRequest(
                 prompt=prompt,
                 params=changed(params, max_tokens=chance.randrange(4, 18)),
                 grammar=None if body is None else Grammar(body=body),
@@ -146,7 +146,7 @@ def load_of(seed: int, count: int = NUM_REQUESTS) -> list[Asked]:
 
 def record(
     loaded: LoadedModel,
-    asked: Iterable[Asked],
+    asked: Iterable[RecordedRequest],
     *,
     steps_in_flight: int = 2,
     draft: LoadedModel | None = None,

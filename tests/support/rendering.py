@@ -11,27 +11,27 @@ from typing import Any
 
 import msgspec
 
-from gateway.answering import Answer
-from gateway.engine_client import Subscriber
-from gateway.openai import schema
-from gateway.openai.chunks import ChunkStream
-from gateway.openai.completion import Completion
-from gateway.openai.prepare import Preparation
-from gateway.openai.respond import prompt_shape
-from gateway.openai.shapes import ChatDialect, Dialect, Origin
-from gateway.openai.whole import whole_response
-from gateway.rendering.bodies import ChatDerendering, CompletionDerendering
-from gateway.rendering.render import rendered_chat, rendered_completion
-from gateway.rendering.schema import (
+from gateway.api.openai import requests
+from gateway.api.openai.completion import Completion
+from gateway.api.openai.prepare import Preparation
+from gateway.api.openai.respond import prompt_shape
+from gateway.api.openai.response_builder import ChatResponseBuilder, OpenAIEnvelope, ResponseBuilder
+from gateway.api.openai.stream import ChunkStream
+from gateway.api.openai.whole import whole_response
+from gateway.api.render.bodies import ChatDerendering, CompletionDerendering
+from gateway.api.render.render import rendered_chat, rendered_completion
+from gateway.api.render.requests import (
     Carried,
     derender_chat_decoder,
     derender_completion_decoder,
 )
-from gateway.served import ServedModel
-from gateway.sinks import Fold
-from gateway.tokens import generate_ask as asking
-from gateway.tokens import generate_tell as telling
-from gateway.tokens.generate_schema import generate_decoder
+from gateway.api.tokens import generate_prepare as asking
+from gateway.api.tokens import generate_stream as telling
+from gateway.api.tokens.generate_requests import generate_decoder
+from gateway.engine.client import Subscriber
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.sinks import CollectSink
+from gateway.served_model import ServedModel
 from protocol.config.gateway import GatewayConfig
 from protocol.messages import Accepted, Output
 from tests.support.http import events_of
@@ -77,8 +77,8 @@ class Both:
 class Played:
     """One request's answer, of whichever API."""
 
-    answer: Answer
-    fold: Fold
+    answer: ChoiceGroup
+    fold: CollectSink
     frames: list[bytes] = field(default_factory=list)
 
     @property
@@ -88,10 +88,10 @@ class Played:
 
 def play(asks: Sequence[Any], outputs: Sequence[Output], sink_of: Any) -> Played:
     tape = Tape(outputs)
-    answer = Answer(tape, asks)
-    played = Played(answer, Fold(0))
+    answer = ChoiceGroup(tape, asks)
+    played = Played(answer, CollectSink(0))
     answer.open()
-    played.fold = Fold(len(answer.choices))
+    played.fold = CollectSink(len(answer.choices))
     answer.attach(Both(played.fold, sink_of(answer, played.frames.append)))
     tape.play()
     return played
@@ -112,29 +112,29 @@ class Trip:
 
     def chat(self) -> tuple[dict[str, Any], list[Any]]:
         """(whole, stream)"""
-        body = schema.chat_decoder.decode(encode(self.body))
+        body = requests.chat_decoder.decode(encode(self.body))
         preparation = Preparation(body, self.model)
         ask = preparation.ask(preparation.prompt(body.messages))
 
-        def dialect() -> Dialect:
-            return ChatDialect(
+        def dialect() -> ResponseBuilder:
+            return ChatResponseBuilder(
                 self.model.tokenizer, body.num_logprobs, body.logprob_token_ids or ()
             )
 
         return self._told(body, [ask], dialect, "chatcmpl")
 
     def completion(self) -> tuple[dict[str, Any], list[Any]]:
-        body = schema.completion_decoder.decode(encode(self.body))
+        body = requests.completion_decoder.decode(encode(self.body))
         completion = Completion(body, self.model, max_prompts=99)
         return self._told(body, completion.asks, completion.dialect, "cmpl")
 
     def _told(
         self, body: Any, asks: Any, dialect: Any, kind: str
     ) -> tuple[dict[str, Any], list[Any]]:
-        origin = Origin(f"{kind}-7", self.model.names[0], self.model.fingerprint)
+        origin = OpenAIEnvelope(f"{kind}-7", self.model.names[0], self.model.fingerprint)
         tells_ids = bool(body.return_token_ids)
 
-        def stream(answer: Answer, write: Any) -> ChunkStream:
+        def stream(answer: ChoiceGroup, write: Any) -> ChunkStream:
             return ChunkStream(
                 answer,
                 dialect(),
@@ -159,7 +159,7 @@ class Trip:
     # ---- rendered, generated
 
     def render_chat(self, carried: Carried | None = None) -> dict[str, Any]:
-        body = schema.chat_decoder.decode(encode(self.body))
+        body = requests.chat_decoder.decode(encode(self.body))
         preparation = Preparation(body, self.model)
         prompt = preparation.prompt(body.messages)
         rendered = rendered_chat(preparation, prompt, carried or Carried(), "chatcmpl-7")
@@ -167,7 +167,7 @@ class Trip:
         return told
 
     def render_completion(self) -> list[dict[str, Any]]:
-        body = schema.completion_decoder.decode(encode(self.body))
+        body = requests.completion_decoder.decode(encode(self.body))
         completion = Completion(body, self.model, max_prompts=99)
         rendered = rendered_completion(completion, self.model, Carried(), "cmpl-7")
         told: list[dict[str, Any]] = json.loads(encode(rendered))
@@ -178,9 +178,9 @@ class Trip:
         body = generate_decoder.decode(
             encode(rendered | {"stream_options": {"include_usage": True}})
         )
-        told = telling.Telling.of(body, self.model, rendered["request_id"], [])
+        told = telling.GenerateAnswer.of(body, self.model, rendered["request_id"], [])
 
-        def stream(answer: Answer, write: Any) -> telling.GenerateStream:
+        def stream(answer: ChoiceGroup, write: Any) -> telling.GenerateStream:
             return telling.GenerateStream(answer, told, write=write, finish=lambda: None)
 
         played = play([asking.ask_of(body, self.model)], self.outputs, stream)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine_core.engine import Engine
-from engine_core.grammar.book import Compiled
+from engine_core.grammar.cache import CompiledGrammar
 from engine_core.grammar.compiler import Compiler
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
@@ -26,14 +26,14 @@ from protocol.kv import KVFetch
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
-from tests.support.handover import EchoMover, Place
+from tests.support.handover import ClusterPlace, EchoMover
 from worker.attention.select import select_attention
-from worker.drafting import DraftModel
-from worker.kv_cache import KVCache
+from worker.draft.model import DraftModel
+from worker.kv.cache import KVCache
 from worker.models.load import LoadedModel, load_model
-from worker.runner import Runner
-from worker.slot_fields import slot_fields
-from worker.slots import Poison, SlotTable
+from worker.slots.fields import slot_fields
+from worker.slots.table import Poison, SlotTable
+from worker.step import Runner
 
 CLIENT = b"test"
 
@@ -65,7 +65,7 @@ class Executed:
     arrived: list[Arrived] = field(default_factory=list)
 
 
-class CacheBlocks:
+class ReplicaBlocks:
     """The blocks of a real cache, for a mover."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -106,7 +106,7 @@ class Replica:
     options: dict[str, Any] = field(default_factory=dict)
     draft: LoadedModel | None = None
     draft_cost: float = 0.0
-    place: Place | None = None
+    place: ClusterPlace | None = None
     outputs: dict[int, list[Output]] = field(default_factory=dict)
     steps: list[Executed] = field(default_factory=list)
     out: deque[StepPlan] = field(default_factory=deque)
@@ -128,7 +128,7 @@ class Replica:
         self.runner = new_runner(self.loaded, slots, self.cache, self.draft)
         self.mover = None
         if self.place is not None:
-            self.mover = EchoMover(self.place, CacheBlocks(self.cache), self.block_tokens)
+            self.mover = EchoMover(self.place, ReplicaBlocks(self.cache), self.block_tokens)
         self._arrived: list[Arrived] = []  # since the last step
         self._seeds = iter(range(1, 1 << 30))
         self._masks: Masks | None = None  # of the oldest plan that is out
@@ -157,7 +157,7 @@ class Replica:
         )
         reply = self.engine.add(CLIENT, message)
         for job in self.engine.take_jobs():
-            compiled = Compiled(job.digest, self.compiler.compile(job.grammar))
+            compiled = CompiledGrammar(job.digest, self.compiler.compile(job.grammar))
             ((_, reply),) = self.engine.settle(compiled)
         assert reply == Accepted(request=number)
         self.outputs[number] = []
@@ -189,7 +189,7 @@ class Replica:
         self._send_orders()
 
     def _send_orders(self) -> None:
-        for order in self.engine.take_orders():
+        for order in self.engine.drain_kv_commands():
             assert self.mover is not None
             if isinstance(order, KVFetch):
                 self.runner.await_content(order.blocks)

@@ -1,5 +1,6 @@
-"""A router that a test holds back where it wants: what a gateway decides (`gateway.handover`), over
-real connections to both engines, one request at a time.
+"""A router between two real engines that a test steps through one request at a time.
+
+Its decisions are those of `gateway.engine.handoff`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gateway.handover import Deed, Event, Handover, State
+from gateway.engine.handoff import Handoff, HandoffAction, HandoffEvent, HandoffState
 from protocol.errors import EngineError
 from protocol.messages import Accepted, Goodbye, KeepKV, Message, Output, Refused, ReleaseKV
 from protocol.sampling import SamplingParams
@@ -26,7 +27,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 @dataclass(eq=False)
-class Case:
+class RouterCase:
     """One request.
 
     is_held    what P has said is not acted upon yet
@@ -37,7 +38,7 @@ class Case:
     prompt: list[int]
     max_tokens: int
     is_held: bool = False
-    handover: Handover = field(default_factory=lambda: Handover(State.COMPUTING))
+    handover: Handoff = field(default_factory=lambda: Handoff(HandoffState.COMPUTING))
     at_p: int = 0
     at_d: int = 0
     kept: str = ""
@@ -50,7 +51,7 @@ class Case:
         self.end = end
 
 
-class Line:
+class RouterLine:
     """To one engine. `hears`: who is told the news of which request."""
 
     def __init__(self, address: str) -> None:
@@ -62,7 +63,7 @@ class Line:
         if message is not None:
             self._client.say(message)
 
-    def ask(self, case: Case, hear: Callable[[Any], None], **asked: Any) -> int:
+    def ask(self, case: RouterCase, hear: Callable[[Any], None], **asked: Any) -> int:
         """Raises EngineError where the engine is not there."""
         message = self.session.generate(case.prompt, greedy(case.max_tokens), **asked)
         self.hears[message.request] = hear
@@ -92,11 +93,11 @@ class Router:
     keeps        leases are kept alive for those who need them
     """
 
-    def __init__(self, p: str, d: str, passes_on: Callable[[Case, str], str]) -> None:
-        self.p, self.d = Line(p), Line(d)
+    def __init__(self, p: str, d: str, passes_on: Callable[[RouterCase, str], str]) -> None:
+        self.p, self.d = RouterLine(p), RouterLine(d)
         self.keeps = True
         self._passes_on = passes_on
-        self._cases: list[Case] = []
+        self._cases: list[RouterCase] = []
         self._kept_at = 0.0
 
     # ---- what the test does
@@ -112,21 +113,21 @@ class Router:
             self._keep()
         return True
 
-    def ask(self, case: Case) -> Case:
+    def ask(self, case: RouterCase) -> RouterCase:
         self._cases.append(case)
         case.at_p = self.p.ask(case, partial(self._hear_p, case), kv_readers=1)
         return case
 
-    def hand_on(self, case: Case) -> None:
+    def hand_on(self, case: RouterCase) -> None:
         """What P says, or has said, is acted upon."""
         case.is_held = False
         if case.kept:
-            self._on(case, Event.COMPUTED)
+            self._on(case, HandoffEvent.COMPUTED)
 
-    def abort(self, case: Case) -> None:
+    def abort(self, case: RouterCase) -> None:
         """It has ended when the engine says so; where no engine has it open, at once."""
         nobody_has_it = bool(case.kept) and not case.at_d
-        self._on(case, Event.ABORT)
+        self._on(case, HandoffEvent.ABORT)
         if nobody_has_it:
             case.finish(Output(request=0, finish="abort"))
 
@@ -143,58 +144,60 @@ class Router:
 
     # ---- what engines say
 
-    def _hear_p(self, case: Case, report: Any) -> None:
+    def _hear_p(self, case: RouterCase, report: Any) -> None:
         if isinstance(report, Accepted):
             return
         if isinstance(report, Output) and report.kv_handle:
-            if case.handover.state is State.ENDED:  # it was computed before the Abort was read
+            if (
+                case.handover.state is HandoffState.ENDED
+            ):  # it was computed before the Abort was read
                 self.p.say(ReleaseKV(handles=[report.kv_handle]))
                 case.finish(Output(request=0, finish="abort"))
                 return
             case.kept = report.kv_handle
             if not case.is_held:
-                self._on(case, Event.COMPUTED)
-        elif case.handover.state is State.ENDED:
+                self._on(case, HandoffEvent.COMPUTED)
+        elif case.handover.state is HandoffState.ENDED:
             case.finish(report)
         else:
-            self._on(case, Event.MISSED, report)
+            self._on(case, HandoffEvent.MISSED, report)
 
-    def _hear_d(self, case: Case, report: Any) -> None:
+    def _hear_d(self, case: RouterCase, report: Any) -> None:
         if isinstance(report, Output):
             case.tokens += report.tokens
         is_end = isinstance(report, Refused) or (isinstance(report, Output) and report.finish)
-        if case.handover.state is State.ENDED and is_end:
+        if case.handover.state is HandoffState.ENDED and is_end:
             case.finish(report)
         elif isinstance(report, Accepted):
-            self._on(case, Event.ACCEPTED, report)
+            self._on(case, HandoffEvent.ACCEPTED, report)
         else:
-            self._on(case, Event.FINISHED if is_end else Event.SPOKE, report)
+            self._on(case, HandoffEvent.FINISHED if is_end else HandoffEvent.SPOKE, report)
 
     # ---- what is done about it
 
-    def _on(self, case: Case, event: Event, report: Any = None) -> None:
+    def _on(self, case: RouterCase, event: HandoffEvent, report: Any = None) -> None:
         for deed in case.handover.on(event):
             match deed:
-                case Deed.ASK:
+                case HandoffAction.ASK:
                     self._ask_d(case, self._passes_on(case, case.kept))
-                case Deed.ASK_ALL:
+                case HandoffAction.ASK_ALL:
                     self._ask_d(case, "")
-                case Deed.TELL if event is Event.FINISHED:
+                case HandoffAction.TELL if event is HandoffEvent.FINISHED:
                     case.finish(report)
-                case Deed.LEAVE:
-                    self._leave(case, is_abort=event is Event.ABORT)
-                case Deed.ABORT:
+                case HandoffAction.LEAVE:
+                    self._leave(case, is_abort=event is HandoffEvent.ABORT)
+                case HandoffAction.ABORT:
                     self.d.say(self.d.session.stop(case.at_d))
 
-    def _ask_d(self, case: Case, handle: str) -> None:
+    def _ask_d(self, case: RouterCase, handle: str) -> None:
         case.brought = handle
         try:
             case.at_d = self.d.ask(case, partial(self._hear_d, case), kv_handle=handle)
         except EngineError as error:
             end = Output(request=0, finish="error", error=error.info())
-            self._on(case, Event.FINISHED, end)
+            self._on(case, HandoffEvent.FINISHED, end)
 
-    def _leave(self, case: Case, *, is_abort: bool) -> None:
+    def _leave(self, case: RouterCase, *, is_abort: bool) -> None:
         if case.kept:
             self.p.say(ReleaseKV(handles=[case.kept]))
             case.kept = ""
@@ -209,5 +212,5 @@ class Router:
             self.p.say(KeepKV(handles=handles))
 
 
-def all_ended(cases: Iterable[Case]) -> bool:
+def all_ended(cases: Iterable[RouterCase]) -> bool:
     return all(case.end is not None for case in cases)

@@ -10,8 +10,8 @@ import torch
 from protocol.sampling import SamplingParams
 from tests.support.plans import slot_init
 from tests.support.tiny_model import tiny_slots
-from worker.batch import Sampled, extras_of_rows
-from worker.slots import Poison, SlotTable
+from worker.batch.batch import Sampled, extras_of_rows
+from worker.slots.table import Poison, SlotTable
 
 
 @dataclass

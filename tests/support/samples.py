@@ -7,13 +7,13 @@ from protocol.errors import ErrorInfo
 from protocol.grammar import (
     Either,
     Grammar,
+    GrammarRule,
     Json,
+    LiteralForm,
     Pattern,
     Repeat,
-    Rule,
     Rules,
     Sequence,
-    Text,
     Thinking,
     ThinkingBudget,
     Until,
@@ -47,20 +47,20 @@ from protocol.kv_peers import (
 )
 from protocol.messages import (
     Abort,
+    AbortByLabel,
     Aborted,
-    AbortNamed,
     Accepted,
     Account,
     Drain,
-    Freed,
+    EngineStatus,
+    EngineStopped,
     Generate,
-    Gone,
+    GetStatus,
     Goodbye,
     Hello,
     KeepKV,
     Limits,
     Loading,
-    Look,
     Message,
     Output,
     Outputs,
@@ -72,11 +72,11 @@ from protocol.messages import (
     Refused,
     ReleaseKV,
     RequestView,
+    ResourcesFreed,
     SessionLost,
     Times,
     TokenLogprobs,
     Usage,
-    View,
     Welcome,
 )
 from protocol.model_card import ModelCard, SamplingDefaults
@@ -118,7 +118,9 @@ PARAMS = SamplingParams(
 )
 GRAMMAR = Grammar(
     body=Rules(
-        start=Sequence([Text("<call>"), Repeat(Rule("part"), 1, 2), Until("</call>", "[a-z]*")]),
+        start=Sequence(
+            [LiteralForm("<call>"), Repeat(GrammarRule("part"), 1, 2), Until("</call>", "[a-z]*")]
+        ),
         rules={"part": Either([Json("x"), Pattern("a+")])},
         schemas={"x": "{}"},
     ),
@@ -236,11 +238,11 @@ MESSAGES: list[Message] = [
         queue_timeout_s=2.5,
     ),
     Abort(requests=[1, 2]),
-    AbortNamed(request=3, names=["7", "8"], everything=True),
+    AbortByLabel(request=3, names=["7", "8"], everything=True),
     KeepKV(handles=["aGFuZGxl"]),
     ReleaseKV(handles=["aGFuZGxl"]),
     Profile(request=4, steps=20, directory="/var/tmp/traces"),
-    Look(request=5, most=20),
+    GetStatus(request=5, most=20),
     Drain(),
     Ping(num_early=300, read_bytes=70_000),
     Goodbye(),
@@ -291,7 +293,7 @@ MESSAGES: list[Message] = [
             )
         ],
     ),
-    View(
+    EngineStatus(
         request=5,
         now_s=1000.5,
         stats=STATS,
@@ -315,12 +317,12 @@ MESSAGES: list[Message] = [
     ),
     Profiled(request=4, file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5),
     Aborted(request=3, aborted=["7"], unknown=["8"]),
-    Freed(requests=[1, 9]),
+    ResourcesFreed(requests=[1, 9]),
     Pong(epoch="e1", stats=STATS, sent_bytes=70_000),
     Loading(elapsed_s=2.5),
     SessionLost(why="the connection to the engine broke"),
     Probe(),
-    Gone(error=ERROR),
+    EngineStopped(error=ERROR),
     StepPlan(
         step=3,
         release=Int32.of([2]),

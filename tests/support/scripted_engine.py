@@ -31,11 +31,10 @@ from protocol.errors import ErrorInfo
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AbortByLabel,
     Aborted,
-    AbortNamed,
     Accepted,
     Drain,
-    Freed,
     Generate,
     Goodbye,
     Hello,
@@ -48,6 +47,7 @@ from protocol.messages import (
     Pong,
     Refused,
     ReleaseKV,
+    ResourcesFreed,
     Times,
     ToEngine,
     TokenLogprobs,
@@ -322,7 +322,7 @@ class ScriptedEngine:
                 self._generate(client, message)
             case Abort(requests=numbers):
                 self._abort(client, numbers)
-            case AbortNamed():
+            case AbortByLabel():
                 self._abort_named(client, message)
             case KeepKV(handles=handles):
                 self.kept += handles
@@ -340,9 +340,9 @@ class ScriptedEngine:
             if not self.ignores_aborts and self._talks.pop((client, number), None):
                 end = Output(request=number, finish="abort")
                 self._send(client, Outputs(step=0, outputs=[end]))
-                self._send(client, Freed(requests=[number]))
+                self._send(client, ResourcesFreed(requests=[number]))
 
-    def _abort_named(self, client: bytes, message: AbortNamed) -> None:
+    def _abort_named(self, client: bytes, message: AbortByLabel) -> None:
         known = {name for talk in self._talks.values() for name in talk.message.labels}
         for key, talk in list(self._talks.items()):
             if not set(message.names).isdisjoint(talk.message.labels):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.served import ModelOptions, ServedModel
+from gateway.served_model import ModelOptions, ServedModel
 from protocol.config.gateway import GatewayConfig
 from protocol.messages import Limits
 from protocol.model_card import ModelCard

@@ -75,7 +75,7 @@ def _spoiled(path: str, body: dict[str, Any], dice: random.Random) -> dict[str, 
     return dice.choice([{}, {**body, first: 7}, {**body, first: None}, {**body, "model": 3}])
 
 
-class Client:
+class SmallClient:
     """One connection, kept alive as long as the server and its own manners allow."""
 
     def __init__(self, port: int) -> None:
@@ -111,7 +111,7 @@ class Client:
         return REFUSED if wish.is_bad else FINISHED
 
 
-class Load:
+class SmallLoad:
     """So many requests from so many clients. `wrong`: what did not end as it should."""
 
     def __init__(self, port: int, num_requests: int, num_clients: int) -> None:
@@ -134,7 +134,7 @@ class Load:
 
     def _client(self, seed: int) -> None:
         stream = wishes(random.Random(seed))
-        with closing(Client(self._port)) as client:
+        with closing(SmallClient(self._port)) as client:
             while self._takes_one():
                 try:
                     end = client.ask(next(stream))

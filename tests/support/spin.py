@@ -226,11 +226,11 @@ def be_gateway(address: str, count: int) -> None:
     import gevent
     from gevent.event import Event
 
-    from gateway.engine_client import EngineClient
+    from gateway.engine.client import ZmqEngineClient
     from protocol.messages import Output as Told
     from protocol.sampling import SamplingParams
 
-    client, ended, heard = EngineClient(address), Event(), 0
+    client, ended, heard = ZmqEngineClient(address), Event(), 0
 
     def hear(report: object) -> None:
         nonlocal heard

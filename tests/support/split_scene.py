@@ -27,7 +27,7 @@ from protocol.stats import EngineStats
 from tests.support.engine_view import EngineView
 from tests.support.kv_proxy import Proxy
 from tests.support.processes import eventually
-from tests.support.router import Case, Router, all_ended, greedy
+from tests.support.router import Router, RouterCase, all_ended, greedy
 from tests.support.tiny_checkpoint import VOCAB
 from tests.support.tiny_side import START_S, TinySide
 
@@ -68,7 +68,7 @@ def prompts() -> dict[str, list[int]]:
 # ---- two engines, each in one of its lives
 
 
-class Place:
+class ScenePlace:
     """Where one of the two engines runs, again and again."""
 
     def __init__(self, directory: Path, checkpoint: Path, role: str, **config: Any) -> None:
@@ -97,7 +97,7 @@ class Place:
         return self._view.stats()
 
 
-class Split:
+class SplitEngines:
     """plain: the undisturbed answers, by state."""
 
     def __init__(self, directory: Path, checkpoint: Path) -> None:
@@ -115,7 +115,7 @@ class Split:
             "prefix_cache": False,
         }
         worker = {"kv_blocks": 513, "kv_mover": "zmq"}
-        self.p = Place(
+        self.p = ScenePlace(
             directory,
             checkpoint,
             "prefill",
@@ -123,7 +123,7 @@ class Split:
             worker={"max_slots": 4, **worker},
             **shared,
         )
-        self.d = Place(
+        self.d = ScenePlace(
             directory,
             checkpoint,
             "decode",
@@ -146,7 +146,7 @@ class Split:
         self.context.destroy(linger=0)
 
     @property
-    def places(self) -> tuple[Place, Place]:
+    def places(self) -> tuple[ScenePlace, ScenePlace]:
         return self.p, self.d
 
 
@@ -154,7 +154,7 @@ class Split:
 
 
 @dataclass
-class Scene:
+class SplitScene:
     """Until it happens both workers stand still, and so does every request.
 
     wire      between the workers: it holds chunks, and breaks when P's dies
@@ -163,20 +163,20 @@ class Scene:
     killed    engines that are no more
     """
 
-    split: Split
+    split: SplitEngines
     wire: Proxy
     router: Router
-    workers: dict[Place, int]
-    cases: dict[str, Case] = field(default_factory=dict)
-    stopped: list[Place] = field(default_factory=list)
-    killed: list[Place] = field(default_factory=list)
+    workers: dict[ScenePlace, int]
+    cases: dict[str, RouterCase] = field(default_factory=dict)
+    stopped: list[ScenePlace] = field(default_factory=list)
+    killed: list[ScenePlace] = field(default_factory=list)
     is_deserted: bool = False
     is_aborted: bool = False
 
     def set_up(self) -> None:
         for state, prompt in prompts().items():
             is_held = state != COMPUTED
-            self.cases[state] = Case(prompt, sized(state)[1], is_held=is_held)
+            self.cases[state] = RouterCase(prompt, sized(state)[1], is_held=is_held)
         held = [case for case in self.cases.values() if case.is_held]
         for case in held:
             self.router.ask(case)
@@ -227,7 +227,7 @@ class Scene:
             if place not in self.killed:
                 self.await_free(place)
 
-    def await_free(self, place: Place) -> None:
+    def await_free(self, place: ScenePlace) -> None:
         def is_free() -> bool:
             return has_all_free(place.stats())
 
@@ -244,14 +244,14 @@ def has_all_free(stats: EngineStats) -> bool:
 
 
 @contextmanager
-def scene_of(split: Split) -> Iterator[Scene]:
+def scene_of(split: SplitEngines) -> Iterator[SplitScene]:
     for place in split.places:
         place.side.await_ready()
     split.num_scenes += 1
     address = f"ipc://{split.directory}/wire{split.num_scenes}"
     wire = Proxy(split.context, address, split.p.side.address + ".kv")
 
-    def over_the_wire(case: Case, handle: str) -> str:
+    def over_the_wire(case: RouterCase, handle: str) -> str:
         """One that goes on by itself does without: the wire is held."""
         if case.max_tokens == LONG_ANSWER:
             return handle
@@ -260,7 +260,7 @@ def scene_of(split: Split) -> Iterator[Scene]:
     router = Router(split.p.side.address, split.d.side.address, over_the_wire)
     with wire:
         workers = {place: place.side.worker_pid for place in (split.d, split.p)}
-        scene = Scene(split, wire, router, workers)
+        scene = SplitScene(split, wire, router, workers)
         scene.await_that(lambda: router.p.session.is_ready and router.d.session.is_ready)
         try:
             yield scene

@@ -12,17 +12,17 @@ import random
 import re
 from typing import Any
 
-from protocol.grammar import Body, Choice, Regex
+from protocol.grammar import Body, ChoiceGrammar, Regex
 from protocol.messages import Account, Refused
 from tests.support.engines import VOCAB, Bench, Say, habitual_token, next_token, sometimes
 from tests.support.grammars import text_of
-from tests.support.handover import Place
+from tests.support.handover import ClusterPlace
 
 SPECULATING, WITH_A_MODEL = 100, 200
 """From this seed on, tokens are guessed ahead, of a model that can be guessed: by n-grams, and from
 the second on by a draft model."""
 GRAMMARS: list[tuple[Body, str, str]] = [
-    (Choice(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
+    (ChoiceGrammar(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
     (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),
     (Regex(pattern="(no)+"), "(no)+", "(no)*n?"),
 ]
@@ -40,10 +40,10 @@ def speculation_of(seed: int) -> str:
     return "model" if seed >= WITH_A_MODEL else "ngram"
 
 
-class Storm:
+class RequestStorm:
     """asked    (client, number) -> (prompt, max_tokens, seed) of all that was accepted"""
 
-    def __init__(self, seed: int, *, place: Place | None = None, **config: Any) -> None:
+    def __init__(self, seed: int, *, place: ClusterPlace | None = None, **config: Any) -> None:
         """config: options of Bench, beside or instead of those that are drawn."""
         self.random = random.Random(seed)
         block_tokens = self.random.choice([1, 4, 8])
@@ -216,7 +216,7 @@ def _check_tokens(say: Say, prompt: list[int], tokens: list[int], seed: int) -> 
         known.append(token)
 
 
-class Forgetful(Storm):
+class Forgetful(RequestStorm):
     """A cache that is far too small, so that much of what is asked for again has to come from the
     tiers; these forget at random, tell it late and fail at random."""
 

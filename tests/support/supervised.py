@@ -10,10 +10,10 @@ import json
 import sys
 from functools import partial
 
-from tools.children import Command
+from tools.http.web import WebServer
+from tools.processes.children import Command
+from tools.processes.watch import supervise
 from tools.terminal import Terminal
-from tools.watch import supervise
-from tools.web import Server
 
 say = partial(print, flush=True)
 
@@ -31,7 +31,7 @@ def main() -> int:
             )
             for number, (name, code) in enumerate(wanted["commands"])
         ],
-        Server(f"http://127.0.0.1:{wanted['port']}"),
+        WebServer(f"http://127.0.0.1:{wanted['port']}"),
         Terminal(wanted.get("log_format", "text")),
         start_timeout_s=wanted.get("start_timeout_s", 30.0),
         drain_s=wanted.get("drain_s", 30.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.chat.template import ChatTemplate, Template
+from gateway.prompt.template import ChatTemplate, ParsedTemplate
 
 _TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -60,8 +60,8 @@ THINKING_TEMPLATES = {
 class UnlimitedTemplates:
     """Loads templates into this process: for tests that need no limits, and no process."""
 
-    def load(self, source: str, special_tokens: Mapping[str, str]) -> Template:
+    def load(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
         return ChatTemplate(source, special_tokens)
 
-    def load_foreign(self, source: str, special_tokens: Mapping[str, str]) -> Template:
+    def load_foreign(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
         return ChatTemplate(source, special_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_core.kv.exchange import Order
+from engine_core.kv.transfers import Order
 from protocol.kv import (
     KVCancel,
     KVFailure,

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.drafting import DraftModel
-from worker.kv_cache import KVCache
-from worker.readback import Mark, mark
-from worker.runner import Runner
-from worker.slot_fields import slot_fields
-from worker.slots import Poison, SlotTable
+from worker.batch.readback import Mark, mark
+from worker.draft.model import DraftModel
+from worker.kv.cache import KVCache
+from worker.slots.fields import slot_fields
+from worker.slots.table import Poison, SlotTable
+from worker.step import Runner
 
 VOCAB = 97
 MAX_LEN = 48

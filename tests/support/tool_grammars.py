@@ -15,13 +15,13 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.masks import fill
 from engine_core.grammar.matcher import Matcher
-from gateway.output.events import Event, Finished, ToolArguments, ToolCall, ToolCallEnd, merged
-from gateway.output.formats import BoundFormat, Format, bind
-from gateway.output.machine import Special
-from gateway.output.reader import AnswerOptions, ReaderFactory
-from gateway.output.teller import DeclaredTool
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.events import Event, Finished, ToolArguments, ToolCall, ToolCallEnd, merged
+from gateway.formats.parser import Special
+from gateway.formats.registry import BoundFormat, Format, bind
 from gateway.text.tokenizer import Tokenizer
-from protocol.grammar import Body, Grammar, Rules, Text, Until
+from protocol.grammar import Body, Grammar, LiteralForm, Rules, Until
 from protocol.grammar_check import forms_of
 from protocol.messages import Output
 from protocol.model_card import ModelCard
@@ -156,7 +156,7 @@ class Model:
         options = AnswerOptions(
             format=self.bound, tools=tools, starts_inside=inside, calls_or_text=calls_or_text
         )
-        reader = ReaderFactory(self.tokenizer, None, options).new()
+        reader = ParserFactory(self.tokenizer, None, options).new()
         return merged(reader.push(Output(request=1, tokens=list(ids), finish="stop")).events)
 
 
@@ -197,7 +197,7 @@ class Walk:
         return said
 
     def _hints(self, body: Rules) -> list[list[int]]:
-        texts = {form.text for form in forms_of(body) if isinstance(form, Text)}
+        texts = {form.text for form in forms_of(body) if isinstance(form, LiteralForm)}
         texts |= {form.end for form in forms_of(body) if isinstance(form, Until)}
         return [self.model.ids(text) for text in sorted({*texts, *CLOSERS} - {""})]
 

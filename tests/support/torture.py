@@ -5,8 +5,8 @@ go: every process, at every moment, by every signal. Real processes, `tidegate s
 
 A cell of the table is (kind of server, victim, moment, signal). `CELLS` are those that are run.
 What must come of one is `fate_of`; what did is a
-`Row`, and `complaints` says where the two differ. The command prints the rows and ends with 1 if
-there is any complaint. `make torture` runs all; tests/e2e/test_torture.py runs a few.
+`TortureRow`, and `complaints` says where the two differ. The command prints the rows and ends with
+1 if there is any complaint. `make torture` runs all; tests/e2e/test_torture.py runs a few.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from protocol.exit_codes import KILLED, ExitCode
 from tests.support.processes import Program, descendants_of, eventually, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tests.support.torture_eyes import Client, Eye
+from tests.support.torture_eyes import Eye, TortureClient
 from tests.support.torture_table import print_table
 
 RESTARTS, PLAIN, SPLIT, SPLIT_RESTARTS = KINDS = ("restart", "plain", "split", "split restart")
@@ -163,7 +163,7 @@ def fate_of(cell: Cell) -> Fate:
 
 
 @dataclass(slots=True)
-class Row:
+class TortureRow:
     """What came of a cell. Seconds since the signal; None: it did not happen.
 
     ends       how the open streams ended, in words; "": one did not
@@ -234,7 +234,7 @@ def _seconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.2f}"
 
 
-class Scene:
+class TortureScene:
     """A server with a tiny model, not yet ready. `strike` may come again while it serves on."""
 
     def __init__(self, model: Path, kind: str = RESTARTS) -> None:
@@ -260,16 +260,20 @@ class Scene:
     def await_ready(self) -> None:
         self._server.line_with("ZeroMQ:", timeout_s=START_S)
 
-    def strike(self, cell: Cell) -> Row:
+    def strike(self, cell: Cell) -> TortureRow:
         """Bring the server to the cell's moment, send the signal, and watch."""
-        row = Row(cell)
+        row = TortureRow(cell)
         if cell.moment == START:
             there = WORKER if cell.victim == SUPERVISOR else cell.victim
             assert eventually(lambda: self._find(there), within_s=START_S)
         else:
             self.await_ready()
-        with Eye(self.url) as eye, Client(self.url) as first, Client(self.url) as second:
-            clients: list[Client] = []
+        with (
+            Eye(self.url) as eye,
+            TortureClient(self.url) as first,
+            TortureClient(self.url) as second,
+        ):
+            clients: list[TortureClient] = []
             if cell.moment in (PREFILL, DECODE):
                 clients.append(first)
                 first.ask(3, ANSWER_TOKENS)
@@ -284,7 +288,7 @@ class Scene:
             self._hit(cell, eye, clients, row)
         return row
 
-    def stop(self, row: Row) -> int:
+    def stop(self, row: TortureRow) -> int:
         """The server's exit code after a SIGTERM, if it had not ended; what it left goes to the
         row."""
         if self._server.process.poll() is None:
@@ -295,7 +299,7 @@ class Scene:
         row.orphans = self._left()
         return code
 
-    def _hit(self, cell: Cell, eye: Eye, clients: Sequence[Client], row: Row) -> None:
+    def _hit(self, cell: Cell, eye: Eye, clients: Sequence[TortureClient], row: TortureRow) -> None:
         fate = fate_of(cell)
         struck = time.monotonic()
         os.kill(self._find(cell.victim), cell.signal)
@@ -346,9 +350,9 @@ class Scene:
         return 0
 
 
-def torture(cell: Cell, model: Path) -> Row:
+def torture(cell: Cell, model: Path) -> TortureRow:
     """One cell, on a server of its own."""
-    with Scene(model, cell.kind) as scene:
+    with TortureScene(model, cell.kind) as scene:
         row = scene.strike(cell)
         scene.stop(row)
     return row

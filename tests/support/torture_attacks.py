@@ -27,7 +27,7 @@ import zmq
 
 from protocol import wire
 from protocol.arrays import Int32
-from protocol.messages import PROTOCOL_VERSION, Generate, Hello, Look, Message, Ping
+from protocol.messages import PROTOCOL_VERSION, Generate, GetStatus, Hello, Message, Ping
 from protocol.sampling import SamplingParams
 from tests.support.http import connect, exchange, read_body, read_head
 from tests.support.processes import rss_mib
@@ -47,7 +47,7 @@ HI = b'"messages":[{"role":"user","content":"hi"}]'
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class AttackBody:
     """A body of BODY_BYTES of one unit; its answer has one of these statuses."""
 
     path: str
@@ -102,32 +102,32 @@ class Unread:
             time.sleep(1)
 
 
-Attack = Body | Raw | Unread
+Attack = AttackBody | Raw | Unread
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ATTACKS: dict[str, Attack] = {
-    "token ids": Body(GENERATE, b'{"sampling_params":{},"token_ids":[', b"1,", b"1]}"),
-    "stop token ids": Body(
+    "token ids": AttackBody(GENERATE, b'{"sampling_params":{},"token_ids":[', b"1,", b"1]}"),
+    "stop token ids": AttackBody(
         GENERATE, b'{"token_ids":[1],"sampling_params":{"stop_token_ids":[', b"1,", b"1]}}"
     ),
-    "detokenize": Body("/detokenize", b'{"tokens":[', b"1,", b"1]}"),
-    "a prompt of ids": Body(COMPLETIONS, b'{"prompt":[', b"1,", b"1]}"),
-    "prompts of ids": Body(COMPLETIONS, b'{"prompt":[', b"[1],", b"[1]]}"),
-    "an unknown field": Body(CHAT, b"{" + HI + b',"x":[', b"[],", b"[]]}"),
-    "tools": Body(CHAT, b"{" + HI + b',"tools":[', b"{},", b"{}]}"),
-    "biases": Body(CHAT, b"{" + HI + b',"logit_bias":{', b'"1":1,', b'"2":1}}'),
-    "derender: ids": Body(
+    "detokenize": AttackBody("/detokenize", b'{"tokens":[', b"1,", b"1]}"),
+    "a prompt of ids": AttackBody(COMPLETIONS, b'{"prompt":[', b"1,", b"1]}"),
+    "prompts of ids": AttackBody(COMPLETIONS, b'{"prompt":[', b"[1],", b"[1]]}"),
+    "an unknown field": AttackBody(CHAT, b"{" + HI + b',"x":[', b"[],", b"[]]}"),
+    "tools": AttackBody(CHAT, b"{" + HI + b',"tools":[', b"{},", b"{}]}"),
+    "biases": AttackBody(CHAT, b"{" + HI + b',"logit_bias":{', b'"1":1,', b'"2":1}}'),
+    "derender: ids": AttackBody(
         CHAT + "/derender", b'{"chat_request":{' + HI + b'},"prompt_token_ids":[', b"1,", b"1]}"
     ),
-    "derender: strings": Body(
+    "derender: strings": AttackBody(
         CHAT + "/derender", b'{"chat_request":{' + HI + b'},"x":[', b'{"a":"b"},', b"1]}"
     ),
-    "a text": Body(COMPLETIONS, b'{"prompt":"', b"Hello, world. ", b'"}'),
-    "an escaped text": Body(COMPLETIONS, b'{"prompt":"', b"\\u00e9", b'"}'),
-    "text without effect": Body(
+    "a text": AttackBody(COMPLETIONS, b'{"prompt":"', b"Hello, world. ", b'"}'),
+    "an escaped text": AttackBody(COMPLETIONS, b'{"prompt":"', b"\\u00e9", b'"}'),
+    "text without effect": AttackBody(
         COMPLETIONS, b'{"prompt":"w5","max_tokens":1,"x":"', b"Hello, world. ", b'"}', (200,)
     ),
-    "blanks": Body(COMPLETIONS, b'{"prompt":"w5","max_tokens":1', b" ", b"}", (200,)),
-    "digits": Body(COMPLETIONS, b'{"prompt":"w5","max_tokens":', b"1", b"}"),
+    "blanks": AttackBody(COMPLETIONS, b'{"prompt":"w5","max_tokens":1', b" ", b"}", (200,)),
+    "digits": AttackBody(COMPLETIONS, b'{"prompt":"w5","max_tokens":', b"1", b"}"),
     "a chunk without a size": Raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
     "a chunk without an end": Raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}xx"),
     "a compressed body": Raw(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 0\r\n\r\n", (415,)),
@@ -135,7 +135,7 @@ ATTACKS: dict[str, Attack] = {
     "a long line": Raw(b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", (400, 414)),
     "many headers": Raw(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n", (400, 431)),
     "unread welcomes": Unread(Hello(protocol=PROTOCOL_VERSION, name="unread")),
-    "unread views": Unread(Look(request=1, most=10_000)),
+    "unread views": Unread(GetStatus(request=1, most=10_000)),
     "unread pongs": Unread(Ping()),
     "unread answers": Unread(
         Generate(
@@ -148,7 +148,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class AttackResult:
     """What came of an attack. `failure`: why the attacker complains; "" if it was refused."""
 
     name: str
@@ -176,7 +176,7 @@ COLUMNS = {
 }
 
 
-class Target(Server):
+class AttackTarget(Server):
     """A server with a tiny model, which `strike` attacks while other clients stream answers."""
 
     def __init__(self, model: Path) -> None:
@@ -188,7 +188,7 @@ class Target(Server):
         self._pids = {name: int(facts[name]["pid"]) for name in ("gateway", "engine")}
         return self
 
-    def strike(self, name: str, at_once: int) -> Result:
+    def strike(self, name: str, at_once: int) -> AttackResult:
         witnesses = Witnesses(
             self.url,
             self._pids["gateway"],
@@ -201,7 +201,7 @@ class Target(Server):
         server = ("--port", str(self.port), "--address", self.address)
         with witnesses as witnessed:
             attacker = run_attacker(MODULE, *options, *server)
-        return Result(name, attacker.failure, witnessed)
+        return AttackResult(name, attacker.failure, witnessed)
 
     def _sizes(self) -> dict[str, int]:
         return {name: rss_mib(pid) for name, pid in self._pids.items()}
@@ -225,7 +225,7 @@ def main() -> int:
     if said.port:
         send(said.attack[0], said.at_once, said.port, said.address)
         return 0
-    with tempfile.TemporaryDirectory() as folder, Target(write_model(Path(folder))) as target:
+    with tempfile.TemporaryDirectory() as folder, AttackTarget(write_model(Path(folder))) as target:
         target.strike("token ids", 1)  # pools are filled once
         rows = (target.strike(name, said.at_once) for name in said.attack or ATTACKS)
         return print_table(COLUMNS, rows, said.slack)

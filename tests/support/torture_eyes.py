@@ -71,7 +71,7 @@ class Eye:
             self.looks.append((time.monotonic(), facts["ready"], words))
 
 
-class Client:
+class TortureClient:
     """One streamed answer. `end` says how it ended: finished; error: ...; broken: ...
 
     Only [DONE] ends a stream: without it even one that has sent its error is broken.

@@ -62,7 +62,7 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TemplateResult:
     """What came of a template. `failure`: why the attacker did not receive all answers; or ""."""
 
     name: str
@@ -90,7 +90,7 @@ class Result:
         )
 
 
-class Target(Server):
+class TemplateTarget(Server):
     """A server that accepts templates of requests. `strike` sends one while others stream chats."""
 
     def __init__(self, folder: Path) -> None:
@@ -105,7 +105,7 @@ class Target(Server):
         send("{{ messages[0].content }}", self.port)  # starts the process for such templates
         return self
 
-    def strike(self, name: str, at_once: int) -> Result:
+    def strike(self, name: str, at_once: int) -> TemplateResult:
         witnesses = Witnesses(
             self.url,
             self._gateway_pid,
@@ -120,9 +120,9 @@ class Target(Server):
         with witnesses as witnessed:
             attacker = run_attacker(MODULE, *options)
         if attacker.failure:
-            return Result(name, Answers(0.0, []), attacker.failure, witnessed)
+            return TemplateResult(name, Answers(0.0, []), attacker.failure, witnessed)
         answers = msgspec.json.decode(attacker.printed, type=Answers)
-        return Result(name, answers, "", witnessed)
+        return TemplateResult(name, answers, "", witnessed)
 
     def _sizes(self) -> dict[str, int]:
         family = descendants_of(self._gateway_pid)
@@ -156,7 +156,7 @@ def main() -> int:
         answers = send_all(said.template[0], said.at_once, said.port)
         print(msgspec.json.encode(answers).decode())
         return 0
-    with tempfile.TemporaryDirectory() as folder, Target(Path(folder)) as target:
+    with tempfile.TemporaryDirectory() as folder, TemplateTarget(Path(folder)) as target:
         rows = (target.strike(name, said.at_once) for name in said.template or TEMPLATES)
         return print_table(COLUMNS, rows, said.slack)
 

@@ -20,7 +20,7 @@ from typing import Self
 import requests
 
 from tests.support.processes import ROOT, eventually
-from tests.support.torture_eyes import Client
+from tests.support.torture_eyes import TortureClient
 
 LIVEZ_MS = 100.0
 """The most that /livez may take, not counting the wait for a processor."""
@@ -84,7 +84,7 @@ class Witnesses:
         url: str,
         gateway_pid: int,
         sizes: Callable[[], dict[str, int]],
-        start_stream: Callable[[Client], None],
+        start_stream: Callable[[TortureClient], None],
         *,
         num_streams: int,
         flat_mib: int,
@@ -129,7 +129,7 @@ class Witnesses:
 
     def _stream(self) -> None:
         while True:
-            with Client(self._url) as client:
+            with TortureClient(self._url) as client:
                 self._start_stream(client)
                 eventually(lambda client=client: client.end, within_s=STREAM_TIMEOUT_S)
                 self._witnessed.ends.append(client.end or "it never ended")

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gateway.answering import Answer
-from gateway.asking import Ask
-from gateway.backlog import as_told
-from gateway.engine_client import EngineClient
-from gateway.openai.chunks import ChunkStream
-from gateway.openai.shapes import ChatDialect, Origin
-from gateway.output.formats import bind, format_of
-from gateway.output.reader import AnswerOptions, ReaderFactory
+from gateway.api.openai.response_builder import ChatResponseBuilder, OpenAIEnvelope
+from gateway.api.openai.stream import ChunkStream
+from gateway.engine.client import ZmqEngineClient
+from gateway.engine.coalesce import as_told
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.registry import bind, format_of
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.messages import Output, Outputs
 from protocol.sampling import SamplingParams
@@ -48,17 +48,17 @@ class Scenario:
 
     name: str
     unit: str
-    run: Callable[[Counted], int]
+    run: Callable[[CountedWork], int]
 
     def work(self) -> Work:
         """Once to warm up: what is made at first use is no part of it."""
-        self.run(Counted())
-        counted = Counted()
+        self.run(CountedWork())
+        counted = CountedWork()
         units = self.run(counted)
         return {name: count / units for name, count in sorted(counted.calls.items())}
 
 
-class Counted:
+class CountedWork:
     """Counts calls of our rooms' functions inside `with counted():`, in this thread."""
 
     def __init__(self) -> None:
@@ -92,21 +92,23 @@ THINKING = (
 
 def stream(
     ids: Sequence[int],
-    readers: ReaderFactory,
-    counted: Counted,
+    readers: ParserFactory,
+    counted: CountedWork,
     *,
     is_late: bool = False,
     is_slow: bool = False,
 ) -> int:
     """A chat's stream, from the engine's news, a token a step, to its frames. Per token. `is_late`:
     all steps have come before the first is told. `is_slow`: its client reads when all have."""
-    answer = Answer(EngineClient("ipc:///nowhere"), [Ask([1, 2, 3], [SamplingParams()], readers)])
+    answer = ChoiceGroup(
+        ZmqEngineClient("ipc:///nowhere"), [PromptRequest([1, 2, 3], [SamplingParams()], readers)]
+    )
     (choice,) = answer.choices
     frames: list[bytes] = []
     sink = ChunkStream(
         answer,
-        ChatDialect(readers.tokenizer, None),
-        Origin("chatcmpl-1", "m", "print", created=12),
+        ChatResponseBuilder(readers.tokenizer, None),
+        OpenAIEnvelope("chatcmpl-1", "m", "print", created=12),
         write=frames.append,
         finish=lambda: None,
     )
@@ -129,23 +131,23 @@ def stream(
     return len(ids)
 
 
-def plain_stream(counted: Counted) -> int:
-    return stream(ids_of(PLAIN), ReaderFactory(Tokenizer(scripted_card())), counted)
+def plain_stream(counted: CountedWork) -> int:
+    return stream(ids_of(PLAIN), ParserFactory(Tokenizer(scripted_card())), counted)
 
 
-def late_stream(counted: Counted) -> int:
-    return stream(ids_of(PLAIN), ReaderFactory(Tokenizer(scripted_card())), counted, is_late=True)
+def late_stream(counted: CountedWork) -> int:
+    return stream(ids_of(PLAIN), ParserFactory(Tokenizer(scripted_card())), counted, is_late=True)
 
 
-def slow_stream(counted: Counted) -> int:
-    return stream(ids_of(PLAIN), ReaderFactory(Tokenizer(scripted_card())), counted, is_slow=True)
+def slow_stream(counted: CountedWork) -> int:
+    return stream(ids_of(PLAIN), ParserFactory(Tokenizer(scripted_card())), counted, is_slow=True)
 
 
-def formatted_stream(counted: Counted) -> int:
+def formatted_stream(counted: CountedWork) -> int:
     tokenizer = Tokenizer(thinking_card())
     bound = bind(format_of("hermes", "qwen3"), tokenizer)
     options = AnswerOptions(format=bound, new_id=lambda: "call_1")
-    return stream(marked_ids(THINKING), ReaderFactory(tokenizer, None, options), counted)
+    return stream(marked_ids(THINKING), ParserFactory(tokenizer, None, options), counted)
 
 
 # ---- engine
@@ -153,7 +155,7 @@ def formatted_stream(counted: Counted) -> int:
 STREAMS, ANSWER, PROMPT = 8, 40, 24
 
 
-def engine_answers(counted: Counted, **config: Any) -> int:
+def engine_answers(counted: CountedWork, **config: Any) -> int:
     """Answers of some streams at once, planned and committed. Per token."""
     bench = Bench(num_blocks=257, say=_never_ends, **config)
     for number in range(STREAMS):
@@ -163,7 +165,7 @@ def engine_answers(counted: Counted, **config: Any) -> int:
     while True:
         with counted():
             plan = bench.engine.plan()
-            bench.engine.take_orders()
+            bench.engine.drain_kv_commands()
         if plan is None:
             break
         result = bench.worker.execute(plan)
@@ -178,7 +180,7 @@ def _never_ends(tokens: list[int], seed: int, possible: list[int] | None) -> int
     return 1 + (tokens[-1] + 1) % 90
 
 
-def guessed_answers(counted: Counted) -> int:
+def guessed_answers(counted: CountedWork) -> int:
     return engine_answers(counted, speculation="ngram")
 
 
@@ -188,7 +190,7 @@ ROWS, STEPS = 4, 12
 WORDS = [5, 9, 2, 77, 31]
 
 
-def worker_steps(params: SamplingParams, counted: Counted) -> int:
+def worker_steps(params: SamplingParams, counted: CountedWork) -> int:
     """Decoding steps of a few rows. Per step."""
     runner = tiny_runner(tiny_slots(ROWS), tiny_cache(ROWS * 8 + 1))
     blocks = [list(range(1 + row * 6, 7 + row * 6)) for row in range(ROWS)]
@@ -203,11 +205,11 @@ def worker_steps(params: SamplingParams, counted: Counted) -> int:
     return STEPS
 
 
-def greedy_steps(counted: Counted) -> int:
+def greedy_steps(counted: CountedWork) -> int:
     return worker_steps(GREEDY, counted)
 
 
-def drawn_steps(counted: Counted) -> int:
+def drawn_steps(counted: CountedWork) -> int:
     drawn = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.1, logprobs=2)
     return worker_steps(drawn, counted)
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from werkzeug.datastructures import Headers
 
-from gateway.access.caller import Caller
-from gateway.access.gate import Gate, Visit
-from gateway.access.hosts import HostRule, name_in
-from gateway.access.keyring import Keyring, KeyWatch
-from gateway.access.refusals import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
-from gateway.access.scopes import Scopes
-from gateway.access.target import fault_in, printable, spells
+from gateway.auth.caller import Caller
+from gateway.auth.gate import Gate, Visit
+from gateway.auth.hosts import HostRule, name_in
+from gateway.auth.keys import Keyring, KeyWatch
+from gateway.auth.refusals import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
+from gateway.auth.scopes import Scopes
+from gateway.auth.target import fault_in, printable, spells
 from protocol.api_keys import KeyEntry, digest_of
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest, RequestError

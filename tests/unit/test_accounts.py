@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core import accounts
-from engine_core.accounts import Accounts
+from engine_core.policy import accounts
+from engine_core.policy.accounts import Accounts
 from protocol.errors import LimitReached
 from protocol.grammar import Lark
 from protocol.messages import Account, Refused

@@ -7,7 +7,7 @@ import json
 import jiter
 import pytest
 
-from gateway.anthropic.arguments import INVALID_JSON, MAX_SCALAR_CHARS, Arguments
+from gateway.api.anthropic.arguments import INVALID_JSON, MAX_SCALAR_CHARS, Arguments
 
 
 def told(*bits: str, complete: bool = True) -> str:

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from gateway.anthropic.conversation import LEFT_OUT
-from gateway.anthropic.errors import TYPES
-from gateway.anthropic.schema import CountBody
-from gateway.anthropic.told import StopReason
-from gateway.openai.schema import FormFields, SamplingFields
-from gateway.output.teller import INVALID_ARGUMENTS
+from gateway.api.anthropic.conversation import LEFT_OUT
+from gateway.api.anthropic.errors import TYPES
+from gateway.api.anthropic.requests import CountBody
+from gateway.api.anthropic.responses import StopReason
+from gateway.api.openai.requests import FormFields, SamplingFields
+from gateway.formats.event_builder import INVALID_ARGUMENTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api-messages.md").read_text()
 UNTOLD = {"chat_template", "include_stop_str_in_output", "output_format", "skip_special_tokens"}

@@ -8,29 +8,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.access.caller import secret_in
-from gateway.answering import Answer
-from gateway.anthropic.arguments import INVALID_JSON
-from gateway.anthropic.errors import error_body
-from gateway.anthropic.shapes import CONTEXT_FULL, Origin
-from gateway.anthropic.stream import EventWriter
-from gateway.anthropic.told import AnsweredMessage, MessagesErrorAnswer
-from gateway.anthropic.whole import whole_message
-from gateway.faults import fault_of, plain_fault
-from gateway.output.events import (
+from gateway.api.anthropic.arguments import INVALID_JSON
+from gateway.api.anthropic.envelope import CONTEXT_FULL, AnthropicEnvelope
+from gateway.api.anthropic.errors import error_body
+from gateway.api.anthropic.responses import AnsweredMessage, MessagesErrorAnswer
+from gateway.api.anthropic.stream import EventWriter
+from gateway.api.anthropic.whole import whole_message
+from gateway.auth.caller import secret_in
+from gateway.formats.event_builder import INVALID_ARGUMENTS
+from gateway.formats.events import (
     Content,
-    Delta,
     Event,
     Failed,
     Finished,
+    OutputDelta,
+    OutputWarning,
     Reasoning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
     merged,
 )
-from gateway.output.teller import INVALID_ARGUMENTS
+from gateway.generation.group import ChoiceGroup
+from gateway.http.errors import fault_of, plain_fault
 from protocol.errors import (
     EngineLost,
     ErrorInfo,
@@ -44,10 +44,10 @@ from protocol.sampling import SamplingParams
 from tests.support import answers
 from tests.support.anthropic import anthropic_events, message_of
 
-ORIGIN = Origin("1", 'model "m"', asides={"ignored_params": ["speed"]})
+ORIGIN = AnthropicEnvelope("1", 'model "m"', asides={"ignored_params": ["speed"]})
 
 
-def an_answer(max_tokens: int | None = 100) -> Answer:
+def an_answer(max_tokens: int | None = 100) -> ChoiceGroup:
     answer = answers.an_answer(params=SamplingParams(max_tokens=max_tokens))
     answer.choices[0].num_generated = 10
     answer.choices[0].num_cached = 2
@@ -55,7 +55,11 @@ def an_answer(max_tokens: int | None = 100) -> Answer:
 
 
 def streamed(
-    events: list[Event], *, size: int = 1, origin: Origin = ORIGIN, answer: Answer | None = None
+    events: list[Event],
+    *,
+    size: int = 1,
+    origin: AnthropicEnvelope = ORIGIN,
+    answer: ChoiceGroup | None = None,
 ) -> bytes:
     """`size` events a delta."""
     answer = answer or an_answer()
@@ -63,14 +67,16 @@ def streamed(
     ends: list[bool] = []
     writer = EventWriter(answer, origin, write=data.append, finish=lambda: ends.append(True))
     for at in range(0, len(events), size):
-        writer.delta(answer.choices[0], Delta(events[at : at + size]))
+        writer.delta(answer.choices[0], OutputDelta(events[at : at + size]))
     assert not ends
     writer.end()
     assert ends == [True]
     return b"".join(data)
 
 
-def whole(events: list[Event], *, origin: Origin = ORIGIN, answer: Answer | None = None) -> Any:
+def whole(
+    events: list[Event], *, origin: AnthropicEnvelope = ORIGIN, answer: ChoiceGroup | None = None
+) -> Any:
     told = whole_message(answer or an_answer(), events, origin)
     msgspec.json.decode(told, type=AnsweredMessage)
     return json.loads(told)
@@ -229,7 +235,7 @@ ANSWERS: dict[str, list[Event]] = {
         ToolCall(0, "c", "now"),
         ToolArguments(0, '{"zone": Eur'),
         ToolArguments(0, "ope}"),
-        Warning(INVALID_ARGUMENTS, "the arguments of call 0 are no JSON object"),
+        OutputWarning(INVALID_ARGUMENTS, "the arguments of call 0 are no JSON object"),
         ToolCallEnd(0),
         Finished("tool_calls"),
     ],
@@ -299,7 +305,7 @@ def test_arguments_that_only_we_find_wrong_are_warned_of_by_us() -> None:
 
 
 def test_thinking_that_is_not_to_be_shown_is_a_block_without_text() -> None:
-    hidden = Origin("1", "m", shows_thinking=False)
+    hidden = AnthropicEnvelope("1", "m", shows_thinking=False)
     events = [Reasoning("secret"), Content("said"), Finished("stop")]
     told = whole(events, origin=hidden)
     assert told["content"][0] == {**whole(events)["content"][0], "thinking": ""}
@@ -309,8 +315,8 @@ def test_thinking_that_is_not_to_be_shown_is_a_block_without_text() -> None:
 
 
 def test_warnings_about_the_request_and_the_answer_come_together() -> None:
-    origin = Origin("1", "m", warnings=[Warning("a", "b")])
-    events = [Content("x"), Warning("c", "d"), Finished("stop")]
+    origin = AnthropicEnvelope("1", "m", warnings=[OutputWarning("a", "b")])
+    events = [Content("x"), OutputWarning("c", "d"), Finished("stop")]
     told = whole(events, origin=origin)
     assert [warning["code"] for warning in told["warnings"]] == ["a", "c"]
     assert message_of(anthropic_events(streamed(events, origin=origin))) == told
@@ -322,17 +328,17 @@ def test_a_message_starts_with_the_first_news_and_says_what_the_end_says_of_the_
     choice.num_cached = 0
     writer = EventWriter(
         answer,
-        Origin("1", "m", block_tokens=1),
+        AnthropicEnvelope("1", "m", block_tokens=1),
         write=data.append,
         finish=lambda: None,
         on_start=lambda: starts.append("start"),
     )
-    writer.delta(choice, Delta([], [72]))
+    writer.delta(choice, OutputDelta([], [72]))
     assert not data
     choice.num_cached = 1  # as the engine says with the first token
-    writer.delta(choice, Delta([Content("H")]))
+    writer.delta(choice, OutputDelta([Content("H")]))
     assert (len(data), starts) == (1, ["start"])
-    writer.delta(choice, Delta([Content("i"), Finished("stop")]))
+    writer.delta(choice, OutputDelta([Content("i"), Finished("stop")]))
     writer.end()
     start, ping, *_, last, _ = events = anthropic_events(b"".join(data))
     assert ping["type"] == "ping"
@@ -356,7 +362,7 @@ def test_what_was_written_is_what_the_same_prompt_finds_next_time(
     """A prompt of three tokens, of which the last is always computed."""
     answer = an_answer()
     answer.choices[0].num_cached = cached
-    origin = Origin("1", "m", block_tokens=block_tokens)
+    origin = AnthropicEnvelope("1", "m", block_tokens=block_tokens)
     usage = whole([Content("x"), Finished("stop")], origin=origin, answer=answer)["usage"]
     assert usage["cache_creation_input_tokens"] == written
     assert usage["cache_creation"]["ephemeral_5m_input_tokens"] == written
@@ -376,8 +382,8 @@ def test_a_failure_is_one_event_and_the_end() -> None:
     ends: list[bool] = []
     answer = an_answer()
     writer = EventWriter(answer, ORIGIN, write=data.append, finish=lambda: ends.append(True))
-    writer.delta(answer.choices[0], Delta([Content("half")]))
-    writer.delta(answer.choices[0], Delta([Failed(ErrorInfo(code="x", message="y"))]))
+    writer.delta(answer.choices[0], OutputDelta([Content("half")]))
+    writer.delta(answer.choices[0], OutputDelta([Failed(ErrorInfo(code="x", message="y"))]))
     writer.fail(Overloaded("too much"))
     *_, last = anthropic_events(b"".join(data))
     assert last == {

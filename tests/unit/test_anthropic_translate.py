@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.anthropic.conversation import LEFT_OUT
-from gateway.anthropic.fitting import NO_BUDGET, fitted
-from gateway.anthropic.schema import CountBody, MessagesBody
-from gateway.anthropic.translate import Translation, chat_body, translate
-from gateway.body import decode
-from gateway.openai.schema import ChatBody
-from gateway.output.events import Warning
-from gateway.reading import Reading
+from gateway.api.anthropic.conversation import LEFT_OUT
+from gateway.api.anthropic.model_limits import NO_BUDGET, fitted
+from gateway.api.anthropic.requests import CountBody, MessagesBody
+from gateway.api.anthropic.translate import MessagesTranslation, chat_body, translate
+from gateway.api.openai.requests import ChatBody
+from gateway.formats.events import OutputWarning
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from tests.support.scripted_engine import scripted_card, thinking_card
@@ -348,7 +348,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: Any, param: 
     ],
 )
 def test_errors_about_the_chat_speak_of_the_request(chat_name: str, own: str) -> None:
-    told: Translation = translate(body())
+    told: MessagesTranslation = translate(body())
     with pytest.raises(InvalidRequest) as raised, told.named():
         raise InvalidRequest(f"{chat_name} is odd", param=chat_name)
     assert (raised.value.param, raised.value.message) == (own, f"{own} is odd")
@@ -403,11 +403,13 @@ def test_max_tokens_is_required_of_an_answer_and_not_of_a_count() -> None:
 def test_a_request_is_fitted_to_a_model_its_client_does_not_know() -> None:
     thinking = {"type": "enabled", "budget_tokens": 2048}
     asked = chat(max_tokens=32_000, thinking=thinking)
-    plain, thinker = (Reading(card, Tokenizer(card)) for card in (scripted_card(), thinking_card()))
+    plain, thinker = (
+        ModelOutputFormat(card, Tokenizer(card)) for card in (scripted_card(), thinking_card())
+    )
     told, warnings = fitted(asked, 512, plain)
     assert (told.max_tokens, told.thinking) == (512, {"type": "enabled"})
     assert warnings == [
-        Warning(
+        OutputWarning(
             NO_BUDGET,
             "thinking.budget_tokens is ignored, because the server has no reasoning format for "
             "this model; leave the field out, or restart the server with --reasoning-format",

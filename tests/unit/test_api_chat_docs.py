@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.openai.schema import ChatBody
+from gateway.api.openai.requests import ChatBody
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api-chat.md").read_text()
 

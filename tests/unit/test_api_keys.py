@@ -11,7 +11,7 @@ import pytest
 from protocol import api_keys
 from protocol.api_keys import KeyEntry, digest_of, new_key, parse
 from tools.__main__ import main
-from tools.keys import with_key, without_key
+from tools.commands.keys import with_key, without_key
 
 A, B = digest_of("a" * 30), digest_of("b" * 30)
 FILE = f"""\

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.tokens.generate_schema import (
+from gateway.api.tokens.generate_requests import (
     REFUSED,
     REFUSED_SAMPLING,
     GenerateBody,

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.paged import Case, attention_batch
+from tests.support.paged import PagedCase, attention_batch
 from tests.support.paged import case_of as paged_case
 from worker.attention import torch_paged
 from worker.attention.reference import ReferenceAttention
 from worker.attention.torch_paged import TorchPagedAttention
 
 
-def paged(case: Case) -> TorchPagedAttention:
+def paged(case: PagedCase) -> TorchPagedAttention:
     return TorchPagedAttention(case.block_tokens, torch.float32)
 
 
@@ -25,7 +25,7 @@ case_of = partial(paged_case, block_tokens=4, head_dim=8, zeroed=True)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> PagedCase:
     decodes = draw(st.lists(st.tuples(st.integers(0, 70), st.just(1)), max_size=6))
     span = st.tuples(st.integers(0, 40), st.integers(2, 40))
     prefills = draw(st.lists(span, min_size=not decodes, max_size=3))
@@ -41,7 +41,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(0, 9))
 def test_any_mix_of_rows_equals_the_slow_twin_and_reads_no_foreign_block(
-    case: Case, padding: int
+    case: PagedCase, padding: int
 ) -> None:
     expected = case.attend(ReferenceAttention())
     assert expected.isfinite().all()

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from gateway.backlog import MANY, as_told, joined
-from gateway.output.events import Event, merged
-from gateway.output.formats import bind, format_of
-from gateway.output.reader import AnswerOptions, ReaderFactory, ReadOptions
+from gateway.engine.coalesce import MANY, as_told, joined
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory, ReadOptions
+from gateway.formats.events import Event, merged
+from gateway.formats.registry import bind, format_of
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ErrorInfo
 from protocol.messages import Output, Outputs, TokenLogprobs, Usage
@@ -94,7 +94,7 @@ def test_what_is_read_of_joined_news_is_what_is_read_piece_by_piece(seed: int) -
     options = AnswerOptions(
         format=bind(format_of("hermes", "qwen3"), tokenizer), new_id=lambda: "call_1"
     )
-    factory = ReaderFactory(tokenizer, ReadOptions(stop=["never said"]), options)
+    factory = ParserFactory(tokenizer, ReadOptions(stop=["never said"]), options)
     answers = [told_token_by_token(n, marked_ids(SAID)) for n in range(3)]
     plain, late = [_read(factory, told(answers, chance, joins)) for joins in (False, True)]
     assert plain == late
@@ -114,7 +114,7 @@ def told(answers: list[list[Output]], chance: random.Random, joins: bool) -> lis
     return all_
 
 
-def _read(factory: ReaderFactory, outputs: list[Output]) -> dict[int, list[Event]]:
+def _read(factory: ParserFactory, outputs: list[Output]) -> dict[int, list[Event]]:
     readers = {request: factory.new() for request in range(3)}
     heard: dict[int, list[Event]] = {request: [] for request in range(3)}
     for output in outputs:

@@ -13,9 +13,9 @@ from protocol.steps import Masks
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.sampled_rows import Asker, asking
 from tests.support.tiny_model import CPU, VOCAB, tiny_cache, tiny_runner, tiny_slots
-from worker.bans import RowMasks, keep_possible, row_masks
-from worker.batch import read_rows
-from worker.logits import process_logits
+from worker.batch.batch import read_rows
+from worker.sampling.bans import RowMasks, keep_possible, row_masks
+from worker.sampling.logits import process_logits
 
 
 def bits_of(tokens: set[int], vocab: int) -> list[int]:

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from protocol.steps import StepPlan
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import BLOCK_TOKENS, MAX_LEN, tiny_slots
-from worker.batch import StepBatch, read_rows
-from worker.batch import build_batch as build
-from worker.slots import Poison, SlotTable
+from worker.batch.batch import StepBatch, read_rows
+from worker.batch.batch import build_batch as build
+from worker.slots.table import Poison, SlotTable
 
 
 @dataclass
-class Row:
+class BatchRow:
     """A row in plain Python: its slot, tokens and blocks, what is computed, whether sampled."""
 
     slot: int
@@ -43,7 +43,7 @@ class Naive:
     sampled: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-def naive(rows: list[Row]) -> Naive:
+def naive(rows: list[BatchRow]) -> Naive:
     out = Naive()
     most = max(-(-(row.start + row.count) // BLOCK_TOKENS) for row in rows)
     for row in rows:
@@ -80,7 +80,7 @@ def build_batch(plan: StepPlan, table: SlotTable, *, block_tokens: int) -> StepB
     return build(plan, read_rows(plan), table, block_tokens=block_tokens)
 
 
-def bound(rows: list[Row]) -> SlotTable:
+def bound(rows: list[BatchRow]) -> SlotTable:
     table = tiny_slots(8, poison=Poison.WILD)
     for row in rows:
         table.bind(slot_init(row.slot, row.tokens, blocks=row.blocks))
@@ -88,12 +88,12 @@ def bound(rows: list[Row]) -> SlotTable:
     return table
 
 
-def plan_of(rows: list[Row]):
+def plan_of(rows: list[BatchRow]):
     return step_plan(rows=[(row.slot, row.start, row.count, row.sampled) for row in rows])
 
 
 @st.composite
-def steps(draw) -> list[Row]:
+def steps(draw) -> list[BatchRow]:
     slots = draw(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
     rows = []
     for slot in slots:
@@ -105,7 +105,7 @@ def steps(draw) -> list[Row]:
         blocks = draw(st.lists(st.integers(1, 500), min_size=needed, max_size=needed, unique=True))
         # A row may own blocks for less than all it knows; what it computes is covered.
         blocks = blocks[: -(-(start + count) // BLOCK_TOKENS)]
-        rows.append(Row(slot, tokens, blocks, start, count, draw(st.booleans())))
+        rows.append(BatchRow(slot, tokens, blocks, start, count, draw(st.booleans())))
     return sorted(rows, key=lambda row: row.count != 1)
 
 
@@ -118,7 +118,7 @@ def test_the_vectorised_batch_equals_the_one_built_row_by_row(rows):
 
 
 def test_shapes_and_types_are_those_that_attention_expects():
-    rows = [Row(0, [5], [3], 0, 1, True), Row(4, list(range(9)), [1, 2, 7], 2, 7, False)]
+    rows = [BatchRow(0, [5], [3], 0, 1, True), BatchRow(4, list(range(9)), [1, 2, 7], 2, 7, False)]
     batch = build_batch(plan_of(rows), bound(rows), block_tokens=BLOCK_TOKENS)
     attention = batch.attention
     tensors = {name: getattr(attention, name) for name in attention.__slots__[:5]}
@@ -132,20 +132,20 @@ def test_shapes_and_types_are_those_that_attention_expects():
 
 
 def test_a_step_may_sample_nothing():
-    rows = [Row(0, [5, 6, 7], [3], 0, 2, False)]
+    rows = [BatchRow(0, [5, 6, 7], [3], 0, 2, False)]
     batch = build_batch(plan_of(rows), bound(rows), block_tokens=BLOCK_TOKENS)
     assert batch.sampled.last.shape == (0,)
 
 
 @pytest.mark.parametrize(("known", "sampled"), [(MAX_LEN + 1, False), (MAX_LEN, True)])
 def test_a_row_that_would_leave_its_slot_is_refused(known, sampled):
-    table = bound([Row(0, [5] * MAX_LEN, [1] * 12, 0, 1, False)])
+    table = bound([BatchRow(0, [5] * MAX_LEN, [1] * 12, 0, 1, False)])
     with pytest.raises(ValueError, match=f"beyond {MAX_LEN} tokens"):
         build_batch(step_plan(rows=[(0, known - 1, 1, sampled)]), table, block_tokens=BLOCK_TOKENS)
 
 
 def test_decode_rows_that_do_not_come_first_are_refused():
-    rows = [Row(0, [5], [3], 0, 1, True), Row(4, list(range(9)), [1, 2, 7], 2, 7, False)]
+    rows = [BatchRow(0, [5], [3], 0, 1, True), BatchRow(4, list(range(9)), [1, 2, 7], 2, 7, False)]
     for num_decodes in (2, 3, -1):
         plan = replace(plan_of(rows), num_decodes=num_decodes)
         with pytest.raises(ValueError, match="must be the first"):

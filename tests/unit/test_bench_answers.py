@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tools.bench.answers import Answer, AnswerReader, At, BadResponse, ResponseReader
-from tools.sse import EventReader
+from tools.bench.answers import AnswerReader, At, BadResponse, BenchAnswer, ResponseReader
+from tools.http.sse import EventReader
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
@@ -68,7 +68,7 @@ def cuts(data: bytes) -> list[list[bytes]]:
 
 def read(pieces: list[bytes], *, closes: bool = True) -> AnswerReader:
     """Each piece comes a second after the one before it."""
-    reader = AnswerReader(Answer(started=0.0, asked_tokens=7))
+    reader = AnswerReader(BenchAnswer(started=0.0, asked_tokens=7))
     for now, piece in enumerate(pieces, start=1):
         reader.feed(piece, float(now))
     if closes:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from protocol.bench import PARTS
 from tools.__main__ import parser
-from tools.bench.command import facts
 from tools.bench.config import BenchConfig
 from tools.bench.report import METRICS
+from tools.commands.bench import facts
 from tools.flags import build
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from tools.bench import datasets
-from tools.bench.answers import Answer, UsageTold
-from tools.bench.config import BenchConfig, Load, turns
+from tools.bench.answers import BenchAnswer, UsageTold
+from tools.bench.config import BenchConfig, BenchLoad, turns
 from tools.bench.load import arrivals, body_of
 from tools.bench.page import page
-from tools.bench.plot import Line, Point, axis, decades, svg
+from tools.bench.plot import PlotLine, Point, axis, decades, svg
 from tools.bench.report import METRICS, ratios, table, warnings
-from tools.bench.stats import Run, Summary, percentile, spread, summarize
+from tools.bench.stats import BenchRun, Summary, percentile, spread, summarize
 from tools.failure import Failure
 
 
@@ -28,9 +28,9 @@ def config(**fields: Any) -> BenchConfig:
     return msgspec.convert(fields, BenchConfig)
 
 
-def answer(*times: float, started: float = 0.0, error: str = "", tokens: int = 0) -> Answer:
+def answer(*times: float, started: float = 0.0, error: str = "", tokens: int = 0) -> BenchAnswer:
     usage = UsageTold(prompt_tokens=10, completion_tokens=tokens) if tokens else None
-    return Answer(
+    return BenchAnswer(
         started=started,
         asked_tokens=tokens or len(times),
         ended=times[-1] if times else started,
@@ -40,9 +40,9 @@ def answer(*times: float, started: float = 0.0, error: str = "", tokens: int = 0
     )
 
 
-def summary(*answers: Answer, load: int = 1, seconds: float = 2.0, **fields: Any) -> Summary:
-    run = Run(list(answers), began=5.0, ended=5.0 + seconds, cpu_s=0.1)
-    return summarize("http://here", Load(concurrency=load), [run], config(**fields))
+def summary(*answers: BenchAnswer, load: int = 1, seconds: float = 2.0, **fields: Any) -> Summary:
+    run = BenchRun(list(answers), began=5.0, ended=5.0 + seconds, cpu_s=0.1)
+    return summarize("http://here", BenchLoad(concurrency=load), [run], config(**fields))
 
 
 # ---- figures
@@ -105,10 +105,10 @@ def test_failed_requests_are_counted_by_kind_and_are_in_no_other_figure() -> Non
 
 def test_runs_of_the_same_load_are_told_as_one() -> None:
     runs = [
-        Run([answer(1.0, tokens=2)], 0.0, 1.0, 0.5),
-        Run([answer(3.0, tokens=4)], 7.0, 10.0, 0.5),
+        BenchRun([answer(1.0, tokens=2)], 0.0, 1.0, 0.5),
+        BenchRun([answer(3.0, tokens=4)], 7.0, 10.0, 0.5),
     ]
-    told = summarize("x", Load(concurrency=1), runs, config())
+    told = summarize("x", BenchLoad(concurrency=1), runs, config())
     assert (told.duration_s, told.output_tokens_per_s, told.client_cpu) == (4.0, 1.5, 0.25)
 
 
@@ -130,8 +130,8 @@ def test_a_reader_is_told_what_not_to_trust() -> None:
     uncounted = answer(1.0, 2.0)
     short = answer(1.0, tokens=3)
     short.asked_tokens = 4
-    run = Run([uncounted, short], 0.0, 1.0, cpu_s=0.9)
-    told = warnings(summarize("http://here", Load(concurrency=2), [run], config()))
+    run = BenchRun([uncounted, short], 0.0, 1.0, cpu_s=0.9)
+    told = warnings(summarize("http://here", BenchLoad(concurrency=2), [run], config()))
     assert [
         ("did not say" in line, "before the length" in line, "busy" in line) for line in told
     ] == [
@@ -175,7 +175,7 @@ def test_the_same_seed_asks_the_same_and_another_run_asks_other_things(
 ) -> None:
     wanted = config(dataset=dataset, api=api, input_tokens=20, prefix_tokens=30, spread=0.5)
 
-    def first(seed: int, number: int) -> list[datasets.Ask]:
+    def first(seed: int, number: int) -> list[datasets.BenchPrompt]:
         return list(itertools.islice(datasets.asks(wanted, seed, number), 5))
 
     assert first(1, 0) == first(1, 0)
@@ -262,7 +262,7 @@ def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: Any, words: 
 
 
 def test_a_body_asks_for_an_exact_length_and_for_usage_where_they_are_known() -> None:
-    ask = datasets.Ask(prompt=[1, 2], output_tokens=5)
+    ask = datasets.BenchPrompt(prompt=[1, 2], output_tokens=5)
     body = body_of(ask, config(), "m", frozenset(("ignore_eos", "stream_options")))
     assert body == {
         "model": "m",
@@ -353,7 +353,7 @@ def test_an_axis_ends_at_a_round_number_that_is_not_below(
 
 def test_a_plot_is_xml_whose_points_lie_where_their_values_are() -> None:
     points = [Point(0, 0, "a"), Point(100, 50, "b & c"), Point(50, 25, "d")]
-    drawn = ET.fromstring(svg("T<1>", "x", "y", [Line("one", points, 0)]))
+    drawn = ET.fromstring(svg("T<1>", "x", "y", [PlotLine("one", points, 0)]))
     circles = drawn.findall("{*}circle")
     places = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in circles]
     assert places[2][0] == pytest.approx((places[0][0] + places[1][0]) / 2)

@@ -12,7 +12,7 @@ from gunicorn.http.errors import InvalidChunkSize, NoMoreData
 from werkzeug.exceptions import RequestEntityTooLarge, UnsupportedMediaType
 from werkzeug.test import EnvironBuilder
 
-from gateway.body import (
+from gateway.http.body import (
     MAX_DEPTH,
     MAX_VALUES,
     SMALL_BYTES,
@@ -22,7 +22,7 @@ from gateway.body import (
     decode,
     unknown_fields,
 )
-from gateway.json_size import USUAL_BOUNDS, JsonBounds
+from gateway.http.json_size import USUAL_BOUNDS, JsonBounds
 from protocol.errors import InvalidRequest, Overloaded
 
 
@@ -30,14 +30,14 @@ class Inner(msgspec.Struct):
     size: int
 
 
-class Body(msgspec.Struct):
+class BodySchema(msgspec.Struct):
     name: str
     inner: Inner | None = None
     table: dict[int, float] = {}
     tables: list[dict[int, float]] = []
 
 
-decoder = msgspec.json.Decoder(Body)
+decoder = msgspec.json.Decoder(BodySchema)
 
 
 def a_request(data: bytes, content_type: str | None = "application/json") -> flask.Request:
@@ -230,8 +230,8 @@ def test_free_values_may_not_be_endless_either() -> None:
 
 def test_unknown_fields_are_listed_where_their_names_fit_into_a_header() -> None:
     data = b'{"name": "x", "nmae": 1, "a\\r\\nb": 2, "": 3, "inner": null, "x_y-z.1": {}}'
-    assert unknown_fields(data, Body) == ["nmae", "x_y-z.1"]
+    assert unknown_fields(data, BodySchema) == ["nmae", "x_y-z.1"]
     with pytest.raises(InvalidRequest):
-        unknown_fields(b'{"name": "x", "\\ud800": 1}', Body)
+        unknown_fields(b'{"name": "x", "\\ud800": 1}', BodySchema)
     many = msgspec.json.encode({f"field{i}": i for i in range(100)})
-    assert len(unknown_fields(many, Body)) == 16
+    assert len(unknown_fields(many, BodySchema)) == 16

@@ -13,8 +13,8 @@ from gateway.text.tokenizer import Tokenizer
 from protocol import card_file
 from protocol.card_file import CardFile
 from tests.support.scripted_engine import EOS, byte_tokenizer
-from worker.card import UNKNOWN_CONTEXT, main, text_card
 from worker.loading.errors import UnusableModel
+from worker.startup.card import UNKNOWN_CONTEXT, main, text_card
 
 SETTINGS: dict[str, Any] = {"eos_token": "<eos>", "chat_template": "{{ messages }}"}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.catalogue import CATALOGUE, DEFAULT, Entry
+from tools.commands.models import resolve
 from tools.failure import Failure
-from tools.fetch import fetch, home, is_cached, place
-from tools.models import resolve
+from tools.models.catalogue import CATALOGUE, DEFAULT, Entry
+from tools.models.fetch import fetch, home, is_cached, place
 
 CONTENT = b"GGUF and some weights"
 SMALL = dataclasses.replace(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tools.conversation import Answer, events
 from tools.failure import Failure
-from tools.web import Server, local_url
+from tools.http.conversation import ChatAnswer, events
+from tools.http.web import WebServer, local_url
 
 
 def test_events_are_the_data_up_to_done_without_comments() -> None:
@@ -33,8 +33,8 @@ def test_a_stream_that_ends_without_done_is_not_taken_for_an_answer() -> None:
 
 
 def test_speed_is_that_of_decoding_and_is_not_made_up() -> None:
-    assert Answer(tokens=11, started_at=1.0, ended_at=3.0).tokens_per_s == 5.0
-    assert Answer(tokens=1, started_at=1.0, ended_at=1.0).tokens_per_s == 0.0
+    assert ChatAnswer(tokens=11, started_at=1.0, ended_at=3.0).tokens_per_s == 5.0
+    assert ChatAnswer(tokens=1, started_at=1.0, ended_at=1.0).tokens_per_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_a_server_that_listens_everywhere_is_reached_at_home(host: str, url: str
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(Failure, match="--url"):
-        Server(url)
+        WebServer(url)

@@ -7,26 +7,31 @@ from typing import Any
 
 import pytest
 
-from gateway.answering import Answer
-from gateway.faults import fault_of
-from gateway.openai.chunks import ChunkStream
-from gateway.openai.errors import error_body
-from gateway.openai.shapes import ChatDialect, CompletionDialect, Dialect, Origin
-from gateway.openai.whole import whole_response
-from gateway.output.events import (
+from gateway.api.openai.errors import error_body
+from gateway.api.openai.response_builder import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    OpenAIEnvelope,
+    ResponseBuilder,
+)
+from gateway.api.openai.stream import ChunkStream
+from gateway.api.openai.whole import whole_response
+from gateway.formats.choice_parser import ReadOptions
+from gateway.formats.events import (
     Content,
-    Delta,
     Event,
     Failed,
     Finished,
+    OutputDelta,
+    OutputWarning,
     Reasoning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
 )
-from gateway.output.reader import ReadOptions
-from gateway.sinks import Fold
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.sinks import CollectSink
+from gateway.http.errors import fault_of
 from protocol.errors import (
     ContextTooLong,
     EngineLost,
@@ -42,13 +47,13 @@ from tests.support.answers import TOKENIZER, an_answer
 from tests.support.http import events_of
 from tests.support.scripted_engine import scripted_logprob
 
-ORIGIN = Origin("chatcmpl-1", 'model "m"', "print", created=12)
+ORIGIN = OpenAIEnvelope("chatcmpl-1", 'model "m"', "print", created=12)
 
 
-class Told:
+class ReceivedChunks:
     """A stream and what it wrote."""
 
-    def __init__(self, answer: Answer, dialect: Dialect, **options: Any) -> None:
+    def __init__(self, answer: ChoiceGroup, dialect: ResponseBuilder, **options: Any) -> None:
         self.data = b""
         self.is_finished = False
         self.stream = ChunkStream(
@@ -68,20 +73,20 @@ class Told:
         return events_of(self.data)
 
 
-def chat_dialect(num_logprobs: int | None = None) -> ChatDialect:
-    return ChatDialect(TOKENIZER, num_logprobs)
+def chat_dialect(num_logprobs: int | None = None) -> ChatResponseBuilder:
+    return ChatResponseBuilder(TOKENIZER, num_logprobs)
 
 
 def test_nothing_is_written_before_the_first_token() -> None:
-    told = Told(an_answer(), chat_dialect())
+    told = ReceivedChunks(an_answer(), chat_dialect())
     assert told.data == b""
 
 
 def test_roles_of_all_choices_come_before_any_token_of_any() -> None:
     answer = an_answer(n=2)
-    told = Told(answer, chat_dialect())
+    told = ReceivedChunks(answer, chat_dialect())
     for choice in reversed(answer.choices):
-        told.stream.delta(choice, Delta([Content("x"), Finished("stop")]))
+        told.stream.delta(choice, OutputDelta([Content("x"), Finished("stop")]))
     told.stream.end()
     choices = [event["choices"][0] for event in told.events()]
     assert [(c["index"], c["delta"]) for c in choices] == [
@@ -96,10 +101,10 @@ def test_roles_of_all_choices_come_before_any_token_of_any() -> None:
 
 def test_every_chunk_is_json_whatever_the_text_and_the_names() -> None:
     answer = an_answer()
-    told = Told(answer, chat_dialect())
+    told = ReceivedChunks(answer, chat_dialect())
     text = 'a"b\\c\n\u2028\x01</script>é'
-    told.stream.delta(answer.choices[0], Delta([Content(text)]))
-    told.stream.delta(answer.choices[0], Delta([Finished("stop", 'st"op')]))
+    told.stream.delta(answer.choices[0], OutputDelta([Content(text)]))
+    told.stream.delta(answer.choices[0], OutputDelta([Finished("stop", 'st"op')]))
     told.stream.end()
     _, content, finish = told.events()
     assert content["choices"][0]["delta"]["content"] == text
@@ -110,11 +115,11 @@ def test_every_chunk_is_json_whatever_the_text_and_the_names() -> None:
 
 def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
     answer = an_answer()
-    told = Told(answer, chat_dialect(1), tells_ids=True)
+    told = ReceivedChunks(answer, chat_dialect(1), tells_ids=True)
     (choice,) = answer.choices
     logprobs = [scripted_logprob(token, 1) for token in (72, 105, 257)]
-    told.stream.delta(choice, Delta([Content("H")], [72], logprobs[:1]))
-    told.stream.delta(choice, Delta([Content("i"), Finished("stop")], [105], logprobs[1:2]))
+    told.stream.delta(choice, OutputDelta([Content("H")], [72], logprobs[:1]))
+    told.stream.delta(choice, OutputDelta([Content("i"), Finished("stop")], [105], logprobs[1:2]))
     told.stream.end()
     role, first, second, finish = told.events()
     assert role["prompt_token_ids"] == [1, 2, 3]
@@ -123,8 +128,8 @@ def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
     assert [bit["logprobs"] and len(bit["logprobs"]["content"]) for bit in bits] == [1, 1, None]
 
     answer = an_answer()
-    told = Told(answer, chat_dialect(1), tells_ids=True)
-    told.stream.delta(answer.choices[0], Delta([Finished("stop")], [257], logprobs[2:]))
+    told = ReceivedChunks(answer, chat_dialect(1), tells_ids=True)
+    told.stream.delta(answer.choices[0], OutputDelta([Finished("stop")], [257], logprobs[2:]))
     told.stream.end()
     _, finish = told.events()
     assert finish["choices"][0]["token_ids"] == [257]
@@ -133,12 +138,14 @@ def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
 
 def test_a_completion_ends_with_its_last_text_and_the_logprobs_of_it() -> None:
     answer = an_answer()
-    told = Told(answer, _text_dialect(1, None), tells_ids=True)
+    told = ReceivedChunks(answer, _text_dialect(1, None), tells_ids=True)
     (choice,) = answer.choices
     logprobs = [scripted_logprob(token, 1) for token in (72, 105)]
-    told.stream.delta(choice, Delta([Content("H")], [72], logprobs[:1]))
-    odd = Warning("odd", "an odd thing")
-    told.stream.delta(choice, Delta([Content("i"), odd, Finished("stop")], [105], logprobs[1:]))
+    told.stream.delta(choice, OutputDelta([Content("H")], [72], logprobs[:1]))
+    odd = OutputWarning("odd", "an odd thing")
+    told.stream.delta(
+        choice, OutputDelta([Content("i"), odd, Finished("stop")], [105], logprobs[1:])
+    )
     told.stream.end()
     _, first, last = told.events()
     assert first["choices"][0]["finish_reason"] is None
@@ -150,8 +157,8 @@ def test_a_completion_ends_with_its_last_text_and_the_logprobs_of_it() -> None:
 
 def test_a_failure_is_one_event_and_the_end() -> None:
     answer = an_answer()
-    told = Told(answer, chat_dialect())
-    told.stream.delta(answer.choices[0], Delta([Failed(ErrorInfo(code="x", message="y"))]))
+    told = ReceivedChunks(answer, chat_dialect())
+    told.stream.delta(answer.choices[0], OutputDelta([Failed(ErrorInfo(code="x", message="y"))]))
     told.stream.fail(Overloaded("too much"))
     (event,) = told.events()
     assert event["error"]["code"] == "overloaded"
@@ -162,7 +169,7 @@ def test_usage_counts_each_prompt_once_and_every_choice() -> None:
     for choice in answer.choices:
         choice.num_generated = 10
         choice.num_cached = 1 + choice.index % 2
-    told = Told(answer, chat_dialect(), includes_usage=True)
+    told = ReceivedChunks(answer, chat_dialect(), includes_usage=True)
     told.stream.end()
     assert told.events()[0]["usage"] == {
         "prompt_tokens": 6,
@@ -177,10 +184,10 @@ def test_continuous_usage_is_of_the_choice_and_of_what_was_sent_of_it() -> None:
     answer = an_answer(n=2)
     first, second = answer.choices
     first.num_generated, second.num_generated = 3, 9
-    told = Told(answer, chat_dialect(), includes_usage=True, repeats_usage=True)
-    told.stream.delta(first, Delta([Content("a")], [72]))
-    told.stream.delta(second, Delta([Content("bc")], [73, 74]))
-    told.stream.delta(first, Delta([Content("d"), Finished("stop")], [75, 257]))
+    told = ReceivedChunks(answer, chat_dialect(), includes_usage=True, repeats_usage=True)
+    told.stream.delta(first, OutputDelta([Content("a")], [72]))
+    told.stream.delta(second, OutputDelta([Content("bc")], [73, 74]))
+    told.stream.delta(first, OutputDelta([Content("d"), Finished("stop")], [75, 257]))
     told.stream.end()
     *chunks, last = told.events()
     counts = [
@@ -193,9 +200,11 @@ def test_continuous_usage_is_of_the_choice_and_of_what_was_sent_of_it() -> None:
 
 def test_continuous_usage_of_several_prompts_counts_its_own() -> None:
     answer = an_answer(prompts=2)
-    told = Told(answer, _text_dialect(None, None), includes_usage=True, repeats_usage=True)
+    told = ReceivedChunks(
+        answer, _text_dialect(None, None), includes_usage=True, repeats_usage=True
+    )
     for choice in answer.choices:
-        told.stream.delta(choice, Delta([Content("a"), Finished("stop")], [72]))
+        told.stream.delta(choice, OutputDelta([Content("a"), Finished("stop")], [72]))
     told.stream.end()
     *chunks, _ = told.events()
     assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [4, 4]
@@ -208,7 +217,7 @@ def test_usage_tells_what_was_guessed_ahead_as_far_as_the_engine_has_told() -> N
             prompt_tokens=3, generated_tokens=1, draft_tokens=drafts, accepted_tokens=accepted
         )
         answer.take(choice, Output(request=0, tokens=[72], usage=usage))
-    told = Told(answer, chat_dialect(), includes_usage=True)
+    told = ReceivedChunks(answer, chat_dialect(), includes_usage=True)
     told.stream.end()
     details = told.events()[0]["usage"]["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
@@ -221,15 +230,17 @@ def test_an_answer_told_bit_by_bit_is_the_answer_told_at_once(
 ) -> None:
     """The same deltas into both sinks; dialects are made anew, since they remember offsets."""
     deltas = [
-        Delta([Content("H")], [72], [scripted_logprob(72, 2)]),
-        Delta([Content("é")], [195, 169], [scripted_logprob(195, 2), scripted_logprob(169, 2)]),
-        Delta([Finished("length")], [], []),
+        OutputDelta([Content("H")], [72], [scripted_logprob(72, 2)]),
+        OutputDelta(
+            [Content("é")], [195, 169], [scripted_logprob(195, 2), scripted_logprob(169, 2)]
+        ),
+        OutputDelta([Finished("length")], [], []),
     ]
     told, answer, whole = None, an_answer(), b""
     (choice,) = answer.choices
     choice.prompt_logprobs = [scripted_logprob(2, 2), scripted_logprob(3, 2)]
-    told = Told(answer, _text_dialect(num_logprobs, prompts))
-    fold = Fold(1)
+    told = ReceivedChunks(answer, _text_dialect(num_logprobs, prompts))
+    fold = CollectSink(1)
     for sink in (told.stream, fold):
         for delta in deltas:
             sink.delta(choice, delta)
@@ -248,8 +259,8 @@ def test_an_answer_told_bit_by_bit_is_the_answer_told_at_once(
             assert [item for part in parts for item in part[name]] == items
 
 
-def _text_dialect(num_logprobs: int | None, prompts: list[str] | None) -> CompletionDialect:
-    return CompletionDialect(TOKENIZER, num_logprobs, ReadOptions(), prompts)
+def _text_dialect(num_logprobs: int | None, prompts: list[str] | None) -> CompletionResponseBuilder:
+    return CompletionResponseBuilder(TOKENIZER, num_logprobs, ReadOptions(), prompts)
 
 
 @pytest.mark.parametrize(
@@ -289,14 +300,14 @@ def test_a_bit_that_comes_alone_is_the_chunk_that_it_is_among_others(includes_us
         ToolArguments(0, '{"a": "\\u00e9'),
         ToolArguments(0, '"}'),
         ToolCallEnd(0),
-        Warning("odd", "an odd thing"),
+        OutputWarning("odd", "an odd thing"),
         Content("x"),
         Finished("stop"),
     ]
     both = []
-    for deltas in ([Delta([bit]) for bit in bits], [Delta(bits)]):
+    for deltas in ([OutputDelta([bit]) for bit in bits], [OutputDelta(bits)]):
         answer = an_answer()
-        told = Told(answer, chat_dialect(), includes_usage=includes_usage)
+        told = ReceivedChunks(answer, chat_dialect(), includes_usage=includes_usage)
         told.stream.begin()
         for delta in deltas:
             told.stream.delta(answer.choices[0], delta)

@@ -13,11 +13,11 @@ import pytest
 
 from tests.support.processes import ROOT
 from tools.__main__ import COMMANDS, main
+from tools.commands.models import resolve
+from tools.commands.serve import ROOMS
 from tools.failure import Failure
 from tools.flags import flags_of
-from tools.models import resolve
 from tools.other_servers import LLAMA_CPP, OPTIONS, SGLANG, VLLM
-from tools.serve import ROOMS
 
 OURS = {flag.name for _, config in ROOMS for flag in flags_of(config)}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from worker import cuda_driver
+from worker.startup import cuda_driver
 
 SOURCE = r"""
 #include <string.h>

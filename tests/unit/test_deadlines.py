@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from engine_core import deadlines
-from engine_core.admission import new_request
-from engine_core.deadlines import Deadlines
+from engine_core.policy import deadlines
+from engine_core.policy.admission import new_request
+from engine_core.policy.deadlines import Deadlines
 from engine_core.request import Request
-from engine_core.stopwatch import Clock
+from engine_core.stage_timer import EngineClock
 from protocol.arrays import Int32
 from protocol.errors import ErrorInfo
 from protocol.grammar import Lark
@@ -151,7 +151,9 @@ def test_how_fast_the_queue_moves_is_measured_while_somebody_waits() -> None:
 
 def watched(order: int, begin_by: float, end_by: float) -> Request:
     message = Generate(request=order, prompt=Int32.of([1]))
-    request = new_request(CLIENT, message, [1], order, lambda: 0, a_card(), Bench().limits, Clock())
+    request = new_request(
+        CLIENT, message, [1], order, lambda: 0, a_card(), Bench().limits, EngineClock()
+    )
     request.begin_by, request.end_by = begin_by, end_by
     return request
 

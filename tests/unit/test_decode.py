@@ -18,12 +18,12 @@ from tests.support.kernels import NAMES, native_kernels
 from tests.support.plans import GREEDY, slot_init, step_plan
 from worker.attention.select import select_attention
 from worker.kernels.native import NativeKernels
-from worker.kv_cache import KVCache
+from worker.kv.cache import KVCache
 from worker.models.llama import Llama
 from worker.models.load import load_model
-from worker.runner import Runner
-from worker.slot_fields import slot_fields
-from worker.slots import Poison, SlotTable
+from worker.slots.fields import slot_fields
+from worker.slots.table import Poison, SlotTable
+from worker.step import Runner
 
 CPU = torch.device("cpu")
 MAX_LEN, BLOCK_TOKENS, SLOTS, BLOCKS_EACH = 40, 4, 6, 10

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from gateway.metrics import Metrics
+from gateway.observe.metrics import Metrics
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from tests.unit.test_metrics_docs import SERIES, every_name
 from tools.__main__ import main
-from tools.restarts import SAME_AGAIN
+from tools.processes.restart_policy import SAME_AGAIN
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "tidegate.service"

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai.prepare import Preparation
-from gateway.openai.schema import ChatBody
-from gateway.output.reader import ReaderFactory
+from gateway.api.openai.prepare import Preparation
+from gateway.api.openai.requests import ChatBody
+from gateway.formats.choice_parser import ParserFactory
 from tests.support.scripted_engine import thinking_card
 from tests.support.served import served
 
@@ -34,7 +34,7 @@ def test_a_call_in_the_thinking_of_an_answer_with_a_grammar_is_a_draft(
     body = msgspec.convert(said, ChatBody)
     preparation = Preparation(body, MODEL)
     readers = preparation.ask(preparation.prompt(body.messages)).readers
-    assert isinstance(readers, ReaderFactory)
+    assert isinstance(readers, ParserFactory)
     answer = readers.answer
     assert answer is not None
     assert answer.format.format.reasoning is not None

@@ -10,8 +10,8 @@ from protocol.sampling import SamplingParams
 from protocol.steps import StepResult
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import CPU, TinyModel, tiny_cache, tiny_runner, tiny_slots
-from worker.runner import Runner
-from worker.slots import Poison
+from worker.slots.table import Poison
+from worker.step import Runner
 
 PROMPT = [5, 9, 2, 77, 31]
 OTHER = [8, 3, 90]

@@ -7,9 +7,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine_core.admission import new_request
-from engine_core.request import NEXT_PHASE, Event, Phase
-from engine_core.stopwatch import Clock
+from engine_core.policy.admission import new_request
+from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
+from engine_core.stage_timer import EngineClock
 from protocol.arrays import Float32, Int32
 from protocol.messages import Account, Generate, Refused, RequestView
 from protocol.steps import Logprobs, StepResult
@@ -348,9 +348,11 @@ def test_a_request_without_a_seed_gets_one_and_keeps_it_through_preemption() -> 
 
 def test_illegal_moves_raise_and_change_nothing() -> None:
     message = Generate(request=1, prompt=Int32.of([1]))
-    request = new_request(CLIENT, message, [1], 1, lambda: 0, a_card(), Bench().limits, Clock())
-    for phase in Phase:
-        for event in Event:
+    request = new_request(
+        CLIENT, message, [1], 1, lambda: 0, a_card(), Bench().limits, EngineClock()
+    )
+    for phase in RequestPhase:
+        for event in RequestEvent:
             request.phase = phase
             if (phase, event) not in NEXT_PHASE:
                 with pytest.raises(RuntimeError, match="illegal"):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from protocol.arrays import Int32
-from protocol.grammar import Choice, Regex
+from protocol.grammar import ChoiceGrammar, Regex
 from protocol.steps import StepResult
 from tests.support.engines import EOS, Bench, answer, next_token
 from tests.support.grammars import ids_of
@@ -95,7 +95,7 @@ def test_nobody_is_preempted_while_a_plan_is_out() -> None:
 
 def test_masks_follow_the_commit_that_they_depend_on() -> None:
     bench = ahead()
-    bench.add([1], grammar=Choice(choices=["abc", "xyz"]), max_tokens=10)
+    bench.add([1], grammar=ChoiceGrammar(choices=["abc", "xyz"]), max_tokens=10)
     bench.compile()
     first, second = bench.plan(), bench.plan()
     assert first is not None
@@ -110,7 +110,7 @@ def test_masks_follow_the_commit_that_they_depend_on() -> None:
 
 def test_a_step_behind_a_complete_answer_has_masks_all_the_same() -> None:
     bench = ahead()
-    bound = bench.add([1], grammar=Choice(choices=["a"]), max_tokens=10)
+    bound = bench.add([1], grammar=ChoiceGrammar(choices=["a"]), max_tokens=10)
     free = bench.add([2], max_tokens=3, ignore_eos=True)
     bench.compile()
     bench.plan()
@@ -123,7 +123,7 @@ def test_a_step_behind_a_complete_answer_has_masks_all_the_same() -> None:
 
 def test_a_token_that_misleads_a_grammar_ends_its_answer_with_a_step_out() -> None:
     bench = ahead()
-    number = bench.add([1], grammar=Choice(choices=["abc"]), max_tokens=10)
+    number = bench.add([1], grammar=ChoiceGrammar(choices=["abc"]), max_tokens=10)
     bench.compile()
     bench.plan()
     bench.plan()

@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from engine_core.grammar.book import MAX_KEPT, MAX_PENDING, Compiled, GrammarBook
+from engine_core.grammar.cache import MAX_KEPT, MAX_PENDING, CompiledGrammar, GrammarCache
 from engine_core.grammar.matcher import Matcher
 from protocol import wire
 from protocol.arrays import Int32
 from protocol.errors import Overloaded
-from protocol.grammar import Choice, Grammar, JsonSchema, Lark, Regex, Thinking
+from protocol.grammar import ChoiceGrammar, Grammar, JsonSchema, Lark, Regex, Thinking
 from protocol.messages import Accepted, Refused
 from protocol.steps import StepPlan, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, echo_compiler
@@ -94,7 +94,7 @@ def test_a_bad_grammar_is_compiled_anew_when_asked_for_again() -> None:
 
 def test_what_is_out_of_bounds_is_refused_at_once() -> None:
     bench = Bench()
-    reply = bench.add(PROMPT, grammar=Choice(choices=[]))
+    reply = bench.add(PROMPT, grammar=ChoiceGrammar(choices=[]))
     assert isinstance(reply, Refused)
     assert (reply.error.param, bench.jobs) == ("grammar", [])
 
@@ -181,7 +181,7 @@ def test_many_constrained_answers_in_one_batch_keep_to_their_own_grammars() -> N
     bench = Bench()
     grammars = [
         WORD,
-        Choice(choices=["yes", "no"]),
+        ChoiceGrammar(choices=["yes", "no"]),
         JsonSchema(text=schema(x={"enum": ["a", "b"]})),
         Lark(text='start: "<" start ">" | "."'),
     ]
@@ -198,7 +198,7 @@ def test_many_constrained_answers_in_one_batch_keep_to_their_own_grammars() -> N
 
 def test_a_complete_answer_ends_with_its_last_token_which_is_text() -> None:
     bench = Bench()
-    (number,) = asked(bench, grammar=Choice(choices=["yes", "yea"]))
+    (number,) = asked(bench, grammar=ChoiceGrammar(choices=["yes", "yea"]))
     bench.run()
     end = bench.end(number)
     assert (end.finish, end.stop_token) == ("stop", None)
@@ -217,7 +217,7 @@ def test_an_answer_that_may_go_on_ends_with_a_stop_token_that_is_named() -> None
 
 def test_ignore_eos_does_not_make_a_complete_answer_go_on() -> None:
     bench = Bench()
-    (fixed,) = asked(bench, grammar=Choice(choices=["yes"]), ignore_eos=True)
+    (fixed,) = asked(bench, grammar=ChoiceGrammar(choices=["yes"]), ignore_eos=True)
     numbers = asked(
         bench, *([n] for n in range(1, 9)), grammar=Regex(pattern="a+"), ignore_eos=True
     )
@@ -229,17 +229,17 @@ def test_ignore_eos_does_not_make_a_complete_answer_go_on() -> None:
 
 def test_length_cuts_an_answer_that_is_not_complete() -> None:
     bench = Bench()
-    cut, whole = asked(bench, [1], [1], grammar=Choice(choices=["yes"]), max_tokens=2)
+    cut, whole = asked(bench, [1], [1], grammar=ChoiceGrammar(choices=["yes"]), max_tokens=2)
     bench.run()
     assert (bench.end(cut).finish, said(bench, cut), said(bench, whole)) == ("length", "ye", "ye")
-    (exact,) = asked(bench, grammar=Choice(choices=["yes"]), max_tokens=3)
+    (exact,) = asked(bench, grammar=ChoiceGrammar(choices=["yes"]), max_tokens=3)
     bench.run()
     assert (bench.end(exact).finish, said(bench, exact)) == ("stop", "yes")
 
 
 def test_a_users_stop_token_ends_a_constrained_answer_too() -> None:
     bench = Bench()
-    (number,) = asked(bench, grammar=Choice(choices=["yes"]), stop_token_ids=ids_of("e"))
+    (number,) = asked(bench, grammar=ChoiceGrammar(choices=["yes"]), stop_token_ids=ids_of("e"))
     bench.run()
     end = bench.end(number)
     assert (end.finish, end.stop_token, said(bench, number)) == ("stop", ids_of("e")[0], "ye")
@@ -345,7 +345,7 @@ def test_thinking_is_part_of_the_grammar() -> None:
     numbers = asked(
         bench,
         *([n] for n in range(1, 9)),
-        grammar=Grammar(body=Choice(choices=["yes"]), thinking=thinking),
+        grammar=Grammar(body=ChoiceGrammar(choices=["yes"]), thinking=thinking),
         max_tokens=190,
     )
     bench.run()
@@ -359,22 +359,22 @@ def test_thinking_is_part_of_the_grammar() -> None:
 
 
 def test_the_most_recently_used_grammars_are_kept() -> None:
-    book, template = GrammarBook(), echo_compiler().compile(Grammar(body=WORD))
+    book, template = GrammarCache(), echo_compiler().compile(Grammar(body=WORD))
     grammars = [Grammar(body=Regex(pattern=f"a{n}")) for n in range(MAX_KEPT + 1)]
     digests = [book.find(grammar)[0] for grammar in grammars]
     for digest in digests[:-1]:
-        book.settle(Compiled(digest, template))
+        book.settle(CompiledGrammar(digest, template))
     assert book.find(grammars[0])[1] is template
-    book.settle(Compiled(digests[-1], template))
+    book.settle(CompiledGrammar(digests[-1], template))
     assert book.find(grammars[0])[1] is template
     assert book.find(grammars[1])[1] is None
 
 
 def test_different_grammars_are_different_and_equal_ones_equal() -> None:
-    book = GrammarBook()
+    book = GrammarCache()
     grammars = [
         Grammar(body=Regex(pattern="a")),
-        Grammar(body=Choice(choices=["a"])),
+        Grammar(body=ChoiceGrammar(choices=["a"])),
         Grammar(body=Lark(text="a")),
         Grammar(body=Regex(pattern="a"), thinking=Thinking(opens="<", closes=">")),
     ]

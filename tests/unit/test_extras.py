@@ -6,7 +6,7 @@ import pytest
 
 from protocol.sampling import SamplingParams
 from tests.support.plans import slot_init
-from worker import extras
+from worker.sampling import features
 
 NOTHING = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 4}
 
@@ -15,19 +15,19 @@ NOTHING = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_toke
     ("params", "bits"),
     [
         ({}, 0),
-        ({"temperature": 0.1}, extras.DRAW),
-        ({"logit_bias": {1: 0.5}}, extras.BIAS),
-        ({"repetition_penalty": 1.1}, extras.REPETITION),
-        ({"frequency_penalty": -0.5}, extras.COUNTS),
-        ({"presence_penalty": 0.5}, extras.COUNTS),
-        ({"allowed_token_ids": [1]}, extras.ALLOWED),
-        ({"bad_words": [[1]]}, extras.BAD_WORDS),
-        ({"min_tokens": 1}, extras.LATER_END),
-        ({"logprobs": 0}, extras.LOGPROBS),
-        ({"logprob_token_ids": [1]}, extras.LOGPROBS),
-        ({"prompt_logprobs": 0}, extras.PROMPT_LOGPROBS),
+        ({"temperature": 0.1}, features.DRAW),
+        ({"logit_bias": {1: 0.5}}, features.BIAS),
+        ({"repetition_penalty": 1.1}, features.REPETITION),
+        ({"frequency_penalty": -0.5}, features.COUNTS),
+        ({"presence_penalty": 0.5}, features.COUNTS),
+        ({"allowed_token_ids": [1]}, features.ALLOWED),
+        ({"bad_words": [[1]]}, features.BAD_WORDS),
+        ({"min_tokens": 1}, features.LATER_END),
+        ({"logprobs": 0}, features.LOGPROBS),
+        ({"logprob_token_ids": [1]}, features.LOGPROBS),
+        ({"prompt_logprobs": 0}, features.PROMPT_LOGPROBS),
     ],
 )
 def test_what_a_request_asks_for_has_its_bit(params: dict[str, object], bits: int) -> None:
     asked = SamplingParams(**{**NOTHING, **params})  # type: ignore[arg-type]
-    assert extras.extras_of(slot_init(0, [1], params=asked)) == bits
+    assert features.features_of(slot_init(0, [1], params=asked)) == bits

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from engine_core.admission import new_request
-from engine_core.queue import WaitingQueue
+from engine_core.policy.admission import new_request
+from engine_core.policy.fair_share import AccountUsage, FairShare, squash
+from engine_core.policy.queue import WaitingQueue
 from engine_core.request import Request
-from engine_core.shares import Share, Shares, bent
-from engine_core.stopwatch import Clock
+from engine_core.stage_timer import EngineClock
 from protocol.arrays import Int32
 from protocol.messages import Account, Generate, Refused
 from tests.support.engines import CLIENT, Bench, a_card
@@ -174,18 +174,18 @@ def test_what_a_cache_has_is_not_counted_and_what_is_computed_again_is_not_count
 
 
 def test_who_was_away_has_a_bounded_head_start_and_who_was_alone_a_bounded_debt() -> None:
-    shares = Shares(Bench(max_len=100, token_budget=10).limits)
-    busy, away = Share("busy", 1_000_000.0), Share("away")
+    shares = FairShare(Bench(max_len=100, token_budget=10).limits)
+    busy, away = AccountUsage("busy", 1_000_000.0), AccountUsage("away")
     shares.choose(busy)
     shares.begin(away)
     assert away.served == busy.served - shares.burst
-    ahead = Share("ahead", 9_000_000.0)
+    ahead = AccountUsage("ahead", 9_000_000.0)
     shares.begin(ahead)
     assert ahead.served == busy.served + shares.burst
 
 
 def test_accounts_without_requests_are_forgotten() -> None:
-    shares = Shares(Bench().limits)
+    shares = FairShare(Bench().limits)
     kept = shares.of("kept", lambda name: 1)
     for number in range(10_000):
         shares.of(str(number), lambda name: int(name == "kept"))
@@ -193,10 +193,12 @@ def test_accounts_without_requests_are_forgotten() -> None:
     assert shares.of("kept", lambda name: 1) is kept
 
 
-def request_of(order: int, share: Share, length: int, shares: Shares) -> Request:
+def request_of(order: int, share: AccountUsage, length: int, shares: FairShare) -> Request:
     message = Generate(request=order, prompt=Int32.of([1] * length))
     prompt, limits = [1] * length, Bench().limits
-    request = new_request(CLIENT, message, prompt, order, lambda: 0, a_card(), limits, Clock())
+    request = new_request(
+        CLIENT, message, prompt, order, lambda: 0, a_card(), limits, EngineClock()
+    )
     request.share, request.place = share, float(order)
     return request
 
@@ -204,9 +206,9 @@ def request_of(order: int, share: Share, length: int, shares: Shares) -> Request
 @pytest.mark.parametrize("seed", range(20))
 def test_what_goes_before_a_newcomer_is_what_taking_one_after_the_other_finds(seed: int) -> None:
     rng, longest = random.Random(seed), 30
-    shares = Shares(Bench().limits)
+    shares = FairShare(Bench().limits)
     queue = WaitingQueue(shares)
-    accounts = [Share(str(i), rng.uniform(0, 400)) for i in range(rng.randrange(1, 8))]
+    accounts = [AccountUsage(str(i), rng.uniform(0, 400)) for i in range(rng.randrange(1, 8))]
     for order in range(rng.randrange(120)):
         queue.push(request_of(order, rng.choice(accounts), rng.randrange(1, longest), shares))
     new = request_of(1000, rng.choice(accounts), 5, shares)
@@ -225,7 +227,7 @@ def test_what_goes_before_a_newcomer_is_what_taking_one_after_the_other_finds(se
 
 
 def test_priorities_are_worth_more_the_further_they_are_apart_but_never_everything() -> None:
-    values = [bent(priority) for priority in (-(1 << 31), -5, -1, 0, 1, 2, 1 << 31)]
+    values = [squash(priority) for priority in (-(1 << 31), -5, -1, 0, 1, 2, 1 << 31)]
     assert values == sorted(values)
     assert len(set(values)) == len(values)
     assert all(-1 < value < 1 for value in values)

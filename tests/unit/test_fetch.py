@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tools.catalogue import CATALOGUE, DEFAULT
 from tools.failure import Failure
-from tools.fetch import _bar, _largest_file, fetch, say_on_stderr
+from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.models.fetch import _bar, _largest_file, fetch, say_on_stderr
 from tools.terminal import Terminal
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from protocol.devices import Holder
+from protocol.devices import DeviceHolder
 from protocol.facts import MachineFacts
 from protocol.preflight import GIB, ModelPlan, Preflight
 from tools import findings
@@ -47,7 +47,7 @@ def planned(**changes: object) -> list[Finding]:
 
 
 GPU = machine(device="cuda:0", device_id="gpu-0a1b")
-HOLDER = Holder(pid=7, place="8000", model="small", since=1.7e9)
+HOLDER = DeviceHolder(pid=7, place="8000", model="small", since=1.7e9)
 
 
 def test_a_machine_that_has_all_is_well() -> None:

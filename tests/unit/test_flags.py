@@ -15,10 +15,10 @@ from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from tools.__main__ import main, parser
+from tools.commands.serve import ROOMS, plan
 from tools.failure import Failure
-from tools.fetch import home
 from tools.flags import Flag, OneLineParser, add_flags, build, flags_of
-from tools.serve import ROOMS, plan
+from tools.models.fetch import home
 
 FLAGS = [flag for _, config in ROOMS for flag in flags_of(config)]
 NUMBERS = [flag for flag in FLAGS if hasattr(flag.shape, "ge")]

@@ -32,10 +32,10 @@ UNSAFE_NAMES = {"recv_pyobj", "send_pyobj", "allow_pickle", "Unpickler"}
 UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
 """The same, by way of a library."""
 
-FLASK_IN = {"app.py", "body.py", "respond.py", "routes.py", "sse.py"}
+FLASK_IN = {"app.py", "body.py", "openapi_routes.py", "respond.py", "routes.py", "run.py", "sse.py"}
 """In the gateway, only these know that HTTP is spoken by Flask."""
 
-PURE = ("chat", "text", "output")
+PURE = ("prompt", "text", "formats")
 """In the gateway, these turn values into values: no socket, no greenlet, no request object."""
 
 HEAVY = {"torch", "transformers", "numpy", "gguf", "safetensors"}
@@ -45,8 +45,8 @@ LIGHT_ENTRANCES = {
     "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
     "tools.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
-    "worker.card": {"torch", "transformers", "gguf"},
-    "worker.assembly": {"transformers", "gguf"},
+    "worker.startup.card": {"torch", "transformers", "gguf"},
+    "worker.startup.assembly": {"transformers", "gguf"},
 }
 """What people and processes enter by -> what must not have been loaded then, however indirectly."""
 

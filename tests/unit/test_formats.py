@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 from tokenizers import AddedToken
 
-from gateway.output.detect import ANY, REASONING_RULES, TOOL_RULES, Rule, detect
-from gateway.output.events import (
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.detect import ANY, REASONING_RULES, TOOL_RULES, DetectionRule, detect
+from gateway.formats.events import (
     Content,
     Finished,
     Reasoning,
@@ -18,10 +19,9 @@ from gateway.output.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.output.formats import READ_WHOLE, TOOLS, bind, format_of
-from gateway.output.reader import AnswerOptions, ReaderFactory
-from gateway.output.reasoning import REASONING
-from gateway.reading import Reading
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.formats.reasoning import REASONING
+from gateway.formats.registry import READ_WHOLE, TOOLS, bind, format_of
 from gateway.text.tokenizer import Tokenizer
 from protocol.grammar import Thinking
 from protocol.messages import Output
@@ -86,7 +86,7 @@ def test_reasoning_that_is_part_of_a_whole_answer_brings_its_syntax() -> None:
 
 
 @pytest.mark.parametrize("rule", [*TOOL_RULES, *REASONING_RULES], ids=lambda rule: rule.name)
-def test_every_rule_finds_its_format_and_says_why(rule: Rule) -> None:
+def test_every_rule_finds_its_format_and_says_why(rule: DetectionRule) -> None:
     table = TOOL_RULES if rule in TOOL_RULES else REASONING_RULES
     texts = [text.replace(ANY, ":77") for text in rule.texts]
     found = detect("{{ x }} " + " ".join(texts), nothing, ["<tool_calls:77>"])
@@ -153,7 +153,7 @@ def test_markers_with_a_suffix_that_only_the_vocabulary_knows_are_found_and_read
     inner.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     tokenizer = Tokenizer(card_of(inner.to_str().encode()))
     template = "{% for t in tools %}{{ '<tool_calls' + suffix + '>' }}{% endfor %}"
-    reading = Reading(card_of(b"", chat_template=template), tokenizer)
+    reading = ModelOutputFormat(card_of(b"", chat_template=template), tokenizer)
     assert (reading.tools, reading.reasoning) == (name, name)
     assert "the vocabulary has <tool_calls:6124c78e>" in reading.why
 
@@ -165,7 +165,7 @@ def test_markers_with_a_suffix_that_only_the_vocabulary_knows_are_found_and_read
     )
     assert begun.bound is not None
     assert set(tokens) == set(begun.bound.lexicon.tokens.values())
-    readers = ReaderFactory(
+    readers = ParserFactory(
         tokenizer, None, AnswerOptions(format=begun.bound, starts_inside=True, new_id=lambda: "id")
     )
     separator = "<tool_sep:6124c78e>" if name == "hy_v3" else ""

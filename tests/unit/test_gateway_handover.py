@@ -6,18 +6,26 @@ import itertools
 
 import pytest
 
-from gateway.handover import NEXT, Deed, Event, Handover, State, as_one, was_computed_again
+from gateway.engine.handoff import (
+    NEXT,
+    Handoff,
+    HandoffAction,
+    HandoffEvent,
+    HandoffState,
+    as_one,
+    was_computed_again,
+)
 from protocol.messages import Times, Usage
 
-LIVE = [state for state in State if state is not State.ENDED]
-ENDS = {Event.STOPPED, Event.FINISHED, Event.ABORT}
+LIVE = [state for state in HandoffState if state is not HandoffState.ENDED]
+ENDS = {HandoffEvent.STOPPED, HandoffEvent.FINISHED, HandoffEvent.ABORT}
 
 
-def walks(most: int) -> list[tuple[State, list[Event], list[Deed]]]:
+def walks(most: int) -> list[tuple[HandoffState, list[HandoffEvent], list[HandoffAction]]]:
     """Every way from both beginnings, of at most so many events: (where it is, how, what was
     done)."""
-    found = [(begin, [], []) for begin in (State.COMPUTING, State.GOING)]
-    ways: list[tuple[State, list[Event], list[Deed]]] = []
+    found = [(begin, [], []) for begin in (HandoffState.COMPUTING, HandoffState.GOING)]
+    ways: list[tuple[HandoffState, list[HandoffEvent], list[HandoffAction]]] = []
     for _ in range(most):
         found = [
             (after, [*events, event], [*deeds, *more])
@@ -31,21 +39,21 @@ def walks(most: int) -> list[tuple[State, list[Event], list[Deed]]]:
 
 def test_every_live_state_can_be_aborted_and_ended() -> None:
     for state in LIVE:
-        assert NEXT[state, Event.ABORT][0] is State.ENDED
-        assert any(NEXT.get((state, event), (None,))[0] is State.ENDED for event in ENDS)
+        assert NEXT[state, HandoffEvent.ABORT][0] is HandoffState.ENDED
+        assert any(NEXT.get((state, event), (None,))[0] is HandoffState.ENDED for event in ENDS)
 
 
 def test_after_the_end_nothing_is_done() -> None:
-    for event in Event:
-        handover = Handover(State.ENDED)
+    for event in HandoffEvent:
+        handover = Handoff(HandoffState.ENDED)
         assert handover.on(event) == ()
-        assert handover.state is State.ENDED
+        assert handover.state is HandoffState.ENDED
 
 
 def test_what_cannot_happen_is_refused_and_changes_nothing() -> None:
-    for state, event in itertools.product(LIVE, Event):
+    for state, event in itertools.product(LIVE, HandoffEvent):
         if (state, event) not in NEXT:
-            handover = Handover(state)
+            handover = Handoff(state)
             with pytest.raises(ValueError, match=event.name):
                 handover.on(event)
             assert handover.state is state
@@ -53,22 +61,24 @@ def test_what_cannot_happen_is_refused_and_changes_nothing() -> None:
 
 def test_p_is_left_exactly_once_however_a_request_goes() -> None:
     for state, events, deeds in walks(6):
-        asked_p = not {Event.COMPUTED, Event.MISSED, Event.STOPPED}.isdisjoint(events)
-        if asked_p and state in (State.GOING, State.ENDED):
-            assert deeds.count(Deed.LEAVE) == 1, events
-        assert deeds.count(Deed.LEAVE) <= 1, events
+        asked_p = not {HandoffEvent.COMPUTED, HandoffEvent.MISSED, HandoffEvent.STOPPED}.isdisjoint(
+            events
+        )
+        if asked_p and state in (HandoffState.GOING, HandoffState.ENDED):
+            assert deeds.count(HandoffAction.LEAVE) == 1, events
+        assert deeds.count(HandoffAction.LEAVE) <= 1, events
 
 
 def test_a_client_hears_all_that_d_tells_and_d_alone_accepts() -> None:
-    told = {Event.ACCEPTED, Event.SPOKE, Event.FINISHED, Event.STOPPED}
+    told = {HandoffEvent.ACCEPTED, HandoffEvent.SPOKE, HandoffEvent.FINISHED, HandoffEvent.STOPPED}
     for (_, event), (_, deeds) in NEXT.items():
-        assert (Deed.TELL in deeds) == (event in told)
+        assert (HandoffAction.TELL in deeds) == (event in told)
 
 
 def test_d_hears_of_an_abort_wherever_it_was_asked() -> None:
     for state in LIVE:
-        asked = state is not State.COMPUTING
-        assert (Deed.ABORT in NEXT[state, Event.ABORT][1]) == asked
+        asked = state is not HandoffState.COMPUTING
+        assert (HandoffAction.ABORT in NEXT[state, HandoffEvent.ABORT][1]) == asked
 
 
 def test_cached_is_what_nobody_computed_for_the_request() -> None:

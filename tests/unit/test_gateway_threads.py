@@ -8,7 +8,7 @@ from gevent.threadpool import ThreadPool
 from gateway.threads import result_of
 
 
-class Told(Exception):
+class ThreadCalls(Exception):
     pass
 
 
@@ -16,11 +16,11 @@ def test_what_a_thread_raises_is_raised_where_it_is_awaited_and_printed_nowhere(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def fail() -> None:
-        raise Told("words of a request")
+        raise ThreadCalls("words of a request")
 
     pool = ThreadPool(1)
     assert result_of(pool, lambda: 7) == 7
-    with pytest.raises(Told, match="words of a request"):
+    with pytest.raises(ThreadCalls, match="words of a request"):
         result_of(pool, fail)
     pool.kill()
     assert capfd.readouterr() == ("", "")

@@ -7,13 +7,13 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from gateway.body import decode
-from gateway.output.reader import ReaderFactory
-from gateway.output.tokens import TokenReaders
-from gateway.tokens import generate_ask as asking
-from gateway.tokens.generate_schema import GenerateBody, GenerateSampling, generate_decoder
+from gateway.api.tokens import generate_prepare as asking
+from gateway.api.tokens.generate_requests import GenerateBody, GenerateSampling, generate_decoder
+from gateway.formats.choice_parser import ParserFactory
+from gateway.formats.token_passthrough import TokenPassthroughFactory
+from gateway.http.body import decode
 from protocol.errors import InvalidRequest
-from protocol.grammar import Choice, Grammar, Regex, Thinking
+from protocol.grammar import ChoiceGrammar, Grammar, Regex, Thinking
 from protocol.sampling import SamplingParams
 from tests.support.scripted_engine import ids_of, marked_ids, scripted_card, thinking_card
 from tests.support.served import LIMITS, served
@@ -180,9 +180,11 @@ def test_fields_without_effect_are_listed_with_where_they_stand() -> None:
 
 
 def test_text_is_read_only_where_the_request_needs_it() -> None:
-    assert isinstance(asking.ask_of(body_of({"logprobs": 3}), PLAIN).readers, TokenReaders)
-    assert isinstance(asking.ask_of(body_of({"stop": ["x"]}), PLAIN).readers, ReaderFactory)
-    assert isinstance(asking.ask_of(body_of(output_mode="text"), PLAIN).readers, ReaderFactory)
+    assert isinstance(
+        asking.ask_of(body_of({"logprobs": 3}), PLAIN).readers, TokenPassthroughFactory
+    )
+    assert isinstance(asking.ask_of(body_of({"stop": ["x"]}), PLAIN).readers, ParserFactory)
+    assert isinstance(asking.ask_of(body_of(output_mode="text"), PLAIN).readers, ParserFactory)
 
 
 def grammar(prompt: str = "", sampling: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -216,7 +218,7 @@ def test_without_reasoning_in_the_model_the_form_begins_at_once() -> None:
 
 
 def test_a_grammar_is_taken_as_it_is() -> None:
-    said = Grammar(body=Choice(choices=["a"]), thinking=MAY_THINK, before="<")
+    said = Grammar(body=ChoiceGrammar(choices=["a"]), thinking=MAY_THINK, before="<")
     body = body_of(grammar=msgspec.to_builtins(said))
     assert asking.grammar_of(body, THINKER) == said
 

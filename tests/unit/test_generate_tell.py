@@ -11,22 +11,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.answering import Answer
-from gateway.engine_client import EngineClient
-from gateway.faults import fault_of
-from gateway.openai.errors import error_body
-from gateway.output.events import Delta, Failed, Finished
-from gateway.output.tokens import TokenReader
-from gateway.sinks import Fold
-from gateway.tokens import generate_ask as asking
-from gateway.tokens.generate_schema import GenerateBody
-from gateway.tokens.generate_tell import GenerateStream, Telling, chosen_token, whole_response
-from gateway.tokens.generated import (
+from gateway.api.openai.errors import error_body
+from gateway.api.tokens import generate_prepare as asking
+from gateway.api.tokens.generate_requests import GenerateBody
+from gateway.api.tokens.generate_responses import (
     GenerateChunk,
     GenerateResponse,
     GenerateTextChunk,
     GenerateTextResponse,
 )
+from gateway.api.tokens.generate_stream import (
+    GenerateAnswer,
+    GenerateStream,
+    chosen_token,
+    whole_response,
+)
+from gateway.engine.client import ZmqEngineClient
+from gateway.formats.events import Failed, Finished, OutputDelta
+from gateway.formats.token_passthrough import TokenPassthrough
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.sinks import CollectSink
+from gateway.http.errors import fault_of
 from protocol.errors import ErrorInfo, StepFailed
 from protocol.messages import Output, TokenLogprobs, Usage
 from tests.support.http import events_of
@@ -44,22 +49,22 @@ def body_of(sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateBo
     return msgspec.convert(said, GenerateBody)
 
 
-class Told:
+class GeneratedChunks:
     """An answer that is given the engine's news, streamed and folded at once."""
 
     def __init__(self, body: GenerateBody, ignored: list[str] | None = None) -> None:
         self.data = b""
-        self.answer = Answer(EngineClient("ipc:///nowhere"), [asking.ask_of(body, MODEL)])
-        self.telling = Telling.of(body, MODEL, "7", ignored or [])
+        self.answer = ChoiceGroup(ZmqEngineClient("ipc:///nowhere"), [asking.ask_of(body, MODEL)])
+        self.telling = GenerateAnswer.of(body, MODEL, "7", ignored or [])
         self.stream = GenerateStream(
             self.answer, self.telling, write=self._write, finish=lambda: None
         )
-        self.fold = Fold(len(self.answer.choices))
+        self.fold = CollectSink(len(self.answer.choices))
 
     def _write(self, data: bytes) -> None:
         self.data += data
 
-    def push(self, *outputs: Output, choice: int = 0) -> Told:
+    def push(self, *outputs: Output, choice: int = 0) -> GeneratedChunks:
         """The engine's news of a choice, as the answer takes it."""
         self.answer.attach(_Both(self.stream, self.fold))
         for output in outputs:
@@ -94,7 +99,7 @@ def stop(*tokens: int, stop_token: int | None = EOS) -> Output:
 
 def test_a_stream_is_the_peers_to_the_letter() -> None:
     body = body_of(return_token_ids=True, stream_options={"include_usage": True})
-    told = Told(body).push(say(72), say(105), stop(EOS))
+    told = GeneratedChunks(body).push(say(72), say(105), stop(EOS))
     shared = {"request_id": "generate-tokens-7", "system_fingerprint": MODEL.fingerprint}
     shared |= {"output_mode": "tokens", "usage": None}
     last = {"weights_digest": DIGEST, "kv_transfer_params": None}
@@ -119,7 +124,9 @@ def test_a_stream_is_the_peers_to_the_letter() -> None:
 
 
 def test_a_whole_answer_is_the_peers_with_every_null_there_is() -> None:
-    told = Told(body_of(model="scripted", return_token_ids=True)).push(say(72), stop(105, EOS))
+    told = GeneratedChunks(body_of(model="scripted", return_token_ids=True)).push(
+        say(72), stop(105, EOS)
+    )
     assert told.whole == {
         "request_id": "generate-tokens-7",
         "model": "scripted",
@@ -171,7 +178,7 @@ def news(token: int, logprobs: int | None) -> Output:
 @pytest.mark.parametrize("case", BODIES)
 def test_chunks_join_to_the_whole_and_all_of_them_fit_the_documented_structs(case: str) -> None:
     body = BODIES[case]
-    told = Told(body)
+    told = GeneratedChunks(body)
     for index in range(body.sampling_params.n or 1):
         tokens = [72, 0xC3, 0xA9, 33 + index]
         outputs = [news(token, body.sampling_params.logprobs) for token in tokens]
@@ -194,10 +201,10 @@ def test_chunks_join_to_the_whole_and_all_of_them_fit_the_documented_structs(cas
 
 
 def test_the_fast_frame_has_the_bytes_of_the_struct() -> None:
-    told = Told(body_of({"n": 2})).push(say(1), say(2, 3), choice=1)
+    told = GeneratedChunks(body_of({"n": 2})).push(say(1), say(2, 3), choice=1)
     told.data = b""
     told.push(say(70000), choice=1)
-    part = told.telling.part(told.answer.choices[1], Delta([], [70000]))
+    part = told.telling.part(told.answer.choices[1], OutputDelta([], [70000]))
     chunk = GenerateChunk(
         request_id="generate-tokens-7", system_fingerprint=MODEL.fingerprint, choices=[part]
     )
@@ -206,25 +213,27 @@ def test_the_fast_frame_has_the_bytes_of_the_struct() -> None:
 
 def test_continuous_usage_is_of_its_own_choice_and_only_beside_the_usage_of_all() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    told = Told(body_of({"n": 2}, stream_options=options))
+    told = GeneratedChunks(body_of({"n": 2}, stream_options=options))
     told.push(say(1), choice=0).push(say(2), say(3), choice=1)
     told.push(stop(EOS), choice=0).push(stop(EOS), choice=1)
     counts = [event["usage"]["completion_tokens"] for event in told.events]
     assert counts == [1, 1, 2, 2, 3, 5]
-    alone = Told(body_of(stream_options={"continuous_usage_stats": True})).push(say(1), stop(EOS))
+    alone = GeneratedChunks(body_of(stream_options={"continuous_usage_stats": True})).push(
+        say(1), stop(EOS)
+    )
     assert [event["usage"] for event in alone.events] == [None, None]
 
 
 def test_continuous_usage_counts_what_was_sent() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    told = Told(body_of(stream_options=options))
+    told = GeneratedChunks(body_of(stream_options=options))
     told.answer.choices[0].num_generated = 7  # more than the client has been sent
     told.push(say(1), say(2), stop(EOS))
     assert [e["usage"]["completion_tokens"] for e in told.events[:-1]] == [1, 2, 3]
 
 
 def test_a_stop_string_ends_the_tokens_too_and_is_named() -> None:
-    told = Told(body_of({"stop": ["lo!"]})).push(*(say(i) for i in b"Hello! World"))
+    told = GeneratedChunks(body_of({"stop": ["lo!"]})).push(*(say(i) for i in b"Hello! World"))
     assert [i for event in told.events for i in event["choices"][0]["token_ids"]] == list(b"Hello!")
     end = told.events[-1]["choices"][0]
     assert (end["finish_reason"], end["stop_reason"]) == ("stop", "lo!")
@@ -232,16 +241,18 @@ def test_a_stop_string_ends_the_tokens_too_and_is_named() -> None:
 
 
 def test_in_mode_text_the_stop_string_is_no_text_and_its_tokens_are_told() -> None:
-    told = Told(body_of({"stop": ["lo!"]}, output_mode="text")).push(*(say(i) for i in b"Hello!"))
+    told = GeneratedChunks(body_of({"stop": ["lo!"]}, output_mode="text")).push(
+        *(say(i) for i in b"Hello!")
+    )
     (choice,) = told.whole["choices"]
     assert (choice["text"], choice["token_ids"]) == ("Hel", list(b"Hello!"))
     assert "".join(event["choices"][0]["text"] for event in told.events) == "Hel"
 
 
 def test_a_stop_token_that_the_request_named_is_told_and_the_models_own_is_none() -> None:
-    named = Told(body_of({"stop_token_ids": [9]})).push(stop(5, 9, stop_token=9))
+    named = GeneratedChunks(body_of({"stop_token_ids": [9]})).push(stop(5, 9, stop_token=9))
     assert named.whole["choices"][0]["stop_reason"] == 9
-    own = Told(body_of()).push(stop(5, EOS))
+    own = GeneratedChunks(body_of()).push(stop(5, EOS))
     assert own.whole["choices"][0]["stop_reason"] is None
 
 
@@ -253,7 +264,9 @@ ERROR = ErrorInfo(code="step_failed", message="the model's output was not a numb
 def test_an_error_is_told_once_and_last_also_where_its_news_are_empty(
     sampling: dict[str, Any], tokens: list[int]
 ) -> None:
-    told = Told(body_of(sampling)).push(say(7), say(*tokens, finish="error", error=ERROR))
+    told = GeneratedChunks(body_of(sampling)).push(
+        say(7), say(*tokens, finish="error", error=ERROR)
+    )
     *parts, error = told.events
     assert [i for part in parts for i in part["choices"][0]["token_ids"]] == [7, *tokens]
     assert all(part["choices"][0]["finish_reason"] is None for part in parts)
@@ -264,13 +277,13 @@ def test_an_error_is_told_once_and_last_also_where_its_news_are_empty(
 
 
 def test_an_abort_ends_a_choice_as_any_end_does() -> None:
-    told = Told(body_of()).push(say(7), say(finish="abort"))
+    told = GeneratedChunks(body_of()).push(say(7), say(finish="abort"))
     assert told.events[-1]["choices"][0]["finish_reason"] == "abort"
     assert told.whole["choices"][0]["token_ids"] == [7]
 
 
 def test_fields_without_effect_are_named_once() -> None:
-    told = Told(body_of(), ["mood"]).push(say(7), stop(EOS))
+    told = GeneratedChunks(body_of(), ["mood"]).push(say(7), stop(EOS))
     assert [event.get("ignored_params") for event in told.events] == [["mood"], None]
     assert told.whole["ignored_params"] == ["mood"]
 
@@ -304,7 +317,7 @@ def test_both_distributions_stand_side_by_side_and_the_impossible_is_shown_as_it
 
 def test_prompt_logprobs_are_told_by_id_and_null_for_the_first() -> None:
     entries = [scripted_logprob(token, 1) for token in (2, 3)]
-    told = Told(body_of({"prompt_logprobs": 1}))
+    told = GeneratedChunks(body_of({"prompt_logprobs": 1}))
     told.push(say(7, prompt_logprobs=entries), stop(EOS))
     first, second, third = told.whole["prompt_logprobs"]
     assert (first, list(second), list(third)) == (None, ["2"], ["3"])
@@ -312,7 +325,7 @@ def test_prompt_logprobs_are_told_by_id_and_null_for_the_first() -> None:
 
 
 def test_in_mode_text_logprobs_are_a_chats() -> None:
-    told = Told(body_of({"logprobs": 1}, output_mode="text"))
+    told = GeneratedChunks(body_of({"logprobs": 1}, output_mode="text"))
     told.push(say(72, logprobs=[scripted_logprob(72, 1)]), stop())
     (item,) = told.whole["choices"][0]["logprobs"]["content"]
     assert (item["token"], item["bytes"], item["top_logprobs"][0]["token"]) == ("H", [72], "H")
@@ -322,11 +335,11 @@ def test_in_mode_text_logprobs_are_a_chats() -> None:
 
 
 def test_tokens_alone_are_told_as_they_come_and_late_news_are_none() -> None:
-    reader = TokenReader([EOS])
+    reader = TokenPassthrough([EOS])
     entry = scripted_logprob(8, 0)
-    assert reader.push(say(8, logprobs=[entry])) == Delta([], [8], [entry])
+    assert reader.push(say(8, logprobs=[entry])) == OutputDelta([], [8], [entry])
     assert not reader.push(say())
-    assert reader.push(stop(9, EOS)) == Delta([Finished("stop")], [9, EOS])
-    assert reader.push(say(9, finish="error", error=ERROR)) == Delta(num_behind=1)
-    failed = TokenReader([EOS]).push(say(finish="error", error=ERROR))
-    assert failed == Delta([Failed(ERROR)])
+    assert reader.push(stop(9, EOS)) == OutputDelta([Finished("stop")], [9, EOS])
+    assert reader.push(say(9, finish="error", error=ERROR)) == OutputDelta(num_behind=1)
+    failed = TokenPassthrough([EOS]).push(say(finish="error", error=ERROR))
+    assert failed == OutputDelta([Failed(ERROR)])

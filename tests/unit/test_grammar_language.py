@@ -11,27 +11,28 @@ from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.lark import literal, speller
 from engine_core.grammar.markers import added_tokens, is_marker, with_markers_special
 from engine_core.grammar.masks import fill
+from engine_core.grammar.probe import GrammarProbe
 from engine_core.grammar.source import MAX_BLANKS
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
-    Choice,
+    ChoiceGrammar,
     Either,
     Gbnf,
     Grammar,
+    GrammarRule,
     Json,
     JsonObject,
     JsonSchema,
     Lark,
+    LiteralForm,
     Pattern,
     Regex,
     Repeat,
-    Rule,
     Rules,
     Sequence,
     Structural,
     Tag,
-    Text,
     Thinking,
     Until,
 )
@@ -73,10 +74,10 @@ def compiler() -> Compiler:
         (Regex(pattern=r"a/b\d{2}"), "a/b1x", "x"),
         (Regex(pattern="^[ab]+$"), "abba", "$"),
         (Regex(pattern="yes|no"), "no", "$$"),
-        (Choice(choices=["yes", "no", 'not "x"\n']), 'not "x"\n', "$$"),
-        (Choice(choices=["yes", "no", "not"]), "no", "$"),
-        (Choice(choices=["yes", "no"]), "maybe", "maybe"),
-        (Choice(choices=["", "x"]), "", "$"),
+        (ChoiceGrammar(choices=["yes", "no", 'not "x"\n']), 'not "x"\n', "$$"),
+        (ChoiceGrammar(choices=["yes", "no", "not"]), "no", "$"),
+        (ChoiceGrammar(choices=["yes", "no"]), "maybe", "maybe"),
+        (ChoiceGrammar(choices=["", "x"]), "", "$"),
         (Lark(text='start: "a"+ b\nb: "[" b "]" | "."'), "aa[[.]]", "$$"),
         (Lark(text='start: "a"+ b\nb: "[" b "]" | "."'), "aa[[.],", ","),
         (Lark(text='start: "f" @args', schemas={"args": NUMBER}), 'f{"x":1}', "$$"),
@@ -153,7 +154,7 @@ def test_texts_are_written_sign_by_sign_and_markers_by_their_ids():
 # ---- thinking
 
 
-YES = Choice(choices=["yes"])
+YES = ChoiceGrammar(choices=["yes"])
 BLOCK = Thinking(opens="<think>", closes="</think>")
 REST = Thinking(opens="<think>", closes="</think>", inside=True)
 MAYBE = Thinking(opens="<think>", closes="</think>", optional=True)
@@ -238,10 +239,10 @@ def test_a_trigger_in_free_text_must_become_one_of_its_tags(compiler, options, a
 
 
 NESTED = Rules(
-    start=Rule("list"),
+    start=GrammarRule("list"),
     rules={
-        "list": Sequence([Text("["), Repeat(Rule("item")), Text("]")]),
-        "item": Either([Rule("list"), Json("number"), Text("-")]),
+        "list": Sequence([LiteralForm("["), Repeat(GrammarRule("item")), LiteralForm("]")]),
+        "item": Either([GrammarRule("list"), Json("number"), LiteralForm("-")]),
     },
     schemas={"number": NUMBER},
 )
@@ -251,23 +252,23 @@ VALUE = Until("</v>", "[a-c]{2,3}")
 @pytest.mark.parametrize(
     ("start", "answer", "left"),
     [
-        (Text("a.b"), ["a.b"], "$$"),
-        (Text("a.b"), ["axb"], "xb"),
-        (Text("say <tool>x"), ["say ", TOOL, "x"], "$$"),
-        (Text("say <tool>x"), ["say <tool>x"], "<tool>x"),
-        (Sequence([Text(""), Text("a"), Sequence([])]), ["a"], "$$"),
+        (LiteralForm("a.b"), ["a.b"], "$$"),
+        (LiteralForm("a.b"), ["axb"], "xb"),
+        (LiteralForm("say <tool>x"), ["say ", TOOL, "x"], "$$"),
+        (LiteralForm("say <tool>x"), ["say <tool>x"], "<tool>x"),
+        (Sequence([LiteralForm(""), LiteralForm("a"), Sequence([])]), ["a"], "$$"),
         (Pattern("a+|b"), ["aaa"], "$"),
-        (Sequence([Pattern("[a-z/]+"), Text("!")]), ["a/b!"], "$$"),
+        (Sequence([Pattern("[a-z/]+"), LiteralForm("!")]), ["a/b!"], "$$"),
         (Until("<end>"), ["a <en <end>"], "$$"),
-        (Sequence([Until("</tool>!"), Text("x")]), ["a </tool>", END_TOOL, "!x"], "$$"),
+        (Sequence([Until("</tool>!"), LiteralForm("x")]), ["a </tool>", END_TOOL, "!x"], "$$"),
         (Sequence([VALUE, VALUE]), ["ab</v>abc</v>"], "$$"),
         (Sequence([VALUE, VALUE]), ["ab</v>abcd</v>"], "d</v>"),
-        (Either([Text("yes"), Text("yet"), Text("no")]), ["yet"], "$$"),
-        (Repeat(Text("ab"), 1), ["abab"], "$"),
-        (Repeat(Text("ab"), 1), ["a"], ""),
-        (Repeat(Text("ab"), 2, 3), ["ababab"], "$$"),
-        (Repeat(Text("ab"), 2, None), ["ababa", "b"], "$"),
-        (Sequence([Repeat(Text("a"), 0, 1), Text("b")]), ["b"], "$$"),
+        (Either([LiteralForm("yes"), LiteralForm("yet"), LiteralForm("no")]), ["yet"], "$$"),
+        (Repeat(LiteralForm("ab"), 1), ["abab"], "$"),
+        (Repeat(LiteralForm("ab"), 1), ["a"], ""),
+        (Repeat(LiteralForm("ab"), 2, 3), ["ababab"], "$$"),
+        (Repeat(LiteralForm("ab"), 2, None), ["ababa", "b"], "$"),
+        (Sequence([Repeat(LiteralForm("a"), 0, 1), LiteralForm("b")]), ["b"], "$$"),
     ],
 )
 def test_each_form_admits_what_it_says(compiler, start, answer, left):
@@ -283,7 +284,7 @@ def test_rules_refer_to_themselves_and_to_schemas(compiler):
 
 def test_markup_stands_around_any_body_behind_the_thinking(compiler):
     frame = {"thinking": MAYBE, "before": "<tool>final:", "after": "\n</tool>"}
-    for body in (YES, Rules(start=Text("yes")), Lark(text='start: "yes"')):
+    for body in (YES, Rules(start=LiteralForm("yes")), Lark(text='start: "yes"')):
         answer = [TOOL, "final:yes\n", END_TOOL]
         assert read(compiler, body, *answer, **frame) == "$$"
         assert read(compiler, body, THINK, "hm", END_THINK, *answer, **frame) == "$$"
@@ -372,21 +373,21 @@ def test_a_body_is_tried_even_where_thinking_precedes_it(compiler, thinking, bod
         (Grammar(body=JsonSchema(text=" " * (600 << 10))), "characters long"),
         (Grammar(body=Regex(pattern="")), "from 1"),
         (Grammar(body=Regex(pattern="a" * (65 << 10))), "characters"),
-        (Grammar(body=Choice(choices=[])), "choices"),
-        (Grammar(body=Choice(choices=["a"] * 5000)), "choices"),
+        (Grammar(body=ChoiceGrammar(choices=[])), "choices"),
+        (Grammar(body=ChoiceGrammar(choices=["a"] * 5000)), "choices"),
         (Grammar(body=Lark(text="s", schemas={str(n): "" for n in range(1025)})), "schemas"),
         (Grammar(body=Structural(triggers=[], tags=TAGS)), "triggers"),
         (Grammar(body=Structural(triggers=["<f="], tags=TAGS)), "no trigger for the tag '<tool>"),
         (Grammar(body=Structural(triggers=["<f=", "<g"], tags=TAGS[:1])), "the trigger '<g'"),
         (Grammar(body=Structural(triggers=[""], tags=TAGS[:1])), "empty trigger"),
         (Grammar(body=Rules(start=Json("a"))), "no schema 'a'"),
-        (Grammar(body=Rules(start=Sequence([Rule("a")]))), "no rule 'a'"),
+        (Grammar(body=Rules(start=Sequence([GrammarRule("a")]))), "no rule 'a'"),
         (Grammar(body=Rules(start=Repeat(Until("")))), "nothing ends"),
         (Grammar(body=Rules(start=Either([]))), "choice of nothing"),
-        (Grammar(body=Rules(start=Repeat(Text("a"), 2, 1))), "from 2 to 1"),
+        (Grammar(body=Rules(start=Repeat(LiteralForm("a"), 2, 1))), "from 2 to 1"),
         (Grammar(body=Rules(start=nested(100))), "nested more than 64 deep"),
-        (Grammar(body=Rules(start=Sequence([Text("")] * 20_000))), "20,001 forms"),
-        (Grammar(body=Rules(start=Text("a" * (600 << 10)))), "characters long"),
+        (Grammar(body=Rules(start=Sequence([LiteralForm("")] * 20_000))), "20,001 forms"),
+        (Grammar(body=Rules(start=LiteralForm("a" * (600 << 10)))), "characters long"),
         (Grammar(body=JsonObject(), thinking=Thinking(closes="")), "closes it"),
         (Grammar(body=JsonObject(), thinking=Thinking(closes="x")), "nothing opens"),
     ],
@@ -405,7 +406,7 @@ def test_huge_but_honest_schemas_compile(compiler):
 
 
 def test_a_copy_of_a_template_goes_its_own_way(compiler):
-    template = compiler.compile(Grammar(body=Choice(choices=["ab", "ac"])))
+    template = compiler.compile(Grammar(body=ChoiceGrammar(choices=["ab", "ac"])))
     first, second = template.start(), template.start()
     for token in ids_of("ab"):
         first.consume(token)
@@ -416,16 +417,23 @@ def test_a_copy_of_a_template_goes_its_own_way(compiler):
     assert template.start().error is None
 
 
-def test_a_compiled_grammar_is_fast_from_its_first_token(compiler):
-    """The slow first mask was made while compiling: without that it costs four times the second."""
-    first: list[float] = []
-    second: list[float] = []
+def test_a_compiled_grammar_is_fast_from_its_first_token(compiler, monkeypatch):
+    """The first mask, which is slow, is made while compiling: compare with a compiler that does not
+    make it."""
+    prepared: list[float] = []
+    unprepared: list[float] = []
     for number in range(40):
-        text = schema(**{f"x{number}": {"type": "integer"}})
-        matcher = compiler.compile(Grammar(body=JsonSchema(text=text))).start()
-        for times in (first, second):
-            times.append(cpu_s(partial(fill, [matcher], compiler.vocab_size)))
-    assert min(first) < 2.5 * min(second)
+        grammar = Grammar(body=JsonSchema(text=schema(**{f"x{number}": {"type": "integer"}})))
+        with monkeypatch.context() as patch:
+            patch.setattr(GrammarProbe, "find_fault", lambda probe, inner: "")
+            unprepared.append(first_mask_s(compiler, grammar))
+        prepared.append(first_mask_s(compiler, grammar))
+    assert min(prepared) < min(unprepared)
+
+
+def first_mask_s(compiler: Compiler, grammar: Grammar) -> float:
+    matcher = compiler.compile(grammar).start()
+    return cpu_s(partial(fill, [matcher], compiler.vocab_size))
 
 
 def bodies() -> list[Body]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from engine_core.grammar.book import Compiled, Job
-from engine_core.grammar.matcher import Template
+from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.grammar.service import NUM_THREADS, GrammarService
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, Regex
@@ -33,15 +33,15 @@ def service() -> Iterator[GrammarService]:
     made.close()
 
 
-def job(name: str, body: object) -> Job:
-    return Job(name.encode(), Grammar(body=body))
+def job(name: str, body: object) -> CompileJob:
+    return CompileJob(name.encode(), Grammar(body=body))
 
 
-def waited(service: GrammarService, count: int, now: float = 0.0) -> dict[str, Compiled]:
+def waited(service: GrammarService, count: int, now: float = 0.0) -> dict[str, CompiledGrammar]:
     """What comes of so many jobs, as the loop would hear of it."""
     poller = select.poll()
     poller.register(service.fd, select.POLLIN)
-    results: dict[str, Compiled] = {}
+    results: dict[str, CompiledGrammar] = {}
     while len(results) < count:
         assert poller.poll(WAIT_MS), "nothing was heard"
         results |= {compiled.digest.decode(): compiled for compiled in service.take(now)}
@@ -61,8 +61,8 @@ def test_jobs_come_back_as_templates_or_as_the_clients_errors(service: GrammarSe
     service.submit(job("good", Regex(pattern="b")), 0.0)
     service.submit(job("bad", Regex(pattern="(")), 0.0)
     results = waited(service, 3)
-    assert isinstance(results["early"].result, Template)
-    assert isinstance(results["good"].result, Template)
+    assert isinstance(results["early"].result, MatcherTemplate)
+    assert isinstance(results["good"].result, MatcherTemplate)
     assert isinstance(results["bad"].result, InvalidRequest)
     assert not service.is_busy
     assert service.take(1e9) == []
@@ -80,7 +80,7 @@ def test_a_job_is_refused_when_its_time_is_over_and_kept_when_it_comes_late(
     assert "10 s" in refusal.result.message
     assert not service.is_busy
     service.start(signs_card())
-    assert isinstance(waited(service, 1)["slow"].result, Template)
+    assert isinstance(waited(service, 1)["slow"].result, MatcherTemplate)
 
 
 def test_without_a_usable_tokenizer_grammars_are_refused_and_everything_else_works(
@@ -112,7 +112,7 @@ def test_what_comes_after_the_end_is_for_nobody() -> None:
 
 DEEP = """
 import json, select
-from engine_core.grammar.book import Job
+from engine_core.grammar.cache import CompileJob
 from engine_core.grammar.service import NUM_THREADS, GrammarService
 from protocol.grammar import Grammar, JsonSchema, Lark
 from tests.support.grammars import ids_of, signs_card
@@ -123,7 +123,7 @@ service = GrammarService(60.0)
 service.start(signs_card())
 bodies = [JsonSchema(text=json.dumps(schema)), Lark(text=rules)]
 for n, body in enumerate(bodies):
-    service.submit(Job(bytes([n]), Grammar(body=body)), 0.0)
+    service.submit(CompileJob(bytes([n]), Grammar(body=body)), 0.0)
 while bodies:
     select.select([service.fd], [], [], 60)
     for compiled in service.take(0.0):

@@ -7,48 +7,61 @@ from typing import Any
 
 import pytest
 
-from gateway.output.grammar.arguments import arguments
-from gateway.output.grammar.book import Book, NotWritable
-from gateway.output.grammar.cases import Case, Schemas
-from gateway.output.grammar.gemma import notation
-from gateway.output.grammar.limits import limited
-from gateway.output.grammar.notation import Values, json_notation
-from gateway.output.grammar.plain import Ending, PlainValues
-from gateway.output.grammar.pythonic import PYTHON
-from gateway.output.grammar.spelling import Spelling, free_of, signs
-from gateway.output.teller import DeclaredTool
-from gateway.output.tools.gemma import FORMATS
-from protocol.grammar import Either, Form, Json, Pattern, Repeat, Rule, Sequence, Text, Until
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.gemma import FORMATS
+from gateway.formats.grammar.arguments import arguments
+from gateway.formats.grammar.gemma import notation
+from gateway.formats.grammar.plain import Ending, PlainValues
+from gateway.formats.grammar.pythonic import PYTHON
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.schema_cases import SchemaCase, Schemas
+from gateway.formats.string_escapes import StringEscapes, free_of, signs
+from gateway.formats.string_limits import limited
+from gateway.formats.value_syntax import Values, json_notation
+from protocol.grammar import (
+    Either,
+    Form,
+    GrammarRule,
+    Json,
+    LiteralForm,
+    Pattern,
+    Repeat,
+    Sequence,
+    Until,
+)
 
 GEMMA = notation(FORMATS["gemma4"])
-VERBATIM = Spelling()
+VERBATIM = StringEscapes()
 
 
 def schemas(**properties: Any) -> Schemas:
     return Schemas(DeclaredTool("f", {"type": "object", "properties": properties}))
 
 
-def cases(schema: Any, **properties: Any) -> list[Case]:
+def cases(schema: Any, **properties: Any) -> list[SchemaCase]:
     return schemas(**properties).cases(schema, "parameters")
 
 
 def test_types_enumerations_and_combinations_become_cases() -> None:
     assert cases({"type": ["string", "null"], "maxLength": 3}) == [
-        Case("null"),
-        Case("string", {"maxLength": 3}),
+        SchemaCase("null"),
+        SchemaCase("string", {"maxLength": 3}),
     ]
     assert cases({"enum": ["a", 1, None]}) == [
-        Case("string", {}, ["a"]),
-        Case("number", {}, [1]),
-        Case("null", {}, [None]),
+        SchemaCase("string", {}, ["a"]),
+        SchemaCase("number", {}, [1]),
+        SchemaCase("null", {}, [None]),
     ]
     assert cases({"type": "integer", "enum": [1, 5, "x"], "minimum": 2}) == [
-        Case("integer", {}, [5])
+        SchemaCase("integer", {}, [5])
     ]
     assert cases({"$ref": "#/properties/n", "minimum": 3}, n={"type": "number", "minimum": 1}) == [
-        Case("number", {"minimum": 3})
+        SchemaCase("number", {"minimum": 3})
     ]
-    assert cases({"type": "integer", "nullable": True}) == [Case("null"), Case("integer")]
+    assert cases({"type": "integer", "nullable": True}) == [
+        SchemaCase("null"),
+        SchemaCase("integer"),
+    ]
     assert {case.kind for case in cases({"description": "any"})} == {
         *("null", "boolean", "number", "object", "array", "string")
     }
@@ -99,27 +112,27 @@ def written(values: Values, **properties: Any) -> Form:
     ids=["json", "python", "gemma"],
 )
 def test_each_notation_has_its_own_words(notation: Any, null: str, constant: str) -> None:
-    values = Values(notation, schemas(), Book())
-    assert values.value({"type": "null"}, "p") == Text(null)
-    assert values.value({"const": {"a": [True, "x"]}}, "p") == Text(constant)
+    values = Values(notation, schemas(), GrammarBuilder())
+    assert values.value({"type": "null"}, "p") == LiteralForm(null)
+    assert values.value({"const": {"a": [True, "x"]}}, "p") == LiteralForm(constant)
     assert values.value({"type": "integer"}, "p") == Json("schema-0")
 
 
 def test_a_schema_that_refers_to_itself_is_a_rule_that_does() -> None:
     tree = {"type": "object", "properties": {"sub": {"$ref": "#/properties/tree"}}}
-    book = Book()
+    book = GrammarBuilder()
     form = Values(GEMMA, schemas(tree=tree), book).value(tree, "p")
     body = book.body(form)
-    assert isinstance(form, Rule)
+    assert isinstance(form, GrammarRule)
     member = next(name for name in body.rules if "-member-" in name)
-    assert body.rules[member] == Sequence([Text("sub:"), form])
+    assert body.rules[member] == Sequence([LiteralForm("sub:"), form])
 
 
 @pytest.mark.parametrize("num", [10, 100])
 def test_the_grammar_is_linear_in_optional_members(num: int) -> None:
-    book = Book()
+    book = GrammarBuilder()
     written(Values(PYTHON, schemas(), book), **{f"p{n}": {"type": "boolean"} for n in range(num)})
-    assert len(book.body(Text("")).rules) <= 3 * num + 2
+    assert len(book.body(LiteralForm("")).rules) <= 3 * num + 2
 
 
 PLAIN = Ending(close="</p>", trim="newline", around="\n")
@@ -134,20 +147,20 @@ PLAIN = Ending(close="</p>", trim="newline", around="\n")
         ({}, Until("</p>")),
         (
             {"type": "boolean"},
-            Sequence([Text("\n"), Until("</p>", r"(?:true|false)\x{A}")]),
+            Sequence([LiteralForm("\n"), Until("</p>", r"(?:true|false)\x{A}")]),
         ),
         (
             {"enum": ["a", "</p>", 1]},
-            Sequence([Text("\n"), Until("</p>", r"(?:a|1)\x{A}")]),
+            Sequence([LiteralForm("\n"), Until("</p>", r"(?:a|1)\x{A}")]),
         ),
         (
             {"type": ["integer", "null"], "minimum": 1},
             Sequence(
                 [
-                    Text("\n"),
+                    LiteralForm("\n"),
                     Either(
                         [
-                            Sequence([Json("schema-0"), Text("\n</p>")]),
+                            Sequence([Json("schema-0"), LiteralForm("\n</p>")]),
                             Until("</p>", r"(?:null)\x{A}"),
                         ]
                     ),
@@ -158,14 +171,16 @@ PLAIN = Ending(close="</p>", trim="newline", around="\n")
 )
 def test_plain_text_is_what_the_reader_reads_back(schema: Any, form: Form) -> None:
     said = schemas(k=schema)
-    plain = PlainValues(Values(json_notation(("</p>",)), said, Book()), PLAIN)
+    plain = PlainValues(Values(json_notation(("</p>",)), said, GrammarBuilder()), PLAIN)
     assert plain.argument("k", schema, "parameters.properties.k") == form
 
 
 def test_a_string_beside_numbers_with_bounds_does_not_begin_like_one() -> None:
     schema = {"anyOf": [{"type": "integer", "minimum": 5}, {"type": "string"}]}
     said = schemas(k=schema)
-    plain = PlainValues(Values(json_notation(("</p>",)), said, Book()), Ending(close="</p>"))
+    plain = PlainValues(
+        Values(json_notation(("</p>",)), said, GrammarBuilder()), Ending(close="</p>")
+    )
     form = plain.argument("k", schema, "p")
     assert isinstance(form, Either)
     pattern = next(option.pattern for option in form.options if isinstance(option, Until))
@@ -179,7 +194,7 @@ def _python(found: re.Match[str]) -> str:
     return f"\\U{int(found[1], 16):08x}"
 
 
-def admits(pattern: str, text: str, spelling: Spelling = VERBATIM) -> bool:
+def admits(pattern: str, text: str, spelling: StringEscapes = VERBATIM) -> bool:
     rust = limited(spelling, {"pattern": pattern})
     return re.fullmatch(re.sub(r"\\x\{([0-9A-F]+)\}", _python, rust), text) is not None
 
@@ -194,20 +209,20 @@ def test_a_pattern_means_what_it_means_elsewhere(pattern: str, text: str) -> Non
 
 
 def test_a_pattern_never_admits_a_sign_that_cannot_be_written() -> None:
-    assert not admits("^[^a]$", "<", Spelling(never=signs("<")))
-    assert admits("^.$", '\\"', Spelling(escapes={'"': '\\"'}))
-    assert not admits("^.$", '"', Spelling(escapes={'"': '\\"'}))
+    assert not admits("^[^a]$", "<", StringEscapes(never=signs("<")))
+    assert admits("^.$", '\\"', StringEscapes(escapes={'"': '\\"'}))
+    assert not admits("^.$", '"', StringEscapes(escapes={'"': '\\"'}))
 
 
 @pytest.mark.parametrize("pattern", [r"\bx", "(?=a)b", r"(a)\1", "a(", "[a", "x{2}$y", "(^a)"])
 def test_a_pattern_that_is_not_regular_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="pattern"):
-        limited(Spelling(), {"pattern": pattern})
+        limited(StringEscapes(), {"pattern": pattern})
 
 
 def test_a_text_free_of_words_holds_none_of_them_and_everything_else() -> None:
     words = ("</parameter>", "</function>")
-    found = re.compile(re.sub(r"\\x\{([0-9A-F]+)\}", _python, free_of(words, Spelling())))
+    found = re.compile(re.sub(r"\\x\{([0-9A-F]+)\}", _python, free_of(words, StringEscapes())))
     for text in ("", "a<b", "</param", "<</parameter", "</functions>", "</para</p>", "<", "<<<"):
         assert found.fullmatch(text), text
     for text in ("</parameter>", "a</function>b", "<</parameter>", "</par</parameter>"):
@@ -216,18 +231,22 @@ def test_a_text_free_of_words_holds_none_of_them_and_everything_else() -> None:
 
 def test_required_arguments_whose_names_cannot_be_written_are_refused_others_left_out() -> None:
     def write(key: str | None, schema: Any, path: str) -> Form | None:
-        return Text(key or "") if key != "a b" else None
+        return LiteralForm(key or "") if key != "a b" else None
 
     parameters = {"type": "object", "properties": {"a b": {}, "c": {}}}
     said = Schemas(DeclaredTool("f", parameters))
-    assert arguments(Values(PYTHON, said, Book()), write) == Repeat(Text("c"), 0, 1)
+    assert arguments(Values(PYTHON, said, GrammarBuilder()), write) == Repeat(
+        LiteralForm("c"), 0, 1
+    )
     said = Schemas(DeclaredTool("f", {**parameters, "required": ["a b"]}))
     with pytest.raises(NotWritable, match="a b"):
-        arguments(Values(PYTHON, said, Book()), write)
+        arguments(Values(PYTHON, said, GrammarBuilder()), write)
 
 
 def test_python_strings_are_written_with_either_quote() -> None:
-    form = Values(PYTHON, schemas(), Book()).value({"type": "string", "maxLength": 2}, "p")
+    form = Values(PYTHON, schemas(), GrammarBuilder()).value(
+        {"type": "string", "maxLength": 2}, "p"
+    )
     assert isinstance(form, Pattern)
     python = re.compile(re.sub(r"\\x\{([0-9A-F]+)\}", _python, form.pattern))
     for text in ("''", '"a"', "'\\'b'", '"\\n\'"'):

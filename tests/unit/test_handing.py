@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.asking import Ask
-from gateway.handing import MAX_HANDLE_CHARS, Wish, handed, is_idle, wish_of
-from gateway.output.tokens import TokenReaders
+from gateway.engine.kv_params import MAX_HANDLE_CHARS, KVTransferParams, handed, is_idle, wish_of
+from gateway.formats.token_passthrough import TokenPassthroughFactory
+from gateway.generation.request import PromptRequest
 from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 from tests.support.served import LIMITS
@@ -18,29 +18,34 @@ KEEPING = msgspec.structs.replace(LIMITS, kv_lease_s=30.0)
 KEEP, GO_ON = {"do_remote_decode": True}, {"do_remote_prefill": True, "handle": "abc"}
 
 
-def asks(num_prompts: int = 1, num_choices: int = 1) -> list[Ask]:
+def asks(num_prompts: int = 1, num_choices: int = 1) -> list[PromptRequest]:
     choices = [SamplingParams(seed=seed) for seed in range(num_choices)]
-    return [Ask([1, 2, 3], choices, TokenReaders([2])) for _ in range(num_prompts)]
+    return [
+        PromptRequest([1, 2, 3], choices, TokenPassthroughFactory([2])) for _ in range(num_prompts)
+    ]
 
 
 @pytest.mark.parametrize(
     ("given", "wish"),
     [
-        (None, Wish()),
-        ({}, Wish()),
-        ({"do_remote_decode": False, "do_remote_prefill": False, "handle": None}, Wish()),
-        (KEEP, Wish(keeps=True)),
+        (None, KVTransferParams()),
+        ({}, KVTransferParams()),
+        (
+            {"do_remote_decode": False, "do_remote_prefill": False, "handle": None},
+            KVTransferParams(),
+        ),
+        (KEEP, KVTransferParams(keeps=True)),
         (  # as vLLM's own router asks
             KEEP
             | {"do_remote_prefill": False}
             | dict.fromkeys(["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"]),
-            Wish(keeps=True),
+            KVTransferParams(keeps=True),
         ),
-        (GO_ON, Wish(handle="abc")),
-        (GO_ON | {"do_remote_decode": False}, Wish(handle="abc")),
+        (GO_ON, KVTransferParams(handle="abc")),
+        (GO_ON | {"do_remote_decode": False}, KVTransferParams(handle="abc")),
     ],
 )
-def test_what_is_understood(given: dict[str, Any] | None, wish: Wish) -> None:
+def test_what_is_understood(given: dict[str, Any] | None, wish: KVTransferParams) -> None:
     assert wish_of(given) == wish
 
 
@@ -68,29 +73,29 @@ def test_clients_name_no_hosts_ports_or_blocks(field: str, given: dict[str, Any]
 
 
 def test_a_prompt_is_kept_for_as_many_as_it_has_choices() -> None:
-    (ask,) = handed(asks(num_choices=3), Wish(keeps=True), KEEPING, streams=False)
+    (ask,) = handed(asks(num_choices=3), KVTransferParams(keeps=True), KEEPING, streams=False)
     assert (ask.kv_readers, len(ask.choices)) == (3, 1)
 
 
 def test_every_choice_goes_on_from_the_handle() -> None:
-    (ask,) = handed(asks(num_choices=3), Wish(handle="abc"), LIMITS, streams=True)
+    (ask,) = handed(asks(num_choices=3), KVTransferParams(handle="abc"), LIMITS, streams=True)
     assert (ask.kv_handle, ask.kv_readers, len(ask.choices)) == ("abc", 0, 3)
 
 
-@pytest.mark.parametrize("wish", [Wish(keeps=True), Wish(handle="abc")])
-def test_a_handle_goes_with_one_prompt(wish: Wish) -> None:
+@pytest.mark.parametrize("wish", [KVTransferParams(keeps=True), KVTransferParams(handle="abc")])
+def test_a_handle_goes_with_one_prompt(wish: KVTransferParams) -> None:
     with pytest.raises(InvalidRequest, match="one prompt"):
         handed(asks(num_prompts=2), wish, KEEPING, streams=False)
 
 
 def test_what_is_kept_is_not_told_in_a_stream() -> None:
     with pytest.raises(InvalidRequest, match="as a whole"):
-        handed(asks(), Wish(keeps=True), KEEPING, streams=True)
+        handed(asks(), KVTransferParams(keeps=True), KEEPING, streams=True)
 
 
 def test_where_nothing_is_kept_for_others_the_wish_has_no_effect_and_is_named_so() -> None:
     given = asks()
-    assert handed(given, Wish(keeps=True), LIMITS, streams=True) == given
+    assert handed(given, KVTransferParams(keeps=True), LIMITS, streams=True) == given
     assert is_idle(KEEP, LIMITS)
     assert is_idle({}, KEEPING)
     assert not is_idle(KEEP, KEEPING)

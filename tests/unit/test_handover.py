@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from engine_core.kv import fetches, leases
-from engine_core.kv.peers import Cluster
-from engine_core.request import NEXT_PHASE, Event, Phase
+from engine_core.kv.peers import PeerCluster
+from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
 from protocol.grammar import Regex
 from protocol.kv import KVCancel, KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw
 from protocol.messages import Refused
 from tests.support.engines import CLIENT, Bench, answer, habitual_token
 from tests.support.grammars import text_of
-from tests.support.handover import Air, Place
-from tests.support.pair import PROMPT, Pair
+from tests.support.handover import Air, ClusterPlace
+from tests.support.pair import PROMPT, HandoffPair
 
 
 def usage_of(bench: Bench, number: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def num_computed(bench: Bench) -> int:
 
 
 def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     handle = pair.prefill()
     assert pair.p.engine.stats().leases == 1
     number = pair.decode(handle, max_tokens=9)
@@ -52,7 +52,7 @@ def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> Non
 @pytest.mark.parametrize("length", range(2, 19))
 def test_a_prompt_of_any_length_is_handed_over_whole(length: int) -> None:
     """Also one that ends with a block, or begins one."""
-    pair = Pair()
+    pair = HandoffPair()
     prompt = PROMPT[:length]
     number = pair.decode(pair.prefill(prompt), prompt, max_tokens=5)
     pair.run()
@@ -62,13 +62,13 @@ def test_a_prompt_of_any_length_is_handed_over_whole(length: int) -> None:
 
 
 def test_of_one_token_there_is_nothing_to_hand_over() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     assert pair.prefill([7]) == ""
     assert pair.is_free()
 
 
 def test_a_handle_of_a_shorter_prompt_is_as_good_as_far_as_it_goes() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     number = pair.decode(pair.prefill(PROMPT[:12]), PROMPT, max_tokens=4)
     pair.run()
     assert pair.d.tokens(number) == answer(PROMPT, 4)
@@ -76,7 +76,7 @@ def test_a_handle_of_a_shorter_prompt_is_as_good_as_far_as_it_goes() -> None:
 
 
 def test_a_handle_of_all_tokens_leaves_the_last_one_to_be_computed() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     number = pair.decode(pair.prefill(PROMPT[:18]), PROMPT[:17], max_tokens=4)
     pair.run()
     assert pair.d.tokens(number) == answer(PROMPT[:17], 4)
@@ -84,7 +84,7 @@ def test_a_handle_of_all_tokens_leaves_the_last_one_to_be_computed() -> None:
 
 
 def test_what_the_cache_has_is_not_fetched() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     pair.d.add(PROMPT[:10], kv_handle=pair.prefill(PROMPT[:10]), max_tokens=1)
     pair.run()
     number = pair.decode(pair.prefill(), max_tokens=4)
@@ -97,7 +97,7 @@ def test_what_the_cache_has_is_not_fetched() -> None:
 
 
 def test_nothing_is_fetched_where_the_cache_has_all() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     prompt = PROMPT[:17]  # the last token begins a block
     pair.d.add(prompt, max_tokens=2)
     pair.d.run()
@@ -109,7 +109,7 @@ def test_nothing_is_fetched_where_the_cache_has_all() -> None:
 
 
 def test_what_was_fetched_is_findable_only_when_it_is_there() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     pair.decode(pair.prefill(), max_tokens=4)
     assert len(pair.d.engine._scheduler.pool.cache) == 0
     pair.move()
@@ -117,7 +117,7 @@ def test_what_was_fetched_is_findable_only_when_it_is_there() -> None:
 
 
 def test_several_readers_each_fetch_and_the_last_one_ends_the_lease() -> None:
-    pair = Pair(d={"prefix_cache": False})
+    pair = HandoffPair(d={"prefix_cache": False})
     handle = pair.prefill(readers=3)
     numbers = [pair.decode(handle, max_tokens=3, seed=seed) for seed in range(3)]
     for left in (1, 1, 0):
@@ -131,7 +131,7 @@ def test_several_readers_each_fetch_and_the_last_one_ends_the_lease() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_others_stream_while_a_prompt_is_fetched_and_neither_notices(depth: int) -> None:
-    pair = Pair(d={"steps_in_flight": depth, "max_slots": 2})
+    pair = HandoffPair(d={"steps_in_flight": depth, "max_slots": 2})
     other = pair.d.add([40, 41], max_tokens=30, ignore_eos=True)
     assert isinstance(other, int)
     pair.d.step()
@@ -147,7 +147,7 @@ def test_others_stream_while_a_prompt_is_fetched_and_neither_notices(depth: int)
 
 
 def test_a_prompt_that_has_come_streams_before_long_prompts_are_computed() -> None:
-    pair = Pair(d={"token_budget": 8})
+    pair = HandoffPair(d={"token_budget": 8})
     pair.d.add([50] * 100, max_tokens=1)
     number = pair.decode(pair.prefill(), max_tokens=3)
     pair.move()
@@ -158,7 +158,7 @@ def test_a_prompt_that_has_come_streams_before_long_prompts_are_computed() -> No
 
 
 def test_an_answer_in_a_grammar_goes_on_from_a_fetched_prompt() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     handle = pair.prefill()
     number = pair.d.add(PROMPT, kv_handle=handle, grammar=Regex(pattern="[ab]{4}c"), max_tokens=9)
     assert isinstance(number, int)
@@ -170,7 +170,7 @@ def test_an_answer_in_a_grammar_goes_on_from_a_fetched_prompt() -> None:
 
 def test_drafts_are_guessed_from_a_fetched_prompt() -> None:
     options = {"speculation": "ngram", "ngram_min": 1, "say": habitual_token}
-    pair = Pair(d=options, p={"say": habitual_token})
+    pair = HandoffPair(d=options, p={"say": habitual_token})
     number = pair.decode(pair.prefill(), max_tokens=60, ignore_eos=True)
     pair.run()
     alone = Bench(say=habitual_token)
@@ -182,7 +182,7 @@ def test_drafts_are_guessed_from_a_fetched_prompt() -> None:
 
 
 def test_who_wants_the_prompts_logprobs_has_it_computed_here() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=2, prompt_logprobs=0)
     assert not pair.movers[1].heard
     pair.d.run()
@@ -190,7 +190,7 @@ def test_who_wants_the_prompts_logprobs_has_it_computed_here() -> None:
 
 
 def test_a_preempted_request_is_computed_again_and_fetches_nothing() -> None:
-    pair = Pair(d={"num_blocks": 17, "prefix_cache": False})
+    pair = HandoffPair(d={"num_blocks": 17, "prefix_cache": False})
     number = pair.decode(pair.prefill(), max_tokens=24, ignore_eos=True)
     pair.move()
     other = pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
@@ -204,7 +204,7 @@ def test_a_preempted_request_is_computed_again_and_fetches_nothing() -> None:
 
 
 def test_who_fetches_is_nobodys_victim() -> None:
-    pair = Pair(d={"num_blocks": 17})
+    pair = HandoffPair(d={"num_blocks": 17})
     number = pair.decode(pair.prefill(), max_tokens=3)
     other = pair.d.add([90] * 8, priority=-1, max_tokens=50, ignore_eos=True)
     assert isinstance(other, int)
@@ -221,7 +221,7 @@ def test_who_fetches_is_nobodys_victim() -> None:
 
 
 def test_a_failed_fetch_is_computed_here_in_blocks_that_are_zeroed() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=9)
     pair.move("damaged")
     pair.run()
@@ -231,7 +231,7 @@ def test_a_failed_fetch_is_computed_here_in_blocks_that_are_zeroed() -> None:
 
 
 def test_a_failed_fetch_is_an_error_that_says_why_where_that_is_asked_for() -> None:
-    pair = Pair(d={"kv_on_failure": "error"})
+    pair = HandoffPair(d={"kv_on_failure": "error"})
     number = pair.decode(pair.prefill(), max_tokens=9)
     pair.move("unreachable")
     error = pair.d.end(number).error
@@ -244,7 +244,7 @@ def test_a_failed_fetch_is_an_error_that_says_why_where_that_is_asked_for() -> N
 
 
 def test_an_abort_is_told_at_once_and_blocks_come_back_with_the_report() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=9)
     free = pair.d.engine.stats().free_blocks
     pair.d.abort(number)
@@ -259,7 +259,7 @@ def test_an_abort_is_told_at_once_and_blocks_come_back_with_the_report() -> None
 
 
 def test_a_report_on_a_job_that_is_not_out_is_the_workers_failure() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     pair.decode(pair.prefill(), max_tokens=9)
     pair.move()
     with pytest.raises(RuntimeError, match="job 1, which is not out"):
@@ -269,7 +269,7 @@ def test_a_report_on_a_job_that_is_not_out_is_the_workers_failure() -> None:
 
 
 def test_it_is_known_for_how_long_the_worker_has_owed_a_report() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     handle = pair.prefill()
     pair.d.tick(100.0)
     pair.decode(handle, max_tokens=9)
@@ -282,7 +282,7 @@ def test_it_is_known_for_how_long_the_worker_has_owed_a_report() -> None:
 
 
 def test_a_lease_is_over_by_time_unless_it_is_kept() -> None:
-    pair = Pair(p={"kv_lease_s": 30})
+    pair = HandoffPair(p={"kv_lease_s": 30})
     handle = pair.prefill()
     pair.p.tick(29)
     pair.p.engine.keep_kv([handle])
@@ -296,7 +296,7 @@ def test_a_lease_is_over_by_time_unless_it_is_kept() -> None:
 
 
 def test_a_drain_waits_for_leases_which_nobody_can_keep_then() -> None:
-    pair = Pair(p={"kv_lease_s": 30})
+    pair = HandoffPair(p={"kv_lease_s": 30})
     handle = pair.prefill()
     pair.p.engine.drain()
     pair.p.tick(29)
@@ -307,7 +307,7 @@ def test_a_drain_waits_for_leases_which_nobody_can_keep_then() -> None:
 
 
 def test_handles_that_mean_nothing_here_are_no_error() -> None:
-    pair, other = Pair(), Pair()
+    pair, other = HandoffPair(), HandoffPair()
     pair.prefill()
     foreign = other.prefill()
     for handle in (foreign, "", "nonsense"):
@@ -319,26 +319,26 @@ def test_handles_that_mean_nothing_here_are_no_error() -> None:
 
 
 def test_of_another_life_of_the_engine_a_handle_means_nothing() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     handle = pair.prefill()
-    cluster = Cluster(b"k" * 32, epoch="p, anew", endpoint=None)
-    engine = Bench(place=Place(pair.air, cluster)).engine
+    cluster = PeerCluster(b"k" * 32, epoch="p, anew", endpoint=None)
+    engine = Bench(place=ClusterPlace(pair.air, cluster)).engine
     engine.release_kv([handle])
-    assert not engine.take_orders()
+    assert not engine.drain_kv_commands()
 
 
 def test_a_lease_is_exported_before_its_handle_is_told_and_withdrawn_before_its_blocks_are() -> (
     None
 ):
     """Blocks of an expired lease may be in the very next plan."""
-    pair = Pair(p={"num_blocks": 9, "prefix_cache": False})
+    pair = HandoffPair(p={"num_blocks": 9, "prefix_cache": False})
     pair.prefill()
     pair.p.add(PROMPT, kv_readers=1)
     assert pair.p.plan() is None, "there is no block for it"
     pair.p.engine.tick(31)
     plan = pair.p.engine.plan()
     assert plan is not None
-    assert isinstance(pair.p.engine.take_orders()[0], KVWithdraw)
+    assert isinstance(pair.p.engine.drain_kv_commands()[0], KVWithdraw)
     exported = pair.movers[0].heard[0]
     assert isinstance(exported, KVExport)
     assert set(exported.blocks.tolist()) & set(plan.zero_blocks.tolist())
@@ -346,7 +346,7 @@ def test_a_lease_is_exported_before_its_handle_is_told_and_withdrawn_before_its_
 
 def test_the_worker_hears_of_a_lease_before_the_step_that_completes_it_and_of_an_abort() -> None:
     """A reader may be quicker at P's worker than a word of P's engine that was said later."""
-    pair = Pair(p={"token_budget": 16})
+    pair = HandoffPair(p={"token_budget": 16})
     number = pair.p.add(PROMPT, kv_readers=1)
     assert isinstance(number, int)
     heard = pair.movers[0].heard
@@ -364,9 +364,9 @@ def test_the_worker_hears_of_a_lease_before_the_step_that_completes_it_and_of_an
     assert not pair.air.exports
 
 
-def crowded(**p: Any) -> Pair:
+def crowded(**p: Any) -> HandoffPair:
     """P with 16 blocks, 12 of which are leased."""
-    pair = Pair(p={"role": "both", "num_blocks": 17, **p})
+    pair = HandoffPair(p={"role": "both", "num_blocks": 17, **p})
     for first in (1, 31, 61):
         pair.prefill(list(range(first, first + 17)))
     assert pair.p.engine.stats().leased_blocks == 12
@@ -419,7 +419,7 @@ def refusal(bench: Bench, prompt: list[int] = PROMPT, **asked: Any) -> str:
 
 
 def test_engines_do_only_their_part() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     assert "role prefill" in refusal(pair.p, max_tokens=5)
     assert "role prefill" in refusal(pair.p, kv_handle=pair.prefill())
     assert "role decode" in refusal(pair.d, kv_readers=1)
@@ -431,12 +431,12 @@ def test_engines_do_only_their_part() -> None:
 @pytest.mark.parametrize("asked", [{"kv_readers": 1}, {"kv_handle": "x"}])
 def test_an_engine_alone_says_what_it_lacks(asked: dict[str, Any]) -> None:
     assert "no cluster key" in refusal(Bench(), **asked)
-    place = Place(Air(), Cluster(b"k" * 32, epoch="e", endpoint=None))
+    place = ClusterPlace(Air(), PeerCluster(b"k" * 32, epoch="e", endpoint=None))
     assert "worker moves none" in refusal(Bench(place=place), **asked)
 
 
 def test_a_worker_that_exports_nothing_can_still_fetch() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     bench = Bench(place=pair.air.place("x", address=""))
     assert "exports none" in refusal(bench, kv_readers=1)
     assert isinstance(bench.add(PROMPT, kv_handle=pair.prefill()), int)
@@ -444,11 +444,11 @@ def test_a_worker_that_exports_nothing_can_still_fetch() -> None:
 
 @pytest.mark.parametrize("readers", [-1, 1025])
 def test_the_number_of_readers_has_its_bounds(readers: int) -> None:
-    assert "0 to 1,024" in refusal(Pair().p, kv_readers=readers)
+    assert "0 to 1,024" in refusal(HandoffPair().p, kv_readers=readers)
 
 
 def test_a_handle_is_for_its_prompt_in_its_namespace_alone() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     handle = pair.prefill(namespace="key")
     d = pair.d
     assert "another prompt" in refusal(d, [9, *PROMPT], namespace="key", kv_handle=handle)
@@ -459,21 +459,21 @@ def test_a_handle_is_for_its_prompt_in_its_namespace_alone() -> None:
 
 
 def test_where_layouts_differ_both_are_told() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     other = Bench(place=pair.air.place("x", layout=b"another", told="blocks of 8"))
     told = refusal(other, kv_handle=pair.prefill())
     assert "there echo, blocks alike; here blocks of 8" in told
 
 
 def test_a_handle_of_another_cluster_is_refused() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     endpoint = pair.air.place("x").cluster.endpoint
-    place = Place(pair.air, Cluster(b"another" * 5, epoch="x", endpoint=endpoint))
+    place = ClusterPlace(pair.air, PeerCluster(b"another" * 5, epoch="x", endpoint=endpoint))
     assert "of this cluster" in refusal(Bench(place=place), kv_handle=pair.prefill())
 
 
 def test_what_a_request_for_others_says_of_its_answer_is_checked_and_means_nothing() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     handle = pair.prefill(max_tokens=9, grammar=Regex(pattern="a+"), prompt_logprobs=2)
     assert handle
     assert not pair.p.jobs
@@ -486,29 +486,29 @@ def test_what_a_request_for_others_says_of_its_answer_is_checked_and_means_nothi
 
 
 def test_what_is_not_in_a_table_is_illegal_and_changes_nothing() -> None:
-    pair = Pair()
+    pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=1)
     request = pair.d.engine._open.find(CLIENT, number)
     assert request is not None
-    assert request.phase is Phase.FETCHING
-    for event in Event:
-        if (Phase.FETCHING, event) not in NEXT_PHASE:
+    assert request.phase is RequestPhase.FETCHING
+    for event in RequestEvent:
+        if (RequestPhase.FETCHING, event) not in NEXT_PHASE:
             with pytest.raises(RuntimeError, match="illegal in FETCHING"):
                 request.move(event)
     fetch = pair.d.engine._exchange.fetches._jobs[1]
-    fetch.move(fetches.Event.GIVE_UP)
+    fetch.move(fetches.FetchEvent.GIVE_UP)
     with pytest.raises(RuntimeError, match="GIVE_UP is illegal in GIVEN_UP"):
-        fetch.move(fetches.Event.GIVE_UP)
-    lease = leases.Lease(b"l", [1], term=1, until=1)
-    lease.move(leases.Event.TAKE)
-    for last in leases.Event:
+        fetch.move(fetches.FetchEvent.GIVE_UP)
+    lease = leases.KVLease(b"l", [1], term=1, until=1)
+    lease.move(leases.LeaseEvent.TAKE)
+    for last in leases.LeaseEvent:
         with pytest.raises(RuntimeError, match="illegal in OVER"):
             lease.move(last)
 
 
 def test_every_final_state_is_reached_and_left_by_nothing() -> None:
-    final = {fetches.State.ARRIVED, fetches.State.LOST, fetches.State.DROPPED}
+    final = {fetches.FetchState.ARRIVED, fetches.FetchState.LOST, fetches.FetchState.DROPPED}
     assert final <= set(fetches.NEXT_STATE.values())
     assert not final & {state for state, _ in fetches.NEXT_STATE}
-    assert {event for _, event in leases.NEXT_STATE} == set(leases.Event)
-    assert set(leases.CAUSES) == set(leases.Event) - {leases.Event.KEEP}
+    assert {event for _, event in leases.NEXT_STATE} == set(leases.LeaseEvent)
+    assert set(leases.CAUSES) == set(leases.LeaseEvent) - {leases.LeaseEvent.KEEP}

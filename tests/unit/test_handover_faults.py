@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.request import Phase
+from engine_core.request import RequestPhase
 from protocol.messages import Output
 from tests.support.engines import CLIENT, Bench, answer
-from tests.support.pair import PROMPT, Pair
+from tests.support.pair import PROMPT, HandoffPair
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "split.md"
 BEGIN, END = "<!-- tests/unit/test_handover_faults.py -->\n", "<!-- end -->\n"
@@ -24,19 +24,19 @@ LEASE_S = 30.0
 
 
 @dataclass
-class Case:
+class FaultCase:
     """One request: its numbers at P and at D, and its handle, as far as it has come."""
 
-    pair: Pair
+    pair: HandoffPair
     at_p: int = 0
     at_d: int = 0
     handle: str = ""
     is_aborted: bool = False
     is_gone: bool = False  # the gateway, and with it whoever could be told
 
-    def phase(self, bench: Bench, number: int) -> Phase:
+    def phase(self, bench: Bench, number: int) -> RequestPhase:
         request = bench.engine._open.find(CLIENT, number)
-        return Phase.FINISHED if request is None else request.phase
+        return RequestPhase.FINISHED if request is None else request.phase
 
     def go_on(self) -> None:
         """What the gateway does from here on, until all is over."""
@@ -63,51 +63,51 @@ class Case:
 # ---- where a request stands, each from the one before
 
 
-def waits_at_p(case: Case) -> None:
+def waits_at_p(case: FaultCase) -> None:
     number = case.pair.p.add(PROMPT, kv_readers=1)
     assert isinstance(number, int)
     case.at_p = number
-    assert case.phase(case.pair.p, number) is Phase.WAITING
+    assert case.phase(case.pair.p, number) is RequestPhase.WAITING
 
 
-def computed(case: Case) -> None:
+def computed(case: FaultCase) -> None:
     waits_at_p(case)
     case.pair.p.plan()
-    assert case.phase(case.pair.p, case.at_p) is Phase.RUNNING
+    assert case.phase(case.pair.p, case.at_p) is RequestPhase.RUNNING
 
 
-def kept(case: Case) -> None:
+def kept(case: FaultCase) -> None:
     computed(case)
     case.pair.p.run()
     case.hear_p()
     assert case.pair.p.engine.stats().leases == 1
 
 
-def waits_at_d(case: Case) -> None:
+def waits_at_d(case: FaultCase) -> None:
     kept(case)
     case.ask_d()
-    assert case.phase(case.pair.d, case.at_d) is Phase.WAITING
+    assert case.phase(case.pair.d, case.at_d) is RequestPhase.WAITING
 
 
-def fetched(case: Case) -> None:
+def fetched(case: FaultCase) -> None:
     waits_at_d(case)
     case.pair.d.plan()
-    assert case.phase(case.pair.d, case.at_d) is Phase.FETCHING
+    assert case.phase(case.pair.d, case.at_d) is RequestPhase.FETCHING
 
 
-def is_here(case: Case) -> None:
+def is_here(case: FaultCase) -> None:
     fetched(case)
     case.pair.move()
-    assert case.phase(case.pair.d, case.at_d) is Phase.READY
+    assert case.phase(case.pair.d, case.at_d) is RequestPhase.READY
 
 
-def goes_on(case: Case) -> None:
+def goes_on(case: FaultCase) -> None:
     is_here(case)
     case.pair.d.plan()
-    assert case.phase(case.pair.d, case.at_d) is Phase.RUNNING
+    assert case.phase(case.pair.d, case.at_d) is RequestPhase.RUNNING
 
 
-STATES: dict[str, Callable[[Case], None]] = {
+STATES: dict[str, Callable[[FaultCase], None]] = {
     "waits at P": waits_at_p,
     "is computed": computed,
     "is kept by P": kept,
@@ -121,11 +121,11 @@ STATES: dict[str, Callable[[Case], None]] = {
 # ---- what happens then
 
 
-def nothing(case: Case) -> None:
+def nothing(case: FaultCase) -> None:
     pass
 
 
-def abort(case: Case) -> None:
+def abort(case: FaultCase) -> None:
     case.is_aborted = True
     case.pair.p.abort(case.at_p)
     case.pair.d.abort(case.at_d)
@@ -134,7 +134,7 @@ def abort(case: Case) -> None:
     case.pair.d.send_orders()
 
 
-def abort_too_late(case: Case) -> None:
+def abort_too_late(case: FaultCase) -> None:
     p, d = case.pair.movers
     reports = [d.do(job) for job in list(d.jobs)]
     abort(case)
@@ -143,30 +143,30 @@ def abort_too_late(case: Case) -> None:
     case.pair.p.hear(p.report_taken())
 
 
-def lose_gateway(case: Case) -> None:
+def lose_gateway(case: FaultCase) -> None:
     case.is_gone = True
     case.pair.p.engine.drop(CLIENT)
     case.pair.d.engine.drop(CLIENT)
 
 
-def fail(case: Case) -> None:
+def fail(case: FaultCase) -> None:
     case.pair.air.fault = "unreachable"
 
 
-def expire(case: Case) -> None:
+def expire(case: FaultCase) -> None:
     case.pair.p.tick(LEASE_S + 1)
 
 
-def release(case: Case) -> None:
+def release(case: FaultCase) -> None:
     case.pair.p.engine.release_kv([case.handle])
     case.pair.p.send_orders()
 
 
-def crowd_p(case: Case) -> None:
+def crowd_p(case: FaultCase) -> None:
     crowd(case.pair.p)
 
 
-def crowd_d(case: Case) -> None:
+def crowd_d(case: FaultCase) -> None:
     crowd(case.pair.d)
 
 
@@ -178,15 +178,15 @@ def crowd(bench: Bench) -> None:
         bench.step()
 
 
-def drain_p(case: Case) -> None:
+def drain_p(case: FaultCase) -> None:
     case.pair.p.engine.drain()
 
 
-def drain_d(case: Case) -> None:
+def drain_d(case: FaultCase) -> None:
     case.pair.d.engine.drain()
 
 
-FAULTS: dict[str, tuple[Callable[[Case], None], str]] = {
+FAULTS: dict[str, tuple[Callable[[FaultCase], None], str]] = {
     "nothing": (nothing, "recompute"),
     "its client aborts": (abort, "recompute"),
     "its client aborts, and the fetch is done by then": (abort_too_late, "recompute"),
@@ -208,8 +208,8 @@ FAULTS: dict[str, tuple[Callable[[Case], None], str]] = {
 
 def outcome(state: str, fault: str) -> str:
     happen, policy = FAULTS[fault]
-    case = Case(
-        Pair(
+    case = FaultCase(
+        HandoffPair(
             p={"role": "both", "num_blocks": 17},
             d={"num_blocks": 17, "kv_on_failure": policy, "steps_in_flight": 2},
         )
@@ -223,7 +223,7 @@ def outcome(state: str, fault: str) -> str:
     return ", ".join([end_of(case), *(f"lease {cause}" for cause in leases)])
 
 
-def end_of(case: Case) -> str:
+def end_of(case: FaultCase) -> str:
     bench, number = (case.pair.d, case.at_d) if case.at_d else (case.pair.p, case.at_p)
     news = bench.news[CLIENT, number]
     last = news[-1] if news else Output(request=number)

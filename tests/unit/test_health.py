@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_core.health import LATE_S, Health
-from gateway.admin.doing import doing, in_words
+from gateway.api.admin.activity import doing, in_words
 from protocol.messages import Limits
 from protocol.stats import EngineStats, WorkerView
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import heap
+from gateway import malloc
 
 PIECES, PIECE_BYTES = 512, 100_000
 """Small enough for the heap proper: larger ones are mapped, and go back by themselves."""
@@ -31,6 +31,6 @@ def test_free_pages_below_one_that_is_not_free_go_back_to_the_system() -> None:
     for piece in pieces:
         libc.free(piece)
     before = resident_bytes()
-    heap.give_back()
+    malloc.give_back()
     assert resident_bytes() < before - PIECES * PIECE_BYTES // 2
     libc.free(stays)

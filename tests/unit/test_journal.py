@@ -14,15 +14,15 @@ from msgspec.structs import replace
 from engine_core.grammar.matcher import Matcher
 from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
-from engine_core.journal.records import AnyRecord, Began, Committed, Planned, Ticked
-from engine_core.journal.replay import Differs, NoJournal, replay
-from engine_core.journal.state import Frozen, Unknown, freeze, thaw
+from engine_core.journal.records import AnyRecord, Began, CommitRecord, PlanRecord, Ticked
+from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
+from engine_core.journal.state import FrozenObject, Unknown, freeze, thaw
 from protocol.arrays import Int32
 from protocol.errors import WireError
-from protocol.grammar import Choice, Regex
+from protocol.grammar import ChoiceGrammar, Regex
 from tests.support.engines import Bench
 from tests.support.grammars import text_of
-from tests.support.storm import Forgetful, Storm
+from tests.support.storm import Forgetful, RequestStorm
 
 
 class Journals:
@@ -57,7 +57,7 @@ def journals(tmp_path: Path) -> Iterator[Journals]:
 def stormy(
     seed: int, journals: Journals, length: int = 150, tiers: Sequence[str] = ()
 ) -> tuple[Bench, Path]:
-    storm = Forgetful(seed, [*tiers]) if tiers else Storm(seed)
+    storm = Forgetful(seed, [*tiers]) if tiers else RequestStorm(seed)
     path = journals.of(storm.bench)
     for number in range(length):
         storm.bench.engine.tick(number / 8)
@@ -88,22 +88,22 @@ def small(journals: Journals) -> tuple[Bench, list[AnyRecord]]:
 
 def test_a_decision_that_changed_is_named_with_its_record(journals: Journals) -> None:
     _, records = small(journals)
-    at = next(i for i, record in enumerate(records) if isinstance(record, Planned))
+    at = next(i for i, record in enumerate(records) if isinstance(record, PlanRecord))
     planned = records[at]
-    assert isinstance(planned, Planned)
+    assert isinstance(planned, PlanRecord)
     records[at] = replace(planned, said=b"12345678", tokens=99)
-    with pytest.raises(Differs, match=rf"record {at}.*was step 1 of 1 rows and 99 tokens"):
+    with pytest.raises(ReplayDiffers, match=rf"record {at}.*was step 1 of 1 rows and 99 tokens"):
         replay(records)
 
 
 def test_another_token_makes_another_answer(journals: Journals) -> None:
     _, records = small(journals)
-    at = next(i for i, record in enumerate(records) if isinstance(record, Committed))
+    at = next(i for i, record in enumerate(records) if isinstance(record, CommitRecord))
     committed = records[at]
-    assert isinstance(committed, Committed)
+    assert isinstance(committed, CommitRecord)
     other = 2 if committed.result.tokens.tolist() == [1] else 1  # seeds are drawn: it may be any
     records[at] = replace(committed, result=replace(committed.result, tokens=Int32.of([other])))
-    with pytest.raises(Differs, match="the answer to 'committed'"):
+    with pytest.raises(ReplayDiffers, match="the answer to 'committed'"):
         replay(records)
 
 
@@ -168,7 +168,7 @@ def test_an_answer_is_where_it_was_in_its_grammar(
     monkeypatch.setattr("engine_core.journal.file.SPARE", 1)
     bench = Bench(steps_in_flight=2)
     journals.of(bench)
-    number = bench.add([5, 6, 7], grammar=Choice(choices=["abcdefgh", "abcdxyzw"]))
+    number = bench.add([5, 6, 7], grammar=ChoiceGrammar(choices=["abcdefgh", "abcdxyzw"]))
     bench.compile()
     waits = bench.add([5, 6, 7], grammar=Regex(pattern="[ab]{9}c"))  # compiled when it is half done
     for now in range(1, 9):
@@ -255,7 +255,7 @@ def test_a_part_of_an_engine_that_consisted_of_something_else_is_refused(
 def test_a_state_names_no_class_but_ours_and_calls_none() -> None:
     for name in ("subprocess:Popen", "engine_core.engine:secrets", "engine_core.nowhere:Engine"):
         with pytest.raises(Unknown):
-            thaw(Frozen([["object", name, {}, []]]), str, lambda digest: Matcher(None))
+            thaw(FrozenObject([["object", name, {}, []]]), str, lambda digest: Matcher(None))
     with pytest.raises(Unknown, match="subprocess:list2cmdline"):
         freeze([subprocess.list2cmdline], {})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gateway.json_size import JsonBounds, JsonCounter, open_field
+from gateway.http.json_size import JsonBounds, JsonCounter, open_field
 
 TEXTS = ["", "x", '"', '""', "\\", '\\"', '\\\\"', "a,b[{", '{"a": "b,c"}' * 9]
 STOP = "sampling_params.stop_token_ids"

@@ -17,10 +17,10 @@ from tests.support.kernels import (
 )
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear, pack_blocks, pack_dense
-from worker.kernels.twin import TorchKernels
-from worker.kv_cache import KVCache
+from worker.kernels.reference import TorchKernels
+from worker.kv.cache import KVCache
 from worker.layers.rope import inverse_frequencies, rotation
-from worker.loading.blocks import BlockKind
+from worker.loading.quant_blocks import BlockKind
 from worker.models.rope_config import RopeConfig
 
 CPU = torch.device("cpu")

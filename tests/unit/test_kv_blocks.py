@@ -14,12 +14,12 @@ import torch
 
 from protocol.kv_peers import ShmOffer
 from worker.kv.blocks import HostBlocks
-from worker.kv.cuts import Cuts
+from worker.kv.cache import KVCache
 from worker.kv.layout import KVLayout
-from worker.kv.movers.base import Damaged, Lost
+from worker.kv.movers.base import DamagedTransfer, TransferLost
 from worker.kv.movers.shm import ShmMover
-from worker.kv.shared_memory import SharedMemory, map_offered
-from worker.kv_cache import KVCache
+from worker.kv.transfer.cuts import Cuts
+from worker.kv.transfer.shared_memory import SharedMemory, map_offered
 
 ROWS, BLOCKS, PIECE = 6, 11, 20
 RANDOM = np.random.default_rng(4)
@@ -152,7 +152,7 @@ def test_a_map_outlives_its_memory_and_with_both_all_is_gone():
     del memory
     gc.collect()
     assert found[0] == 9
-    with pytest.raises(Lost):
+    with pytest.raises(TransferLost):
         map_offered(offer)
 
 
@@ -170,7 +170,7 @@ def test_a_map_outlives_its_memory_and_with_both_all_is_gone():
 )
 def test_what_is_not_the_memory_that_was_offered_is_not_mapped(wrong):
     memory = SharedMemory(4096)
-    with pytest.raises(Lost):
+    with pytest.raises(TransferLost):
         map_offered(msgspec.structs.replace(memory.offer(1), **wrong))
 
 
@@ -184,7 +184,7 @@ def test_memory_that_could_shrink_is_not_mapped():
         device=info.st_dev,
         inode=info.st_ino,
     )
-    with pytest.raises(Lost, match="may shrink"):
+    with pytest.raises(TransferLost, match="may shrink"):
         map_offered(offer)
     os.close(fd)
 
@@ -196,5 +196,5 @@ def test_an_offer_that_contradicts_itself_is_damage(theirs, changed):
     memory = SharedMemory(ROWS * BLOCKS * PIECE)
     offer: ShmOffer = msgspec.structs.replace(memory.offer(BLOCKS), **changed)
     blocks = HostBlocks(rows_of())
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedTransfer):
         ShmMover(blocks, np.arange(1, len(theirs) + 1), np.array(theirs), offer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.kv_cache import KVCache, block_bytes
+from worker.kv.cache import KVCache, block_bytes
 
 SHAPE = (3, 5, 4, 2, 8)
 

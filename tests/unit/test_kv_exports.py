@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from worker.kv.exports import Exports, Parting
+from worker.kv.transfer.exports import EndedLease, Exports
 
 LEASE, ONE, TWO = b"lease", b"one", b"two"
-RIGHT, WRONG = Parting(is_live=True, is_taken=False), Parting(is_live=False, is_taken=False)
-LAST = Parting(is_live=True, is_taken=True)
+RIGHT, WRONG = EndedLease(is_live=True, is_taken=False), EndedLease(is_live=False, is_taken=False)
+LAST = EndedLease(is_live=True, is_taken=True)
 
 
 def exported(num_readers: int = 1) -> Exports:
@@ -50,7 +50,7 @@ def test_to_be_done_twice_is_to_be_done_once():
 
 
 def test_a_reader_that_never_opened_has_read_nothing_right_but_will_not_come_again():
-    assert exported().part(LEASE, ONE) == Parting(is_live=False, is_taken=True)
+    assert exported().part(LEASE, ONE) == EndedLease(is_live=False, is_taken=True)
 
 
 def test_a_lease_that_was_never_there_is_over():

@@ -6,34 +6,41 @@ from itertools import product
 
 import pytest
 
-from worker.kv.job import FAILURES, NEXT_STATE, SAID_BY_PEER, Event, Job, State
+from worker.kv.transfer.fetch_job import (
+    FAILURES,
+    NEXT_STATE,
+    SAID_BY_PEER,
+    FetchJob,
+    FetchJobEvent,
+    FetchJobState,
+)
 
-OVER = (State.FETCHED, State.FAILED)
+OVER = (FetchJobState.FETCHED, FetchJobState.FAILED)
 WAYS = {
-    State.OPENING: [],
-    State.MOVING: [Event.OPENED],
-    State.CONFIRMING: [Event.OPENED, Event.CHUNK, Event.PLACED],
-    State.STOPPING: [Event.OPENED, Event.LATE],
-    State.FETCHED: [Event.OPENED, Event.PLACED, Event.LIVE],
-    State.FAILED: [Event.CANCEL, Event.QUIET],
+    FetchJobState.OPENING: [],
+    FetchJobState.MOVING: [FetchJobEvent.OPENED],
+    FetchJobState.CONFIRMING: [FetchJobEvent.OPENED, FetchJobEvent.CHUNK, FetchJobEvent.PLACED],
+    FetchJobState.STOPPING: [FetchJobEvent.OPENED, FetchJobEvent.LATE],
+    FetchJobState.FETCHED: [FetchJobEvent.OPENED, FetchJobEvent.PLACED, FetchJobEvent.LIVE],
+    FetchJobState.FAILED: [FetchJobEvent.CANCEL, FetchJobEvent.QUIET],
 }
 
 
-def job_in(state: State) -> Job:
-    job = Job()
+def job_in(state: FetchJobState) -> FetchJob:
+    job = FetchJob()
     for event in WAYS[state]:
         job.on(event, "at first")
     assert job.state is state
     return job
 
 
-@pytest.mark.parametrize(("state", "event"), list(product(State, Event)))
+@pytest.mark.parametrize(("state", "event"), list(product(FetchJobState, FetchJobEvent)))
 def test_every_event_in_every_state_leads_on_is_damage_or_cannot_be(state, event):
     job = job_in(state)
     if (state, event) in NEXT_STATE:
         assert job.on(event, "now") is NEXT_STATE[state, event] is job.state
     elif event in SAID_BY_PEER and state not in OVER:
-        assert job.on(event) is State.STOPPING
+        assert job.on(event) is FetchJobState.STOPPING
         assert job.failure == "damaged"
         assert job.reason == f"the peer said {event.name} while we were {state.name}"
     else:
@@ -43,25 +50,29 @@ def test_every_event_in_every_state_leads_on_is_damage_or_cannot_be(state, event
 
 
 @pytest.mark.parametrize("event", FAILURES)
-@pytest.mark.parametrize("state", [State.OPENING, State.MOVING, State.CONFIRMING])
+@pytest.mark.parametrize(
+    "state", [FetchJobState.OPENING, FetchJobState.MOVING, FetchJobState.CONFIRMING]
+)
 def test_whatever_fails_is_told_when_nothing_writes_any_more(state, event):
     job = job_in(state)
     job.on(event, "why")
     assert not job.is_over
-    job.on(Event.QUIET)
+    job.on(FetchJobEvent.QUIET)
     assert (job.is_over, job.failure, job.reason) == (True, FAILURES[event], "why")
 
 
-@pytest.mark.parametrize("later", [event for event in Event if event is not Event.QUIET])
+@pytest.mark.parametrize(
+    "later", [event for event in FetchJobEvent if event is not FetchJobEvent.QUIET]
+)
 def test_the_first_reason_counts(later):
-    job = job_in(State.STOPPING)
-    assert job.on(later, "later") is State.STOPPING
+    job = job_in(FetchJobState.STOPPING)
+    assert job.on(later, "later") is FetchJobState.STOPPING
     assert (job.failure, job.reason) == ("timeout", "at first")
 
 
 def test_only_a_live_lease_makes_a_transfer_good():
-    into = {pair for pair, state in NEXT_STATE.items() if state is State.FETCHED}
-    assert into == {(State.CONFIRMING, Event.LIVE)}
+    into = {pair for pair, state in NEXT_STATE.items() if state is FetchJobState.FETCHED}
+    assert into == {(FetchJobState.CONFIRMING, FetchJobEvent.LIVE)}
 
 
 def test_from_what_is_over_nothing_leads_on():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.kwargs import (
+from gateway.prompt.kwargs import (
     REASONING_EFFORTS,
     RESERVED,
     ThinkingFields,
@@ -14,7 +14,7 @@ from gateway.chat.kwargs import (
     thinking_budget,
     thinks,
 )
-from gateway.chat.profile import ThinkingProfile, thinking_profile
+from gateway.prompt.thinking import ThinkingProfile, thinking_profile
 from protocol.errors import InvalidRequest
 from tests.support import templates
 

@@ -11,11 +11,11 @@ import pytest
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.sockets import check_address, engine_address, run_directory
-from tools import engine as solo
 from tools.__main__ import parser
+from tools.commands import engine as solo
+from tools.commands.serve import Plan, commands, plan
 from tools.failure import Failure
-from tools.layout import RUN_KEY
-from tools.serve import Plan, commands, plan
+from tools.processes.topology import RUN_KEY
 
 FAR = ("--prefill", "tcp://a:1", "--prefill", "tcp://b:1", "--decode", "tcp://c:1")
 KEYED = ("--cluster-key", "some.key")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.chat.profile import ThinkingProfile
-from gateway.chat.template import Habits
 from gateway.limited.calls import (
     LENGTH_BYTES,
     Call,
@@ -23,6 +21,8 @@ from gateway.limited.calls import (
     marked_last,
     to_frame,
 )
+from gateway.prompt.template import TemplateTraits
+from gateway.prompt.thinking import ThinkingProfile
 
 CALLS: list[tuple[Call, bytes]] = [
     (LoadTemplate("{{ x }}", {"bos_token": "<s>"}), b'["load","{{ x }}",{"bos_token":"<s>"}]'),
@@ -34,7 +34,7 @@ CALLS: list[tuple[Call, bytes]] = [
 ]
 REPLIES: list[tuple[Reply, bytes]] = [
     (
-        TemplateLoaded(Habits(tools=True), ThinkingProfile(mode=("on", "off"))),
+        TemplateLoaded(TemplateTraits(tools=True), ThinkingProfile(mode=("on", "off"))),
         b'["loaded",{"parts":false,"strings":true,"null_content":false,"string_arguments":false,'
         b'"developer":false,"tools":true},{"switches":[],"mode":["on","off"],"mode_words":[],'
         b'"reads_effort":false,"efforts":[]}]',

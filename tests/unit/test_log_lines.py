@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from gateway import access_log
-from gateway.log_lines import formatter
-from gateway.record import Record
+from gateway.generation.record import RequestRecord
+from gateway.observe import access_log
+from gateway.observe.logging import formatter
 from protocol.log_lines import LineFormatter, LogStyle, without_style
 from tools.terminal import Terminal, log_style
 
 CANARY = "what somebody wrote"
-RECORD = Record(
+RECORD = RequestRecord(
     request_id="r-1",
     method="POST",
     path="/v1/completions",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.sampling import SamplingParams
 from tests.support.sampled_rows import Asker, asking
-from worker.logits import process_logits
+from worker.sampling.logits import process_logits
 
 VOCAB = 31
 PLAIN = SamplingParams(temperature=0.0)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from msgspec.structs import astuple, replace
 
-from engine_core.outcome import outcomes_of
+from engine_core.schedule.row_results import row_results
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.distributions import kept
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots
-from worker.logprobs import CHUNK, score
+from worker.sampling.logprobs import CHUNK, score
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_no_tops_may_be_asked_for():
 
 
 @dataclass
-class Counting(TinyModel):
+class CountingTensor(TinyModel):
     """Remembers how many rows of logits were made at once."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ def test_logprobs_are_the_models_own_whatever_the_parameters_make_of_them():
 
 
 def test_long_prompts_are_scored_a_chunk_of_logits_at_a_time():
-    model = Counting()
+    model = CountingTensor()
     slots = tiny_slots(4)
     runner = tiny_runner(slots, tiny_cache(40), model)
     asks = SamplingParams(temperature=0.0, prompt_logprobs=1)
@@ -266,7 +266,7 @@ def logprobs_told(*asks: SamplingParams) -> list[TokenLogprobs]:
         rows=[(slot, 0, len(PROMPT), True) for slot in range(len(asks))],
     )
     return [
-        entry for outcome in outcomes_of(plan, runner_of().step(plan)) for entry in outcome.logprobs
+        entry for outcome in row_results(plan, runner_of().step(plan)) for entry in outcome.logprobs
     ]
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.output.events import Content
-from gateway.output.machine import (
+from gateway.formats.events import Content
+from gateway.formats.parser import (
     BLOCK_CHARS,
     Context,
+    FormatParser,
     Lexicon,
-    Machine,
     MachineState,
     Part,
     Piece,
@@ -19,14 +19,14 @@ from gateway.output.machine import (
 )
 
 
-class Counting(MachineState):
+class CountingReads(MachineState):
     at: str = "a"
 
 
-class Switching(Machine):
+class Switching(FormatParser):
     """Reads up to a dot in state a, where <A> is a marker, then goes on in b, where <B> is."""
 
-    State = Counting
+    State = CountingReads
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         return {"a": ("<A>",), "b": ("<B>",)}

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
 from protocol.preflight import GIB
-from worker import device, machine, memory
 from worker.loading.errors import UnusableModel
-from worker.memory_plan import KVBudget, kv_budget
+from worker.startup import device, machine, memory
+from worker.startup.memory_plan import KVBudget, kv_budget
 
 CPU = torch.device("cpu")
 

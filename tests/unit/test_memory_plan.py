@@ -18,10 +18,11 @@ from tests.support.kernels import native_kernels
 from tests.support.sparse_checkpoint import write_sparse_llama
 from worker.kernels import sizes
 from worker.kernels.native import NativeKernels
-from worker.kv_cache import block_bytes
+from worker.kv.cache import block_bytes
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.loading.header import read_header
-from worker.memory_plan import (
+from worker.models.load import load_model
+from worker.startup.memory_plan import (
     DTYPE_BYTES,
     PlannedModel,
     expanded_kinds,
@@ -29,8 +30,7 @@ from worker.memory_plan import (
     plan_memory,
     weights_bytes,
 )
-from worker.memory_plan import block_bytes as planned_block_bytes
-from worker.models.load import load_model
+from worker.startup.memory_plan import block_bytes as planned_block_bytes
 
 CPU = torch.device("cpu")
 KINDS = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q5_0")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.metering import ThinkingMarks, ThinkingMeter
+from gateway.generation.reasoning_tokens import ThinkingMarks, ThinkingMeter
 
 OPEN, CLOSE, CALL = 1, 2, 3
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from prometheus_client.core import Metric
 
-from gateway.engine_metrics import ENGINE_SERIES, engine_series
-from gateway.exchange import Exchange
-from gateway.metrics import Metrics
+from gateway.context import RequestContext
+from gateway.observe.engine_metrics import ENGINE_SERIES, engine_series
+from gateway.observe.metrics import Metrics
 from protocol.messages import Accepted, Output, Usage
 from protocol.stats import EngineStats
 from tests.support.answers import an_answer
@@ -68,7 +68,9 @@ def test_each_request_for_which_something_was_guessed_is_told_with_its_share() -
         )
         answer.take(answer.choices[0], Accepted(request=0))
         answer.take(answer.choices[0], Output(request=0, tokens=[72], usage=usage))
-        exchange = Exchange(metrics, method="POST", path="/v1/x", route="/v1/x", request_id="1")
+        exchange = RequestContext(
+            metrics, method="POST", path="/v1/x", route="/v1/x", request_id="1"
+        )
         exchange.journal = answer.journal
         exchange.begin(answer)
         exchange.close(200)

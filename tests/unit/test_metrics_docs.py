@@ -11,10 +11,10 @@ from typing import get_args, get_type_hints
 import msgspec
 from prometheus_client.core import Metric
 
-from gateway.aliases import ALIASES, PREFIX, aliased
-from gateway.engine_metrics import engine_series
-from gateway.metrics import Metrics
-from gateway.series import Series
+from gateway.observe.engine_metrics import engine_series
+from gateway.observe.metric_specs import Series
+from gateway.observe.metrics import Metrics
+from gateway.observe.vllm_names import ALIASES, PREFIX, aliased
 from protocol.stats import EngineStats
 
 ROOT = Path(__file__).parents[2]

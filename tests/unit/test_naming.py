@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.openai.naming import named
+from gateway.api.openai.naming import named
 from protocol.errors import EngineLost, InvalidRequest, RequestError
 
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.kernels import NAMES, assert_near, native_kernels
-from tests.support.paged import Case, attention_batch, case_of
+from tests.support.paged import PagedCase, attention_batch, case_of
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.reference import ReferenceAttention
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> PagedCase:
     decodes = draw(st.lists(st.tuples(st.integers(0, 600), st.just(1)), max_size=5))
     span = st.tuples(st.integers(0, 150), st.integers(2, 150))
     prefills = draw(st.lists(span, min_size=not decodes, max_size=2))
@@ -28,7 +28,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def native(name: str, case: Case) -> NativePagedAttention:
+def native(name: str, case: PagedCase) -> NativePagedAttention:
     return NativePagedAttention(native_kernels(name), case.block_tokens)
 
 
@@ -36,7 +36,7 @@ def native(name: str, case: Case) -> NativePagedAttention:
 @settings(max_examples=25)
 @given(case=cases(), padding=st.integers(0, 9))
 def test_any_mix_of_rows_equals_the_slow_twin_and_reads_nothing_foreign(
-    name: str, case: Case, padding: int
+    name: str, case: PagedCase, padding: int
 ) -> None:
     ours = case.attend(native(name, case), padding)
     assert_near(ours, case.attend(ReferenceAttention()))

@@ -12,26 +12,26 @@ from torch import Tensor
 
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.kernels import NAMES, assert_near, native_kernels, randn
-from tests.support.paged import Row, attention_batch, scattered
+from tests.support.paged import PagedRow, attention_batch, scattered
 from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels import library
 from worker.kernels.base import Kernels
 from worker.kernels.library import NoKernels, runnable
 from worker.kernels.packed import PackedLinear
+from worker.kernels.reference import TorchKernels
 from worker.kernels.select import select_kernels
 from worker.kernels.sets import INSTRUCTION_SETS
-from worker.kernels.twin import TorchKernels
-from worker.kv_cache import KVCache
-from worker.layers.by_rows import NEVER
+from worker.kv.cache import KVCache
+from worker.layers.hybrid_linear import NEVER
 from worker.loading.errors import UnusableModel
 from worker.loading.header import read_header
 from worker.loading.weights import load_llama
-from worker.machine import cpu_flags
-from worker.models.forms import maker
 from worker.models.llama import Llama
 from worker.models.llama_native import LINEARS
 from worker.models.load import LoadedModel, load_model, open_weights
+from worker.models.weight_layout import maker
+from worker.startup.machine import cpu_flags
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -50,8 +50,8 @@ def answers(loaded: LoadedModel) -> list[Tensor]:
     cache = KVCache(*shape, dtype, CPU)
     attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=loaded.model.kernels)
     steps = [
-        [Row(0, 9, blocks[0]), Row(0, 5, blocks[1])],
-        [Row(9, 1, blocks[0]), Row(5, 8, blocks[1])],
+        [PagedRow(0, 9, blocks[0]), PagedRow(0, 5, blocks[1])],
+        [PagedRow(9, 1, blocks[0]), PagedRow(5, 8, blocks[1])],
     ]
     said = []
     for rows in steps:

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from engine_core.ngram import CATCH_UP, MAX_CANDIDATES, NgramDrafter
+from engine_core.speculation.ngram import CATCH_UP, MAX_CANDIDATES, NgramDrafter
 
 
 def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:

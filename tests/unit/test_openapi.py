@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.app import create_app
-from gateway.openapi.document import document, path_of
-from gateway.openapi.routes import encoded, operations
+from gateway.http.openapi import document, path_of
+from gateway.http.openapi_routes import encoded, operations
 
 UNDOCUMENTED_METHODS = {"HEAD", "OPTIONS"}
 

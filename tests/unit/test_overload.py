@@ -8,11 +8,11 @@ from statistics import median, quantiles
 
 import pytest
 
-from engine_core.shares import part_of
-from engine_core.step_costs import StepCosts
-from gateway.standing import StandingRefusals
+from engine_core.policy.fair_share import part_of
+from engine_core.speculation.step_costs import StepCosts
+from gateway.engine.refusal_cache import StandingRefusals
 from protocol.messages import Account
-from tests.support.paced import STEP_S, TOKEN_S, Asked, Paced
+from tests.support.paced import STEP_S, TOKEN_S, Paced, PacedRequest
 
 ALICE, BOB = Account(name="alice"), Account(name="bob")
 PROMPT, ANSWER = 20, 8
@@ -28,7 +28,7 @@ def offered(
     max_waiting: int = MAX_WAITING,
     standing: StandingRefusals | None = None,
     **terms: float,
-) -> tuple[Paced, list[Asked]]:
+) -> tuple[Paced, list[PacedRequest]]:
     """Requests at even distances, of accounts in turn."""
     paced = Paced(standing=standing, **OPTIONS, max_waiting=max_waiting)
     for place in range(int(per_s * seconds)):
@@ -38,7 +38,7 @@ def offered(
     return paced, paced.asked
 
 
-def done_per_s(asked: list[Asked], seconds: float) -> float:
+def done_per_s(asked: list[PacedRequest], seconds: float) -> float:
     """Tokens of requests that came to their end."""
     return sum(one.num_tokens for one in asked) / seconds
 
@@ -85,7 +85,7 @@ def a_crowd(accounts: int) -> tuple[Paced, Account]:
     return paced, names[-1]
 
 
-def asks(crowd: tuple[Paced, Account], **terms: float) -> Asked:
+def asks(crowd: tuple[Paced, Account], **terms: float) -> PacedRequest:
     """One more of that account, after all of it that waits; as it has ended."""
     paced, name = crowd
     paced.at(paced.now, lambda: paced.ask(PROMPT, 1, name, **terms))
@@ -119,7 +119,7 @@ def test_what_would_be_too_late_is_refused_or_ended_and_never_computed_in_vain()
 def flooded(length: int, *, flood: bool, times: int = 5) -> list[float]:
     """Bob's times to the first token, asking now and then, while Alice asks for all she can."""
     paced = Paced(**OPTIONS, max_len=180, max_slots=8, max_waiting=MAX_WAITING)
-    mine: list[Asked] = []
+    mine: list[PacedRequest] = []
 
     def more() -> None:
         """Always as many of Alice's as the queue takes."""
@@ -173,7 +173,7 @@ def flooded_in_large_steps(
 ) -> tuple[list[float], float]:
     """As `flooded`; and tokens computed per second."""
     paced = in_large_steps(flood=flood, costs=costs)
-    mine: list[Asked] = []
+    mine: list[PacedRequest] = []
     times = 9 if length > 64 else 40
     for place in range(times):
         paced.at(2.0 + every_s * place, lambda: mine.append(paced.ask(length, 8, BOB)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from worker.pace import LATEST, Pace
+from worker.debug.device_idle import LATEST, DeviceIdle
 
 
 def test_a_gap_is_from_the_end_of_a_step_to_the_start_of_the_next():
-    pace = Pace()
+    pace = DeviceIdle()
     for started, ended in ((1.0, 2.0), (2.5, 3.0), (3.125, 4.0)):
         pace.record(started, ended)
     assert pace.percentile_s(0) == 0.125
@@ -17,7 +17,7 @@ def test_a_gap_is_from_the_end_of_a_step_to_the_start_of_the_next():
 
 
 def test_a_step_that_was_launched_before_the_one_before_had_ended_did_not_wait():
-    pace = Pace()
+    pace = DeviceIdle()
     pace.record(1.0, 3.0)
     pace.record(2.0, 4.0)
     assert pace.percentile_s(100) == 0
@@ -25,7 +25,7 @@ def test_a_step_that_was_launched_before_the_one_before_had_ended_did_not_wait()
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_without_two_steps_there_is_no_gap(num_steps):
-    pace = Pace()
+    pace = DeviceIdle()
     for _ in range(num_steps):
         pace.record(1.0, 2.0)
     assert pace.percentile_s(50) == 0
@@ -33,7 +33,7 @@ def test_without_two_steps_there_is_no_gap(num_steps):
 
 
 def test_only_the_latest_gaps_are_kept():
-    pace = Pace()
+    pace = DeviceIdle()
     pace.record(0.0, 0.0)
     pace.record(9.0, 10.0)
     for _ in range(LATEST):

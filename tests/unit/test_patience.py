@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.patience import Patience, client_timeout_s
+from gateway.http.timeouts import RequestTimeouts, client_timeout_s
 from protocol.config.gateway import GatewayConfig
 
 READ, ANY = "X-Stainless-Read-Timeout", "X-Stainless-Timeout"
@@ -43,10 +43,10 @@ def test_the_requests_own_word_goes_before_the_operators_and_nobody_waits_longer
     own: float | None, operator: float, client: str, expected: float
 ) -> None:
     config = GatewayConfig(timeout_s=operator, queue_timeout_s=2.0)
-    found = Patience.of(own, None, config, {READ: client})
-    assert found == Patience(expected, 2.0)
-    assert Patience.of(own, 3.0, config, {READ: client}).queue_timeout_s == 3.0
+    found = RequestTimeouts.of(own, None, config, {READ: client})
+    assert found == RequestTimeouts(expected, 2.0)
+    assert RequestTimeouts.of(own, 3.0, config, {READ: client}).queue_timeout_s == 3.0
 
 
 def test_of_a_client_that_hears_a_stream_no_header_counts() -> None:
-    assert Patience.of(None, None, GatewayConfig(), None) == Patience(0.0, 0.0)
+    assert RequestTimeouts.of(None, None, GatewayConfig(), None) == RequestTimeouts(0.0, 0.0)

@@ -11,16 +11,16 @@ import pytest
 from tests.support.peers.measure import Turns
 from tests.support.peers.plan import PREFIX, Pace, loads, turns
 from tests.support.peers.told import Comparison, Figures, picture, table
-from tools.bench.answers import Answer, UsageTold
-from tools.bench.stats import Run
+from tools.bench.answers import BenchAnswer, UsageTold
+from tools.bench.stats import BenchRun
 
 
 def shown(token_s: float, ready_s: float, *, streams: tuple[int, ...] = (1, 8)) -> Turns:
     """Two rounds of a server that takes `token_s` for each of 5 tokens, the first included."""
     configs = loads(streams, Pace(1))
     times = [token_s * n for n in range(1, 6)]
-    answer = Answer(0.0, 5, times[-1], array("d", times), usage=UsageTold(10, 5))
-    run = Run([answer], 0.0, times[-1], 0.0)
+    answer = BenchAnswer(0.0, 5, times[-1], array("d", times), usage=UsageTold(10, 5))
+    run = BenchRun([answer], 0.0, times[-1], 0.0)
     return Turns([ready_s, 3 * ready_s], {name: [run, run] for name in configs}, configs)
 
 

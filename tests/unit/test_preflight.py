@@ -18,15 +18,15 @@ from protocol.preflight import GIB, Preflight
 from tests.support.checkpoints import random_llama, write_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tools.preflight import limit
-from worker import cuda_driver, machine
+from tools.models.preflight import limit
 from worker.loading.errors import UnusableModel
-from worker.preflight import choose_device, preflight
+from worker.startup import cuda_driver, machine
+from worker.startup.preflight import choose_device, preflight
 
 PROGRAM = """
 import sys
-import worker.preflight
-worker.preflight.main()
+import worker.startup.preflight
+worker.startup.preflight.main()
 print(sorted({"torch", "numpy"} & {*sys.modules}))
 """
 

@@ -14,8 +14,8 @@ from protocol.process_state import name_of
 from protocol.steps import Trace, Traced
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
-from tools.profile import Sample, descendants, shares
-from worker.tracing import Tracer
+from tools.commands.profile import CpuSample, descendants, shares
+from worker.debug.tracing import Tracer
 
 US, THEM = b"us", b"them"
 ASKED = Profile(request=7, steps=3, directory="/traces")
@@ -196,8 +196,8 @@ def test_a_server_is_its_process_and_all_below_whatever_they_are_called(tmp_path
 
 
 def test_shares_are_of_the_samples_around_the_recording() -> None:
-    samples = [Sample(float(at), {1: at * 0.5, 2: 0.0}) for at in range(10)]
-    samples[5] = Sample(5.0, {1: 4.5, 3: 1.0})
+    samples = [CpuSample(float(at), {1: at * 0.5, 2: 0.0}) for at in range(10)]
+    samples[5] = CpuSample(5.0, {1: 4.5, 3: 1.0})
     assert shares(samples, 2.5, 4.5) == {1: pytest.approx((4.5 - 1.0) / 3)}
     assert shares(samples, 6.2, 6.8) == {1: pytest.approx(0.5), 2: 0.0}
     assert shares(samples[:1], 0.0, 1.0) == {}

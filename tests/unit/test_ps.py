@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from protocol.devices import Holder
-from tools.places import Found, Place, Process, look
-from tools.ps import Usage, duration, told
-from tools.stop import asked, chosen
+from protocol.devices import DeviceHolder
+from tools.commands.ps import ProcessUsage, duration, told
+from tools.commands.stop import asked, chosen
+from tools.processes.server_discovery import Found, RunDirectory, RunningProcess, look
 
-SUPERVISOR, ENGINE = Process(10, 1, 5, "tools"), Process(11, 10, 6, "engine_core")
+SUPERVISOR, ENGINE = RunningProcess(10, 1, 5, "tools"), RunningProcess(11, 10, 6, "engine_core")
 
 
-def place(**fields) -> Place:
+def place(**fields) -> RunDirectory:
     more = {"name": "8000", "pid": 10, "leads": True, "processes": [SUPERVISOR, ENGINE]}
-    return Place(**{**more, "sockets": ["engine.sock"], **fields})
+    return RunDirectory(**{**more, "sockets": ["engine.sock"], **fields})
 
 
 def test_each_state_of_a_place_is_told() -> None:
@@ -25,11 +25,15 @@ def test_each_state_of_a_place_is_told() -> None:
     lost = place(name="8001", leads=False, processes=[ENGINE])
     stale = place(name="engine-ab", pid=None, leads=False, processes=[])
     free = place(name="8002", pid=None, leads=False, processes=[], sockets=[])
-    usages = {"7000": Usage(3725.0, 3 << 29), "8000": Usage(5.2), "8001": Usage()}
-    holder = Holder(pid=13, place="engine-cd", model="small", since=1.7e9, shares=True)
-    strays, devices = [Process(12, 1, 7, "worker")], {"gpu-0a1b": [holder]}
+    usages = {
+        "7000": ProcessUsage(3725.0, 3 << 29),
+        "8000": ProcessUsage(5.2),
+        "8001": ProcessUsage(),
+    }
+    holder = DeviceHolder(pid=13, place="engine-cd", model="small", since=1.7e9, shares=True)
+    strays, devices = [RunningProcess(12, 1, 7, "worker")], {"gpu-0a1b": [holder]}
     found = Found([named, place(), lost, stale, free], strays, devices)
-    text = told(found, usages | {"engine-ab": Usage()})
+    text = told(found, usages | {"engine-ab": ProcessUsage()})
     assert text.splitlines() == [
         "port     7000: serves small at http://127.0.0.1:7000 (pid 10), up 1 h 2 min, 1.50 GiB",
         "         tools (pid 10)",
@@ -76,5 +80,5 @@ def test_strays_are_rooms_of_ours_whose_parent_is_gone(tmp_path: Path) -> None:
         (folder / "stat").write_text(f"{pid} (a (b) c) {state} {parent} {rest}")
         (folder / "cmdline").write_bytes(words.encode())
     found = look(tmp_path / "none", tmp_path / "proc")
-    assert found == Found([], [Process(7, 1, 700, "worker")])
+    assert found == Found([], [RunningProcess(7, 1, 700, "worker")])
     assert os.getuid() == (tmp_path / "proc").stat().st_uid

@@ -8,11 +8,11 @@ import torch
 
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import CPU, tiny_cache, tiny_runner, tiny_slots
-from worker.columns import Columns
-from worker.readback import Readback
+from worker.batch.readback import Readback
+from worker.sampling.logprob_columns import LogprobColumns
 
 
-class Place:
+class ReadbackPlace:
     """A place in a queue that the test moves up to."""
 
     is_reached = False
@@ -33,10 +33,10 @@ def test_on_the_cpu_a_copy_is_the_tensor_itself_and_a_step_is_done_at_once():
 
 
 def test_a_launched_step_is_done_when_its_own_place_is_reached():
-    places: list[Place] = []
+    places: list[ReadbackPlace] = []
 
-    def mark(device: torch.device) -> Place:
-        places.append(Place())
+    def mark(device: torch.device) -> ReadbackPlace:
+        places.append(ReadbackPlace())
         return places[-1]
 
     runner = tiny_runner(tiny_slots(2), tiny_cache(9), mark=mark)
@@ -49,8 +49,8 @@ def test_a_launched_step_is_done_when_its_own_place_is_reached():
     assert not two.is_done, "to read a step waits for no later one"
 
 
-def columns(**more: object) -> Columns:
-    return Columns(
+def columns(**more: object) -> LogprobColumns:
+    return LogprobColumns(
         rows=np.array([0, 2]),
         counts=np.array([2, 0], np.int32),
         possible=torch.tensor([1, 2]),

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.output.events import Content, Delta, Event, Failed, Finished, merged
-from gateway.output.reader import ReaderFactory, ReaderState, ReadOptions
+from gateway.formats.choice_parser import ParserFactory, ParserState, ReadOptions
+from gateway.formats.events import Content, Event, Failed, Finished, OutputDelta, merged
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ErrorInfo
 from protocol.messages import Output, TokenLogprobs
@@ -23,8 +23,8 @@ def tokenizer() -> Tokenizer:
     return real_tokenizer("smollm2")
 
 
-def factory(**options: Any) -> ReaderFactory:
-    return ReaderFactory(tokenizer(), ReadOptions(**options))
+def factory(**options: Any) -> ParserFactory:
+    return ParserFactory(tokenizer(), ReadOptions(**options))
 
 
 def outputs(pieces: list[list[int]], **end: Any) -> list[Output]:
@@ -37,12 +37,12 @@ def outputs(pieces: list[list[int]], **end: Any) -> list[Output]:
     return [*news[:-1], msgspec.structs.replace(news[-1], **end)]
 
 
-def read(readers: ReaderFactory, news: list[Output]) -> list[Delta]:
+def read(readers: ParserFactory, news: list[Output]) -> list[OutputDelta]:
     reader = readers.new()
     return [reader.push(output) for output in news]
 
 
-def events(deltas: list[Delta]) -> list[Event]:
+def events(deltas: list[OutputDelta]) -> list[Event]:
     return merged([event for delta in deltas for event in delta.events])
 
 
@@ -200,7 +200,7 @@ def test_a_reader_goes_on_in_another_process_after_any_message() -> None:
         for output in news:
             deltas.append(reader.push(output))
             wire = msgspec.msgpack.encode(reader.state())
-            reader = readers.new(msgspec.msgpack.decode(wire, type=ReaderState))
+            reader = readers.new(msgspec.msgpack.decode(wire, type=ParserState))
         straight = read(readers, news)
         assert deltas == straight
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from gateway.output.events import Content, Finished, Reasoning, ToolArguments, ToolCall, merged
-from gateway.output.finish import finish_reason
+from gateway.formats.events import Content, Finished, Reasoning, ToolArguments, ToolCall, merged
+from gateway.formats.finish import finish_reason
 
 ROWS = re.findall(r"\| ([\w ]+?) +\| (\w+) +\| (\w+) +\| `(\w+)` +\|", finish_reason.__doc__ or "")
 ENGINE = ("stop", "length", "abort", "error")

@@ -8,20 +8,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.output.events import (
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory, ParserState, ReadOptions
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.events import (
     Content,
     Event,
     Finished,
+    OutputWarning,
     Reasoning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
     merged,
 )
-from gateway.output.formats import bind, format_of
-from gateway.output.reader import AnswerOptions, ReaderFactory, ReaderState, ReadOptions
-from gateway.output.teller import DeclaredTool
+from gateway.formats.registry import bind, format_of
 from protocol.messages import Output
 from tests.support.formats import all_cuts
 from tests.support.tokenizers import cuts, real_tokenizer
@@ -47,18 +47,18 @@ ANSWERS = {
 
 def factory(
     family: str, options: ReadOptions | None = None, **answer: Any
-) -> tuple[ReaderFactory, list[int]]:
+) -> tuple[ParserFactory, list[int]]:
     """Readers of the family's answer, and its tokens."""
     tokenizer = real_tokenizer(family)
     tools, reasoning, text = ANSWERS[family]
     ids = itertools.count(1)
     bound = bind(format_of(tools, reasoning), tokenizer)
     known: dict[str, Any] = {"new_id": lambda: f"call_{next(ids)}"}
-    readers = ReaderFactory(tokenizer, options, AnswerOptions(format=bound, **(known | answer)))
+    readers = ParserFactory(tokenizer, options, AnswerOptions(format=bound, **(known | answer)))
     return readers, tokenizer.encode(text, False)
 
 
-def read(readers: ReaderFactory, pieces: list[list[int]], **end: Any) -> list[Event]:
+def read(readers: ParserFactory, pieces: list[list[int]], **end: Any) -> list[Event]:
     """Everything told; call ids are left out, as they are drawn by all readings."""
     reader, events = readers.new(), []
     for at, ids in enumerate(pieces, 1):
@@ -135,7 +135,7 @@ def test_an_answer_cut_off_anywhere_shows_no_markup_and_ends_no_open_call(family
         assert events[-1] == Finished("length")
         shown = "".join(event.text for event in events if isinstance(event, Content))
         assert said.startswith(shown.rstrip("\ufffd\n "))
-        assert not [event for event in events if isinstance(event, Warning)]
+        assert not [event for event in events if isinstance(event, OutputWarning)]
         ended = [event.index for event in events if isinstance(event, ToolCallEnd)]
         assert ended == list(range(len(ended)))
 
@@ -182,7 +182,7 @@ def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:
 def test_a_name_that_is_no_tool_is_told_with_a_warning() -> None:
     readers, ids = factory("qwen3", tools=[DeclaredTool("now")])
     events = read(readers, [ids], finish="stop")
-    assert [event.code for event in events if isinstance(event, Warning)] == ["unknown_tool"]
+    assert [event.code for event in events if isinstance(event, OutputWarning)] == ["unknown_tool"]
     assert ToolCallEnd(1) in events
 
 
@@ -196,7 +196,7 @@ def test_a_reader_goes_on_in_another_process_after_any_message() -> None:
             end: dict[str, Any] = {"finish": "stop"} if at == len(ids) else {}
             events += reader.push(Output(request=1, tokens=[token_id], **end)).events
             wire = msgspec.msgpack.encode(reader.state())
-            reader = readers.new(msgspec.msgpack.decode(wire, type=ReaderState))
+            reader = readers.new(msgspec.msgpack.decode(wire, type=ParserState))
         told = [
             msgspec.structs.replace(event, id="") if isinstance(event, ToolCall) else event
             for event in merged(events)

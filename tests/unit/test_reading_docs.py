@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.asking import NOT_CALLED
-from gateway.chat.kwargs import REASONING_EFFORTS
-from gateway.output import teller
-from gateway.output.formats import READ_WHOLE, TOOLS
-from gateway.output.reasoning import REASONING
+from gateway.formats import event_builder
+from gateway.formats.reasoning import REASONING
+from gateway.formats.registry import READ_WHOLE, TOOLS
+from gateway.generation.request import NOT_CALLED
+from gateway.prompt.kwargs import REASONING_EFFORTS
 from tests.support.scenarios import TRUTH
 
 PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
@@ -46,9 +46,9 @@ def test_the_truth_table_is_the_one_that_is_tested() -> None:
 
 def test_every_warning_and_every_effort_is_explained() -> None:
     assert set(words(section("Warnings"))) >= {
-        teller.PARSE_FAILED,
-        teller.INVALID_ARGUMENTS,
-        teller.UNKNOWN_TOOL,
+        event_builder.PARSE_FAILED,
+        event_builder.INVALID_ARGUMENTS,
+        event_builder.UNKNOWN_TOOL,
         NOT_CALLED,
     }
     for effort in REASONING_EFFORTS:

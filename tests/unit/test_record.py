@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.answering import Answer
-from gateway.journal import Journal, Moment
-from gateway.record import Record, answer_record, record_of, slowest
-from gateway.timings import timings_of
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.record import RequestRecord, answer_record, record_of, slowest
+from gateway.generation.timeline import Timeline, TimelineMoment
+from gateway.observe.timings import timings_of
 from protocol.errors import ErrorInfo
 from protocol.messages import Accepted, Output, Refused, Times, Usage
 from tests.support.answers import an_answer
@@ -19,7 +19,7 @@ def usage(times: Times) -> Usage:
     return Usage(prompt_tokens=3, generated_tokens=1, times=times)
 
 
-def told(answer: Answer, status: int = 200) -> Record:
+def told(answer: ChoiceGroup, status: int = 200) -> RequestRecord:
     return record_of(
         answer.journal,
         answer,
@@ -33,7 +33,7 @@ def told(answer: Answer, status: int = 200) -> Record:
     )
 
 
-def accepted(n: int = 1) -> Answer:
+def accepted(n: int = 1) -> ChoiceGroup:
     answer = an_answer(n=n)
     for choice in answer.choices:
         answer.take(choice, Accepted(request=0))
@@ -89,7 +89,7 @@ def test_who_left_early_decoded_until_then_by_the_gateways_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("gateway.journal.time.monotonic", lambda: now)
+    monkeypatch.setattr("gateway.generation.timeline.time.monotonic", lambda: now)
     answer = accepted()
     now = 103.0
     first = Output(request=0, tokens=[72], usage=usage(FIRST))
@@ -97,7 +97,7 @@ def test_who_left_early_decoded_until_then_by_the_gateways_clock(
     now = 108.5
     answer.abandon()
     now = 120.0
-    answer.journal.note(Moment.ENDED)
+    answer.journal.note(TimelineMoment.ENDED)
     record = told(answer)
     assert record.took_s == 20.0
     assert record.answer is not None
@@ -111,7 +111,7 @@ def test_who_left_early_decoded_until_then_by_the_gateways_clock(
 )
 def test_what_asks_for_no_answer_ends_as_its_status_says(status: int, end: str) -> None:
     fields = {"request_id": "1", "method": "GET", "path": "/", "route": "/", "key": ""}
-    record = record_of(Journal(), None, status=status, is_probe=False, **fields)
+    record = record_of(Timeline(), None, status=status, is_probe=False, **fields)
     assert (record.end, record.answer) == (end, None)
 
 
@@ -131,15 +131,15 @@ def test_nothing_is_divided_by_nothing() -> None:
 
 def test_a_moment_comes_once_and_time_stops_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr("gateway.journal.time.monotonic", lambda: now)
-    journal = Journal()
+    monkeypatch.setattr("gateway.generation.timeline.time.monotonic", lambda: now)
+    journal = Timeline()
     now = 11.0
-    journal.note(Moment.FIRST_TOKEN)
+    journal.note(TimelineMoment.FIRST_TOKEN)
     with journal.tokenizing():
         now = 14.0
-    journal.note(Moment.FIRST_TOKEN)
-    journal.note(Moment.ENDED)
+    journal.note(TimelineMoment.FIRST_TOKEN)
+    journal.note(TimelineMoment.ENDED)
     now = 99.0
-    assert journal.at_s(Moment.FIRST_TOKEN) == 1.0
-    assert journal.at_s(Moment.ACCEPTED) is None
+    assert journal.at_s(TimelineMoment.FIRST_TOKEN) == 1.0
+    assert journal.at_s(TimelineMoment.ACCEPTED) is None
     assert (journal.tokenize_s, journal.now_s) == (3.0, 4.0)

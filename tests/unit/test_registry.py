@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import worker.sampler
+import worker.sampling.sampler
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.registry import check_registry, rows_for, strays
-from worker.runner import Runner
-from worker.sampler import Choice
+from worker.sampling.sampler import TokenChoice
+from worker.step import Runner
 
 ROWS = 13
 
@@ -104,9 +104,9 @@ def test_a_tensor_that_was_slipped_in_is_found_wherever_it_is_kept(hide):
 
 def test_one_in_a_module_or_in_a_class_of_the_worker_is_found(monkeypatch):
     runner = runner_of()
-    monkeypatch.setattr(worker.sampler, "LAST", {1: kept()}, raising=False)
+    monkeypatch.setattr(worker.sampling.sampler, "LAST", {1: kept()}, raising=False)
     assert len(strays(runner)) == 1
-    monkeypatch.setattr(Choice, "last", kept(), raising=False)
+    monkeypatch.setattr(TokenChoice, "last", kept(), raising=False)
     assert len(strays(runner)) == 2
 
 

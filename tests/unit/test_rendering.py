@@ -11,21 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai.told import ChatCompletion, Completion, TokenChance
-from gateway.rendering.bodies import ChatDerendering, CompletionDerendering
-from gateway.rendering.recorded import entry_of, prompt_entries
-from gateway.rendering.schema import (
+from gateway.api.openai.responses import ChatCompletion, CompletionResponse, TokenChance
+from gateway.api.render.bodies import ChatDerendering, CompletionDerendering
+from gateway.api.render.recorded import entry_of, prompt_entries
+from gateway.api.render.requests import (
     MAX_STATE_CHARS,
     Carried,
     derender_chat_decoder,
     derender_completion_decoder,
 )
-from gateway.rendering.state import StreamState, key_of, opened, sealed
-from gateway.rendering.told import DerenderedChatPart
-from gateway.served import ServedModel
+from gateway.api.render.responses import DerenderedChatPart
+from gateway.api.render.stream_state import StreamState, key_of, opened, sealed
+from gateway.api.tokens.generate_requests import GenerateBody
+from gateway.api.tokens.generate_stream import chosen_token
+from gateway.served_model import ServedModel
 from gateway.text.logprobs import prompt_chances
-from gateway.tokens.generate_schema import GenerateBody
-from gateway.tokens.generate_tell import chosen_token
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.messages import Output, TokenLogprobs
 from tests.support.cpu_time import best_cpu_s
@@ -260,7 +260,7 @@ def test_what_is_derendered_is_what_the_documentation_says(more: dict[str, Any])
     other = trip(prompt="a", **asked)
     responses = [other.generate(rendered)[0] for rendered in other.render_completion()]
     whole = other.derender_completion(responses)
-    assert msgspec.to_builtins(msgspec.convert(whole, Completion)) == whole
+    assert msgspec.to_builtins(msgspec.convert(whole, CompletionResponse)) == whole
 
 
 def test_kv_transfer_params_survive_whole_and_in_chunks() -> None:
@@ -363,7 +363,7 @@ def test_without_a_request_what_came_is_told() -> None:
 def test_without_a_request_there_are_as_many_prompts_as_answers() -> None:
     responses = [spoken_by_a_peer("Hello", request_id="cmpl-7"), spoken_by_a_peer("World!")]
     told = derendered_texts(generate_responses=responses, prompt_tokens=[5, 10])
-    msgspec.convert(told, Completion)
+    msgspec.convert(told, CompletionResponse)
     assert [choice["text"] for choice in told["choices"]] == ["Hello", "World!"]
     assert [choice["prompt_logprobs"] for choice in told["choices"]] == [None, None]
     assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (15, 11)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,17 @@ def test_the_top_of_the_tree_is_known(tracked: list[Path]) -> None:
 def test_no_file_is_too_large_to_be_read(tracked: list[Path]) -> None:
     sizes = {str(path): (ROOT / path).stat().st_size for path in tracked if (ROOT / path).exists()}
     assert {name: size for name, size in sizes.items() if size > LARGEST_BYTES} == {}
+
+
+ALIKE = {"Engine"}
+"""The engine; and the client library's class, by the name that programs already use."""
+
+
+def test_no_class_name_stands_twice(tracked: list[Path]) -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in (ROOT / path for path in tracked if path.suffix == ".py"):
+        if path.exists():
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: at for name, at in places.items() if len(at) > 1 and name not in ALIKE} == {}

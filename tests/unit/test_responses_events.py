@@ -7,33 +7,33 @@ from typing import Any
 
 import pytest
 
-from gateway.output.events import (
+from gateway.api.responses.events import Frame, ResponseEvents, last_frame
+from gateway.api.responses.interrupted import response_epitaph
+from gateway.api.responses.items import item_id, response_of, seal
+from gateway.api.responses.response import ResponseHead, Told
+from gateway.api.responses.stream import LogprobsShown, ResponseSink
+from gateway.formats.events import (
     Content,
-    Delta,
     Event,
     Failed,
     Finished,
+    OutputDelta,
+    OutputWarning,
     Reasoning,
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    Warning,
 )
-from gateway.responses.epitaph import response_epitaph
-from gateway.responses.events import Frame, ResponseEvents, last_frame
-from gateway.responses.items import item_id, response_of, seal
-from gateway.responses.response import Head, Told
-from gateway.responses.stream import LogprobsShown, ResponseSink
 from protocol.errors import EngineLost, ErrorInfo, Overloaded
 from tests.support.answers import TOKENIZER, an_answer
 from tests.support.responses import items_of, kinds, typed_events
 from tests.support.scripted_engine import EOS, scripted_logprob
 
 NUMBER = "0123456789abcdef" * 2
-HEAD = Head("resp_" + NUMBER, {"model": "m"}, created_at=12)
+HEAD = ResponseHead("resp_" + NUMBER, {"model": "m"}, created_at=12)
 
 
-class Taken:
+class TakenFrames:
     """A taker that keeps what it takes."""
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class Telling:
 
     def __init__(self, *, num_top: int | None = None, seals: bool = False, **options: Any) -> None:
         self.answer = an_answer()
-        self.told = Taken()
+        self.told = TakenFrames()
         logprobs = None if num_top is None else LogprobsShown(TOKENIZER, num_top)
         events = ResponseEvents(HEAD, seals=seals)
         self.sink = ResponseSink(self.answer, events, self.told, logprobs, **options)
 
     def say(self, *events: Event, ids: list[int] | None = None) -> Telling:
         logprobs = [scripted_logprob(token, 1) for token in ids or []]
-        self.sink.delta(self.answer.choices[0], Delta(list(events), ids or [], logprobs))
+        self.sink.delta(self.answer.choices[0], OutputDelta(list(events), ids or [], logprobs))
         return self
 
     def end(self) -> list[dict[str, Any]]:
@@ -237,7 +237,7 @@ def test_nothing_said_is_no_item() -> None:
 
 
 def test_warnings_are_told_with_the_response() -> None:
-    response = Telling().say(Warning("odd", "it is"), Finished("stop")).end()[-1]["response"]
+    response = Telling().say(OutputWarning("odd", "it is"), Finished("stop")).end()[-1]["response"]
     assert response["warnings"] == [{"code": "odd", "message": "it is", "choice": None}]
 
 

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 
-from gateway.responses.checks import check
-from gateway.responses.fitting import behind, cuts_of, fitted, room_for
-from gateway.responses.items import PREVIOUS, Placed, identified, input_items, reasoning_text, seal
-from gateway.responses.kept.listing import listed
-from gateway.responses.messages import check_outputs
-from gateway.responses.schema import ResponsesBody, responses_decoder
-from gateway.responses.translate import SAME, Translation, chat_body
+from gateway.api.responses.checks import check
+from gateway.api.responses.items import (
+    PREVIOUS,
+    PlacedItem,
+    identified,
+    input_items,
+    reasoning_text,
+    seal,
+)
+from gateway.api.responses.kept.listing import listed
+from gateway.api.responses.messages import check_outputs
+from gateway.api.responses.requests import ResponsesBody, responses_decoder
+from gateway.api.responses.translate import SAME, ResponsesTranslation, chat_body
+from gateway.api.responses.truncation import behind, cuts_of, fitted, room_for
 from protocol.errors import ContextTooLong, InvalidRequest
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
@@ -30,10 +37,12 @@ def body(**fields: Any) -> ResponsesBody:
     return responses_decoder.decode(json.dumps({"input": "hi"} | fields))
 
 
-def translated(*items: dict[str, Any], before: Sequence[Any] = (), **fields: Any) -> Translation:
+def translated(
+    *items: dict[str, Any], before: Sequence[Any] = (), **fields: Any
+) -> ResponsesTranslation:
     request = body(**fields)
     check(request)
-    earlier = [Placed(item, PREVIOUS) for item in before]
+    earlier = [PlacedItem(item, PREVIOUS) for item in before]
     return chat_body(request, [*earlier, *input_items(list(items) or "hi")])
 
 
@@ -167,11 +176,11 @@ def test_ids_are_given_and_kept() -> None:
 # ---- too long
 
 
-def placed(*items: dict[str, Any]) -> list[Placed]:
-    return [Placed(item, f"input[{n}]") for n, item in enumerate(items)]
+def placed(*items: dict[str, Any]) -> list[PlacedItem]:
+    return [PlacedItem(item, f"input[{n}]") for n, item in enumerate(items)]
 
 
-def length(items: Sequence[Placed]) -> list[str]:
+def length(items: Sequence[PlacedItem]) -> list[str]:
     return [str(p.item.get("content") or p.item.get("call_id")) for p in items]
 
 
@@ -213,7 +222,7 @@ def test_each_cut_leaves_less_and_no_output_without_its_call() -> None:
 
 
 def test_what_cannot_even_be_read_is_too_long_as_well() -> None:
-    def render(items: Sequence[Placed]) -> int:
+    def render(items: Sequence[PlacedItem]) -> int:
         if len(items) > 3:
             raise ContextTooLong("too long", param="input")
         return len(items)
@@ -227,7 +236,7 @@ def test_the_place_is_found_by_halving() -> None:
     many = placed(*[said("user", str(n)) for n in range(1000)])
     tries = []
 
-    def render(items: Sequence[Placed]) -> int:
+    def render(items: Sequence[PlacedItem]) -> int:
         tries.append(len(items))
         return len(items)
 

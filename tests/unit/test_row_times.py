@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from worker.layers.linear import Dense
-from worker.models.measured import ROWS, row_times
-from worker.models.row_times import RowTime, dense_from, in_words, step_costs
+from worker.models.autotune import RowTime, dense_from, in_words, step_costs
+from worker.models.autotune_cache import ROWS, row_times
 
 
 def table(*times: tuple[int, float, float | None]) -> list[RowTime]:
@@ -55,7 +55,7 @@ def test_fewer_rows_never_cost_more() -> None:
     assert step_costs(times, layers=1) == [(1, 3), (2, 3), (4, 5)]
 
 
-class Counted(Dense):
+class CountedLinear(Dense):
     """A linear that counts its calls."""
 
     def __init__(self) -> None:
@@ -67,13 +67,13 @@ class Counted(Dense):
         return super().__call__(x)
 
 
-def measured(linear: Counted, folder: Path | None, of: str = "this machine") -> list[RowTime]:
+def measured(linear: CountedLinear, folder: Path | None, of: str = "this machine") -> list[RowTime]:
     dense, x = Dense(torch.ones(2, 4)), torch.ones(256, 4)
     return row_times([of], [linear], lambda: [dense], [x], folder)
 
 
 def test_what_was_measured_is_found_again(tmp_path: Path) -> None:
-    first, again, elsewhere = Counted(), Counted(), Counted()
+    first, again, elsewhere = CountedLinear(), CountedLinear(), CountedLinear()
     told = measured(first, tmp_path / "deep" / "er")
     assert [time.rows for time in told] == list(ROWS)
     assert all(time.packed_s > 0 and (time.dense_s or 0) > 0 for time in told)
@@ -84,10 +84,10 @@ def test_what_was_measured_is_found_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"of":["this machine"],"table":[]}', b"\xff"])
 def test_a_damaged_file_is_measured_anew_and_written_again(tmp_path: Path, content: bytes) -> None:
-    told = measured(Counted(), tmp_path)
+    told = measured(CountedLinear(), tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_bytes(content)
-    anew, last = Counted(), Counted()
+    anew, last = CountedLinear(), CountedLinear()
     again = measured(anew, tmp_path)
     assert [time.rows for time in again] == [time.rows for time in told]
     assert measured(last, tmp_path) == again
@@ -98,4 +98,4 @@ def test_where_nothing_can_be_kept_all_is_measured(tmp_path: Path) -> None:
     taken = tmp_path / "a file"
     taken.touch()
     for folder in (None, taken / "below"):
-        assert len(measured(Counted(), folder)) == len(ROWS)
+        assert len(measured(CountedLinear(), folder)) == len(ROWS)

@@ -8,7 +8,7 @@ import torch
 from protocol.sampling import SamplingParams
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots
-from worker.slots import Poison
+from worker.slots.table import Poison
 
 PROMPT = [5, 9, 2, 77, 31]
 
@@ -72,7 +72,7 @@ def test_tokens_come_in_the_order_of_the_sampled_rows():
     assert together == alone
 
 
-class Broken(TinyModel):
+class BrokenModel(TinyModel):
     """The token 90 turns every number it touches into NaN."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(temperature):
     params = SamplingParams(temperature=temperature, logprobs=2)
     binds = [bound(0, params=params), bound(1, [3, 90], params=params), bound(2, params=params)]
     rows = [(0, 0, 5, True), (1, 0, 2, True), (2, 0, 5, True)]
-    result = runner_of(Broken()).step(step_plan(bind=binds, rows=rows))
+    result = runner_of(BrokenModel()).step(step_plan(bind=binds, rows=rows))
     sound = runner_of().step(step_plan(bind=[binds[0]], rows=[rows[0]]))
     assert result.failed.tolist() == [1]
     assert result.tokens.tolist() == [*sound.tokens.tolist(), 0, *sound.tokens.tolist()]

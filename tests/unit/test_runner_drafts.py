@@ -23,8 +23,8 @@ from tests.support.tiny_model import (
     tiny_runner,
     tiny_slots,
 )
-from worker.runner import Runner
-from worker.slots import Poison
+from worker.slots.table import Poison
+from worker.step import Runner
 
 PROMPT = [5, 9, 2, 77, 31]
 NUM_NEW = 24
@@ -46,7 +46,7 @@ SPECS = [
 
 
 @dataclass
-class Told:
+class DraftedStep:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[object, ...]] = field(default_factory=list)
     steps: int = 0
@@ -88,9 +88,9 @@ def binding(slot: int, params: SamplingParams, seed: int):
     return init, list(blocks)
 
 
-def plain(params: SamplingParams, seed: int) -> Told:
+def plain(params: SamplingParams, seed: int) -> DraftedStep:
     """One token a step."""
-    runner, told = runner_of(), Told()
+    runner, told = runner_of(), DraftedStep()
     init, blocks = binding(0, params, seed)
     told.take(runner.step(step_plan(bind=[init], zero=blocks, rows=[(0, 0, len(PROMPT), True)])))
     while len(told.tokens) < NUM_NEW:
@@ -98,10 +98,12 @@ def plain(params: SamplingParams, seed: int) -> Told:
     return told
 
 
-def guessed(params: SamplingParams, seed: int, answer: list[int], rng: random.Random) -> Told:
+def guessed(
+    params: SamplingParams, seed: int, answer: list[int], rng: random.Random
+) -> DraftedStep:
     """The same in a slot that had another occupant, with drafts, some of which are wrong, and with
     a neighbour that has none."""
-    runner, told = runner_of(), Told()
+    runner, told = runner_of(), DraftedStep()
     other, other_blocks = binding(1, SamplingParams(temperature=1.0), seed=9)
     before, blocks = binding(2, SamplingParams(temperature=0.5, repetition_penalty=2.0), seed=8)
     rows = [(1, 0, len(PROMPT), True), (2, 0, len(PROMPT), True)]
@@ -155,7 +157,7 @@ def test_with_drafts_the_same_is_said_with_the_same_logprobs(params: SamplingPar
     assert steps < 4 * NUM_NEW * 0.7, "drafts that are right save steps"
 
 
-class Broken(TinyModel):
+class BrokenDraftModel(TinyModel):
     """The token 90 turns every number it touches into NaN."""
 
     def __init__(self) -> None:
@@ -165,7 +167,7 @@ class Broken(TinyModel):
 
 def test_a_row_whose_drafts_are_no_numbers_fails_alone() -> None:
     params = SamplingParams(temperature=0.0)
-    runner = runner_of(Broken())
+    runner = runner_of(BrokenDraftModel())
     binds, blocks = zip(*(binding(slot, params, 0) for slot in range(2)), strict=True)
     rows = [(0, 0, 7, True), (1, 0, 7, True)]
     drafts = {0: [90, 4], 1: [4, 4]}

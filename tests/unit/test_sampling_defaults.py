@@ -11,11 +11,11 @@ from protocol.config.gateway import GatewayConfig
 from protocol.model_card import SamplingDefaults, sampling_defaults
 from tests.unit.test_card import directory
 from tools.__main__ import parser
-from tools.catalogue import CATALOGUE, DEFAULT
+from tools.commands.serve import Plan, plan
 from tools.failure import Failure
-from tools.layout import with_model
-from tools.serve import Plan, plan
-from worker.card import main
+from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.processes.topology import with_model
+from worker.startup.card import main
 
 
 def serve(*words: str) -> Plan:

@@ -7,11 +7,11 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from gateway.body import decode
-from gateway.openai import schema
-from gateway.openai.checks import check_batch, check_chat, listed
-from gateway.openai.parameters import choices_of, read_options
-from gateway.served import usable_defaults
+from gateway.api.openai import requests
+from gateway.api.openai.checks import check_batch, check_chat, listed
+from gateway.generation.parameters import choices_of, read_options
+from gateway.http.body import decode
+from gateway.served_model import usable_defaults
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
 from protocol.sampling import SamplingParams
@@ -20,15 +20,15 @@ HI = [{"role": "user", "content": "hi"}]
 SILENT_MODEL = SamplingDefaults()
 
 
-def chat_body(**fields: Any) -> schema.ChatBody:
-    return decode(msgspec.json.encode({"messages": HI, **fields}), schema.chat_decoder)
+def chat_body(**fields: Any) -> requests.ChatBody:
+    return decode(msgspec.json.encode({"messages": HI, **fields}), requests.chat_decoder)
 
 
-def text_body(**fields: Any) -> schema.CompletionBody:
-    return decode(msgspec.json.encode({"prompt": "x", **fields}), schema.completion_decoder)
+def text_body(**fields: Any) -> requests.CompletionBody:
+    return decode(msgspec.json.encode({"prompt": "x", **fields}), requests.completion_decoder)
 
 
-@pytest.mark.parametrize("kind", [schema.ChatBody, schema.CompletionBody])
+@pytest.mark.parametrize("kind", [requests.ChatBody, requests.CompletionBody])
 def test_every_optional_field_may_be_null(kind: type[msgspec.Struct]) -> None:
     for field in msgspec.structs.fields(kind):
         if field.default is not msgspec.NODEFAULT:
@@ -43,7 +43,7 @@ def without_none(annotation: Any) -> Any:
 
 
 def test_sampling_fields_are_bounded_as_the_engine_bounds_them() -> None:
-    ours = get_type_hints(schema.CompletionBody, include_extras=True)
+    ours = get_type_hints(requests.CompletionBody, include_extras=True)
     theirs = get_type_hints(SamplingParams, include_extras=True)
     of_tokens = {"logprobs_of"}  # the token endpoint's alone
     assert set(theirs) - set(ours) == of_tokens
@@ -88,7 +88,7 @@ def test_the_newer_name_of_the_limit_wins() -> None:
 
 
 def test_logprobs_are_asked_for_in_each_routes_own_words() -> None:
-    def asked(body: schema.ChatBody | schema.CompletionBody) -> tuple[int | None, int | None]:
+    def asked(body: requests.ChatBody | requests.CompletionBody) -> tuple[int | None, int | None]:
         params = choices_of(body, SILENT_MODEL)[0]
         return params.logprobs, params.prompt_logprobs
 
@@ -112,13 +112,13 @@ def test_logprobs_are_asked_for_in_each_routes_own_words() -> None:
     ],
 )
 def test_a_prompt_is_one_or_many_texts_or_lists_of_ids(prompt: Any, prompts: Any) -> None:
-    assert schema.prompts_of(text_body(prompt=prompt), 2) == prompts
+    assert requests.prompts_of(text_body(prompt=prompt), 2) == prompts
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", 1], [1, [2]], ["a", [1]], ["a"] * 3])
 def test_other_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        schema.prompts_of(text_body(prompt=prompt), 2)
+        requests.prompts_of(text_body(prompt=prompt), 2)
     assert caught.value.param == "prompt"
 
 
@@ -147,9 +147,9 @@ def test_what_changes_nothing_is_taken_and_what_would_change_meaning_is_not() ->
 
 
 def test_a_batch_is_bounded_and_answered_as_a_whole() -> None:
-    def body(**fields: Any) -> schema.BatchBody:
+    def body(**fields: Any) -> requests.BatchBody:
         data = msgspec.json.encode({"messages": [HI, HI], **fields})
-        return decode(data, schema.batch_decoder)
+        return decode(data, requests.batch_decoder)
 
     check_batch(body(), 2)
     for limit, fields, param in ((1, {}, "messages"), (2, {"stream": True}, "stream")):

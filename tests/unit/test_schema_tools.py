@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.body import decode
-from gateway.openai import schema
-from gateway.openai.tools import ToolPlan, tool_plan
+from gateway.api.openai import requests
+from gateway.api.openai.tools import ToolPlan, tool_plan
+from gateway.http.body import decode
 from protocol.errors import InvalidRequest
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -25,7 +25,7 @@ def named(name: str) -> dict[str, Any]:
 
 def plan(**fields: Any) -> ToolPlan:
     data = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}], **fields})
-    return tool_plan(decode(data, schema.chat_decoder))
+    return tool_plan(decode(data, requests.chat_decoder))
 
 
 ALLOWED = "tool_choice.allowed_tools"

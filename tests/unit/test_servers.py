@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tools import run_lock
 from tools.failure import Failure
-from tools.run_lock import LockFacts
-from tools.servers import RunningServer, add_server, local_server, running, server_url
+from tools.processes import run_lock
+from tools.processes.run_lock import LockFacts
+from tools.processes.servers import RunningServer, add_server, local_server, running, server_url
 
 Serve = Callable[..., RunningServer]
 

@@ -9,10 +9,10 @@ from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AbortByLabel,
     Aborted,
-    AbortNamed,
     Accepted,
-    Gone,
+    EngineStopped,
     Goodbye,
     Hello,
     Limits,
@@ -113,7 +113,9 @@ def test_aborting_twice_or_after_the_end_says_nothing() -> None:
 def test_an_engine_that_says_it_is_gone_ends_every_open_request() -> None:
     session = connected()
     requests = [opened(session), opened(session)]
-    news = session.receive(Gone(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    news = session.receive(
+        EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1
+    )
     assert ends(news) == dict.fromkeys(requests, "engine_lost")
     assert news[0][1].error.message == "worker died"
     with pytest.raises(EngineLost, match="worker died"):
@@ -142,7 +144,7 @@ def test_a_connection_that_breaks_ends_every_open_request_at_once() -> None:
 
 def test_what_the_engine_said_of_its_end_is_not_forgotten_when_the_connection_breaks() -> None:
     session = connected()
-    session.receive(Gone(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    session.receive(EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
     session.disconnected()
     assert session.trouble.message == "worker died"
 
@@ -179,7 +181,7 @@ def test_a_late_pong_does_not_say_another_cause_of_a_loss_that_was_told(epoch: s
     silent, ended = connected(), connected()
     for tenth in range(1, 66):
         silent.tick(tenth / 10)
-    ended.receive(Gone(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    ended.receive(EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
     for session, why in ((silent, "silent for"), (ended, "worker died")):
         assert session.receive(Pong(epoch=epoch, stats=EngineStats()), 6.6) == []
         with pytest.raises(EngineLost, match=why):
@@ -221,11 +223,13 @@ def test_leaving_ends_the_session_and_says_goodbye() -> None:
 def test_an_abort_by_name_is_answered_once_and_like_any_request_lost_with_the_engine() -> None:
     session = connected()
     asked, lost = session.abort_named(["a", "b"]), session.abort_named(["a"])
-    assert asked == AbortNamed(request=1, names=["a", "b"])
+    assert asked == AbortByLabel(request=1, names=["a", "b"])
     reply = Aborted(request=1, aborted=["a"], unknown=["b"])
     assert session.receive(reply, 0.1) == [(1, reply)]
     assert session.receive(reply, 0.1) == []
-    assert ends(session.receive(Gone(error=OVERLOADED), 0.2)) == {lost.request: "engine_lost"}
+    assert ends(session.receive(EngineStopped(error=OVERLOADED), 0.2)) == {
+        lost.request: "engine_lost"
+    }
     with pytest.raises(EngineLost):
         session.abort_named(["a"])
 
@@ -279,7 +283,7 @@ def test_an_engine_that_does_not_know_us_ends_every_open_request_and_is_greeted(
 
 def test_an_answer_to_what_was_sent_to_the_engine_before_does_not_hide_why_it_ended() -> None:
     session = connected()
-    session.receive(Gone(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
+    session.receive(EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
     assert session.receive(SessionLost(why="the connection to the engine broke"), 0.2) == []
     assert session.trouble.message == "worker died"
 

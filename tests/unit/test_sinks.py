@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from gateway.asking import NOT_CALLED, Ask, Demand
-from gateway.choice import Choice
-from gateway.output.events import Content, Delta, Finished, ToolCall, ToolCallEnd, Warning
-from gateway.output.tokens import TokenReaders
-from gateway.sinks import Fold
+from gateway.formats.events import (
+    Content,
+    Finished,
+    OutputDelta,
+    OutputWarning,
+    ToolCall,
+    ToolCallEnd,
+)
+from gateway.formats.token_passthrough import TokenPassthroughFactory
+from gateway.generation.choice import Choice
+from gateway.generation.request import NOT_CALLED, PromptRequest, ToolChoiceCheck
+from gateway.generation.sinks import CollectSink
 from protocol.messages import Output, Usage
 from protocol.sampling import SamplingParams
 
-HELLO, WORLD = Delta([Content("hello")], [1]), Delta([Content("world")], [2])
+HELLO, WORLD = OutputDelta([Content("hello")], [1]), OutputDelta([Content("world")], [2])
 END = Finished("stop", None)
 
 
 def a_choice(index: int = 0) -> Choice:
     params = SamplingParams(seed=1)
-    ask = Ask([1, 2, 3], [params], TokenReaders([2]))
+    ask = PromptRequest([1, 2, 3], [params], TokenPassthroughFactory([2]))
     return Choice(index, 0, ask, params, ask.readers.new())
 
 
 def test_a_whole_answer_joins_the_deltas_of_each_choice() -> None:
-    fold = Fold(2)
+    fold = CollectSink(2)
     for choice, delta in ((0, HELLO), (1, WORLD), (0, WORLD)):
         fold.delta(a_choice(choice), delta)
     assert fold.whole == [
-        Delta([Content("hello"), Content("world")], [1, 2]),
-        Delta([Content("world")], [2]),
+        OutputDelta([Content("hello"), Content("world")], [1, 2]),
+        OutputDelta([Content("world")], [2]),
     ]
 
 
@@ -38,26 +45,26 @@ def test_tokens_behind_the_end_and_what_was_fetched_are_not_counted() -> None:
     assert (choice.num_generated, choice.num_cached, choice.usage) == (3, 2, usage)
 
 
-def judged(demand: Demand, *names: str) -> list[str]:
+def judged(demand: ToolChoiceCheck, *names: str) -> list[str]:
     """Codes of the warnings before the end of an answer that has called these tools."""
     choice = a_choice()
     for index, name in enumerate(names):
-        choice.judge(demand, Delta([ToolCall(index, "id", name)]))
-        choice.judge(demand, Delta([ToolCallEnd(index)]))
-    last = Delta([END])
+        choice.judge(demand, OutputDelta([ToolCall(index, "id", name)]))
+        choice.judge(demand, OutputDelta([ToolCallEnd(index)]))
+    last = OutputDelta([END])
     choice.judge(demand, last)
     assert last.events[-1] == END
-    return [event.code for event in last.events if isinstance(event, Warning)]
+    return [event.code for event in last.events if isinstance(event, OutputWarning)]
 
 
 def test_an_answer_that_does_not_call_what_was_demanded_is_told_with_a_warning() -> None:
-    assert judged(Demand()) == [NOT_CALLED]
-    assert judged(Demand(), "any") == []
-    assert judged(Demand("one"), "one", "one") == []
-    assert judged(Demand("one"), "one", "other") == [NOT_CALLED]
+    assert judged(ToolChoiceCheck()) == [NOT_CALLED]
+    assert judged(ToolChoiceCheck(), "any") == []
+    assert judged(ToolChoiceCheck("one"), "one", "one") == []
+    assert judged(ToolChoiceCheck("one"), "one", "other") == [NOT_CALLED]
 
 
 def test_an_answer_that_was_cut_off_is_told_without() -> None:
-    cut = Delta([Finished("length", None)])
-    a_choice().judge(Demand(), cut)
+    cut = OutputDelta([Finished("length", None)])
+    a_choice().judge(ToolChoiceCheck(), cut)
     assert len(cut.events) == 1

@@ -11,12 +11,17 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit
 from tests.support.plans import slot_init
 from tests.support.tiny_model import BLOCK_TOKENS, CPU, MAX_LEN, tiny_slots
-from worker.extras import EVERYTHING
-from worker.slots import Poison, Rest, SlotField, SlotRef, SlotTable
+from worker.sampling.features import EVERYTHING
+from worker.slots.table import Poison, RestPolicy, SlotField, SlotRef, SlotTable
 
 
 def scalar(name: str, **more: object) -> SlotField:
-    settings = {"dtype": torch.int32, "rest": Rest.FILL, "init": lambda init: init.slot, **more}
+    settings = {
+        "dtype": torch.int32,
+        "rest": RestPolicy.FILL,
+        "init": lambda init: init.slot,
+        **more,
+    }
     return SlotField(name=name, **settings)
 
 
@@ -229,11 +234,11 @@ def test_a_field_must_say_what_becomes_of_the_rest_of_its_row():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"rest": Rest.GUARDED},
-        {"rest": Rest.GUARDED, "guard": "n"},
+        {"rest": RestPolicy.GUARDED},
+        {"rest": RestPolicy.GUARDED, "guard": "n"},
         {"guard": "n"},
-        {"rest": Rest.DERIVED},
-        {"rest": Rest.DERIVED, "derive": print},
+        {"rest": RestPolicy.DERIVED},
+        {"rest": RestPolicy.DERIVED, "derive": print},
         {"derive": print},
         {"init": None},
         {"shape": (2, 2)},
@@ -247,7 +252,7 @@ def test_a_contradictory_field_cannot_be_declared(wrong):
 
 
 def test_a_guard_is_a_filled_scalar_of_the_table():
-    row = scalar("x", shape=(4,), rest=Rest.GUARDED, guard="n", init=lambda init: [1])
+    row = scalar("x", shape=(4,), rest=RestPolicy.GUARDED, guard="n", init=lambda init: [1])
     with pytest.raises(ValueError, match="guard"):
         SlotTable([row], 1, CPU)
     with pytest.raises(ValueError, match="guard"):
@@ -259,7 +264,7 @@ def test_a_derived_field_is_rebuilt_from_the_new_owners_fields():
     def doubled(table: SlotTable, slots: torch.Tensor) -> None:
         table["twice"][slots] = table["once"][slots] * 2
 
-    twice = scalar("twice", rest=Rest.DERIVED, init=None, derive=doubled)
+    twice = scalar("twice", rest=RestPolicy.DERIVED, init=None, derive=doubled)
     table = SlotTable([twice, scalar("once", init=lambda init: init.seed)], 2, CPU)
     init = slot_init(1, [1], seed=21)
     table.bind(init)

@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.answering import Answer
-from gateway.asking import Ask
-from gateway.choice import Choice
-from gateway.engine_client import EngineClient
-from gateway.output.events import Content, Delta, Finished, Reasoning, merged
-from gateway.output.reader import ReaderFactory, ReadOptions
-from gateway.sinks import Fold
+from gateway.engine.client import ZmqEngineClient
+from gateway.formats.choice_parser import ParserFactory, ReadOptions
+from gateway.formats.events import Content, Finished, OutputDelta, Reasoning, merged
+from gateway.generation.backpressure import PendingOutput
+from gateway.generation.choice import Choice
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import PromptRequest
+from gateway.generation.sinks import CollectSink
 from gateway.text.tokenizer import Tokenizer
-from gateway.untold import Untold
 from protocol.errors import EngineLost, ErrorInfo, ServingError
 from protocol.messages import Output, TokenLogprobs, Usage
 from protocol.sampling import SamplingParams
@@ -27,16 +27,16 @@ from tests.support.scripted_engine import EOS, ids_of, scripted_card, scripted_l
 SAID = "Größe, 🙂 and what comes after it."
 
 
-class Told:
+class SentFrames:
     """A sink, and what it was told; `then` is called with each delta."""
 
     def __init__(self, num_choices: int, then: Callable[[], None] = lambda: None) -> None:
-        self.fold = Fold(num_choices)
-        self.deltas: list[tuple[int, Delta]] = []
+        self.fold = CollectSink(num_choices)
+        self.deltas: list[tuple[int, OutputDelta]] = []
         self.ends: list[ServingError | None] = []
         self._then = then
 
-    def delta(self, choice: Choice, delta: Delta) -> None:
+    def delta(self, choice: Choice, delta: OutputDelta) -> None:
         assert not self.ends, "news after the end"
         self.deltas.append((choice.index, delta))
         self.fold.delta(choice, delta)
@@ -49,10 +49,12 @@ class Told:
         self.ends.append(error)
 
 
-def an_answer(num_choices: int = 1, **options: object) -> Answer:
-    readers = ReaderFactory(Tokenizer(scripted_card()), ReadOptions(**options))  # type: ignore[arg-type]
+def an_answer(num_choices: int = 1, **options: object) -> ChoiceGroup:
+    readers = ParserFactory(Tokenizer(scripted_card()), ReadOptions(**options))  # type: ignore[arg-type]
     params = [SamplingParams() for _ in range(num_choices)]
-    return Answer(EngineClient("ipc:///nowhere"), [Ask([1, 2, 3], params, readers)])
+    return ChoiceGroup(
+        ZmqEngineClient("ipc:///nowhere"), [PromptRequest([1, 2, 3], params, readers)]
+    )
 
 
 def token_by_token(ids: list[int], logprobs: int = 1) -> list[Output]:
@@ -69,7 +71,7 @@ def token_by_token(ids: list[int], logprobs: int = 1) -> list[Output]:
     return [*said, end]
 
 
-def folded(told: Told) -> list[tuple[object, ...]]:
+def folded(told: SentFrames) -> list[tuple[object, ...]]:
     return [(merged(w.events), w.token_ids, w.logprobs) for w in told.fold.whole]
 
 
@@ -78,42 +80,42 @@ def folded(told: Told) -> list[tuple[object, ...]]:
 
 def test_what_waits_is_one_piece_for_each_choice_in_the_order_they_were_heard_of() -> None:
     one, two = an_answer(2).choices
-    untold, told = Untold(), Told(2)
-    untold.delta(two, Delta([Reasoning("Hm")], [5], [TokenLogprobs(5, -1.0, 1)]))
-    untold.delta(one, Delta([Content("a")], [1]))
-    untold.delta(two, Delta([Reasoning("."), Content("b")], [6, 7]))
-    untold.delta(two, Delta([Content("c"), Finished("stop")], [8]))
+    untold, told = PendingOutput(), SentFrames(2)
+    untold.delta(two, OutputDelta([Reasoning("Hm")], [5], [TokenLogprobs(5, -1.0, 1)]))
+    untold.delta(one, OutputDelta([Content("a")], [1]))
+    untold.delta(two, OutputDelta([Reasoning("."), Content("b")], [6, 7]))
+    untold.delta(two, OutputDelta([Content("c"), Finished("stop")], [8]))
     untold.end()
     assert [untold.tell(told) for _ in range(4)] == [True, True, True, False]
     whole = [Reasoning("Hm."), Content("bc"), Finished("stop")]
     assert told.deltas == [
-        (1, Delta(whole, [5, 6, 7, 8], [TokenLogprobs(5, -1.0, 1)])),
-        (0, Delta([Content("a")], [1], [])),
+        (1, OutputDelta(whole, [5, 6, 7, 8], [TokenLogprobs(5, -1.0, 1)])),
+        (0, OutputDelta([Content("a")], [1], [])),
     ]
     assert told.ends == [None]
 
 
 def test_waiting_changes_nothing_of_what_was_told_before() -> None:
     (choice,) = an_answer().choices
-    untold = Untold()
-    first = Delta([Content("a")], [1])
+    untold = PendingOutput()
+    first = OutputDelta([Content("a")], [1])
     untold.delta(choice, first)
-    untold.delta(choice, Delta([Content("b")], [2]))
-    assert first == Delta([Content("a")], [1])
+    untold.delta(choice, OutputDelta([Content("b")], [2]))
+    assert first == OutputDelta([Content("a")], [1])
 
 
 def test_tokens_and_the_alternatives_told_with_them_are_much_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.untold.MUCH", 12)
+    monkeypatch.setattr("gateway.generation.backpressure.MUCH", 12)
     (choice,) = an_answer().choices
-    untold = Untold()
-    untold.delta(choice, Delta([], [1] * 5))
-    untold.delta(choice, Delta([], [1], [scripted_logprob(1, 5)]))
+    untold = PendingOutput()
+    untold.delta(choice, OutputDelta([], [1] * 5))
+    untold.delta(choice, OutputDelta([], [1], [scripted_logprob(1, 5)]))
     assert not untold.is_much
-    untold.delta(choice, Delta([], [1]))
+    untold.delta(choice, OutputDelta([], [1]))
     assert untold.is_much
-    untold.tell(Told(1))
+    untold.tell(SentFrames(1))
     assert not untold.is_much
 
 
@@ -121,10 +123,10 @@ def test_tokens_and_the_alternatives_told_with_them_are_much_together(
 def test_tokens_are_measured_and_told_read_or_not(
     many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.untold.MANY", many)
-    monkeypatch.setattr("gateway.untold.MUCH", 4)
+    monkeypatch.setattr("gateway.generation.backpressure.MANY", many)
+    monkeypatch.setattr("gateway.generation.backpressure.MUCH", 4)
     (choice,) = an_answer().choices
-    untold, told = Untold(), Told(1)
+    untold, told = PendingOutput(), SentFrames(1)
     for letters, is_much in (("a", False), ("bc", False), ("d", True), ("e", True)):
         untold.keep(choice, Output(request=1, tokens=ids_of(letters)))
         assert untold.is_much == is_much
@@ -147,9 +149,9 @@ def test_with_any_pauses_the_same_is_told(seed: int) -> None:
     assert len(paused.deltas) < len(plain.deltas)
 
 
-def _told_with_pauses(chance: random.Random, pauses: bool) -> Told:
+def _told_with_pauses(chance: random.Random, pauses: bool) -> SentFrames:
     answer = an_answer(3)
-    told = Told(3, lambda: answer.detach() if pauses and chance.random() < 0.5 else None)
+    told = SentFrames(3, lambda: answer.detach() if pauses and chance.random() < 0.5 else None)
     answer.attach(told)
     left = [(choice, token_by_token(ids_of(SAID))) for choice in answer.choices]
     while some := [(choice, said) for choice, said in left if said]:
@@ -168,7 +170,7 @@ def test_what_comes_before_there_is_a_sink_is_told_as_it_came() -> None:
     answer = an_answer()
     for output in token_by_token(ids_of("Hello")):
         answer.take(answer.choices[0], output)
-    told, late = Told(1), Told(1)
+    told, late = SentFrames(1), SentFrames(1)
     answer.attach(told)
     assert [delta.events for _, delta in told.deltas] == [
         *([Content(letter)] for letter in "Hello"),
@@ -183,7 +185,7 @@ def test_an_answer_ends_and_is_counted_when_it_comes_not_when_it_is_told() -> No
     """A stop string ends it at once: the engine computes nothing for a client that sleeps."""
     answer = an_answer(stop=["STOP"])
     (choice,) = answer.choices
-    told = Told(1)
+    told = SentFrames(1)
     answer.attach(told)
     answer.detach()
     for output in token_by_token(ids_of("so STOP and never this")):
@@ -198,7 +200,7 @@ def test_an_answer_ends_and_is_counted_when_it_comes_not_when_it_is_told() -> No
 
 def test_an_error_waits_behind_the_words_that_came_before_it() -> None:
     answer = an_answer()
-    told = Told(1)
+    told = SentFrames(1)
     answer.attach(told)
     answer.detach()
     answer.take(answer.choices[0], Output(request=1, tokens=ids_of("so far")))
@@ -213,7 +215,7 @@ def test_an_error_waits_behind_the_words_that_came_before_it() -> None:
 
 def test_who_hung_up_while_it_took_nothing_is_told_nothing_more() -> None:
     answer = an_answer()
-    told = Told(1)
+    told = SentFrames(1)
     answer.attach(told)
     answer.detach()
     answer.take(answer.choices[0], Output(request=1, tokens=ids_of("lost")))
@@ -225,10 +227,10 @@ def test_who_hung_up_while_it_took_nothing_is_told_nothing_more() -> None:
 
 def test_what_is_too_much_to_wait_is_told_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it waits as bytes, which are bounded."""
-    monkeypatch.setattr("gateway.untold.MUCH", 10)
-    monkeypatch.setattr("gateway.untold.MANY", 5)
+    monkeypatch.setattr("gateway.generation.backpressure.MUCH", 10)
+    monkeypatch.setattr("gateway.generation.backpressure.MANY", 5)
     answer = an_answer()
-    told = Told(1)
+    told = SentFrames(1)
     answer.attach(told)
     answer.detach()
     for output in token_by_token(ids_of("0123456789abcdefghijklm"), logprobs=0):

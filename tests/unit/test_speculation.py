@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from engine_core.speculation import Guesses, Speculation
+from engine_core.speculation.drafting import RequestDrafting, Speculation
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
@@ -38,14 +38,14 @@ def drafted(plans: list[StepPlan]) -> list[int]:
 # ---- how many
 
 
-def guesses_after(*steps: tuple[int, int]) -> Guesses:
-    guesses = Guesses(drafter=None)  # type: ignore[arg-type]
+def guesses_after(*steps: tuple[int, int]) -> RequestDrafting:
+    guesses = RequestDrafting(drafter=None)  # type: ignore[arg-type]
     for proposed, accepted in steps:
         guesses.learn(proposed, accepted, token=7)
     return guesses
 
 
-def worth(guesses: Guesses, rows: int = 1) -> int:
+def worth(guesses: RequestDrafting, rows: int = 1) -> int:
     config = EngineConfig(worker=WorkerConfig(model=""), draft_width=32, max_drafts=8)
     return Speculation(config)._worth(guesses.guessed.chance, rows)
 

@@ -8,11 +8,11 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from engine_core.speculation import Guesses
+from engine_core.speculation.drafting import RequestDrafting
 from protocol.arrays import Int32
 from protocol.grammar import (
     Body,
-    Choice,
+    ChoiceGrammar,
     Grammar,
     JsonSchema,
     Lark,
@@ -28,18 +28,18 @@ BUDGET = ThinkingBudget(most=5, opens=["(("], closes=["))"], inside=True)
 THINKING = Thinking(opens="((", closes="))", inside=True)
 KINDS: list[Grammar] = [
     Grammar(body=Regex(pattern="([ab]{2}c){1,12}d")),
-    Grammar(body=Choice(choices=["abcabcabcabc", "abcabcabcabd"])),
+    Grammar(body=ChoiceGrammar(choices=["abcabcabcabc", "abcabcabcabd"])),
     Grammar(
         body=JsonSchema(text=schema(name={"type": "string"}, name_of_pet={"enum": ["a", "b"]}))
     ),
     Grammar(body=Lark(text='start: "<" start ">" | "."')),
     Grammar(body=None, budget=BUDGET),
-    Grammar(body=Choice(choices=["yes" * 5, "no" * 9]), budget=BUDGET, thinking=THINKING),
+    Grammar(body=ChoiceGrammar(choices=["yes" * 5, "no" * 9]), budget=BUDGET, thinking=THINKING),
 ]
 PROMPT = ids_of("ababcabcab")
 
 
-class Watched(Bench):
+class WatchedDrafter(Bench):
     """Keeps the masks of each plan that was executed."""
 
     def __init__(self, **options: object) -> None:
@@ -51,9 +51,9 @@ class Watched(Bench):
         super().finish()
 
 
-def serve(speculation: str, depth: int = 1) -> tuple[Watched, list[tuple[str | None, str]]]:
+def serve(speculation: str, depth: int = 1) -> tuple[WatchedDrafter, list[tuple[str | None, str]]]:
     """All kinds, with several seeds, and what each said."""
-    bench = Watched(speculation=speculation, steps_in_flight=depth)
+    bench = WatchedDrafter(speculation=speculation, steps_in_flight=depth)
     numbers = []
     for seed in range(4):
         for grammar in KINDS:
@@ -153,7 +153,7 @@ def test_what_becomes_of_forced_drafts_says_nothing_of_those_from_the_past() -> 
 
 def test_who_spells_what_is_forced_in_another_way_is_not_guessed_at_for_ever() -> None:
     """Every sign is a token here; so a model that never says what is expected stands for one."""
-    guesses = Guesses(drafter=None)  # type: ignore[arg-type]
+    guesses = RequestDrafting(drafter=None)  # type: ignore[arg-type]
     guesses.is_forced = True
     before = guesses.forced.chance
     guesses.learn(8, 0, token=7)
@@ -163,7 +163,7 @@ def test_who_spells_what_is_forced_in_another_way_is_not_guessed_at_for_ever() -
 
 
 def test_drafts_end_before_the_token_that_completes_the_answer() -> None:
-    matcher = echo_compiler().compile(Grammar(body=Choice(choices=["yes"]))).start()
+    matcher = echo_compiler().compile(Grammar(body=ChoiceGrammar(choices=["yes"]))).start()
     assert text_of(matcher.admitted(ids_of("yesyes"))) == "ye"
     assert text_of(matcher.admitted(ids_of("yo"))) == "y"
     many = echo_compiler().compile(Grammar(body=Regex(pattern="(ab)+"))).start()

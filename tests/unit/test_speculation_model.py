@@ -9,8 +9,8 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from engine_core.scheduler import FALL_BEHIND
-from engine_core.speculation import TRY_EVERY
+from engine_core.schedule.scheduler import FALL_BEHIND
+from engine_core.speculation.drafting import TRY_EVERY
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.speed import LONG_S, Rate, Speed
+from engine_core.policy.throughput import LONG_S, Rate, Throughput
 
 
 def test_a_rate_looks_back_about_ten_seconds() -> None:
@@ -18,7 +18,7 @@ def test_a_rate_looks_back_about_ten_seconds() -> None:
 
 
 def test_what_a_step_of_prompts_takes_says_nothing_of_answers() -> None:
-    speed = Speed()
+    speed = Throughput()
     assert not speed.is_long(1 << 20)  # nobody knows
     speed.measure(1, 0.02, has_prompts=False)
     assert not speed.is_long(1 << 20)

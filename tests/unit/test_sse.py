@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import gevent
 import pytest
 
-from gateway import sse
-from gateway.connection import MAX_BUFFERED_BYTES, IteratorOutlet, SocketOutlet
+from gateway.http import sse
+from gateway.http.client_socket import MAX_BUFFERED_BYTES, IteratorOutlet, SocketOutlet
 
 
 class Wire:

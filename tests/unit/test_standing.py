@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.admission import MAX_STANDS_S, check_load, stands
-from engine_core.queue import Load
-from gateway.standing import MAX_KEPT, StandingRefusals
+from engine_core.policy.admission import MAX_STANDS_S, check_load, stands
+from engine_core.policy.queue import QueueLoad
+from gateway.engine.refusal_cache import MAX_KEPT, StandingRefusals
 from protocol.errors import ContextTooLong, Overloaded, ServingError
 from protocol.messages import Account
 from tests.support.engines import Bench
 
 ALICE, BOB = Account(name="alice"), Account(name="bob")
 FULL = Overloaded("full", retry_after_s=3, stands_s=0.2)
-MOST = Load(requests=100, tokens=6400)
+MOST = QueueLoad(requests=100, tokens=6400)
 
 
-def refusal_of(num_tokens: int, waiting: Load, *, rate: float = 1000.0) -> Overloaded:
+def refusal_of(num_tokens: int, waiting: QueueLoad, *, rate: float = 1000.0) -> Overloaded:
     with pytest.raises(Overloaded) as refused:
         check_load(num_tokens, waiting, own=waiting, most=MOST, num_shares=1, rate=rate)
     return refused.value
@@ -57,13 +57,13 @@ def test_accounts_without_number_leave_no_memory_behind() -> None:
 
 
 def test_a_queue_full_of_requests_is_full_whatever_is_asked() -> None:
-    assert refusal_of(8, Load(100, 3000)).stands_s > 0
+    assert refusal_of(8, QueueLoad(100, 3000)).stands_s > 0
 
 
 def test_a_queue_full_of_tokens_is_full_for_others_if_nothing_small_fits_either() -> None:
-    assert refusal_of(1000, Load(50, 6000)).stands_s == 0
-    assert refusal_of(1000, Load(50, 6399)).stands_s > 0
-    assert refusal_of(1, Load(50, 6400)).stands_s > 0
+    assert refusal_of(1000, QueueLoad(50, 6000)).stands_s == 0
+    assert refusal_of(1000, QueueLoad(50, 6399)).stands_s > 0
+    assert refusal_of(1, QueueLoad(50, 6400)).stands_s > 0
 
 
 def test_it_stands_while_little_of_what_waits_leaves() -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine_core.journal.file import Writer
 from engine_core.journal.recorder import RecordedEngine
-from engine_core.starting import engine_for
+from engine_core.startup import engine_for
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig

@@ -17,13 +17,13 @@ from protocol.config.worker import WorkerConfig
 from protocol.steps import WorkerReady
 from tests.support.tiny_checkpoint import write_tiny_llama
 from worker.attention.select import select_attention
-from worker.benchmark.parts import PartsClock, Watched
-from worker.benchmark.steps import StepBenchmark, worker_config
-from worker.kv_cache import KVCache
+from worker.debug.benchmark.parts import PartsClock, TimedPart
+from worker.debug.benchmark.steps import StepBenchmark, worker_config
+from worker.kv.cache import KVCache
 from worker.models.load import load_model
-from worker.runner import Runner
-from worker.slot_fields import slot_fields
-from worker.slots import SlotTable
+from worker.slots.fields import slot_fields
+from worker.slots.table import SlotTable
+from worker.step import Runner
 
 
 def ticking() -> PartsClock:
@@ -70,7 +70,7 @@ def test_the_time_of_a_part_within_another_is_not_the_others() -> None:
 
 def test_what_comes_behind_a_call_may_count_for_a_part_of_its_own() -> None:
     clock = ticking()
-    head = Watched(lambda: "logits", clock, "head", then="sampling")
+    head = TimedPart(lambda: "logits", clock, "head", then="sampling")
     with clock.part("overhead"):
         assert head() == "logits"
     assert clock.seconds == {"overhead": 2.0, "head": 1.0, "sampling": 1.0}
@@ -78,7 +78,7 @@ def test_what_comes_behind_a_call_may_count_for_a_part_of_its_own() -> None:
 
 def test_a_watched_object_answers_as_the_one_within() -> None:
     clock = ticking()
-    watched = Watched([3, 1, 2], clock, "list")
+    watched = TimedPart([3, 1, 2], clock, "list")
     assert watched.index(1) == 1
     assert watched.__doc__ is not None
     assert clock.seconds == {"list": 1.0}
@@ -132,7 +132,13 @@ def test_what_cannot_be_timed_is_refused_by_name(
 
 
 def test_a_bad_config_is_one_line_and_code_2() -> None:
-    command = [sys.executable, "-m", "worker.benchmark", "--config", json.dumps({"batch": [1]})]
+    command = [
+        sys.executable,
+        "-m",
+        "worker.debug.benchmark",
+        "--config",
+        json.dumps({"batch": [1]}),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 2
     assert "worker" in ran.stderr

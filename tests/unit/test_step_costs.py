@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine_core.speculation import Speculation
-from engine_core.step_costs import UNMEASURED_WIDTH, StepCosts
+from engine_core.speculation.drafting import Speculation
+from engine_core.speculation.step_costs import UNMEASURED_WIDTH, StepCosts
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 

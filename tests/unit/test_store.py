@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from gateway.store.database import LEASE_S, SWEEP_EVERY_S, BrokenChain, Database
-from gateway.store.queries import Batch, Epitaph, NewRun, Page, Record
+from gateway.store.queries import Interruption, NewRun, Page, RunBatch, StoredRecord
 
 NOW = 1_000_000.0
 MIB = 1 << 20
 
 
-def epitaph(run: str, number: int, body: bytes | None) -> Epitaph:
-    return Epitaph(b"%b died at %d" % (run.encode(), number), body and body + b" (died)")
+def epitaph(run: str, number: int, body: bytes | None) -> Interruption:
+    return Interruption(b"%b died at %d" % (run.encode(), number), body and body + b" (died)")
 
 
 def opened(path: Path, runner: str = "me", **options: Any) -> Database:
@@ -46,12 +46,14 @@ def other(path: Path, database: Database) -> Iterator[Database]:
     other.close()
 
 
-def record(name: str, previous: str | None = None, *, owner: str = "o", size: int = 10) -> Record:
-    return Record(name, owner, NOW, previous, b"[]", b"x" * size)
+def record(
+    name: str, previous: str | None = None, *, owner: str = "o", size: int = 10
+) -> StoredRecord:
+    return StoredRecord(name, owner, NOW, previous, b"[]", b"x" * size)
 
 
-def says(run: str, first: int, *frames: bytes, **options: Any) -> list[Batch]:
-    return [Batch(run, first, list(frames), **options)]
+def says(run: str, first: int, *frames: bytes, **options: Any) -> list[RunBatch]:
+    return [RunBatch(run, first, list(frames), **options)]
 
 
 def test_what_is_put_is_got_by_its_owner_from_any_process(

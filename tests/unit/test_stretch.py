@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from engine_core.speculation import Speculation
-from engine_core.stretch import FEWEST, Stretch
+from engine_core.speculation.drafting import Speculation
+from engine_core.speculation.overhead import FEWEST, DraftOverhead
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 
@@ -15,8 +15,8 @@ LINEAR = [(1, 1.0), (64, 64.0)]
 FLAT = [(1, 1.0), (64, 1.0)]
 
 
-def taught(plain_s: float, drafted_s: float, *, rows: int = 4, times: int = 40) -> Stretch:
-    stretch = Stretch()
+def taught(plain_s: float, drafted_s: float, *, rows: int = 4, times: int = 40) -> DraftOverhead:
+    stretch = DraftOverhead()
     for _ in range(times):
         stretch.learn(rows, 1.0, plain_s, is_drafted=False)
         stretch.learn(rows, 1.0, drafted_s, is_drafted=True)
@@ -29,7 +29,7 @@ def test_it_is_the_ratio_of_what_steps_took_for_their_cost() -> None:
 
 
 def test_of_steps_of_which_only_one_kind_was_seen_nothing_is_known() -> None:
-    stretch = Stretch()
+    stretch = DraftOverhead()
     for _ in range(50):
         stretch.learn(4, 1.0, 0.02, is_drafted=True)
     for _ in range(FEWEST - 1):
@@ -46,7 +46,7 @@ def test_few_rows_say_nothing_of_many() -> None:
 
 
 def test_costs_are_in_any_unit() -> None:
-    one, other = Stretch(), Stretch()
+    one, other = DraftOverhead(), DraftOverhead()
     for _ in range(20):
         for stretch, unit in ((one, 1.0), (other, 1e-3)):
             stretch.learn(2, 1.0 * unit, 0.010, is_drafted=False)
@@ -61,7 +61,7 @@ def test_a_step_that_others_held_up_changes_little() -> None:
 
 
 def test_on_a_machine_of_moods_the_mean_is_near() -> None:
-    chance, stretch = random.Random(3), Stretch()
+    chance, stretch = random.Random(3), DraftOverhead()
     for _ in range(400):
         stretch.learn(4, 1.0, 0.010 * chance.uniform(0.8, 1.4), is_drafted=False)
         stretch.learn(4, 1.0, 0.012 * chance.uniform(0.8, 1.4), is_drafted=True)

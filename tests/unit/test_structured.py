@@ -11,21 +11,21 @@ import msgspec
 import pytest
 
 from engine_core.grammar.compiler import Compiler
-from gateway.body import decode
-from gateway.openai import schema
-from gateway.openai.checks import check_chat
-from gateway.openai.schema_keywords import ENFORCED, SILENT, UNENFORCEABLE
-from gateway.openai.structured import answer_form
-from gateway.openai.tool_grammar import tool_grammar
-from gateway.openai.tools import tool_plan
-from gateway.output.events import Event, ToolArguments, ToolCall, ToolCallEnd, merged
-from gateway.output.reader import AnswerOptions, ReaderFactory
-from gateway.reading import Beginning, Reading
+from gateway.api.openai import requests
+from gateway.api.openai.checks import check_chat
+from gateway.api.openai.schema_keywords import ENFORCED, SILENT, UNENFORCEABLE
+from gateway.api.openai.structured import answer_form
+from gateway.api.openai.tool_grammar import tool_grammar
+from gateway.api.openai.tools import tool_plan
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.events import Event, ToolArguments, ToolCall, ToolCallEnd, merged
+from gateway.formats.model_format import AnswerStart, ModelOutputFormat
+from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
-    Choice,
+    ChoiceGrammar,
     Gbnf,
     Grammar,
     JsonObject,
@@ -44,7 +44,7 @@ OBJECT = {"type": "object"}
 CARD = thinking_card()
 TOKENIZER = Tokenizer(CARD)
 END = frozenset(b'"}')
-READING = Reading(CARD, TOKENIZER)
+READING = ModelOutputFormat(CARD, TOKENIZER)
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}},
@@ -53,9 +53,9 @@ WEATHER = {
 }
 
 
-def chat_body(**fields: Any) -> schema.ChatBody:
+def chat_body(**fields: Any) -> requests.ChatBody:
     data = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}], **fields})
-    return decode(data, schema.chat_decoder)
+    return decode(data, requests.chat_decoder)
 
 
 def form(**fields: Any) -> Body | None:
@@ -105,7 +105,7 @@ def asked_for(wanted: dict[str, Any]) -> dict[str, Any]:
         ({"guided_json": OBJECT}, JsonSchema(text='{"type":"object"}')),
         ({"guided_json": '{"type": "object"}'}, JsonSchema(text='{"type":"object"}')),
         ({"guided_regex": "a+"}, Regex(pattern="a+")),
-        ({"guided_choice": ["a", "b"]}, Choice(choices=["a", "b"])),
+        ({"guided_choice": ["a", "b"]}, ChoiceGrammar(choices=["a", "b"])),
         ({"guided_grammar": 'start: "a"'}, Lark(text='start: "a"')),
         ({"guided_grammar": 'root ::= "a"'}, Gbnf(text='root ::= "a"')),
         ({"regex": "a+"}, Regex(pattern="a+")),
@@ -127,7 +127,7 @@ def asked_for(wanted: dict[str, Any]) -> dict[str, Any]:
             ),
         ),
         ({"structured_outputs": {"regex": "a+"}}, Regex(pattern="a+")),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, Choice(choices=["a", "b"])),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, ChoiceGrammar(choices=["a", "b"])),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Lark(text='start: "a"')),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Gbnf(text='root ::= "a"')),
         (
@@ -264,8 +264,8 @@ EXAMPLES: dict[str, Any] = {
 def test_the_table_of_keywords_is_the_engines(keyword: str, compiler: Compiler) -> None:
     numeric = keyword.startswith(("min", "max", "exclusive", "multiple"))
     value = EXAMPLES.get(keyword, 1 if numeric else {})
-    schema = {"$defs": {"a": {}}, keyword: value}
-    grammar = Grammar(body=JsonSchema(text=json.dumps(schema)))
+    requests = {"$defs": {"a": {}}, keyword: value}
+    grammar = Grammar(body=JsonSchema(text=json.dumps(requests)))
     if keyword in UNENFORCEABLE:
         with pytest.raises(InvalidRequest, match=re.escape(keyword)):
             compiler.compile(grammar)
@@ -298,7 +298,7 @@ def compiler() -> Compiler:
     return Compiler(CARD)
 
 
-def tools(**fields: Any) -> tuple[Beginning, Body | None]:
+def tools(**fields: Any) -> tuple[AnswerStart, Body | None]:
     functions = [
         {"name": "weather", "parameters": WEATHER, "strict": True},
         {"name": "now.utc"},
@@ -330,9 +330,9 @@ def walked(compiler: Compiler, grammar: Grammar, rng: random.Random) -> list[int
     return ids
 
 
-def understood(ids: list[int], begun: Beginning) -> list[Event]:
+def understood(ids: list[int], begun: AnswerStart) -> list[Event]:
     assert begun.bound is not None
-    reader = ReaderFactory(TOKENIZER, None, AnswerOptions(format=begun.bound)).new()
+    reader = ParserFactory(TOKENIZER, None, AnswerOptions(format=begun.bound)).new()
     return merged(reader.push(Output(request=1, tokens=ids, finish="stop")).events)
 
 

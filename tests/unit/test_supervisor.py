@@ -7,26 +7,26 @@ from signal import SIGINT, SIGKILL, SIGQUIT, SIGTERM
 import pytest
 
 from protocol.exit_codes import ExitCode
-from tools.children import last_words
-from tools.restarts import LONGEST_WAIT_S, WINDOW_S, Restarts
-from tools.supervisor import (
+from tools.processes.children import last_words
+from tools.processes.restart_policy import LONGEST_WAIT_S, WINDOW_S, RestartPolicy
+from tools.processes.supervisor import (
     GRACE_S,
     NEXT_PHASE,
     SAME_WISH_S,
     STOP_S,
     STOPPED_S,
     UNUSED_STOP_S,
-    End,
-    Event,
-    Exit,
-    Kill,
+    EndServer,
+    KillProcess,
+    LogAction,
     Order,
-    Phase,
-    Say,
-    Send,
-    Start,
+    ProcessExit,
+    SendSignal,
+    StartProcess,
     Stopped,
     Supervisor,
+    SupervisorEvent,
+    SupervisorPhase,
 )
 
 DRAIN_S = 30.0
@@ -38,7 +38,7 @@ def starting(max_restarts: int = 0) -> Supervisor:
         0.0,
         start_timeout_s=60.0,
         drain_s=DRAIN_S,
-        restarts=Restarts(max_restarts),
+        restarts=RestartPolicy(max_restarts),
         revives=["gateway"],
     )
 
@@ -50,58 +50,58 @@ def serving(max_restarts: int = 0) -> Supervisor:
 
 
 def deeds(orders: list[Order]) -> list[Order]:
-    return [order for order in orders if not isinstance(order, Say)]
+    return [order for order in orders if not isinstance(order, LogAction)]
 
 
 def complaints(orders: list[Order]) -> list[str]:
-    return [order.text for order in orders if isinstance(order, Say) and order.is_failure]
+    return [order.text for order in orders if isinstance(order, LogAction) and order.is_failure]
 
 
 @pytest.mark.parametrize("made", [starting, serving])
 @pytest.mark.parametrize("code", [1, -SIGKILL])
 def test_a_child_that_leaves_by_itself_takes_the_others_with_it(made, code: int) -> None:
     supervisor = made()
-    exit = Exit("engine", code, "out of memory", ExitCode.OUT_OF_MEMORY)
+    exit = ProcessExit("engine", code, "out of memory", ExitCode.OUT_OF_MEMORY)
     orders = supervisor.exited(exit, 5.0)
-    assert deeds(orders) == [Send("gateway", SIGQUIT)]
+    assert deeds(orders) == [SendSignal("gateway", SIGQUIT)]
     assert complaints(orders) == [exit.cause]
     wanted = 128 + SIGKILL if code < 0 else ExitCode.OUT_OF_MEMORY
-    assert supervisor.exited(Exit("gateway", 0), 6.0) == [End(wanted)]
+    assert supervisor.exited(ProcessExit("gateway", 0), 6.0) == [EndServer(wanted)]
 
 
 def test_a_failure_ends_all_others_at_once_so_that_each_can_send_its_clients_an_error() -> None:
     names = ["gateway", "decode engine", "prefill engine"]
     supervisor = Supervisor(names, 0.0, start_timeout_s=60.0, drain_s=DRAIN_S)
     supervisor.ready()
-    orders = supervisor.exited(Exit("prefill engine", -SIGKILL), 5.0)
-    assert deeds(orders) == [Send("gateway", SIGQUIT), Send("decode engine", SIGQUIT)]
+    orders = supervisor.exited(ProcessExit("prefill engine", -SIGKILL), 5.0)
+    assert deeds(orders) == [SendSignal("gateway", SIGQUIT), SendSignal("decode engine", SIGQUIT)]
 
 
 def test_only_the_first_cause_is_told() -> None:
     supervisor = serving()
-    supervisor.exited(Exit("engine", 1), 5.0)
-    assert supervisor.exited(Exit("gateway", 3, "engine lost"), 5.1) == [End(1)]
+    supervisor.exited(ProcessExit("engine", 1), 5.0)
+    assert supervisor.exited(ProcessExit("gateway", 3, "engine lost"), 5.1) == [EndServer(1)]
 
 
 def test_who_does_not_stop_after_a_failure_is_killed() -> None:
     supervisor = serving()
-    supervisor.exited(Exit("engine", 1), 5.0)
+    supervisor.exited(ProcessExit("engine", 1), 5.0)
     assert supervisor.tick(5.0 + STOP_S - 0.1) == []
-    assert supervisor.tick(5.0 + STOP_S) == [Send("gateway", SIGKILL)]
-    assert supervisor.exited(Exit("gateway", -SIGKILL), 16.0) == [End(1)]
+    assert supervisor.tick(5.0 + STOP_S) == [SendSignal("gateway", SIGKILL)]
+    assert supervisor.exited(ProcessExit("gateway", -SIGKILL), 16.0) == [EndServer(1)]
 
 
 def test_nobody_waits_long_for_a_server_that_failed_before_it_was_ready() -> None:
     supervisor = starting()
-    supervisor.exited(Exit("engine", 1), 5.0)
-    assert supervisor.tick(5.0 + UNUSED_STOP_S) == [Send("gateway", SIGKILL)]
+    supervisor.exited(ProcessExit("engine", 1), 5.0)
+    assert supervisor.tick(5.0 + UNUSED_STOP_S) == [SendSignal("gateway", SIGKILL)]
 
 
 def test_a_server_that_does_not_get_ready_is_given_up() -> None:
     supervisor = starting()
     assert supervisor.tick(59.9) == []
     orders = supervisor.tick(60.0)
-    assert deeds(orders) == [Send("gateway", SIGQUIT), Send("engine", SIGQUIT)]
+    assert deeds(orders) == [SendSignal("gateway", SIGQUIT), SendSignal("engine", SIGQUIT)]
     assert complaints(orders) == ["not ready after 60 s"]
 
 
@@ -114,65 +114,65 @@ def test_a_server_that_is_ready_may_run_for_ever() -> None:
 @pytest.mark.parametrize("made", [starting, serving])
 def test_a_drain_stops_the_gateway_then_the_engine_and_ends_well(made) -> None:
     supervisor = made()
-    assert deeds(supervisor.interrupted(SIGTERM, 5.0)) == [Send("gateway", SIGTERM)]
+    assert deeds(supervisor.interrupted(SIGTERM, 5.0)) == [SendSignal("gateway", SIGTERM)]
     assert supervisor.deadline == 5.0 + DRAIN_S + GRACE_S
-    assert supervisor.exited(Exit("gateway", 0), 20.0) == [Send("engine", SIGTERM)]
+    assert supervisor.exited(ProcessExit("gateway", 0), 20.0) == [SendSignal("engine", SIGTERM)]
     assert supervisor.deadline == 20.0 + DRAIN_S + GRACE_S
-    assert supervisor.exited(Exit("engine", 0), 21.0) == [End(0)]
-    assert supervisor.phase is Phase.ENDED
+    assert supervisor.exited(ProcessExit("engine", 0), 21.0) == [EndServer(0)]
+    assert supervisor.phase is SupervisorPhase.ENDED
 
 
 def test_a_child_that_dies_of_our_own_signal_has_left_well() -> None:
     supervisor = starting()
     supervisor.interrupted(SIGINT, 0.1)
-    supervisor.exited(Exit("gateway", -SIGTERM), 0.2)
-    assert supervisor.exited(Exit("engine", -SIGTERM), 0.3) == [End(0)]
+    supervisor.exited(ProcessExit("gateway", -SIGTERM), 0.2)
+    assert supervisor.exited(ProcessExit("engine", -SIGTERM), 0.3) == [EndServer(0)]
 
 
 def test_a_child_that_breaks_on_the_way_out_is_a_failure() -> None:
     supervisor = serving()
     supervisor.interrupted(SIGINT, 5.0)
-    orders = supervisor.exited(Exit("gateway", 1, "KeyError: 'x'"), 6.0)
-    assert deeds(orders) == [Send("engine", SIGTERM)]
+    orders = supervisor.exited(ProcessExit("gateway", 1, "KeyError: 'x'"), 6.0)
+    assert deeds(orders) == [SendSignal("engine", SIGTERM)]
     assert "KeyError: 'x'" in complaints(orders)[0]
-    assert supervisor.exited(Exit("engine", 0), 7.0) == [End(1)]
+    assert supervisor.exited(ProcessExit("engine", 0), 7.0) == [EndServer(1)]
 
 
 def test_an_engine_that_dies_while_the_gateway_drains_is_a_failure_and_the_drain_goes_on() -> None:
     supervisor = serving()
     supervisor.interrupted(SIGINT, 5.0)
-    orders = supervisor.exited(Exit("engine", -SIGKILL), 6.0)
+    orders = supervisor.exited(ProcessExit("engine", -SIGKILL), 6.0)
     assert deeds(orders) == []
     assert complaints(orders) == ["while stopping, engine was killed by SIGKILL"]
     assert supervisor.deadline == 5.0 + DRAIN_S + GRACE_S
-    assert supervisor.exited(Exit("gateway", 0), 7.0) == [End(128 + SIGKILL)]
+    assert supervisor.exited(ProcessExit("gateway", 0), 7.0) == [EndServer(128 + SIGKILL)]
 
 
 def test_a_second_ctrl_c_kills_all_that_live() -> None:
     supervisor = serving()
     supervisor.interrupted(SIGINT, 5.0)
-    both = [Send("gateway", SIGKILL), Send("engine", SIGKILL)]
+    both = [SendSignal("gateway", SIGKILL), SendSignal("engine", SIGKILL)]
     assert deeds(supervisor.interrupted(SIGINT, 6.0)) == both
     assert supervisor.interrupted(SIGINT, 7.0) == []
-    assert supervisor.exited(Exit("gateway", -SIGKILL), 7.1) == []
-    assert supervisor.exited(Exit("engine", -SIGKILL), 7.2) == [End(128 + SIGINT)]
+    assert supervisor.exited(ProcessExit("gateway", -SIGKILL), 7.1) == []
+    assert supervisor.exited(ProcessExit("engine", -SIGKILL), 7.2) == [EndServer(128 + SIGINT)]
 
 
 def test_the_same_signal_sent_twice_at_once_is_one_wish() -> None:
     supervisor = serving()
     supervisor.interrupted(SIGTERM, 5.0)
     assert supervisor.interrupted(SIGTERM, 5.0 + SAME_WISH_S / 2) == []
-    assert supervisor.phase is Phase.DRAINING
+    assert supervisor.phase is SupervisorPhase.DRAINING
 
 
 def test_a_drain_that_takes_too_long_is_cut_short_and_no_success() -> None:
     supervisor = serving()
     supervisor.interrupted(SIGTERM, 5.0)
     orders = supervisor.tick(5.0 + DRAIN_S + GRACE_S)
-    assert deeds(orders) == [Send("gateway", SIGKILL), Send("engine", SIGKILL)]
+    assert deeds(orders) == [SendSignal("gateway", SIGKILL), SendSignal("engine", SIGKILL)]
     assert complaints(orders) == ["gateway did not stop in time and will be killed"]
-    supervisor.exited(Exit("gateway", -SIGKILL), 41.0)
-    assert supervisor.exited(Exit("engine", -SIGKILL), 41.0) == [End(1)]
+    supervisor.exited(ProcessExit("gateway", -SIGKILL), 41.0)
+    assert supervisor.exited(ProcessExit("engine", -SIGKILL), 41.0) == [EndServer(1)]
 
 
 def test_readiness_that_comes_too_late_changes_nothing() -> None:
@@ -180,10 +180,10 @@ def test_readiness_that_comes_too_late_changes_nothing() -> None:
     supervisor.interrupted(SIGTERM, 5.0)
     deadline = supervisor.deadline
     assert supervisor.ready() == []
-    assert (supervisor.phase, supervisor.deadline) == (Phase.DRAINING, deadline)
+    assert (supervisor.phase, supervisor.deadline) == (SupervisorPhase.DRAINING, deadline)
 
 
-DRAINED = Exit("engine", 0, "drained, as the client 'drain' asked", ExitCode.ENGINE_LOST)
+DRAINED = ProcessExit("engine", 0, "drained, as the client 'drain' asked", ExitCode.ENGINE_LOST)
 
 
 @pytest.mark.parametrize("made", [starting, serving, lambda: serving(max_restarts=3)])
@@ -191,61 +191,69 @@ def test_an_engine_that_drained_as_somebody_asked_is_the_good_end_of_its_server(
     supervisor = made()
     orders = supervisor.exited(DRAINED, 5.0)
     said = "engine drained, as the client 'drain' asked; the server stops"
-    assert orders == [Say(said), Send("gateway", SIGTERM)]
-    assert (supervisor.phase, supervisor.deadline) == (Phase.FOLLOWING, 5.0 + DRAIN_S + GRACE_S)
-    assert supervisor.exited(Exit("gateway", 0), 6.0) == [End(ExitCode.OK)]
+    assert orders == [LogAction(said), SendSignal("gateway", SIGTERM)]
+    assert (supervisor.phase, supervisor.deadline) == (
+        SupervisorPhase.FOLLOWING,
+        5.0 + DRAIN_S + GRACE_S,
+    )
+    assert supervisor.exited(ProcessExit("gateway", 0), 6.0) == [EndServer(ExitCode.OK)]
 
 
 def test_a_gateway_that_left_as_it_was_asked_to_is_told_so_whatever_it_said_last() -> None:
     supervisor = serving()
-    orders = supervisor.exited(Exit("gateway", 0, "[ERROR] of an hour ago"), 5.0)
+    orders = supervisor.exited(ProcessExit("gateway", 0, "[ERROR] of an hour ago"), 5.0)
     said = "gateway left, as somebody else than its supervisor asked; the server stops"
-    assert orders == [Say(said), Send("engine", SIGTERM)]
-    assert supervisor.exited(Exit("engine", 0), 6.0) == [End(ExitCode.OK)]
+    assert orders == [LogAction(said), SendSignal("engine", SIGTERM)]
+    assert supervisor.exited(ProcessExit("engine", 0), 6.0) == [EndServer(ExitCode.OK)]
 
 
 def test_a_signal_while_the_others_follow_is_the_first_wish_and_kills_nobody() -> None:
     supervisor = serving()
     supervisor.exited(DRAINED, 5.0)
     assert deeds(supervisor.interrupted(SIGTERM, 6.0)) == []
-    assert supervisor.phase is Phase.DRAINING
-    assert supervisor.exited(Exit("gateway", 0), 7.0) == [End(ExitCode.OK)]
+    assert supervisor.phase is SupervisorPhase.DRAINING
+    assert supervisor.exited(ProcessExit("gateway", 0), 7.0) == [EndServer(ExitCode.OK)]
 
 
 def test_who_does_not_follow_in_time_is_killed() -> None:
     supervisor = serving()
     supervisor.exited(DRAINED, 5.0)
-    assert deeds(supervisor.tick(5.0 + DRAIN_S + GRACE_S)) == [Send("gateway", SIGKILL)]
-    assert supervisor.exited(Exit("gateway", -SIGKILL), 41.0) == [End(ExitCode.FAILED)]
+    assert deeds(supervisor.tick(5.0 + DRAIN_S + GRACE_S)) == [SendSignal("gateway", SIGKILL)]
+    assert supervisor.exited(ProcessExit("gateway", -SIGKILL), 41.0) == [EndServer(ExitCode.FAILED)]
 
 
 def test_an_engine_that_drains_while_another_is_away_does_not_wait_for_it() -> None:
     supervisor = restarted(5.0)
     supervisor.exited(KILLED, 6.0)
-    assert deeds(supervisor.exited(Exit("gateway", 0), 6.5)) == [End(ExitCode.OK)]
+    assert deeds(supervisor.exited(ProcessExit("gateway", 0), 6.5)) == [EndServer(ExitCode.OK)]
 
 
 def test_the_cause_is_one_line_with_name_code_and_last_words() -> None:
-    assert Exit("engine", 3, "no such file").cause == "engine exited with code 3: no such file"
-    assert Exit("gateway", -9).cause == "gateway was killed by SIGKILL"
+    assert (
+        ProcessExit("engine", 3, "no such file").cause == "engine exited with code 3: no such file"
+    )
+    assert ProcessExit("gateway", -9).cause == "gateway was killed by SIGKILL"
 
 
-KILLED = Exit("engine", -SIGKILL)
+KILLED = ProcessExit("engine", -SIGKILL)
 
 
 def restarted(at: float = 5.0) -> Supervisor:
     """Its engine has died once, and runs again."""
     supervisor = serving(max_restarts=3)
-    assert deeds(supervisor.exited(KILLED, at)) == [Start("engine")]
+    assert deeds(supervisor.exited(KILLED, at)) == [StartProcess("engine")]
     return supervisor
 
 
 def test_an_engine_that_dies_is_started_again_at_once_and_the_gateway_is_left_alone() -> None:
     supervisor = restarted(5.0)
-    assert (supervisor.phase, supervisor.alive) == (Phase.RESTARTING, ["gateway", "engine"])
+    assert (supervisor.phase, supervisor.alive) == (
+        SupervisorPhase.RESTARTING,
+        ["gateway", "engine"],
+    )
     assert supervisor.deadline == 5.0 + 60.0
     assert supervisor.ready() == []
-    assert (supervisor.phase, supervisor.deadline) == (Phase.SERVING, None)
+    assert (supervisor.phase, supervisor.deadline) == (SupervisorPhase.SERVING, None)
 
 
 def test_the_second_restart_waits_and_each_one_after_it_twice_as_long() -> None:
@@ -256,9 +264,9 @@ def test_the_second_restart_waits_and_each_one_after_it_twice_as_long() -> None:
     assert "in 1 s (restart 2 of at most 3" in complaints(orders)[0]
     assert supervisor.deadline == 7.0
     assert supervisor.ready() == []
-    assert supervisor.phase is Phase.RESTARTING, "the old one may still have looked ready"
+    assert supervisor.phase is SupervisorPhase.RESTARTING, "the old one may still have looked ready"
     assert supervisor.tick(6.9) == []
-    assert supervisor.tick(7.0) == [Start("engine")]
+    assert supervisor.tick(7.0) == [StartProcess("engine")]
     assert supervisor.exited(KILLED, 8.0)
     assert supervisor.deadline == 10.0
 
@@ -269,15 +277,15 @@ def test_more_deaths_than_the_limit_end_the_server_with_the_last_cause() -> None
         supervisor.exited(KILLED, now)
         supervisor.tick(now + LONGEST_WAIT_S)
     orders = supervisor.exited(KILLED, 50.0)
-    assert deeds(orders) == [Send("gateway", SIGQUIT)]
+    assert deeds(orders) == [SendSignal("gateway", SIGQUIT)]
     assert complaints(orders) == [
         "engine was killed by SIGKILL; it was started again 3 times, which did not help"
     ]
-    assert supervisor.exited(Exit("gateway", 0), 51.0) == [End(128 + SIGKILL)]
+    assert supervisor.exited(ProcessExit("gateway", 0), 51.0) == [EndServer(128 + SIGKILL)]
 
 
 def test_deaths_of_long_ago_do_not_count() -> None:
-    restarts = Restarts(1)
+    restarts = RestartPolicy(1)
     assert restarts.after(ExitCode.ENGINE_LOST, 1, 0.0) == 0.0
     assert restarts.after(ExitCode.ENGINE_LOST, 1, WINDOW_S) is None
     assert restarts.after(ExitCode.ENGINE_LOST, 1, WINDOW_S + 1) == 0.0
@@ -288,37 +296,37 @@ def test_deaths_of_long_ago_do_not_count() -> None:
 )
 def test_what_a_restart_does_not_mend_is_not_started_again(stands_for: int, code: int) -> None:
     supervisor = serving(max_restarts=3)
-    orders = supervisor.exited(Exit("engine", code, "", stands_for), 5.0)
-    assert deeds(orders) == [Send("gateway", SIGQUIT)]
+    orders = supervisor.exited(ProcessExit("engine", code, "", stands_for), 5.0)
+    assert deeds(orders) == [SendSignal("gateway", SIGQUIT)]
 
 
 def test_who_never_was_ready_is_not_started_again() -> None:
-    assert deeds(starting(3).exited(KILLED, 5.0)) == [Send("gateway", SIGQUIT)]
+    assert deeds(starting(3).exited(KILLED, 5.0)) == [SendSignal("gateway", SIGQUIT)]
 
 
 def test_a_restart_that_does_not_get_ready_is_given_up() -> None:
     supervisor = restarted(5.0)
     assert complaints(supervisor.tick(65.0)) == ["not ready after 60 s"]
-    supervisor.exited(Exit("gateway", 0), 66.0)
-    assert supervisor.exited(Exit("engine", 0), 66.0) == [End(ExitCode.NOT_READY)]
+    supervisor.exited(ProcessExit("gateway", 0), 66.0)
+    assert supervisor.exited(ProcessExit("engine", 0), 66.0) == [EndServer(ExitCode.NOT_READY)]
 
 
 def test_a_drain_while_a_child_is_away_does_not_wait_for_it() -> None:
     supervisor = restarted(5.0)
     supervisor.exited(KILLED, 6.0)
-    assert deeds(supervisor.interrupted(SIGTERM, 6.5)) == [Send("gateway", SIGTERM)]
+    assert deeds(supervisor.interrupted(SIGTERM, 6.5)) == [SendSignal("gateway", SIGTERM)]
     assert supervisor.tick(8.0) == []
-    assert supervisor.exited(Exit("gateway", 0), 9.0) == [End(0)]
+    assert supervisor.exited(ProcessExit("gateway", 0), 9.0) == [EndServer(0)]
 
 
 def test_a_supervisor_with_nobody_left_who_waits_for_a_restart_does_not_end() -> None:
     supervisor = Supervisor(
-        ["engine"], 0.0, start_timeout_s=60, drain_s=DRAIN_S, restarts=Restarts(2)
+        ["engine"], 0.0, start_timeout_s=60, drain_s=DRAIN_S, restarts=RestartPolicy(2)
     )
     supervisor.ready()
     supervisor.exited(KILLED, 5.0)
     assert deeds(supervisor.exited(KILLED, 6.0)) == []
-    assert deeds(supervisor.interrupted(SIGTERM, 6.5)) == [End(0)]
+    assert deeds(supervisor.interrupted(SIGTERM, 6.5)) == [EndServer(0)]
 
 
 STOPPED_WORKER = Stopped("gateway", 12, is_child=False)
@@ -332,23 +340,30 @@ def test_a_stopped_gateway_process_is_killed_for_its_master_starts_another() -> 
     assert supervisor.saw([STOPPED_WORKER], 7.0) == []
     assert supervisor.saw([STOPPED_WORKER], 7.0 + STOPPED_S - 0.1) == []
     orders = supervisor.saw([STOPPED_WORKER], 7.0 + STOPPED_S)
-    assert deeds(orders) == [Kill("gateway", 12)]
+    assert deeds(orders) == [KillProcess("gateway", 12)]
 
 
 def test_a_stopped_engine_is_killed_only_where_it_comes_back() -> None:
-    for max_restarts, wanted in ((0, []), (3, [Kill("engine", 13)])):
+    for max_restarts, wanted in ((0, []), (3, [KillProcess("engine", 13)])):
         supervisor = serving(max_restarts)
         supervisor.saw([STOPPED_ENGINE], 5.0)
         assert deeds(supervisor.saw([STOPPED_ENGINE], 5.0 + STOPPED_S)) == wanted
 
 
 def test_every_phase_but_the_last_can_be_left_and_the_last_only_without_children() -> None:
-    for phase in Phase:
-        assert any(start is phase for start, _ in NEXT_PHASE) == (phase is not Phase.ENDED)
-    ends = {key for key, phase in NEXT_PHASE.items() if phase is Phase.ENDED}
-    assert {event for _, event in ends} == {Event.EMPTY}
-    last = (Phase.FOLLOWING, Phase.DRAINING, Phase.STOPPING, Phase.KILLING)
-    assert ends == {(phase, Event.EMPTY) for phase in last}
+    for phase in SupervisorPhase:
+        assert any(start is phase for start, _ in NEXT_PHASE) == (
+            phase is not SupervisorPhase.ENDED
+        )
+    ends = {key for key, phase in NEXT_PHASE.items() if phase is SupervisorPhase.ENDED}
+    assert {event for _, event in ends} == {SupervisorEvent.EMPTY}
+    last = (
+        SupervisorPhase.FOLLOWING,
+        SupervisorPhase.DRAINING,
+        SupervisorPhase.STOPPING,
+        SupervisorPhase.KILLING,
+    )
+    assert ends == {(phase, SupervisorEvent.EMPTY) for phase in last}
 
 
 @pytest.mark.parametrize(

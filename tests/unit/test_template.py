@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.template import ChatTemplate
+from gateway.prompt.template import ChatTemplate
 from protocol.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "hi"}]

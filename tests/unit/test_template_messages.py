@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.content import template_messages
-from gateway.chat.template import ChatTemplate, Habits
+from gateway.prompt.content import template_messages
+from gateway.prompt.template import ChatTemplate, TemplateTraits
 from protocol.errors import InvalidRequest
 from tests.support.tokenizers import family
 
-PLAIN = Habits()
+PLAIN = TemplateTraits()
 TAKES_STRINGS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 TAKES_PARTS = (
     "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
@@ -31,7 +31,7 @@ def assistant(**fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "x", **fields}
 
 
-def one(message: Any, habits: Habits = PLAIN) -> dict[str, Any]:
+def one(message: Any, habits: TemplateTraits = PLAIN) -> dict[str, Any]:
     (result,) = template_messages([message], habits)
     return result
 
@@ -127,7 +127,7 @@ def test_arguments_are_objects_for_the_template(given: Any, expected: dict[str, 
 
 
 def test_arguments_are_text_for_a_template_that_wants_text() -> None:
-    habits = Habits(string_arguments=True)
+    habits = TemplateTraits(string_arguments=True)
     for given, expected in [('{"a":  1}', '{"a":  1}'), ({"a": "é"}, '{"a":"é"}'), ("", "{}")]:
         message = one(assistant(tool_calls=[call(given)]), habits)
         assert message["tool_calls"][0]["function"]["arguments"] == expected

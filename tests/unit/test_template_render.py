@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.render import ChatRenderer, Conversation
+from gateway.prompt.render import ChatRenderer, PromptConversation
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ContextTooLong, InvalidRequest
 from tests.support.templates import UnlimitedTemplates
@@ -31,7 +31,7 @@ def renderer(template: str | None = CHATML) -> ChatRenderer:
 
 
 def text(messages: Any = HELLO, template: str | None = CHATML, **options: Any) -> str:
-    return renderer(template).text(Conversation(messages=messages, **options))
+    return renderer(template).text(PromptConversation(messages=messages, **options))
 
 
 def test_a_conversation_with_tools_has_the_template_for_them() -> None:
@@ -42,9 +42,9 @@ def test_a_conversation_with_tools_has_the_template_for_them() -> None:
     )
     both = ChatRenderer(card, real_tokenizer("smollm2"), UnlimitedTemplates())
     tools = [{"type": "function", "function": {"name": "now"}}]
-    assert both.text(Conversation(messages=HELLO)) == "plain"
-    assert both.text(Conversation(messages=HELLO, tools=[])) == "plain"
-    assert both.text(Conversation(messages=HELLO, tools=tools)) == "now"
+    assert both.text(PromptConversation(messages=HELLO)) == "plain"
+    assert both.text(PromptConversation(messages=HELLO, tools=[])) == "plain"
+    assert both.text(PromptConversation(messages=HELLO, tools=tools)) == "now"
     assert not both.writes_no_tools
     assert both.template_for(None).profile.has_switch
     assert not both.template_for(tools).profile.has_switch
@@ -53,13 +53,13 @@ def test_a_conversation_with_tools_has_the_template_for_them() -> None:
 def test_a_model_may_have_a_template_for_tools_alone() -> None:
     card = card_of(b"", tool_use_template="{{ tools | length }}")
     only = ChatRenderer(card, real_tokenizer("smollm2"), UnlimitedTemplates())
-    assert only.text(Conversation(messages=HELLO, tools=[{}])) == "1"
+    assert only.text(PromptConversation(messages=HELLO, tools=[{}])) == "1"
     with pytest.raises(InvalidRequest, match="no chat template"):
-        only.text(Conversation(messages=HELLO))
+        only.text(PromptConversation(messages=HELLO))
 
 
 def test_a_conversation_becomes_ids_with_special_tokens_written_by_the_template_only() -> None:
-    ids = renderer().tokens(Conversation(messages=HELLO))
+    ids = renderer().tokens(PromptConversation(messages=HELLO))
     assert ids[:2] == [0, 1]
     assert (ids.count(0), ids.count(1), ids.count(2)) == (1, 2, 1)
     assert text() == "<|endoftext|><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -73,7 +73,9 @@ def test_bos_is_not_doubled_where_the_tokenizer_would_add_one() -> None:
         special_tokens={"bos_token": config["bos_token"]},
     )
     tokenizer = real_tokenizer("llama3_1")
-    ids = ChatRenderer(card, tokenizer, UnlimitedTemplates()).tokens(Conversation(messages=HELLO))
+    ids = ChatRenderer(card, tokenizer, UnlimitedTemplates()).tokens(
+        PromptConversation(messages=HELLO)
+    )
     assert ids.count(tokenizer.token_id("<|begin_of_text|>") or 0) == 1
 
 
@@ -118,5 +120,5 @@ def test_a_prompt_that_is_too_long_names_the_messages() -> None:
     card = card_of(smollm2_tokenizer_json(), chat_template=CHATML, context_tokens=8)
     renderer = ChatRenderer(card, Tokenizer(card), UnlimitedTemplates())
     with pytest.raises(ContextTooLong, match=r"messages is [\d,]+ bytes long") as caught:
-        renderer.tokens(Conversation(messages=[{"role": "user", "content": "x" * 1000}]))
+        renderer.tokens(PromptConversation(messages=[{"role": "user", "content": "x" * 1000}]))
     assert caught.value.param == "messages"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.render import ChatRenderer, Conversation
-from gateway.reading import Reading
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.prompt.render import ChatRenderer, PromptConversation
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import ModelCard
@@ -28,7 +28,7 @@ HISTORY = [
 
 def rendered(messages: Any, card: ModelCard = PLAIN, **options: Any) -> str:
     renderer = ChatRenderer(card, Tokenizer(card), UnlimitedTemplates())
-    return renderer.text(Conversation(messages=messages, **options))
+    return renderer.text(PromptConversation(messages=messages, **options))
 
 
 def test_tools_are_described_in_the_system_message() -> None:
@@ -67,6 +67,6 @@ def test_a_model_without_a_format_of_its_own_is_read_as_it_was_taught() -> None:
     for card, tools in ((PLAIN, "hermes"), (scripted_card(chat_template=None), None)):
         tokenizer = Tokenizer(card)
         teachable = ChatRenderer(card, tokenizer, UnlimitedTemplates()).writes_no_tools
-        reading = Reading(card, tokenizer, teachable=teachable)
+        reading = ModelOutputFormat(card, tokenizer, teachable=teachable)
         assert reading.tools == tools
         assert ("in words" in reading.why) is teachable

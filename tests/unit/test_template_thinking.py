@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gateway.chat.kwargs import REASONING_EFFORTS, ThinkingFields, effective_kwargs, thinks
-from gateway.chat.template import ChatTemplate
-from gateway.output.reasoning import says_inside
-from gateway.reading import Reading
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.formats.reasoning import says_inside
+from gateway.prompt.kwargs import REASONING_EFFORTS, ThinkingFields, effective_kwargs, thinks
+from gateway.prompt.template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from protocol.model_card import ModelCard
 from tests.support.model import smollm2_gguf
@@ -32,10 +32,10 @@ USER = [{"role": "user", "content": "What does <think> mean? And </think>?"}]
 
 
 @cache
-def model(name: str) -> tuple[ModelCard, ChatTemplate, Reading]:
+def model(name: str) -> tuple[ModelCard, ChatTemplate, ModelOutputFormat]:
     card = _card(name)
     template = ChatTemplate(card.chat_template or "", card.special_tokens)
-    return card, template, Reading(card, Tokenizer(card))
+    return card, template, ModelOutputFormat(card, Tokenizer(card))
 
 
 def _card(name: str) -> ModelCard:

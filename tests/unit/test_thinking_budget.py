@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_core.grammar.budget import is_cut
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.matcher import Matcher
-from gateway.reading import Reading
+from engine_core.grammar.thinking_budget import is_cut
+from gateway.formats.model_format import ModelOutputFormat
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
-    Choice,
+    ChoiceGrammar,
     Grammar,
     JsonObject,
+    LiteralForm,
     Rules,
-    Text,
     Thinking,
     ThinkingBudget,
 )
@@ -122,9 +122,9 @@ def test_nothing_is_constrained_but_the_closing_marker(compiler):
 @pytest.mark.parametrize(
     "body",
     [
-        Choice(choices=["yes"]),
+        ChoiceGrammar(choices=["yes"]),
         JsonObject(),
-        Rules(start=Text('<tool>{"name": "f"}</tool>')),
+        Rules(start=LiteralForm('<tool>{"name": "f"}</tool>')),
     ],
     ids=["choice", "json", "call"],
 )
@@ -167,7 +167,7 @@ def test_a_form_with_a_budget_is_reached_through_one_block_at_most(
     compiler, thinking, wishes, answer
 ):
     grammar = Grammar(
-        body=Choice(choices=["y"]),
+        body=ChoiceGrammar(choices=["y"]),
         thinking=thinking,
         budget=budget(9, TOKENS, inside=thinking.inside),
     )
@@ -187,7 +187,7 @@ def test_a_character_is_completed_before_the_block_is_closed() -> None:
     thinking = Thinking(opens="<think>", closes="</think>", inside=True)
     for grammar in (
         Grammar(budget=limit),
-        Grammar(body=Choice(choices=["yes"]), thinking=thinking, budget=limit),
+        Grammar(body=ChoiceGrammar(choices=["yes"]), thinking=thinking, budget=limit),
     ):
         matcher = compiler.compile(grammar).start()
         answer = written(matcher, compiler.vocab_size, [*smile, *smile], most=len(smile) + 1)
@@ -273,7 +273,7 @@ CONTROL_TOKENS = "{# <|channel|>analysis<|message|> <|tool_calls_section_begin|>
 
 def asked(reasoning: str, prompt: str, most: int = 5, tools: str = "none", **kwargs: Any) -> Any:
     card = msgspec.structs.replace(thinking_card(), chat_template=CONTROL_TOKENS)
-    reading = Reading(card, Tokenizer(card), tools, reasoning)
+    reading = ModelOutputFormat(card, Tokenizer(card), tools, reasoning)
     return reading.begin(prompt, kwargs, calls=tools != "none").budget("field", most)
 
 

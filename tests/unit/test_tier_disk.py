@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from worker.kv.tiers.block_file import HEADER_BYTES, Damaged, check, header_of
-from worker.kv.tiers.disk import LOOK_S, PAUSE_S, DiskTier, Lost
+from worker.kv.tiers.block_file import HEADER_BYTES, DamagedBlockFile, check, header_of
+from worker.kv.tiers.disk import LOOK_S, PAUSE_S, BlockLost, DiskTier
 
 LAYOUT, OTHER = b"l" * 16, b"o" * 16
 SIZE = 64
@@ -76,7 +76,7 @@ def test_a_bit_that_flips_anywhere_is_damage_and_the_file_goes(tmp_path: Path) -
         assert tier.store(content(1), payload(1))
         whole = path.read_bytes()
         path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1 << byte % 8]) + whole[byte + 1 :])
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedBlockFile):
             loaded(tier, 1)
         assert not path.exists()
         assert content(1) not in tier
@@ -87,7 +87,7 @@ def test_a_file_of_another_size_is_damage(tmp_path: Path, size: int) -> None:
     tier, path = disk(tmp_path / "kv"), path_of(tmp_path / "kv", 1)
     tier.store(content(1), payload(1))
     path.write_bytes((path.read_bytes() + b"x")[:size])
-    with pytest.raises(Damaged, match=f"{size} bytes instead of {FILE}"):
+    with pytest.raises(DamagedBlockFile, match=f"{size} bytes instead of {FILE}"):
         loaded(tier, 1)
     assert not path.exists()
 
@@ -96,7 +96,7 @@ def test_a_whole_file_under_another_name_is_damage(tmp_path: Path) -> None:
     tier = disk(tmp_path / "kv")
     tier.store(content(1), payload(1))
     path_of(tmp_path / "kv", 1).rename(path_of(tmp_path / "kv", 2))
-    with pytest.raises(Damaged, match="another block"):
+    with pytest.raises(DamagedBlockFile, match="another block"):
         loaded(tier, 2)
 
 
@@ -131,7 +131,7 @@ def test_a_block_that_is_gone_is_lost_and_that_is_told(tmp_path: Path) -> None:
     tier.store(content(1), payload(1))
     tier.take_changes()
     path_of(tmp_path / "kv", 1).unlink()
-    with pytest.raises(Lost, match="gone"):
+    with pytest.raises(BlockLost, match="gone"):
         loaded(tier, 1)
     assert tier.take_changes() == ([], [content(1)])
 
@@ -172,7 +172,7 @@ def test_blocks_of_another_model_count_and_go_too_but_are_none_of_ours(tmp_path:
     tier.store(content(4), payload(4))
     assert not path_of(tmp_path / "kv", 1, OTHER).exists()
     assert path_of(tmp_path / "kv", 2, OTHER).exists()
-    with pytest.raises(Lost):
+    with pytest.raises(BlockLost):
         loaded(tier, 2)
 
 
@@ -219,7 +219,7 @@ def test_four_servers_at_once_load_what_was_stored_or_nothing(tmp_path: Path) ->
                 case 0 | 1:
                     assert tier.store(content(number), payload(number))
                 case 2:
-                    with contextlib.suppress(Lost):
+                    with contextlib.suppress(BlockLost):
                         assert loaded(tier, number) == payload(number)
                         num_loaded += 1
                 case 3:

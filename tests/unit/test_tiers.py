@@ -17,10 +17,10 @@ from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
 from protocol.kv import KVFailure, KVFetch, KVFetched, KVStore, KVTierNews, KVUsed, TierSource
 from worker.kv.blocks import blocks_of
-from worker.kv.news import News
+from worker.kv.cache import KVCache
+from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.disk import DiskTier
-from worker.kv.tiers.tiers import Tiers
-from worker.kv_cache import KVCache
+from worker.kv.tiers.store import TierStore
 
 SHAPE = (2, 9, 4, 2, 8)  # layers, blocks, tokens, heads, head dim
 BLOCK_BYTES = 2 * 2 * 4 * 2 * 8 * 4
@@ -35,7 +35,7 @@ def contents(*numbers: int) -> list[bytes]:
     return [content(number) for number in numbers]
 
 
-class Bench:
+class TierBench:
     """Tiers of a cache that is filled at random, and what they have told."""
 
     def __init__(self, disk: Path | None, host_blocks: int, disk_blocks: int = 100) -> None:
@@ -45,9 +45,9 @@ class Bench:
         if disk is not None:
             most = disk_blocks * (BLOCK_BYTES + 200)
             tier = DiskTier(disk, LAYOUT, payload_bytes=BLOCK_BYTES, max_bytes=most)
-        self.news = News()
+        self.news = ReportQueue()
         rows, blocks = self.cache.rows, blocks_of(self.cache)
-        self.tiers = Tiers(rows, blocks, tier, host_blocks * BLOCK_BYTES, self.news)
+        self.tiers = TierStore(rows, blocks, tier, host_blocks * BLOCK_BYTES, self.news)
         self.ends: dict[int, KVFetched | KVFailure] = {}
         self.known: dict[str, set[bytes]] = {"host": set(), "disk": set()}
         self.counts: Counter[str] = Counter()
@@ -102,16 +102,16 @@ class Bench:
         self.cache.rows.zero_()
 
 
-Make = Callable[..., Bench]
+Make = Callable[..., TierBench]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Benches that are closed at the end, if they were not before."""
-    made: list[Bench] = []
+    made: list[TierBench] = []
 
-    def bench(disk: Path | None = None, host_blocks: int = 0, **more: int) -> Bench:
-        made.append(Bench(disk, host_blocks, **more))
+    def bench(disk: Path | None = None, host_blocks: int = 0, **more: int) -> TierBench:
+        made.append(TierBench(disk, host_blocks, **more))
         return made[-1]
 
     yield bench
@@ -284,9 +284,9 @@ def test_the_config_says_which_tiers_there_are(tmp_path: Path) -> None:
     cache = KVCache(*SHAPE, torch.float32, torch.device("cpu"))
 
     def tiers(**config: object) -> list[str] | None:
-        news = News()
+        news = ReportQueue()
         worker = WorkerConfig(model="", **config)  # type: ignore[arg-type]
-        made = Tiers.of(worker, LAYOUT, cache.rows, blocks_of(cache), news)
+        made = TierStore.of(worker, LAYOUT, cache.rows, blocks_of(cache), news)
         if made is not None:
             made.close()
         news.close()

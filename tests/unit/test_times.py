@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.grammar import Choice
+from protocol.grammar import ChoiceGrammar
 from protocol.messages import Times
 from tests.support.engines import CLIENT, Bench
 
@@ -72,7 +72,7 @@ def test_an_answer_of_one_token_has_not_decoded() -> None:
 
 def test_waiting_for_a_grammar_is_told_apart_from_the_queue() -> None:
     timed = Timed()
-    number = timed.bench.add([5] * 6, grammar=Choice(choices=["a"]), max_tokens=3)
+    number = timed.bench.add([5] * 6, grammar=ChoiceGrammar(choices=["a"]), max_tokens=3)
     assert isinstance(number, int)
     timed.wait(2)
     timed.bench.compile()

@@ -8,26 +8,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai.prepare import Preparation
-from gateway.openai.schema import ChatBody
-from gateway.openai.tool_grammar import tool_grammar
-from gateway.openai.tools import ToolPlan
-from gateway.output.formats import TOOLS, BoundFormat, Format
-from gateway.output.grammar.calls import preferred, required
-from gateway.output.grammar.forms import sequence, unlike
-from gateway.output.machine import Lexicon, SectionSyntax
-from gateway.output.teller import DeclaredTool
+from gateway.api.openai.prepare import Preparation
+from gateway.api.openai.requests import ChatBody
+from gateway.api.openai.tool_grammar import tool_grammar
+from gateway.api.openai.tools import ToolPlan
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.grammar.calls import preferred, required
+from gateway.formats.grammar.forms import sequence, unlike
+from gateway.formats.parser import Lexicon, SectionSyntax
+from gateway.formats.registry import TOOLS, BoundFormat, Format
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Either,
     Grammar,
+    GrammarRule,
     Json,
+    LiteralForm,
     Pattern,
     Repeat,
-    Rule,
     Rules,
     Sequence,
-    Text,
 )
 from protocol.grammar_check import check_grammar
 from tests.support.scripted_engine import scripted_card
@@ -48,13 +48,13 @@ def written(name: str, *tokens: str) -> str:
 
     def text(form: Any) -> str:
         match form:
-            case Text(said):
+            case LiteralForm(said):
                 return said
             case Json():
                 return "@"
             case Pattern(pattern):
                 return f"/{pattern}/"
-            case Rule(rule):
+            case GrammarRule(rule):
                 return text(rules.rules[rule])
             case Sequence(items):
                 return "".join(map(text, items))
@@ -167,7 +167,7 @@ def test_a_text_unlike_others_goes_another_way_somewhere(text: str, unlikes: lis
 
 def test_texts_that_meet_are_one() -> None:
     assert sequence("a", sequence("b", Json("s")), "", sequence("c", "d")) == Sequence(
-        [Text("ab"), Json("s"), Text("cd")]
+        [LiteralForm("ab"), Json("s"), LiteralForm("cd")]
     )
 
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from protocol.messages import Limits, RequestView, View
+from protocol.messages import EngineStatus, Limits, RequestView
 from protocol.stats import EngineStats
 from tools.printable import clean
-from tools.top.picture import Paper, Scene, age, bar, curve, picture
+from tools.top.picture import Paper, TopScene, age, bar, curve, picture
 from tools.top.rates import Rates, rates
 
 LIMITS = Limits(
@@ -19,10 +19,12 @@ LIMITS = Limits(
 INK = re.compile(r"\x1b\[\d+m")
 
 
-def a_view(now_s: float = 10.0, *rows: RequestView, num_open: int | None = None, **stats) -> View:
+def a_view(
+    now_s: float = 10.0, *rows: RequestView, num_open: int | None = None, **stats
+) -> EngineStatus:
     told = EngineStats(**{"running": 2, "total_blocks": 100, "free_blocks": 50, **stats})
     count = len(rows) if num_open is None else num_open
-    return View(request=1, now_s=now_s, stats=told, num_open=count, rows=list(rows))
+    return EngineStatus(request=1, now_s=now_s, stats=told, num_open=count, rows=list(rows))
 
 
 def a_row(name: str = "chatcmpl-1", **more) -> RequestView:
@@ -30,8 +32,8 @@ def a_row(name: str = "chatcmpl-1", **more) -> RequestView:
     return RequestView(name=name, **{**fields, **more})
 
 
-def drawn(*views: View, **paper) -> list[str]:
-    return picture(Scene("tiny", LIMITS, views), Paper(**paper))
+def drawn(*views: EngineStatus, **paper) -> list[str]:
+    return picture(TopScene("tiny", LIMITS, views), Paper(**paper))
 
 
 def test_rates_are_differences_by_the_engines_own_clock() -> None:
@@ -67,7 +69,7 @@ END = ["alice", "gateway-7"]
 
 def test_an_engine_that_drains_or_is_lost_says_so_first() -> None:
     assert "draining" in drawn(a_view(draining=True))[0]
-    scene = Scene("tiny", LIMITS, [a_view()], "the engine has been silent for 4.0 s")
+    scene = TopScene("tiny", LIMITS, [a_view()], "the engine has been silent for 4.0 s")
     assert "silent for 4.0 s" in picture(scene, Paper())[0]
 
 

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from gateway.app import create_app
-from gateway.record import AnswerRecord, ChoiceRecord, Record
-from gateway.tracing import Tracing, tracing_to
+from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
+from gateway.observe.tracing import Tracing, tracing_to
 from protocol.config.gateway import GatewayConfig
 from protocol.messages import Times
 
@@ -55,7 +55,7 @@ ANSWER = AnswerRecord(
 )
 
 
-def a_record(**changes: Any) -> Record:
+def a_record(**changes: Any) -> RequestRecord:
     fields: dict[str, Any] = {
         "request_id": "r-1",
         "method": "POST",
@@ -68,11 +68,11 @@ def a_record(**changes: Any) -> Record:
         "took_s": 16.5,
         "answer": ANSWER,
     }
-    return Record(**(fields | changes))
+    return RequestRecord(**(fields | changes))
 
 
 def spans_of(
-    record: Record, carrier: Mapping[str, str] | None = None
+    record: RequestRecord, carrier: Mapping[str, str] | None = None
 ) -> tuple[ReadableSpan | None, dict[str, ReadableSpan]]:
     """Of the request, and of its stages by their names."""
     exporter = InMemorySpanExporter()

@@ -7,8 +7,8 @@ import logging
 import pytest
 from gunicorn.http import errors
 
-from gateway.discretion import Discreet
-from gateway.unparsed import fault_of
+from gateway.http.unparsed import fault_of
+from gateway.observe.redaction import Redacted
 
 SECRET = "sk-secret"
 
@@ -42,5 +42,5 @@ def test_what_was_sent_is_neither_answered_nor_logged(
     assert bool(caplog.records) == (status == 500)
     for record in caplog.records:
         record.exc_text = None  # as pytest's own handler has formatted it
-        assert SECRET not in Discreet("%(message)s").format(record)
+        assert SECRET not in Redacted("%(message)s").format(record)
     assert all(record.levelno == logging.ERROR for record in caplog.records)

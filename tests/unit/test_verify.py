@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.verify import NO_DRAFT, Kept, verify
+from worker.sampling.verify import NO_DRAFT, VerifiedDrafts, verify
 
 
 def row_by_row(rows: list[list[tuple[int, bool, int]]]) -> tuple[list[int], list[int]]:
@@ -24,7 +24,7 @@ def row_by_row(rows: list[list[tuple[int, bool, int]]]) -> tuple[list[int], list
     return places, counts
 
 
-def verified(rows: list[list[tuple[int, bool, int]]]) -> Kept:
+def verified(rows: list[list[tuple[int, bool, int]]]) -> VerifiedDrafts:
     tokens, finite, guesses = zip(*(place for row in rows for place in row), strict=True)
     return verify(np.array(tokens), np.array(finite), np.array(guesses))
 

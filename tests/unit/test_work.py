@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from tests.support.work import RECORDED, SCENARIOS, Counted, Scenario, complaint, record
+from tests.support.work import RECORDED, SCENARIOS, CountedWork, Scenario, complaint, record
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
@@ -40,7 +40,7 @@ def test_one_more_call_per_token_is_seen_and_named() -> None:
 
 
 def test_only_functions_of_our_rooms_are_counted() -> None:
-    counted = Counted()
+    counted = CountedWork()
     with counted():
         json.dumps({"a": [1]})
     assert not counted.calls

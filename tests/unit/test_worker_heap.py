@@ -10,12 +10,12 @@ import pytest
 STEPS, PIECES, PIECE_BYTES, PAGE_BYTES = 8, 3, 12 << 20, 4096
 PROGRAM = f"""
 import ctypes, resource, sys
-from worker import heap
+from worker.startup import malloc
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
-if sys.argv[1] == "kept" and not heap.keep_pages():
+if sys.argv[1] == "kept" and not malloc.keep_pages():
     sys.exit("no glibc")
 
 
@@ -52,6 +52,6 @@ def test_pages_that_are_free_again_are_not_asked_for_anew() -> None:
 
 
 def test_left_to_itself_the_library_asks_for_them_in_every_step() -> None:
-    """If that changes, there is no need for worker/heap.py."""
+    """If that changes, there is no need for worker/startup/malloc.py."""
     pages_of_a_step = PIECES * PIECE_BYTES // PAGE_BYTES
     assert faults("left alone") > STEPS * pages_of_a_step // 10

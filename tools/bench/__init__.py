@@ -4,7 +4,7 @@
     answers.py    bytes -> one measured answer   client.py     sockets, and when bytes came
     load.py       when requests are sent         stats.py      answers -> one summary a load
     report.py     tables                         plot.py, page.py   pictures
-    command.py    `tidegate bench`               step.py       `tidegate bench step`
+    command.py    `tidegate bench`               bench_step.py       `tidegate bench step`
 
-Only client.py, load.py, command.py and step.py do I/O.
+Only client.py, load.py, command.py and bench_step.py do I/O.
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tools.sse import DONE, EventReader
+from tools.http.sse import DONE, EventReader
 
 OK = 200
 MAX_HEAD_BYTES = 1 << 16
@@ -134,16 +134,16 @@ class ResponseReader:
 # ---- chunks, as far as they matter here
 
 
-class Delta(msgspec.Struct):
+class BenchDelta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class Choice(msgspec.Struct):
+class BenchChoice(msgspec.Struct):
     text: str | None = None
-    delta: Delta | None = None
+    delta: BenchDelta | None = None
 
     @property
     def brings(self) -> bool:
@@ -165,7 +165,7 @@ class UsageTold(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    choices: list[Choice] = []
+    choices: list[BenchChoice] = []
     usage: UsageTold | None = None
     error: Any = None
 
@@ -174,7 +174,7 @@ CHUNK = msgspec.json.Decoder(Chunk)
 
 
 @dataclass(slots=True)
-class Answer:
+class BenchAnswer:
     """What one request came to. Times are seconds of one clock.
 
     started        when it was to be sent
@@ -221,9 +221,9 @@ class Answer:
 
 
 class AnswerReader:
-    """Fills an `Answer`. `is_done` once nothing more can come."""
+    """Fills an `BenchAnswer`. `is_done` once nothing more can come."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: BenchAnswer) -> None:
         self.answer = answer
         self.response = ResponseReader()
         self._events = EventReader()

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tools.bench.answers import Answer, AnswerReader, BadResponse
+from tools.bench.answers import AnswerReader, BadResponse, BenchAnswer
 from tools.failure import Failure
-from tools.web import Server
+from tools.http.web import WebServer
 
 PROBE_TOKENS = 2
 OPTIONAL = ("ignore_eos", "stream_options")
@@ -45,7 +45,7 @@ class StampedLoop(asyncio.SelectorEventLoop):
         super().__init__(self.clock)
 
 
-class Connection(asyncio.Protocol):
+class BenchConnection(asyncio.Protocol):
     def __init__(self, clock: StampedSelector) -> None:
         self._clock = clock
         self._transport: asyncio.Transport | None = None
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
             self._ended.set_result(None)
 
 
-class Client:
+class BenchClient:
     """One server, and the connections to it that are free."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Client:
         *,
         wait_s: float,
     ) -> None:
-        parts = urlsplit(Server(url).url)
+        parts = urlsplit(WebServer(url).url)
         assert parts.hostname is not None
         self.url = url
         self._host = parts.hostname
@@ -125,12 +125,12 @@ class Client:
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._clock = clock
         self._wait_s = wait_s
-        self._free: list[Connection] = []
+        self._free: list[BenchConnection] = []
 
-    async def ask(self, body: Mapping[str, Any], started: float | None = None) -> Answer:
+    async def ask(self, body: Mapping[str, Any], started: float | None = None) -> BenchAnswer:
         """The answer, whatever it is; waiting counts from `started`, or from now."""
         now = perf_counter()
-        answer = Answer(now if started is None else started, int(body["max_tokens"]))
+        answer = BenchAnswer(now if started is None else started, int(body["max_tokens"]))
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._exchange(self._request(body), answer)
@@ -141,7 +141,7 @@ class Client:
         answer.ended = answer.ended or perf_counter()
         return answer
 
-    async def _exchange(self, request: bytes, answer: Answer) -> None:
+    async def _exchange(self, request: bytes, answer: BenchAnswer) -> None:
         while self._free:
             connection = self._free.pop()
             if not connection.is_open:
@@ -155,7 +155,7 @@ class Client:
             answer.num_resent += 1
         await self._on(await self._connect(), request, AnswerReader(answer))
 
-    async def _on(self, connection: Connection, request: bytes, reader: AnswerReader) -> None:
+    async def _on(self, connection: BenchConnection, request: bytes, reader: AnswerReader) -> None:
         try:
             await connection.exchange(request, reader)
         except asyncio.CancelledError:  # hang up, so that the server stops as well
@@ -164,10 +164,10 @@ class Client:
         if connection.is_open:
             self._free.append(connection)
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> BenchConnection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: Connection(self._clock), self._host, self._port, ssl=self._tls
+            lambda: BenchConnection(self._clock), self._host, self._port, ssl=self._tls
         )
         return connection
 
@@ -182,7 +182,7 @@ class Client:
         self._free.clear()
 
 
-async def fields_taken(client: Client, body: Mapping[str, Any]) -> frozenset[str]:
+async def fields_taken(client: BenchClient, body: Mapping[str, Any]) -> frozenset[str]:
     """Which of `OPTIONAL` the server takes, found by asking for a short answer. Raises Failure
     where it refuses even without them."""
     taken = frozenset(OPTIONAL)

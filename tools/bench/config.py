@@ -16,7 +16,7 @@ RATE_LASTS_S = 30.0
 """Where nobody says how many requests there are."""
 
 
-class Load(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class BenchLoad(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One point of the curve: so many streams at once, or so many requests a second."""
 
     concurrency: int = 0
@@ -141,14 +141,14 @@ class BenchConfig(Config, frozen=True, kw_only=True):
                 raise ValueError(f"header {header!r} is not NAME: VALUE")
 
     @property
-    def loads(self) -> list[Load]:
+    def loads(self) -> list[BenchLoad]:
         """In the order in which they were named."""
         if self.rate:
             most = self.concurrency[0] if self.concurrency else 0
-            return [Load(rate=rate, concurrency=most) for rate in self.rate]
-        return [Load(concurrency=number) for number in self.concurrency or (8,)]
+            return [BenchLoad(rate=rate, concurrency=most) for rate in self.rate]
+        return [BenchLoad(concurrency=number) for number in self.concurrency or (8,)]
 
-    def num_requests(self, load: Load) -> int | None:
+    def num_requests(self, load: BenchLoad) -> int | None:
         """None: as many as fit in `duration_s`."""
         if self.duration_s:
             return None

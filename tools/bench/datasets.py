@@ -1,5 +1,6 @@
-"""The prompts of a benchmark: an endless, seeded sequence of `Ask`s. The same seed, the same
-sequence, whoever is asked.
+"""The prompts of a benchmark: an endless, seeded sequence of `BenchPrompt`s.
+
+Equal seeds give equal sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WORDS = (
 """Each is one token in the tokenizers of all common models, with the space before it."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Either `prompt` (text or token ids) or `messages`."""
 
     output_tokens: int
@@ -37,7 +38,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
 
 
-def asks(config: BenchConfig, seed: int, number: int) -> Iterator[Ask]:
+def asks(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
     """The requests of one run: `number` tells runs with the same seed apart, so that no run finds
     the prompts of another in a cache. Shared beginnings are the same in all of them.
 
@@ -48,7 +49,7 @@ def asks(config: BenchConfig, seed: int, number: int) -> Iterator[Ask]:
     return _random_asks(config, seed, number)
 
 
-def probe(config: BenchConfig, seed: int) -> Ask:
+def probe(config: BenchConfig, seed: int) -> BenchPrompt:
     """A short request of the same kind, that warms up no shared beginning."""
     if config.dataset == "file":
         return next(asks(config, seed, 0))
@@ -56,7 +57,7 @@ def probe(config: BenchConfig, seed: int) -> Ask:
     return next(_random_asks(short, seed, PROBE_RUN))
 
 
-def _random_asks(config: BenchConfig, seed: int, number: int) -> Iterator[Ask]:
+def _random_asks(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
     own = random.Random(f"{seed}/{number}")
     beginnings: list[list[Any]] = [[]]
     if config.dataset == "shared-prefix":
@@ -67,7 +68,7 @@ def _random_asks(config: BenchConfig, seed: int, number: int) -> Iterator[Ask]:
         tokens = beginning + _tokens(config, own, _length(config.input_tokens, config.spread, own))
         output_tokens = _length(config.output_tokens, config.spread, own)
         if config.sends_ids:
-            yield Ask(prompt=tokens, output_tokens=output_tokens)
+            yield BenchPrompt(prompt=tokens, output_tokens=output_tokens)
         else:
             yield _text(" ".join(tokens), output_tokens, config.api)
 
@@ -84,16 +85,18 @@ def _length(middle: int, spread: float, source: random.Random) -> int:
     return max(1, source.randint(round(middle * (1 - spread)), round(middle * (1 + spread))))
 
 
-def _text(text: str, output_tokens: int, api: str) -> Ask:
+def _text(text: str, output_tokens: int, api: str) -> BenchPrompt:
     if api == "chat":
-        return Ask(messages=[{"role": "user", "content": text}], output_tokens=output_tokens)
-    return Ask(prompt=text, output_tokens=output_tokens)
+        return BenchPrompt(
+            messages=[{"role": "user", "content": text}], output_tokens=output_tokens
+        )
+    return BenchPrompt(prompt=text, output_tokens=output_tokens)
 
 
 # ---- a file of prompts
 
 
-class Line(msgspec.Struct, kw_only=True):
+class DatasetLine(msgspec.Struct, kw_only=True):
     """What a line may hold: one of the first three."""
 
     prompt: str | None = None
@@ -102,7 +105,7 @@ class Line(msgspec.Struct, kw_only=True):
     max_tokens: msgspec.UnsetType | int = msgspec.UNSET
 
 
-def read_file(path: Path, config: BenchConfig) -> Sequence[Ask]:
+def read_file(path: Path, config: BenchConfig) -> Sequence[BenchPrompt]:
     """All lines of it. Raises Failure, naming the line."""
     try:
         lines = path.read_bytes().splitlines()
@@ -113,7 +116,7 @@ def read_file(path: Path, config: BenchConfig) -> Sequence[Ask]:
         if not line.strip():
             continue
         try:
-            found.append(_ask(msgspec.json.decode(line, type=Line), config))
+            found.append(_ask(msgspec.json.decode(line, type=DatasetLine), config))
         except (msgspec.MsgspecError, ValueError) as error:
             raise Failure(f"{path}, line {number}: {error}") from None
     if not found:
@@ -121,7 +124,7 @@ def read_file(path: Path, config: BenchConfig) -> Sequence[Ask]:
     return found
 
 
-def _ask(line: Line, config: BenchConfig) -> Ask:
+def _ask(line: DatasetLine, config: BenchConfig) -> BenchPrompt:
     output_tokens = line.max_tokens or config.output_tokens
     messages = line.messages
     if line.conversations is not None:
@@ -132,7 +135,7 @@ def _ask(line: Line, config: BenchConfig) -> Ask:
         return _text(line.prompt, output_tokens, config.api)
     if config.api != "chat":
         raise ValueError("a conversation needs --api chat")
-    return Ask(messages=messages, output_tokens=output_tokens)
+    return BenchPrompt(messages=messages, output_tokens=output_tokens)
 
 
 def _up_to_the_first_answer(conversation: list[dict[str, str]]) -> list[dict[str, Any]]:

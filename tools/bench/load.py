@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tools.bench.answers import Answer
-from tools.bench.client import Client
-from tools.bench.config import BenchConfig, Load
-from tools.bench.datasets import Ask
-from tools.bench.stats import Run
+from tools.bench.answers import BenchAnswer
+from tools.bench.client import BenchClient
+from tools.bench.config import BenchConfig, BenchLoad
+from tools.bench.datasets import BenchPrompt
+from tools.bench.stats import BenchRun
 
 PAUSE_S = 0.05
 """Of a stream whose request has failed."""
 
-Seen = Callable[[Answer], object]
+Seen = Callable[[BenchAnswer], object]
 """Called with each answer that has ended."""
 
 
@@ -32,7 +32,9 @@ def arrivals(rate: float, source: random.Random) -> Iterator[float]:
     return itertools.accumulate(source.expovariate(rate) for _ in itertools.count())
 
 
-def body_of(ask: Ask, config: BenchConfig, model: str, taken: frozenset[str]) -> dict[str, Any]:
+def body_of(
+    ask: BenchPrompt, config: BenchConfig, model: str, taken: frozenset[str]
+) -> dict[str, Any]:
     """The JSON of a request. taken: see `client.fields_taken`."""
     body: dict[str, Any] = {
         "model": model,
@@ -52,13 +54,13 @@ def body_of(ask: Ask, config: BenchConfig, model: str, taken: frozenset[str]) ->
 
 
 async def run_load(
-    client: Client,
+    client: BenchClient,
     bodies: Iterator[Mapping[str, Any]],
-    load: Load,
+    load: BenchLoad,
     config: BenchConfig,
     seed: int,
     seen: Seen,
-) -> Run:
+) -> BenchRun:
     """Warm up, then the load itself, to its last answer."""
     warm_ups = [client.ask(body) for body in itertools.islice(bodies, config.warm_up)]
     await asyncio.gather(*warm_ups)
@@ -66,9 +68,9 @@ async def run_load(
         # Made now: making them is no part of what is measured.
         bodies = iter(list(itertools.islice(bodies, number)))
     cpu_s, began = time.process_time(), time.perf_counter()
-    answers: list[Answer] = []
+    answers: list[BenchAnswer] = []
 
-    def note(answer: Answer) -> None:
+    def note(answer: BenchAnswer) -> None:
         answers.append(answer)
         seen(answer)
 
@@ -78,11 +80,11 @@ async def run_load(
         await _open_loop(client, bodies, due, until, load.concurrency, note)
     else:
         await _closed_loop(client, bodies, until, load.concurrency, note)
-    return Run(answers, began, time.perf_counter(), time.process_time() - cpu_s)
+    return BenchRun(answers, began, time.perf_counter(), time.process_time() - cpu_s)
 
 
 async def _closed_loop(
-    client: Client,
+    client: BenchClient,
     bodies: Iterator[Mapping[str, Any]],
     until: float | None,
     streams: int,
@@ -101,7 +103,7 @@ async def _closed_loop(
 
 
 async def _open_loop(
-    client: Client,
+    client: BenchClient,
     bodies: Iterator[Mapping[str, Any]],
     due: Iterator[float],
     until: float | None,

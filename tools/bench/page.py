@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from tools.bench.plot import Line, Point, svg
+from tools.bench.plot import PlotLine, Point, svg
 from tools.bench.report import METRICS, NOTHING, ratio, shown, warnings
 from tools.bench.stats import Spread, Summary
 
@@ -51,7 +51,7 @@ def plots(servers: Sequence[Sequence[Summary]]) -> str:
 
 def _lines(
     servers: Sequence[Sequence[Summary]], of: Callable[[Summary], Spread | None]
-) -> list[Line]:
+) -> list[PlotLine]:
     lines = []
     for colour, summaries in enumerate(servers):
         for share, dashed in (("p50", False), ("p99", True)):
@@ -60,7 +60,7 @@ def _lines(
                 for summary in summaries
                 if (spread := of(summary)) is not None
             ]
-            lines.append(Line(f"{summaries[0].server}, {share}", points, colour, dashed))
+            lines.append(PlotLine(f"{summaries[0].server}, {share}", points, colour, dashed))
     return lines
 
 

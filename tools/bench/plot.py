@@ -28,7 +28,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     """dashed   for what is drawn beside another line of the same `colour`, an index"""
 
     name: str
@@ -93,7 +93,7 @@ def decades(values: Sequence[float]) -> Decades:
 
 
 def svg(
-    title: str, x_name: str, y_name: str, lines: Sequence[Line], *, logarithmic: bool = False
+    title: str, x_name: str, y_name: str, lines: Sequence[PlotLine], *, logarithmic: bool = False
 ) -> str:
     """The whole picture. logarithmic: upwards."""
     points = [point for line in lines for point in line.points]
@@ -132,7 +132,7 @@ def _grid(across: Scale, up: Scale) -> list[str]:
     return drawn
 
 
-def _line(line: Line, across: Scale, up: Scale) -> list[str]:
+def _line(line: PlotLine, across: Scale, up: Scale) -> list[str]:
     colour = COLOURS[line.colour % len(COLOURS)]
     places = [(_x(point.x, across), _y(point.y, up)) for point in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -150,7 +150,7 @@ def _line(line: Line, across: Scale, up: Scale) -> list[str]:
     return drawn
 
 
-def _legend(lines: Sequence[Line]) -> list[str]:
+def _legend(lines: Sequence[PlotLine]) -> list[str]:
     """Below each other, and below the plot: curves may be anywhere in it."""
     drawn = []
     for row, line in enumerate(lines):

@@ -13,21 +13,21 @@ from itertools import pairwise
 
 import msgspec
 
-from tools.bench.answers import Answer
-from tools.bench.config import BenchConfig, Load
+from tools.bench.answers import BenchAnswer
+from tools.bench.config import BenchConfig, BenchLoad
 
 BUSY_CLIENT = 0.7
 """Of a core: above this, what is measured is the client as well."""
 
 
 @dataclass(slots=True)
-class Run:
+class BenchRun:
     """One server under one load, once; times on the clock of the answers.
 
     cpu_s   what this process computed meanwhile
     """
 
-    answers: list[Answer]
+    answers: list[BenchAnswer]
     began: float
     ended: float
     cpu_s: float
@@ -59,7 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     server: str
-    load: Load
+    load: BenchLoad
     requests: int
     completed: int
     errors: dict[str, int]
@@ -88,7 +88,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return self.client_cpu > BUSY_CLIENT
 
 
-def summarize(server: str, load: Load, runs: Sequence[Run], config: BenchConfig) -> Summary:
+def summarize(
+    server: str, load: BenchLoad, runs: Sequence[BenchRun], config: BenchConfig
+) -> Summary:
     """All runs of one load as if they were one: their times add up, their answers are pooled."""
     answers = [answer for run in runs for answer in run.answers]
     done = [answer for answer in answers if not answer.error]
@@ -147,12 +149,12 @@ def _has_objectives(config: BenchConfig) -> bool:
     return bool(config.slo_ttft_ms or config.slo_tpot_ms)
 
 
-def _is_good(answer: Answer, config: BenchConfig) -> bool:
+def _is_good(answer: BenchAnswer, config: BenchConfig) -> bool:
     in_time = not config.slo_ttft_ms or answer.ttft_s * 1e3 <= config.slo_ttft_ms
     tpot = answer.tpot_s or 0.0
     return in_time and (not config.slo_tpot_ms or tpot * 1e3 <= config.slo_tpot_ms)
 
 
-def _cached(answer: Answer) -> int:
+def _cached(answer: BenchAnswer) -> int:
     details = answer.usage.prompt_tokens_details if answer.usage is not None else None
     return (details.cached_tokens or 0) if details is not None else 0

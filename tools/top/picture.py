@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from protocol.messages import Limits, RequestView, View
+from protocol.messages import EngineStatus, Limits, RequestView
 from tools.printable import clean, cut
 from tools.top.rates import Rates, rates
 
@@ -23,12 +23,12 @@ STAGE_COLOURS = {"decode": GREEN, "prefill": CYAN, "preempted": RED}
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class TopScene:
     """What is drawn. views: the latest last; at least one."""
 
     model: str
     limits: Limits
-    views: Sequence[View]
+    views: Sequence[EngineStatus]
     trouble: str = ""
 
 
@@ -44,7 +44,7 @@ class Paper:
         return "".join(codes) + text + PLAIN if self.has_colours and text else text
 
 
-def picture(scene: Scene, paper: Paper) -> list[str]:
+def picture(scene: TopScene, paper: Paper) -> list[str]:
     """Lines of at most the paper's width, as terminals count it, and at most its height."""
     paper = Paper(max(paper.width, MIN_WIDTH), paper.height, paper.has_colours)
     lines = [*_head(scene, paper), *_gauges(scene, paper), ""]
@@ -52,7 +52,7 @@ def picture(scene: Scene, paper: Paper) -> list[str]:
     return [*lines, *_rows(scene.views[-1], paper, room)][: paper.height]
 
 
-def _head(scene: Scene, paper: Paper) -> list[str]:
+def _head(scene: TopScene, paper: Paper) -> list[str]:
     view = scene.views[-1]
     state = "draining" if view.stats.draining else "serving"
     if scene.trouble:
@@ -63,7 +63,7 @@ def _head(scene: Scene, paper: Paper) -> list[str]:
     return [paper.ink(cut(title, paper.width), BOLD) + "  " + paper.ink(cut(state, room), colour)]
 
 
-def _gauges(scene: Scene, paper: Paper) -> list[str]:
+def _gauges(scene: TopScene, paper: Paper) -> list[str]:
     view, limits = scene.views[-1], scene.limits
     stats = view.stats
     now = rates(scene.views[-2], view) if len(scene.views) > 1 else Rates()
@@ -123,7 +123,7 @@ def curve(values: Sequence[float], width: int) -> str:
 # ---- the requests
 
 
-def _rows(view: View, paper: Paper, room: int | None) -> list[str]:
+def _rows(view: EngineStatus, paper: Paper, room: int | None) -> list[str]:
     """room: lines; None: as many as it takes. The last one counts what is not shown."""
     head = f"{'request':<{NAME_WIDTH}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
     head += f"{'answer':>13} {'tokens/s':>8}  {'account':<12} client"

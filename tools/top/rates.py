@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.messages import View
+from protocol.messages import EngineStatus
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     busy: float = 0.0
 
 
-def rates(before: View, now: View) -> Rates:
+def rates(before: EngineStatus, now: EngineStatus) -> Rates:
     """All zero where no time has passed, or another engine's life has begun."""
     seconds = now.now_s - before.now_s
     old, new = before.stats, now.stats

@@ -19,7 +19,7 @@ LEAVE = frozenset(b"q\x03\x04")
 """q, Ctrl-C, Ctrl-D"""
 
 
-class Screen:
+class TopScreen:
     """To be made by `opened`."""
 
     def __init__(self, wake: int, has_colours: bool) -> None:
@@ -50,7 +50,7 @@ class Screen:
 
 
 @contextlib.contextmanager
-def opened(*, has_colours: bool) -> Iterator[Screen]:
+def opened(*, has_colours: bool) -> Iterator[TopScreen]:
     """stdin and stdout are a terminal."""
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
@@ -60,7 +60,7 @@ def opened(*, has_colours: bool) -> Iterator[Screen]:
     try:
         tty.setcbreak(stdin)
         sys.stdout.write(OPEN)
-        yield Screen(ours, has_colours)
+        yield TopScreen(ours, has_colours)
     finally:
         sys.stdout.write(CLOSE)
         sys.stdout.flush()

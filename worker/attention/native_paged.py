@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionBatch
 from worker.kernels.native import NativeKernels, rows_of
-from worker.kernels.structs import Rows
+from worker.kernels.structs import CRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class NativePlan:
     """`batch` keeps alive what `rows` points at."""
 
     batch: AttentionBatch
-    rows: Rows
+    rows: CRows
 
 
 class NativePagedAttention:

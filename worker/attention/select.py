@@ -10,7 +10,7 @@ from worker.attention.native_paged import NativePagedAttention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
-from worker.kernels.twin import TorchKernels
+from worker.kernels.reference import TorchKernels
 
 
 def select_attention(

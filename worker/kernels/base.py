@@ -1,4 +1,4 @@
-"""What a step needs between its linears, as one interface: `native.py` and `twin.py` are it.
+"""What a step needs between its linears, as one interface: `native.py` and `reference.py` are it.
 
 Legend: T tokens in the step, H query heads, H_kv key/value heads, D head dim, I intermediate.
 """
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from worker.kv_cache import KVCache
+from worker.kv.cache import KVCache
 
 
 class Kernels(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionBatch
 from worker.kernels import structs
-from worker.kv_cache import KVCache
+from worker.kv.cache import KVCache
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 NUMBERS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -57,11 +57,11 @@ def address(tensor: Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
-def rows_of(batch: AttentionBatch, block_tokens: int) -> structs.Rows:
+def rows_of(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
     """The step's rows; `batch` is to be kept as long as they are used."""
     integers = (batch.slot_mapping, batch.row_starts, batch.context_lens, batch.block_table)
     assert all(tensor.dtype == torch.int64 for tensor in integers)
-    return structs.Rows(
+    return structs.CRows(
         address(batch.row_starts),
         address(batch.context_lens),
         address(batch.block_table),
@@ -111,7 +111,7 @@ class NativeKernels:
             numbers(qkv, k, *rotation),
             torch.get_num_threads(),
             len(qkv),
-            byref(structs.Heads(heads, kv_heads, head_dim)),
+            byref(structs.CHeads(heads, kv_heads, head_dim)),
             *map(address, (qkv, *rotation, slot_mapping, k, v)),
         )
         return qkv.view(len(qkv), -1, head_dim)[:, :heads]
@@ -127,7 +127,7 @@ class NativeKernels:
         )
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: structs.Rows) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows) -> Tensor:
         """As Attention.run; q [T, H, D] may be part of wider rows."""
         tokens, heads, head_dim = q.shape
         assert q.stride()[1:] == (head_dim, 1)
@@ -135,7 +135,7 @@ class NativeKernels:
         self.library.paged_attention(
             numbers(q, k, v),
             torch.get_num_threads(),
-            byref(structs.Heads(heads, k.shape[2], head_dim)),
+            byref(structs.CHeads(heads, k.shape[2], head_dim)),
             byref(rows),
             q.data_ptr(),
             q.stride(0),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from worker.kernels.native import NUMBERS, NativeKernels, address, numbers
 from worker.kernels.sizes import ALIGNMENT, BF16, F32, Q4, Q8
-from worker.kernels.structs import Packed
-from worker.loading.blocks import BLOCK_WEIGHTS, BlockKind, Blocks
+from worker.kernels.structs import CPacked
+from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks
 
 BLOCK_FORMATS = {BlockKind.Q4_0: Q4, BlockKind.Q4_1: Q4, BlockKind.Q8_0: Q8}
 DENSE_FORMATS = {torch.bfloat16: BF16, torch.float32: F32}
@@ -33,7 +33,7 @@ class PackedMatrix:
         # Pages of zeros, touched first by the thread that packs them.
         self.memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
         start = -self.memory.data_ptr() % ALIGNMENT
-        self.struct = Packed(self.memory.data_ptr() + start, fmt, outputs, inputs)
+        self.struct = CPacked(self.memory.data_ptr() + start, fmt, outputs, inputs)
 
     @property
     def outputs(self) -> int:
@@ -44,7 +44,7 @@ class PackedMatrix:
         return int(self.struct.inputs)
 
 
-def pack_blocks(kernels: NativeKernels, blocks: Blocks) -> PackedMatrix:
+def pack_blocks(kernels: NativeKernels, blocks: QuantBlocks) -> PackedMatrix:
     outputs, groups, _ = blocks.raw.shape
     raw = np.ascontiguousarray(blocks.raw)
     matrix = PackedMatrix(kernels, BLOCK_FORMATS[blocks.kind], outputs, groups * BLOCK_WEIGHTS)

@@ -12,8 +12,8 @@ from protocol.config.worker import KernelSet
 from worker.kernels.base import Kernels
 from worker.kernels.library import NoKernels, load, runnable
 from worker.kernels.native import NativeKernels
+from worker.kernels.reference import TorchKernels
 from worker.kernels.sets import INSTRUCTION_SETS
-from worker.kernels.twin import TorchKernels
 from worker.loading.errors import UnusableModel
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_int64, c_void_p
 
 
-class Heads(Structure):
+class CHeads(Structure):
     _fields_ = [("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64)]
 
 
-class Rows(Structure):
+class CRows(Structure):
     """AttentionBatch (attention/base.py)."""
 
     _fields_ = [
@@ -26,7 +26,7 @@ class Rows(Structure):
     ]
 
 
-class Packed(Structure):
+class CPacked(Structure):
     _fields_ = [
         ("data", c_void_p),
         ("format", c_int64),
@@ -35,14 +35,14 @@ class Packed(Structure):
     ]
 
 
-class Layer(Structure):
+class CLayer(Structure):
     _fields_ = [
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
-        ("qkv", Packed),
-        ("output", Packed),
-        ("gate_up", Packed),
-        ("down", Packed),
+        ("qkv", CPacked),
+        ("output", CPacked),
+        ("gate_up", CPacked),
+        ("down", CPacked),
         ("qkv_bias", c_void_p),
         ("output_bias", c_void_p),
         ("gate_up_bias", c_void_p),
@@ -52,15 +52,15 @@ class Layer(Structure):
     ]
 
 
-class Forward(Structure):
+class CForward(Structure):
     _fields_ = [
         ("layers", c_void_p),
         ("num_layers", c_int64),
         ("tokens", c_int64),
         ("hidden", c_int64),
         ("inner", c_int64),
-        ("heads", Heads),
-        ("rows", Rows),
+        ("heads", CHeads),
+        ("rows", CRows),
         ("ids", c_void_p),
         ("positions", c_void_p),
         ("slot_mapping", c_void_p),
@@ -79,14 +79,14 @@ class Forward(Structure):
     ]
 
 
-class Head(Structure):
-    _fields_ = [("norm", c_void_p), ("weight", Packed), ("eps", c_double)]
+class CHead(Structure):
+    _fields_ = [("norm", c_void_p), ("weight", CPacked), ("eps", c_double)]
 
 
-class Decode(Structure):
+class CDecode(Structure):
     _fields_ = [
-        ("forward", Forward),
-        ("head", Head),
+        ("forward", CForward),
+        ("head", CHead),
         ("slots", c_void_p),
         ("starts", c_void_p),
         ("token_ids", c_void_p),

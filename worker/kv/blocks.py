@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kv.exports import Ids
-from worker.kv_cache import KVCache
-from worker.staging import upload, upload_bytes
+from worker.kv.cache import KVCache
+from worker.kv.transfer.exports import Ids
+from worker.slots.staging import upload, upload_bytes
 
 Pieces = NDArray[np.uint8]
 """[R', N, P], some of the rows of some blocks; C-contiguous where it has been gathered."""
 
 
-class Blocks(Protocol):
+class CacheBlocks(Protocol):
     """num_rows, num_blocks, piece_bytes: R, B, P."""
 
     num_rows: int
@@ -54,7 +54,7 @@ class Blocks(Protocol):
         ...
 
 
-def blocks_of(cache: KVCache) -> Blocks:
+def blocks_of(cache: KVCache) -> CacheBlocks:
     rows = cache.rows
     return HostBlocks(rows.numpy()) if rows.device.type == "cpu" else DeviceBlocks(rows)
 

@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 
 from protocol.model_card import ModelCard
-from worker.kv_cache import KVCache
+from worker.kv.cache import KVCache
 
 DIGEST_BYTES = 16
 

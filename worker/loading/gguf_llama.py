@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.loading.blocks import BLOCK_WEIGHTS, BlockKind, Blocks, dequantized
 from worker.loading.ggml_types import GGMLType
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_header import hf_names
+from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks, dequantized
 from worker.models.config import LlamaConfig
 
 PIECE_ITEMS = 1 << 18
@@ -44,7 +44,7 @@ class GGUFWeights:
         half = self._config.head_dim // 2
         target.view(heads, 2, half, -1).copy_(whole.view(heads, half, 2, -1).transpose(1, 2))
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantBlocks | None:
         info = self._file.tensors[self._files_name[name]]
         if info.kind.name not in BlockKind.__members__:
             return None
@@ -54,7 +54,7 @@ class GGUFWeights:
         if heads := self._interleaved_heads(name):
             half = self._config.head_dim // 2
             raw = raw.reshape(heads, half, 2, *raw.shape[1:]).swapaxes(1, 2).reshape(raw.shape)
-        return Blocks(BlockKind[info.kind.name], raw)
+        return QuantBlocks(BlockKind[info.kind.name], raw)
 
     def _interleaved_heads(self, name: str) -> int:
         """How many heads of the tensor the converter interleaved; 0 for most tensors."""

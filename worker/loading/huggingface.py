@@ -7,7 +7,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from worker.loading.blocks import Blocks
+from worker.loading.quant_blocks import QuantBlocks
 from worker.loading.safetensors_files import SafetensorsFiles
 
 
@@ -21,5 +21,5 @@ class SafetensorsWeights:
     def read_into(self, name: str, target: Tensor) -> None:
         target.copy_(self._file_of[name].get_tensor(name))
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantBlocks | None:
         return None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from worker.layers.linear import Dense, Linear
-from worker.loading.blocks import Blocks
+from worker.loading.quant_blocks import QuantBlocks
 from worker.models.config import LlamaConfig
-from worker.models.llama import Layer, LlamaWeights
+from worker.models.llama import LlamaLayer, LlamaWeights
 from worker.models.tensors import (
     EMBEDDING,
     NORM,
@@ -32,7 +32,7 @@ class WeightSource(Protocol):
         """Write the tensor into `target`, of the same shape, converting to its dtype and device."""
         ...
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantBlocks | None:
         """A matrix as it is quantised in the files; None where it is not, or not in such blocks."""
         ...
 
@@ -44,7 +44,7 @@ class Matrix:
     blocks  of each part;   values  reads all of them as numbers [out, in];   bias  [out] or None
     """
 
-    blocks: Callable[[], list[Blocks | None]]
+    blocks: Callable[[], list[QuantBlocks | None]]
     values: Callable[[], Tensor]
     bias: Tensor | None
 
@@ -97,8 +97,8 @@ class _Loader:
             return self._make(Matrix(lambda: [blocks(EMBEDDING)], lambda: embedding, None))
         return self._fused(head_matrix(self._config))
 
-    def _layer(self, layer: LayerTensors) -> Layer:
-        return Layer(
+    def _layer(self, layer: LayerTensors) -> LlamaLayer:
+        return LlamaLayer(
             attention_norm=self._norm(layer.attention_norm),
             qkv=self._fused(layer.qkv),
             output=self._fused(layer.output),

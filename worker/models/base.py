@@ -7,10 +7,10 @@ from typing import Protocol
 from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
-from worker.kv_cache import KVCache
+from worker.kv.cache import KVCache
 
 
-class Model(Protocol):
+class StepModel(Protocol):
     """Weights; no state of any request. T tokens in the step, S rows, V vocabulary."""
 
     def __call__(

@@ -14,8 +14,8 @@ from torch import Tensor
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.native_paged import NativePlan
 from worker.kernels.base import Kernels
-from worker.kernels.twin import TorchKernels
-from worker.kv_cache import KVCache
+from worker.kernels.reference import TorchKernels
+from worker.kv.cache import KVCache
 from worker.layers.linear import Linear
 from worker.layers.rope import attention_factor, inverse_frequencies, rotation
 from worker.models.config import LlamaConfig
@@ -23,7 +23,7 @@ from worker.models.llama_native import WholePass
 
 
 @dataclass(slots=True)
-class Layer:
+class LlamaLayer:
     """qkv [(H + 2 H_kv) * D, hidden]: queries, keys, values; gate_up [2 I, hidden]: gate, up."""
 
     attention_norm: Tensor
@@ -39,7 +39,7 @@ class LlamaWeights:
     """embedding [V, hidden]; `head` maps hidden to V, with the same numbers where they are tied."""
 
     embedding: Tensor
-    layers: list[Layer]
+    layers: list[LlamaLayer]
     norm: Tensor
     head: Linear
 

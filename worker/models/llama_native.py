@@ -22,13 +22,13 @@ from worker.kernels import structs
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels, address, numbers
 from worker.kernels.packed import PackedLinear, PackedMatrix
-from worker.kv_cache import KVCache
-from worker.layers.by_rows import NEVER, ByRows
+from worker.kv.cache import KVCache
+from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.models.config import LlamaConfig
 
 if TYPE_CHECKING:
-    from worker.models.llama import Layer, LlamaWeights
+    from worker.models.llama import LlamaLayer, LlamaWeights
 
 ALIGNMENT = 64
 KEPT_BYTES = 64 << 20
@@ -46,11 +46,11 @@ class WholePass:
         self.kernels = kernels
         self.numbers = numbers(weights.embedding, weights.norm)
         self._turns = inverse_frequencies(config.head_dim, config.rope)
-        self._heads = structs.Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        self._layers = (structs.Layer * len(weights.layers))(*map(_layer, weights.layers))
-        self.head = structs.Head(address(weights.norm), head.struct, config.norm_eps)
+        self._heads = structs.CHeads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._layers = (structs.CLayer * len(weights.layers))(*map(_layer, weights.layers))
+        self.head = structs.CHead(address(weights.norm), head.struct, config.norm_eps)
         self._from_rows = min(map(_from_rows, weights.layers))
-        self._memory = Memory()
+        self._memory = PassMemory()
         self._cache = 0
         self.vocab = len(weights.embedding)
 
@@ -60,7 +60,7 @@ class WholePass:
         linears = (getattr(layer, name) for layer in weights.layers for name in LINEARS)
         if not isinstance(kernels, NativeKernels) or not isinstance(weights.head, PackedLinear):
             return None
-        if not all(isinstance(linear, PackedLinear | ByRows) for linear in linears):
+        if not all(isinstance(linear, PackedLinear | HybridLinear) for linear in linears):
             return None
         return cls(config, weights, weights.head.matrix, kernels)
 
@@ -101,7 +101,7 @@ class WholePass:
         )
         return logits
 
-    def forward(self, count: int, cache: KVCache, memory: Memory) -> structs.Forward:
+    def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
         """What does not depend on which tokens and rows they are, for `count` tokens."""
         config, size = self._config, self._weights.embedding.itemsize
         self.meet(cache)
@@ -117,7 +117,7 @@ class WholePass:
         )
         names = ("cos", "sin", "normed", "qkv", "seen", "gate_up", "active")
         scratch = memory.take([count * width * size for width in widths])
-        return structs.Forward(
+        return structs.CForward(
             layers=ctypes.addressof(self._layers),
             num_layers=len(self._layers),
             tokens=count,
@@ -141,7 +141,7 @@ class WholePass:
         self._cache = cache.k.data_ptr()
 
 
-class Memory:
+class PassMemory:
     """What a step works in. Kept for the next one, whose pages are then there already, unless it is
     very large."""
 
@@ -158,9 +158,9 @@ class Memory:
         return [start + end for end in (0, *ends[:-1])]
 
 
-def _layer(layer: Layer) -> structs.Layer:
+def _layer(layer: LlamaLayer) -> structs.CLayer:
     linears = [_packed(getattr(layer, name)) for name in LINEARS]
-    return structs.Layer(
+    return structs.CLayer(
         address(layer.attention_norm),
         address(layer.mlp_norm),
         *(linear.matrix.struct for linear in linears),
@@ -168,10 +168,10 @@ def _layer(layer: Layer) -> structs.Layer:
     )
 
 
-def _packed(linear: PackedLinear | ByRows) -> PackedLinear:
-    return linear.packed if isinstance(linear, ByRows) else linear
+def _packed(linear: PackedLinear | HybridLinear) -> PackedLinear:
+    return linear.packed if isinstance(linear, HybridLinear) else linear
 
 
-def _from_rows(layer: Layer) -> int:
+def _from_rows(layer: LlamaLayer) -> int:
     linears = [getattr(layer, name) for name in LINEARS]
-    return min(each.from_rows if isinstance(each, ByRows) else NEVER for each in linears)
+    return min(each.from_rows if isinstance(each, HybridLinear) else NEVER for each in linears)

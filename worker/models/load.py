@@ -13,7 +13,7 @@ from torch import Tensor
 from protocol.config.worker import WeightForm
 from protocol.model_card import ModelCard
 from worker.kernels.base import Kernels
-from worker.kernels.twin import TorchKernels
+from worker.kernels.reference import TorchKernels
 from worker.loading.digest import digest
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_llama import GGUFWeights
@@ -21,8 +21,8 @@ from worker.loading.header import ModelHeader, read_header
 from worker.loading.huggingface import SafetensorsWeights
 from worker.loading.weights import WeightSource, load_llama
 from worker.models.config import LlamaConfig
-from worker.models.forms import fitting, maker, settle
 from worker.models.llama import Llama, LlamaWeights
+from worker.models.weight_layout import fitting, maker, settle
 
 log = logging.getLogger(__name__)
 

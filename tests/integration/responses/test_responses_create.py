@@ -9,7 +9,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
 
-from gateway.responses.told import ResponseEvent, ResponseObject
+from gateway.api.responses.responses import ResponseEvent, ResponseObject
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import exchange
@@ -108,12 +108,12 @@ def test_the_sdk_streams_and_folds(engine: ScriptedEngine, client: OpenAI) -> No
 
 
 def test_an_answer_in_a_form_is_parsed_by_the_sdk(engine: ScriptedEngine, client: OpenAI) -> None:
-    class Place(BaseModel):
+    class StreamPlace(BaseModel):
         city: str
 
     engine.script = lambda generate: says('{"city": "Rom"}')
-    response = client.responses.parse(model="scripted", input="hi", text_format=Place)
-    assert response.output_parsed == Place(city="Rom")
+    response = client.responses.parse(model="scripted", input="hi", text_format=StreamPlace)
+    assert response.output_parsed == StreamPlace(city="Rom")
     grammar = engine.generates[0].grammar
     assert grammar is not None
     assert grammar.body is not None

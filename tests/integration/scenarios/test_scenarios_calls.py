@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocol.grammar import Rules, Text
+from protocol.grammar import LiteralForm, Rules
 from protocol.grammar_check import forms_of
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
@@ -239,5 +239,5 @@ def test_a_required_call_is_demanded_in_the_models_own_format(
     grammar = engine.generates[0].grammar
     assert grammar is not None
     assert isinstance(grammar.body, Rules)
-    written = "".join(form.text for form in forms_of(grammar.body) if isinstance(form, Text))
+    written = "".join(form.text for form in forms_of(grammar.body) if isinstance(form, LiteralForm))
     assert '{"name": "weather", "arguments": ' in written

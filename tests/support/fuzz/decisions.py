@@ -21,10 +21,10 @@ from protocol import messages, sockets, steps
 from protocol.client import Engine
 from protocol.cluster_key import ClusterKey
 from protocol.messages import (
+    AbortByLabel,
     Aborted,
-    AbortNamed,
     Drain,
-    Gone,
+    EngineStopped,
     Ping,
     Pong,
     Profile,
@@ -72,7 +72,7 @@ def say_to_engine(address: str, batch: list[Frames], key: ClusterKey | None = No
     client.greet()
     for frames in batch:
         client.socket.send_multipart(frames)
-    client.say(AbortNamed(request=LAST, names=["nobody"]))
+    client.say(AbortByLabel(request=LAST, names=["nobody"]))
     while client.hear() != Aborted(request=LAST, unknown=["nobody"]):
         pass
     client.close()
@@ -123,7 +123,7 @@ def engine_worker(count: int, seed: int) -> Outcome:
 # ---- the gateway
 
 
-LOSING = (Gone, Refused, Welcome, Pong)
+LOSING = (EngineStopped, Refused, Welcome, Pong)
 """By these, whole, an engine's requests are lost, or it is another one."""
 
 

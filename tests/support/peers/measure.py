@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from tests.support.peers.plan import Pace, loads, warm_up_load
 from tests.support.peers.servers import Competitor, running
 from tools.bench import datasets
-from tools.bench.client import OPTIONAL, Client, StampedLoop, fields_taken
+from tools.bench.client import OPTIONAL, BenchClient, StampedLoop, fields_taken
 from tools.bench.config import BenchConfig
 from tools.bench.load import body_of, run_load
-from tools.bench.stats import Run
+from tools.bench.stats import BenchRun
 from tools.failure import Failure
-from tools.web import Server
+from tools.http.web import WebServer
 
 PATH = "/v1/completions"
 TIMEOUT_S = 600.0
@@ -27,7 +27,7 @@ class Turns:
     """All that a server has shown, by the names of the loads: a run per round."""
 
     ready_s: list[float] = field(default_factory=list)
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    runs: dict[str, list[BenchRun]] = field(default_factory=dict)
     configs: dict[str, BenchConfig] = field(default_factory=dict)
 
 
@@ -42,19 +42,19 @@ def take_turn(who: Competitor, pace: Pace, streams: Sequence[int], seed: int, tu
         turns.runs.setdefault(name, []).append(run)
 
 
-async def _measure(url: str, configs: Mapping[str, BenchConfig], seed: int) -> dict[str, Run]:
+async def _measure(url: str, configs: Mapping[str, BenchConfig], seed: int) -> dict[str, BenchRun]:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, StampedLoop)
-    model = Server(url).first_model()
+    model = WebServer(url).first_model()
     if model is None:
         raise Failure(f"{url} tells no model")
-    client = Client(url, PATH, {}, loop.clock, wait_s=TIMEOUT_S)
+    client = BenchClient(url, PATH, {}, loop.clock, wait_s=TIMEOUT_S)
     warm_up = warm_up_load()
     probe = body_of(datasets.probe(warm_up, seed), warm_up, model, frozenset(OPTIONAL))
     try:
         taken = await fields_taken(client, probe)
 
-        async def run(config: BenchConfig, number: int) -> Run:
+        async def run(config: BenchConfig, number: int) -> BenchRun:
             asks = datasets.asks(config, seed, number)
             bodies = (body_of(ask, config, model, taken) for ask in asks)
             (load,) = config.loads

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.support.peers.plan import STREAMS
 from tests.support.processes import free_port
-from tools.web import Server
+from tools.http.web import WebServer
 
 MAX_LEN = 4096
 START_TIMEOUT_S = 600.0
@@ -105,7 +105,7 @@ def running(who: Competitor) -> Iterator[tuple[str, float]]:
             start_new_session=True,
         )
         try:
-            server = Server(url)
+            server = WebServer(url)
             while (answer := server.get(who.ready_path, 1.0)) is None or answer[0] != 200:
                 waited = time.perf_counter() - began
                 if process.poll() is not None or waited > START_TIMEOUT_S:

@@ -13,7 +13,7 @@ import msgspec
 
 from tests.support.peers.measure import Turns
 from tests.support.peers.plan import OUTPUT_TOKENS, PREFIX
-from tools.bench.plot import Line, Point, svg
+from tools.bench.plot import PlotLine, Point, svg
 from tools.bench.report import NOTHING, warnings
 from tools.bench.stats import Summary, summarize
 
@@ -86,7 +86,7 @@ def _told(value: float | None, digits: int) -> str:
 def picture(told: Comparison) -> str:
     """SVG: how long a whole answer takes against throughput, a curve per server."""
     lines = [
-        Line(server.name, points, colour)
+        PlotLine(server.name, points, colour)
         for colour, server in enumerate(told.servers)
         if (points := _curve(server))
     ]

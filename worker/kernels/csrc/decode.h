@@ -1,5 +1,5 @@
 // The step that most steps are: every row computes one position and samples behind it. From the slots'
-// tables (slot_fields.py) to logits, and to the likeliest token of each row, in one call.
+// tables (fields.py) to logits, and to the likeliest token of each row, in one call.
 //
 // Legend: R rows, V vocabulary, L most tokens of a slot, B most blocks of a slot.
 #pragma once

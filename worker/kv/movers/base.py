@@ -8,7 +8,7 @@ from typing import Protocol
 from protocol.kv_peers import KVChunk
 
 
-class Pace(Enum):
+class PollHint(Enum):
     """When a mover wants to be called again."""
 
     NOW = auto()  # there is more to do
@@ -17,11 +17,11 @@ class Pace(Enum):
     DONE = auto()  # all is in its place
 
 
-class Damaged(Exception):
+class DamagedTransfer(Exception):
     """What has come is not what was sent."""
 
 
-class Lost(Exception):
+class TransferLost(Exception):
     """The peer's memory is out of reach."""
 
 
@@ -31,7 +31,7 @@ class Mover(Protocol):
 
     name: str
 
-    def advance(self) -> Pace:
+    def advance(self) -> PollHint:
         """Do some of what there is to do. Raises Damaged or Lost."""
         ...
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from protocol.kv_peers import NixlOffer, Offer, ShmOffer, ZmqOffer
-from worker.kv.blocks import Blocks
-from worker.kv.exports import Ids
-from worker.kv.movers.base import Lost, Mover
+from worker.kv.blocks import CacheBlocks
+from worker.kv.movers.base import Mover, TransferLost
 from worker.kv.movers.nixl import Agent, NixlMover
 from worker.kv.movers.shm import ShmMover
 from worker.kv.movers.zmq import ZmqMover
+from worker.kv.transfer.exports import Ids
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Unoffered(Exception):
 class Ways:
     """agent: of NIXL, where it may be used."""
 
-    def __init__(self, name: Name, blocks: Blocks, agent: Agent | None) -> None:
+    def __init__(self, name: Name, blocks: CacheBlocks, agent: Agent | None) -> None:
         self._name = name
         self._blocks = blocks
         self._agent = agent
@@ -51,7 +51,7 @@ class Ways:
         for offer in found[:-1]:
             try:
                 return self._by(offer, ids, theirs, ask)
-            except Lost as error:
+            except TransferLost as error:
                 log.info("not by %s: %s", _name(offer), error)
         return self._by(found[-1], ids, theirs, ask)
 

@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from protocol.kv_peers import KVChunk, NixlOffer
-from worker.kv.exports import Ids
-from worker.kv.movers.base import Damaged, Lost, Pace
+from worker.kv.movers.base import DamagedTransfer, PollHint, TransferLost
+from worker.kv.transfer.exports import Ids
 
 LIBRARY = "nixl_cu12"
 SLICE_BYTES = 4 << 20
@@ -77,13 +77,13 @@ class Agent:
             )
         except Exception as error:
             self._forget(offer)
-            raise Lost(f"nixl: {error}") from error
+            raise TransferLost(f"nixl: {error}") from error
         try:
             self._agent.transfer(handle)
         except Exception as error:
             self._forget(offer)
             self.release(handle)
-            raise Lost(f"nixl: {error}") from error
+            raise TransferLost(f"nixl: {error}") from error
         return handle
 
     def is_done(self, offer: NixlOffer, handle: Any) -> bool:
@@ -92,10 +92,10 @@ class Agent:
             state = self._agent.check_xfer_state(handle)
         except Exception as error:
             self._forget(offer)
-            raise Lost(f"nixl: {error}") from error
+            raise TransferLost(f"nixl: {error}") from error
         if state == "ERR":
             self._forget(offer)
-            raise Lost("nixl: the transfer failed")
+            raise TransferLost("nixl: the transfer failed")
         return bool(state == "DONE")
 
     def release(self, handle: Any) -> bool:
@@ -127,26 +127,26 @@ class NixlMover:
 
     def __init__(self, agent: Agent, ids: Ids, theirs: Ids, offer: NixlOffer) -> None:
         if theirs.min() < 0 or theirs.max() >= offer.num_blocks:
-            raise Damaged(f"a block beyond the {offer.num_blocks} of the peer's cache")
+            raise DamagedTransfer(f"a block beyond the {offer.num_blocks} of the peer's cache")
         self._agent = agent
         self._ids, self._theirs, self._offer = ids, theirs, offer
         self._at_once = max(1, SLICE_BYTES // (agent.num_rows * agent.piece_bytes))
         self._num_read = 0
         self._handle: Any = None
 
-    def advance(self) -> Pace:
+    def advance(self) -> PollHint:
         if self._handle is None:
             part = slice(self._num_read, self._num_read + self._at_once)
             self._handle = self._agent.read(self._offer, self._ids[part], self._theirs[part])
         if not self._agent.is_done(self._offer, self._handle):
-            return Pace.SOON
+            return PollHint.SOON
         self._agent.release(self._handle)
         self._handle = None
         self._num_read += self._at_once
-        return Pace.NOW if self._num_read < len(self._ids) else Pace.DONE
+        return PollHint.NOW if self._num_read < len(self._ids) else PollHint.DONE
 
     def receive(self, chunk: KVChunk) -> None:
-        raise Damaged(f"chunk {chunk.chunk} was not asked for")
+        raise DamagedTransfer(f"chunk {chunk.chunk} was not asked for")
 
     def stop(self) -> bool:
         if self._handle is not None and self._agent.release(self._handle):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from protocol.kv_peers import KVChunk, ShmOffer
-from worker.kv.blocks import Blocks, Pieces
-from worker.kv.exports import Ids
-from worker.kv.movers.base import Damaged, Pace
-from worker.kv.shared_memory import map_offered
+from worker.kv.blocks import CacheBlocks, Pieces
+from worker.kv.movers.base import DamagedTransfer, PollHint
+from worker.kv.transfer.exports import Ids
+from worker.kv.transfer.shared_memory import map_offered
 
 SLICE_BYTES = 4 << 20
 """Copied in one go; between two of them other transfers have their turn."""
@@ -25,29 +25,29 @@ class ShmMover:
 
     name = "shm"
 
-    def __init__(self, blocks: Blocks, ids: Ids, theirs: Ids, offer: ShmOffer) -> None:
+    def __init__(self, blocks: CacheBlocks, ids: Ids, theirs: Ids, offer: ShmOffer) -> None:
         shape = blocks.num_rows, offer.num_blocks, blocks.piece_bytes
         if int(np.prod(shape, dtype=np.int64)) != offer.num_bytes or not len(theirs):
-            raise Damaged(f"{offer.num_bytes} bytes are no cache of {shape}")
+            raise DamagedTransfer(f"{offer.num_bytes} bytes are no cache of {shape}")
         if theirs.min() < 0 or theirs.max() >= offer.num_blocks:
-            raise Damaged(f"a block beyond the {offer.num_blocks} of the peer's cache")
+            raise DamagedTransfer(f"a block beyond the {offer.num_blocks} of the peer's cache")
         self._source: Pieces | None = np.frombuffer(map_offered(offer), np.uint8).reshape(shape)
         self._blocks, self._ids, self._theirs = blocks, ids, theirs
         self._at_once = max(1, SLICE_BYTES // (blocks.num_rows * blocks.piece_bytes))
         self._num_copied = 0
 
-    def advance(self) -> Pace:
+    def advance(self) -> PollHint:
         assert self._source is not None, "it is over"
         part = slice(self._num_copied, self._num_copied + self._at_once)
         self._blocks.copy(self._ids[part], self._source, self._theirs[part])
         self._num_copied += self._at_once
         if self._num_copied < len(self._ids):
-            return Pace.NOW
+            return PollHint.NOW
         self.stop()
-        return Pace.DONE
+        return PollHint.DONE
 
     def receive(self, chunk: KVChunk) -> None:
-        raise Damaged(f"chunk {chunk.chunk} was not asked for")
+        raise DamagedTransfer(f"chunk {chunk.chunk} was not asked for")
 
     def stop(self) -> bool:
         self._blocks.settle()

@@ -8,16 +8,16 @@ from collections.abc import Callable
 import numpy as np
 
 from protocol.kv_peers import WINDOW, KVChunk
-from worker.kv.blocks import Blocks
-from worker.kv.cuts import Cuts
-from worker.kv.exports import Ids
-from worker.kv.movers.base import Damaged, Pace
+from worker.kv.blocks import CacheBlocks
+from worker.kv.movers.base import DamagedTransfer, PollHint
+from worker.kv.transfer.cuts import Cuts
+from worker.kv.transfer.exports import Ids
 
 CHUNK_BYTES = 1 << 20
 """Of chunks that we send: it fits into a core's cache between gathering, summing and sending."""
 
 
-def cuts_of(blocks: Blocks, num_blocks: int, chunk_bytes: int) -> Cuts:
+def cuts_of(blocks: CacheBlocks, num_blocks: int, chunk_bytes: int) -> Cuts:
     """How both ends cut `num_blocks` blocks of a cache."""
     return Cuts(
         num_rows=blocks.num_rows,
@@ -33,7 +33,7 @@ class ZmqMover:
     name = "zmq"
 
     def __init__(
-        self, blocks: Blocks, ids: Ids, chunk_bytes: int, ask: Callable[[int], None]
+        self, blocks: CacheBlocks, ids: Ids, chunk_bytes: int, ask: Callable[[int], None]
     ) -> None:
         self._blocks = blocks
         self._ids = ids
@@ -44,22 +44,22 @@ class ZmqMover:
         for _ in range(WINDOW):
             self._ask_next()
 
-    def advance(self) -> Pace:
+    def advance(self) -> PollHint:
         if self._due:
-            return Pace.MESSAGE
+            return PollHint.MESSAGE
         self._blocks.settle()
-        return Pace.DONE
+        return PollHint.DONE
 
     def receive(self, chunk: KVChunk) -> None:
         if chunk.chunk not in self._due:
-            raise Damaged(f"chunk {chunk.chunk} was not asked for")
+            raise DamagedTransfer(f"chunk {chunk.chunk} was not asked for")
         cut = self._cuts[chunk.chunk]
         rows, blocks = cut.shape
         shape = rows, blocks, self._blocks.piece_bytes
         if len(chunk.data) != rows * blocks * self._blocks.piece_bytes:
-            raise Damaged(f"chunk {chunk.chunk} has {len(chunk.data)} bytes, of {shape}")
+            raise DamagedTransfer(f"chunk {chunk.chunk} has {len(chunk.data)} bytes, of {shape}")
         if zlib.crc32(chunk.data.data) != chunk.crc32:
-            raise Damaged(f"chunk {chunk.chunk} has another checksum than it was sent with")
+            raise DamagedTransfer(f"chunk {chunk.chunk} has another checksum than it was sent with")
         self._due.remove(chunk.chunk)
         self._ask_next()
         pieces = np.frombuffer(chunk.data.data, np.uint8).reshape(shape)

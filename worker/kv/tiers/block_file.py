@@ -6,7 +6,7 @@ offset  bytes
 8       4      format version, uint32 LE
 12      8      length of the payload, uint64 LE
 20      16     layout: digest of model, dtype and shape (worker/kv/layout.py)
-36      32     content: the block's chained hash (engine_core/block_hash.py)
+36      32     content: the block's chained hash (engine_core/blocks/hash.py)
 68      32     SHA-256 of the 68 bytes before and of the payload
 100            the payload
 ```
@@ -31,7 +31,7 @@ HEADER_BYTES = _FIELDS.size + HASH_BYTES
 Buffer = bytes | bytearray | memoryview
 
 
-class Damaged(Exception):
+class DamagedBlockFile(Exception):
     """A stored block is not what was stored; the message says in what."""
 
 
@@ -46,9 +46,9 @@ def check(header: Buffer, payload: Buffer, layout: bytes, content: bytes) -> Non
     expected = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
     fields, digest = bytes(header[: _FIELDS.size]), bytes(header[_FIELDS.size :])
     if fields != expected:
-        raise Damaged("its header is another block's, or none")
+        raise DamagedBlockFile("its header is another block's, or none")
     if digest != _digest(expected, payload):
-        raise Damaged("its checksum does not fit its content")
+        raise DamagedBlockFile("its checksum does not fit its content")
 
 
 def _digest(fields: bytes, payload: Buffer) -> bytes:

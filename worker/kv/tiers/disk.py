@@ -12,8 +12,8 @@ only agree. What one of them writes or removes the other learns when it looks ag
 or when it has itself written a thirty-second of the bound. By so much per further server the
 directory may be larger for a while.
 
-A file that is not what its name says is removed and told as `Damaged`. A directory that cannot be
-written, as a full disk, is no failure: nothing is stored for a while.
+A file that is not what its name says is removed and told as `DamagedBlockFile`. A directory that
+cannot be written, as a full disk, is no failure: nothing is stored for a while.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from threading import Lock
 
 from protocol import sockets
 from worker.kv.layout import DIGEST_BYTES as LAYOUT_BYTES
-from worker.kv.tiers.block_file import HASH_BYTES, HEADER_BYTES, Damaged, check, header_of
+from worker.kv.tiers.block_file import HASH_BYTES, HEADER_BYTES, DamagedBlockFile, check, header_of
 from worker.kv.tiers.disk_index import DiskIndex, Key
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ ABANDONED_S = 3600.0
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
-class Lost(Exception):
+class BlockLost(Exception):
     """A block is not where it was."""
 
 
@@ -139,15 +139,15 @@ class DiskTier:
             check(header, into, self._layout, content)
         except FileNotFoundError:
             self._forget(key)
-            raise Lost("its file is gone") from None
-        except Damaged:
+            raise BlockLost("its file is gone") from None
+        except DamagedBlockFile:
             self._forget(key)
             with contextlib.suppress(OSError):  # then somebody may find it once more
                 self._unlink([key])
             raise
         except OSError as error:
             self._forget(key)  # until somebody looks again
-            raise Lost(f"its file cannot be read: {error.strerror}") from error
+            raise BlockLost(f"its file cannot be read: {error.strerror}") from error
         self.touch(content)
 
     def _read(self, path: Path, into: memoryview) -> bytearray:
@@ -157,7 +157,7 @@ class DiskTier:
         try:
             size = os.fstat(file).st_size
             if size != self.file_bytes or os.readv(file, [header, into]) != size:
-                raise Damaged(f"it has {size:,} bytes instead of {self.file_bytes:,}")
+                raise DamagedBlockFile(f"it has {size:,} bytes instead of {self.file_bytes:,}")
         finally:
             os.close(file)
         return header

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.batch.readback import DeviceEvent, mark
 from worker.kv.blocks import Pieces
-from worker.readback import Event, mark
 
 SLAB_BYTES = 64 << 20
 """Memory is taken from the system in slabs of about so much, when first needed."""
@@ -48,7 +48,7 @@ class HostMemory:
         else:
             into.copy_(source, non_blocking=True)
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         """Over when all copies that were queued until now are done."""
         return mark(self._rows.device)
 

@@ -1,0 +1,1 @@
+"""K/V blocks: the pool, their content hashes, and the prefix cache."""

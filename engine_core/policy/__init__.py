@@ -1,0 +1,1 @@
+"""Who is admitted, in which order, and how much of the engine each account gets."""

@@ -1,0 +1,75 @@
+"""From a worker that is ready to an engine that decides for it."""
+
+from __future__ import annotations
+
+import logging
+
+from engine_core.engine import Engine
+from engine_core.journal.file import Writer
+from engine_core.journal.recorder import RecordedEngine
+from engine_core.kv.peers import PeerCluster
+from protocol.cluster_key import ClusterKey
+from protocol.config.engine import EngineConfig
+from protocol.messages import Limits
+from protocol.steps import WorkerReady
+
+log = logging.getLogger(__name__)
+
+
+def engine_for(
+    ready: WorkerReady,
+    config: EngineConfig,
+    *,
+    epoch: str,
+    key: ClusterKey | None = None,
+    journal: Writer | None = None,
+) -> Engine:
+    """epoch  which life of the engine this is
+    key      the cluster's, where there is one
+    journal  where the engine writes down what it is told; an engine of a cluster has none
+    """
+    limits = _limits(ready, config, hands_over=key is not None and config.role != "decode")
+    draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
+    if draft_cost >= 1:
+        log.warning("the draft model is as large as the model: it is not asked for anything")
+    log.info(
+        "engine ready: %s, %s, %d blocks of %d tokens, %d slots, max_len %d (%s)",
+        ready.model.name,
+        ready.model.dtype,
+        limits.num_blocks,
+        limits.block_tokens,
+        limits.max_slots,
+        limits.max_len,
+        ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.phases),
+    )
+    if journal is not None:
+        return RecordedEngine(
+            journal,
+            config,
+            ready.model,
+            limits,
+            draft_cost=draft_cost,
+            step_costs=ready.step_costs,
+            tiers=tiers,
+        )
+    return Engine(
+        config,
+        ready.model,
+        limits,
+        draft_cost=draft_cost,
+        step_costs=ready.step_costs,
+        cluster=PeerCluster(key.derive("kv"), epoch, ready.kv) if key else None,
+        tiers=tiers,
+    )
+
+
+def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Limits:
+    return Limits(
+        max_len=min(ready.max_len, (ready.num_blocks - 1) * ready.block_tokens),
+        max_slots=ready.max_slots,
+        block_tokens=ready.block_tokens,
+        num_blocks=ready.num_blocks,
+        token_budget=config.token_budget,
+        prefix_cache=config.prefix_cache,
+        kv_lease_s=config.kv_lease_s if hands_over else 0.0,
+    )

@@ -1,4 +1,0 @@
-"""Who is let in, and to what: keys, hosts, targets, scopes.
-
-Knows no Flask: `app.py` asks a `Gate`.
-"""

@@ -1,0 +1,147 @@
+"""Events -> content blocks, in the order they come: one machine for streams and whole answers.
+
+    thinking   a run of reasoning       ends with a signature
+    text       a run of content
+    tool_use   one call                 its bits, joined, are the JSON text of an object
+
+A block ends when something else begins; one call is one block. Indexes rise by one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Literal, Protocol
+
+from gateway.api.anthropic.arguments import INVALID_JSON, Arguments
+from gateway.formats.event_builder import INVALID_ARGUMENTS
+from gateway.formats.events import (
+    Content,
+    Event,
+    Failed,
+    Finished,
+    OutputWarning,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+)
+
+Kind = Literal["text", "thinking", "tool_use"]
+SIGNATURE_BYTES = 32
+
+
+class BlockSink(Protocol):
+    """Hears of one block at a time: `start`, any number of `bit`s, `stop`."""
+
+    def start(self, index: int, kind: Kind, call: ToolCall | None) -> None: ...
+    def bit(self, text: str) -> None: ...
+    def stop(self, signature: str | None) -> None: ...
+
+
+class ContentBlocks:
+    """Of one answer.
+
+    shows_thinking  its text is told; otherwise only that there was some, and the signature
+    warnings        heard so far, and our own
+    finished        the end, once it has come
+    """
+
+    __slots__ = (
+        "_arguments",
+        "_digest",
+        "_index",
+        "_open",
+        "_shows_thinking",
+        "_sink",
+        "finished",
+        "warnings",
+    )
+
+    def __init__(self, sink: BlockSink, *, shows_thinking: bool = True) -> None:
+        self.warnings: list[OutputWarning] = []
+        self.finished: Finished | None = None
+        self._sink = sink
+        self._shows_thinking = shows_thinking
+        self._index = -1
+        self._open: Kind | None = None
+        self._arguments = Arguments()
+        self._digest = new_digest()
+
+    def say(self, event: Event) -> None:
+        match event:
+            case Content(text):
+                if self._open != "text":
+                    self._start("text")
+                self._sink.bit(text)
+            case Reasoning(text):
+                self._think(text)
+            case ToolCall():
+                self._start("tool_use", event)
+                self._arguments = Arguments()
+            case ToolArguments(_, fragment):
+                self._bit(self._arguments.push(fragment))
+            case ToolCallEnd():
+                self._stop_call(complete=True)
+            case OutputWarning():
+                self.warnings.append(event)
+            case Finished():
+                self._stop()
+                self.finished = event
+            case Failed():  # it is told by whoever fails
+                pass
+
+    def _think(self, text: str) -> None:
+        if self._open != "thinking":
+            self._start("thinking")
+            self._digest = new_digest()
+        self._digest.update(text.encode("utf-8", "surrogatepass"))
+        if self._shows_thinking:
+            self._sink.bit(text)
+
+    def _start(self, kind: Kind, call: ToolCall | None = None) -> None:
+        self._stop()
+        self._index += 1
+        self._open = kind
+        self._sink.start(self._index, kind, call)
+
+    def _bit(self, text: str) -> None:
+        if text:
+            self._sink.bit(text)
+
+    def _stop(self) -> None:
+        if self._open == "tool_use":
+            self._stop_call(complete=False)
+        elif self._open is not None:
+            signature = signature_of(self._digest) if self._open == "thinking" else None
+            self._open = None
+            self._sink.stop(signature)
+
+    def _stop_call(self, *, complete: bool) -> None:
+        self._bit(self._arguments.finish(complete=complete))
+        if self._arguments.is_broken:
+            self._warn_broken()
+        self._open = None
+        self._sink.stop(None)
+
+    def _warn_broken(self) -> None:
+        """The answer's reader has said so of arguments that are no JSON; not of characters that
+        JSON can spell and UTF-8 cannot."""
+        if not self.warnings or self.warnings[-1].code != INVALID_ARGUMENTS:
+            self.warnings.append(
+                OutputWarning(
+                    INVALID_ARGUMENTS,
+                    f"the arguments of content[{self._index}] are no JSON object; `{INVALID_JSON}` "
+                    "has what the model wrote",
+                )
+            )
+
+
+def new_digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=SIGNATURE_BYTES, person=b"tidegate")
+
+
+def signature_of(digest: hashlib.blake2b) -> str:
+    """A digest of the text, the same for the same text. It proves nothing, and none is ever asked
+    for; it is here because clients drop thinking that has none."""
+    return base64.b64encode(digest.digest()).decode()

@@ -1,0 +1,222 @@
+"""system and messages -> a chat's messages, and where each of them stands in the request.
+
+Anthropic's turns hold blocks; a chat's messages hold text, calls and reasoning, and the result of a
+tool is a message of its own. Blocks keep their order. Turns of one role that follow each other are
+one turn, as Anthropic has it. Every call is answered once, in the turn behind it, and nothing else
+is answered; the block at fault is named where that does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.api.anthropic.pieces import (
+    blocks_of,
+    members_of,
+    text_in,
+    text_of_block,
+    unexpected,
+)
+from gateway.api.anthropic.text_blocks import readable, result_text
+from gateway.formats.events import OutputWarning
+from protocol.errors import InvalidRequest
+
+LEFT_OUT = "content_left_out"
+BILLING = "x-anthropic-billing-header:"
+"""A block of `system` that begins like this is bookkeeping of Anthropic's own clients. It changes
+with every request, and would make every prompt a new one."""
+
+Block = Mapping[str, Any]
+
+
+class Chat(msgspec.Struct):
+    """messages   as `openai.schema.ChatBody` has them
+    places     of each, the place in the request where it begins
+    continues  the last turn is the assistant's: the answer goes on with it
+    """
+
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    warnings: list[OutputWarning] = []
+    continues: bool = False
+
+
+def chat_of(system: Any, messages: Sequence[Any]) -> Chat:
+    """Raises InvalidRequest naming the place of what is wrong."""
+    writer = _ConversationWriter()
+    if system is not None:
+        writer.system(system)
+    for place, message in enumerate(messages):
+        writer.turn(message, f"messages[{place}]")
+    return writer.finish()
+
+
+class _ConversationWriter:
+    """names       of the calls so far, by id
+    unanswered  of the last turn's calls, by id: the place of the block
+    """
+
+    def __init__(self) -> None:
+        self.chat = Chat()
+        self.names: dict[str, str] = {}
+        self.unanswered: dict[str, str] = {}
+        self.blocks: Mapping[str, Mapping[str, Callable[[Block, str], None]]] = {
+            "user": {
+                "text": self._said,
+                "document": self._said,
+                "search_result": self._said,
+                "image": self._said,
+                "tool_result": self._result,
+            },
+            "assistant": {
+                "text": self._answered,
+                "thinking": self._thought,
+                "redacted_thinking": self._hidden,
+                "tool_use": self._call,
+            },
+            "system": {"text": self._said_by_system},
+        }
+
+    def system(self, system: Any) -> None:
+        texts = [
+            text_of_block(block, at) if block.get("type") == "text" else _refuse_system(block, at)
+            for at, block in blocks_of(system, "system")
+        ]
+        texts = [text for text in texts if text and not text.startswith(BILLING)]
+        for text in texts:
+            self._say("system", text, "system")
+
+    def turn(self, message: Any, at: str) -> None:
+        message = members_of(message, at)
+        role = message.get("role")
+        kinds = self.blocks.get(role) if isinstance(role, str) else None
+        if kinds is None:
+            raise InvalidRequest(
+                f"{at}.role must be one of {', '.join(self.blocks)}; it is {role!r}",
+                param=f"{at}.role",
+            )
+        blocks = blocks_of(message.get("content"), f"{at}.content")
+        if role == "assistant":
+            self._begin_answer(at)
+        elif not blocks:
+            self._current(role, at)
+        for place, block in blocks:
+            kind = block.get("type")
+            write = kinds.get(kind) if isinstance(kind, str) else None
+            if write is None:
+                raise unexpected(kind, place, tuple(kinds))
+            write(block, place)
+        self.chat.continues = role == "assistant"
+
+    def finish(self) -> Chat:
+        self._check_answered()
+        for message in self.chat.messages:
+            if "reasoning" in message:
+                message["reasoning"] = "\n\n".join(message["reasoning"])
+        return self.chat
+
+    # ---- turns
+
+    def _current(self, role: str, at: str) -> dict[str, Any]:
+        """The message that is being written, where it has this role; else a new one."""
+        messages = self.chat.messages
+        if not messages or messages[-1]["role"] != role:
+            messages.append({"role": role, "content": []})
+            self.chat.places.append(at)
+        return messages[-1]
+
+    def _begin_answer(self, at: str) -> None:
+        messages = self.chat.messages
+        if not messages or messages[-1]["role"] != "assistant":
+            self._check_answered()
+        self._current("assistant", at)
+
+    def _check_answered(self) -> None:
+        for call_id, at in self.unanswered.items():
+            raise InvalidRequest(
+                f"{at}: no tool_result for the tool_use {call_id!r} follows in the next message",
+                param=at,
+            )
+
+    def _say(self, role: str, text: str, at: str) -> None:
+        self._current(role, at)["content"].append({"type": "text", "text": text})
+
+    # ---- blocks
+
+    def _said(self, block: Block, at: str) -> None:
+        self._say("user", readable(block, at), at)
+
+    def _said_by_system(self, block: Block, at: str) -> None:
+        self._say("system", text_of_block(block, at), at)
+
+    def _answered(self, block: Block, at: str) -> None:
+        self._say("assistant", text_of_block(block, at), at)
+
+    def _thought(self, block: Block, at: str) -> None:
+        """The signature is of no use here, whoever made it."""
+        text = text_in(block, "thinking", at)
+        if text:
+            self._current("assistant", at).setdefault("reasoning", []).append(text)
+
+    def _hidden(self, block: Block, at: str) -> None:
+        """Thinking that another server has encrypted: nobody here can read it."""
+
+    def _call(self, block: Block, at: str) -> None:
+        call_id, name = text_in(block, "id", at), text_in(block, "name", at)
+        if call_id in self.names:
+            raise InvalidRequest(
+                f"{at}.id: {call_id!r} is the id of an earlier tool_use", param=f"{at}.id"
+            )
+        self.names[call_id], self.unanswered[call_id] = name, at
+        arguments = members_of(block.get("input"), f"{at}.input")
+        function = {"name": name, "arguments": arguments}
+        calls = self._current("assistant", at).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _result(self, block: Block, at: str) -> None:
+        call_id = text_in(block, "tool_use_id", at)
+        if self.unanswered.pop(call_id, None) is None:
+            known = "has a result already" if call_id in self.names else "is the id of no tool_use"
+            raise InvalidRequest(
+                f"{at}.tool_use_id: {call_id!r} {known}; a tool_result answers a tool_use of the "
+                "message before it",
+                param=f"{at}.tool_use_id",
+            )
+        message = {
+            "role": "tool",
+            "tool_call_id": call_id,
+            "name": self.names[call_id],
+            "content": self._result_parts(block, at),
+        }
+        self.chat.messages.append(message)
+        self.chat.places.append(at)
+
+    def _result_parts(self, block: Block, at: str) -> list[dict[str, str]]:
+        content = block.get("content")
+        texts = []
+        for place, inner in [] if content is None else blocks_of(content, f"{at}.content"):
+            text, left_out = result_text(inner, place)
+            if left_out is not None:
+                self.chat.warnings.append(
+                    OutputWarning(
+                        LEFT_OUT, f"{place} is of type {left_out!r}; this model takes text"
+                    )
+                )
+            texts.append(text)
+        if _flag(block, "is_error", at) and not "".join(texts[:1]).lower().startswith("error"):
+            texts.insert(0, "Error:")
+        return [{"type": "text", "text": text} for text in texts]
+
+
+def _flag(block: Block, name: str, at: str) -> bool:
+    value = block.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"{at}.{name} must be true or false", param=f"{at}.{name}")
+    return bool(value)
+
+
+def _refuse_system(block: Block, at: str) -> str:
+    raise unexpected(block.get("type"), at, ("text",))

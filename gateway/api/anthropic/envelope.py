@@ -1,0 +1,126 @@
+"""What a Messages stream and a whole answer have in common, so that they cannot differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.api.anthropic.blocks import Kind
+from gateway.formats.events import Finished, OutputWarning, ToolCall
+from gateway.generation.group import ChoiceGroup
+
+encode = msgspec.json.encode
+
+STOP_REASONS: Mapping[str, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "abort": "pause_turn",
+}
+CONTEXT_FULL = "model_context_window_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class AnthropicEnvelope:
+    """Of the request at hand.
+
+    request_id  as errors and headers tell it; the message's id is made of it
+    model       as the client named it
+    asides      what else there is to say: with the whole answer, or with `message_start`
+    warnings    about the request
+    block_tokens   of the prefix cache; 0: there is none
+    """
+
+    request_id: str
+    model: str
+    shows_thinking: bool = True
+    asides: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[OutputWarning] = ()
+    block_tokens: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"msg_{self.request_id}"
+
+    def message(
+        self,
+        content: Sequence[Mapping[str, Any]],
+        end: Mapping[str, Any],
+        usage: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            **end,
+            "usage": usage,
+            **self.asides,
+        }
+
+
+NO_END = {"stop_reason": None, "stop_sequence": None}
+
+
+def end_of(finished: Finished, answer: ChoiceGroup) -> dict[str, Any]:
+    """`max_tokens` is the request's limit; an answer that ends before it filled the context."""
+    (choice,) = answer.choices
+    reason = STOP_REASONS[finished.reason]
+    matched = finished.stop_reason if isinstance(finished.stop_reason, str) else None
+    if finished.reason == "stop" and matched is not None:
+        reason = "stop_sequence"
+    limit = choice.params.max_tokens
+    if finished.reason == "length" and limit is not None and choice.num_generated < limit:
+        reason = CONTEXT_FULL
+    return {"stop_reason": reason, "stop_sequence": matched}
+
+
+def usage_of(answer: ChoiceGroup, block_tokens: int) -> dict[str, Any]:
+    """Return the usage so far. Each token of the prompt was read from the cache, written to it, or
+    neither. `block_tokens` is the block size of the prefix cache; 0: there is no cache.
+
+    The blocks that the same prompt can find later count as written: all that are full without the
+    last token, which is always computed.
+    """
+    prompt, cached = answer.num_prompt_tokens, answer.num_cached_tokens
+    findable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
+    written = max(0, findable - cached)
+    usage: dict[str, Any] = {
+        "input_tokens": prompt - cached - written,
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": cached,
+        "output_tokens": answer.num_generated_tokens,
+    }
+    if (thinking := answer.num_reasoning_tokens) is not None:
+        usage["output_tokens_details"] = {"thinking_tokens": thinking}
+    return usage
+
+
+def usage_at_start(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the members that a message has and a `message_delta` has not: the service tier, and the
+    tokens written, by lifetime. No token is sure to be kept for an hour."""
+    written = usage["cache_creation_input_tokens"]
+    parts = {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0}
+    return {**usage, "cache_creation": parts, "service_tier": "standard"}
+
+
+def empty_block(kind: Kind, call: ToolCall | None) -> dict[str, Any]:
+    """As it begins."""
+    match kind:
+        case "text":
+            return {"type": kind, "text": ""}
+        case "thinking":
+            return {"type": kind, "thinking": "", "signature": ""}
+        case "tool_use":
+            assert call is not None
+            return {"type": kind, "id": call.id, "name": call.name, "input": {}}
+
+
+def told_warnings(warnings: Sequence[OutputWarning]) -> dict[str, Any]:
+    """A member more, where there are any."""
+    told = [{"code": warning.code, "message": warning.message} for warning in warnings]
+    return {"warnings": told} if told else {}

@@ -1,0 +1,45 @@
+"""What a request of Anthropic's clients cannot know about the model that is served here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.api.openai.requests import ChatBody
+from gateway.formats.events import OutputWarning
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.prompt.kwargs import thinking_budget
+
+NO_BUDGET = "thinking_budget_not_kept"
+
+
+def fitted(
+    chat: ChatBody, max_len: int, reading: ModelOutputFormat
+) -> tuple[ChatBody, list[OutputWarning]]:
+    """The same request, as far as the model goes.
+
+    These clients send one `max_tokens` to every model: more than the context holds is no more than
+    the context, and the answer says `model_context_window_exceeded` where it fills it. And they
+    send a budget to models that are not known to think; such a model has nothing to limit.
+    """
+    warnings = []
+    changes: dict[str, Any] = {}
+    if chat.max_tokens is not None and chat.max_tokens > max_len:
+        changes["max_tokens"] = max_len
+    budget = thinking_budget(chat.thinking_fields)
+    if reading.reasoning is None and budget:
+        changes |= {"thinking": _unlimited(chat.thinking), "thinking_token_budget": None}
+        message = (
+            f"{budget[0]} is ignored, because the server has no reasoning format for this model; "
+            "leave the field out, or restart the server with --reasoning-format"
+        )
+        warnings.append(OutputWarning(NO_BUDGET, message))
+    return msgspec.structs.replace(chat, **changes), warnings
+
+
+def _unlimited(thinking: object) -> object:
+    if not isinstance(thinking, Mapping):
+        return thinking
+    return {name: value for name, value in thinking.items() if name != "budget_tokens"}

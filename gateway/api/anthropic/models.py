@@ -1,0 +1,64 @@
+"""GET /v1/models in Anthropic's shape, for requests with the header `anthropic-version`.
+
+A page has at most `limit` models: those after `after_id`, and before `before_id`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from gateway.api.anthropic.responses import ModelInfo, ModelPage
+from gateway.served_model import ServedModel
+from protocol.errors import InvalidRequest
+
+VERSION_HEADER = "anthropic-version"
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 1000
+_NUMBER = re.compile(r"[0-9]{1,4}")
+
+
+def model_info(served: ServedModel, name: str) -> ModelInfo:
+    """`name` is one of the served names."""
+    since = datetime.fromtimestamp(served.since, UTC)
+    return ModelInfo(
+        id=name,
+        display_name=served.card.name,
+        created_at=since.isoformat().replace("+00:00", "Z"),
+        max_input_tokens=served.limits.max_len,
+        max_tokens=served.limits.max_len,
+        lifecycle="active",
+    )
+
+
+def model_page(served: ServedModel, query: Mapping[str, str]) -> ModelPage:
+    """Raises InvalidRequest naming the parameter of `query`."""
+    limit = _limit(query.get("limit", ""))
+    names, is_backward = list(served.names), False
+    if after := query.get("after_id"):
+        names = names[_place(names, after, "after_id") + 1 :]
+    if before := query.get("before_id"):
+        names, is_backward = names[: _place(names, before, "before_id")], True
+    shown = names[-limit:] if is_backward else names[:limit]
+    return ModelPage(
+        data=[model_info(served, name) for name in shown],
+        has_more=len(shown) < len(names),
+        first_id=shown[0] if shown else None,
+        last_id=shown[-1] if shown else None,
+    )
+
+
+def _limit(text: str) -> int:
+    if not text:
+        return DEFAULT_LIMIT
+    limit = int(text) if _NUMBER.fullmatch(text) else 0
+    if not 1 <= limit <= MAX_LIMIT:
+        raise InvalidRequest(f"limit: must be a number from 1 to {MAX_LIMIT:,}", param="limit")
+    return limit
+
+
+def _place(names: list[str], name: str, param: str) -> int:
+    if name not in names:
+        raise InvalidRequest(f"{param}: there is no model {name!r} on this page", param=param)
+    return names.index(name)

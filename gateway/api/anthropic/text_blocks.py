@@ -1,0 +1,92 @@
+"""Blocks that a model which takes text can read, as text: text, documents of text, search results.
+
+Anything else is refused where a person sent it. In what a tool brought it is not the person's to
+change, so a line in its place says what is missing, and the response warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gateway.api.anthropic.pieces import (
+    blocks_of,
+    members_of,
+    optional_text,
+    text_in,
+    text_of_block,
+    unexpected,
+)
+from protocol.errors import InvalidRequest
+
+Block = Mapping[str, Any]
+
+
+def readable(block: Block, at: str) -> str:
+    """Raises InvalidRequest where there is no text to be had."""
+    kind = block.get("type")
+    read = _READERS.get(kind) if isinstance(kind, str) else None
+    if read is not None:
+        return read(block, at)
+    if kind == "image":
+        raise _no_text(f"{at}.type", "is an image")
+    raise unexpected(kind, at, tuple(_READERS))
+
+
+def result_text(block: Block, at: str) -> tuple[str, str | None]:
+    """Of a block that a tool brought: its text, and what kind of thing was left out."""
+    kind = block.get("type")
+    if not isinstance(kind, str):
+        raise unexpected(kind, at, tuple(_READERS))
+    is_readable = kind in _READERS and (
+        kind != "document" or members_of(block.get("source"), f"{at}.source").get("type") in _TEXTS
+    )
+    if is_readable:
+        return readable(block, at), None
+    return f"[{kind} left out: this model takes text only]", kind
+
+
+def _document(block: Block, at: str) -> str:
+    at_source = f"{at}.source"
+    source = members_of(block.get("source"), at_source)
+    match source.get("type"):
+        case "text":
+            text = text_in(source, "data", at_source)
+        case "content":
+            text = _texts(source.get("content"), f"{at_source}.content")
+        case kind:
+            raise _no_text(f"{at_source}.type", f"is {kind!r}")
+    return _titled(block, at, ("title", "context"), text)
+
+
+def _search_result(block: Block, at: str) -> str:
+    return _titled(block, at, ("title", "source"), _texts(block.get("content"), f"{at}.content"))
+
+
+def _texts(content: Any, at: str) -> str:
+    texts = []
+    for place, block in blocks_of(content, at):
+        if block.get("type") != "text":
+            raise _no_text(f"{place}.type", f"is {block.get('type')!r}")
+        texts.append(text_of_block(block, place))
+    return "\n".join(texts)
+
+
+def _titled(block: Block, at: str, names: tuple[str, ...], text: str) -> str:
+    """What is known about the text stands in lines before it."""
+    known = [(name, optional_text(block, name, at)) for name in names]
+    head = "".join(f"{name}: {value}\n" for name, value in known if value)
+    return f"{head}\n{text}" if head else text
+
+
+def _no_text(at: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{at} {what}, and this model takes text only", param=at)
+
+
+_READERS: Mapping[str, Callable[[Block, str], str]] = {
+    "text": text_of_block,
+    "document": _document,
+    "search_result": _search_result,
+}
+_TEXTS = ("text", "content")
+"""Kinds of a document's source that are text."""

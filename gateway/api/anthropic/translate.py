@@ -1,0 +1,150 @@
+"""A Messages request -> the chat it stands for, and the way back from the chat's names to its own.
+
+What a chat has, too, goes over as it is; errors about the chat are told in the words of the
+request that the client wrote. Raises InvalidRequest naming the field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.api.anthropic.conversation import chat_of
+from gateway.api.anthropic.pieces import members_of
+from gateway.api.anthropic.requests import CountBody
+from gateway.api.anthropic.tools import chat_tool_choice, chat_tools
+from gateway.api.openai.checks import check_chat, unsupported
+from gateway.api.openai.naming import named
+from gateway.api.openai.requests import ChatBody
+from gateway.formats.events import OutputWarning
+from gateway.http.body import check_depth
+from protocol.errors import InvalidRequest
+
+Display = Literal["summarized", "omitted"]
+_TRANSLATED = frozenset({"messages", "tools", "tool_choice", "thinking"})
+SHARED = frozenset(CountBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
+SAME = SHARED - _TRANSLATED
+"""Fields that mean the same in both."""
+_OF_TOOLS = {
+    r"^(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"^(tools\[\d+\])\.function\b": r"\1",
+    r"^tool_choice\.function\.name$": "tool_choice.name",
+}
+_PLACE = re.compile(r"^messages\[(\d+)\]")
+
+
+class MessagesTranslation(msgspec.Struct, frozen=True):
+    """chat            what is asked
+    places          where each of its messages stands in the request
+    format_field    where the request says what the answer looks like
+    shows_thinking  the text of thinking is told, not only that there was some
+    warnings        about the request
+    """
+
+    chat: ChatBody
+    places: list[str]
+    format_field: str
+    shows_thinking: bool
+    warnings: list[OutputWarning]
+
+    def named(self) -> AbstractContextManager[None]:
+        """Errors about the chat, raised inside, leave with the names of the request."""
+        return named(self.own_name)
+
+    def own_name(self, name: str) -> str:
+        """Return the request's name for a field of the chat."""
+        if (found := _PLACE.match(name)) and int(found[1]) < len(self.places):
+            return self.places[int(found[1])]
+        for pattern, own in {**_OF_TOOLS, **self._of_formats()}.items():
+            name = re.sub(pattern, own, name)
+        return name
+
+    def _of_formats(self) -> Mapping[str, str]:
+        return {
+            r"^response_format\.json_schema\b": self.format_field,
+            r"^response_format\b": self.format_field,
+            r"^reasoning_effort$": "output_config.effort",
+            r"^stop\b": "stop_sequences",
+            r"^continue_final_message$": "messages",
+        }
+
+
+def chat_body(body: CountBody) -> ChatBody:
+    return translate(body).chat
+
+
+def translate(body: CountBody) -> MessagesTranslation:
+    """The chat has been checked as a chat request is."""
+    for field in ("messages", "system", "tools", "output_config", "output_format", "thinking"):
+        check_depth(getattr(body, field), field)
+    for field in ("container", "mcp_servers"):
+        if getattr(body, field):
+            raise unsupported(field)
+    conversation = chat_of(body.system, body.messages)
+    effort, format_field, form = _output(body)
+    thinking, display = _thinking(body.thinking)
+    choice, parallel = chat_tool_choice(body.tool_choice)
+    chat = ChatBody(
+        messages=conversation.messages,
+        tools=None if body.tools is None else chat_tools(body.tools),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        stop=body.stop_sequences,
+        thinking=thinking,
+        reasoning_effort=effort,
+        response_format=form,
+        continue_final_message=conversation.continues or None,
+        **{name: getattr(body, name) for name in SAME},
+    )
+    told = MessagesTranslation(
+        chat, conversation.places, format_field, display != "omitted", conversation.warnings
+    )
+    with told.named():
+        check_chat(chat)
+    return told
+
+
+def _thinking(thinking: Any) -> tuple[Any, Display]:
+    """(what a chat's field `thinking` says, how thinking is shown)."""
+    if not isinstance(thinking, Mapping):
+        return thinking, "summarized"
+    display = thinking.get("display")
+    if display not in (None, "summarized", "omitted"):
+        raise InvalidRequest(
+            f"thinking.display must be one of summarized, omitted; it is {display!r}",
+            param="thinking.display",
+        )
+    rest = {name: value for name, value in thinking.items() if name != "display"}
+    return rest, display or "summarized"
+
+
+def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
+    """(effort, where the answer's form stands, the form as a chat has it)."""
+    config = members_of(body.output_config or {}, "output_config")
+    known = ("effort", "format")
+    for name, value in config.items():
+        if name not in known and value is not None:
+            raise unsupported(f"output_config.{name}", f"of this field only {', '.join(known)} are")
+    forms = {"output_config.format": config.get("format"), "output_format": body.output_format}
+    said = {field: form for field, form in forms.items() if form is not None}
+    if len(said) > 1:
+        raise InvalidRequest(
+            "output_format: output_config.format already says what the answer looks like",
+            param="output_format",
+        )
+    for field, form in said.items():
+        return config.get("effort"), field, _form(form, field)
+    return config.get("effort"), "output_config.format", None
+
+
+def _form(form: Any, at: str) -> dict[str, Any]:
+    form = members_of(form, at)
+    if form.get("type") != "json_schema":
+        raise InvalidRequest(
+            f"{at}.type must be json_schema; it is {form.get('type')!r}", param=f"{at}.type"
+        )
+    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}

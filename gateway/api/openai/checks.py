@@ -1,0 +1,116 @@
+"""What one field alone cannot tell: fields that need or exclude each other, and refusals by name.
+
+A field that this server cannot honour is never dropped in silence. Raises InvalidRequest, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gateway.api.openai.requests import BatchBody, ChatBody, CompletionBody, GenerationBody
+from gateway.api.openai.structured import FORM_FIELDS
+from gateway.http.body import MAX_LISTED_FIELDS, check_depth
+from protocol.errors import InvalidRequest
+
+_NESTED = (
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template_kwargs",
+    "reasoning",
+    "thinking",
+)
+_REFUSED = {
+    "guided_whitespace_pattern": "items of JSON are separated by at most 8 blanks",
+    "grammar_lazy": "`strict: true` on a tool enforces the arguments of its calls",
+    "grammar_triggers": "structural_tag has triggers",
+}
+"""field -> what to do instead"""
+_REPLACED = {
+    "functions": '`tools` takes each as {"type": "function", "function": ...}',
+    "function_call": "`tool_choice` takes its place",
+    "audio": "this model writes text only",
+}
+"""field of a conversation -> what to do instead"""
+_REASONING_MEMBERS = ("effort", "enabled", "max_tokens")
+_THINKING_MEMBERS = ("type", "budget_tokens")
+
+
+def check_chat(body: ChatBody) -> None:
+    check_depth(body.messages, "messages")
+    check_conversation(body)
+
+
+def check_batch(body: BatchBody, max_conversations: int) -> None:
+    if body.stream:
+        raise InvalidRequest("stream: a batch is answered as a whole", param="stream")
+    if len(body.messages) > max_conversations:
+        raise InvalidRequest(
+            f"messages: {len(body.messages):,} conversations; at most {max_conversations:,} are "
+            "taken",
+            param="messages",
+        )
+    for place, messages in enumerate(body.messages):
+        check_depth(messages, f"messages[{place}]")
+    check_conversation(body)
+
+
+def check_conversation(body: ChatBody | BatchBody) -> None:
+    _check_common(body)
+    for field in _NESTED:
+        check_depth(getattr(body, field), field)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    if body.modalities not in (None, ["text"]):
+        raise unsupported("modalities", "only text is")
+    for field, instead in _REPLACED.items():
+        if getattr(body, field):
+            raise unsupported(field, instead)
+    _check_members(body.reasoning, "reasoning", _REASONING_MEMBERS)
+    _check_members(body.thinking, "thinking", _THINKING_MEMBERS)
+
+
+def _check_members(value: Any, field: str, known: Sequence[str]) -> None:
+    if isinstance(value, Mapping):
+        for name, member in value.items():
+            if name not in known and member is not None:
+                raise unsupported(f"{field}.{name}", f"of this field only {', '.join(known)} are")
+
+
+def check_completion(body: CompletionBody) -> None:
+    _check_common(body)
+    if body.suffix:
+        raise unsupported("suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens: 0 needs echo, or there is no answer", param="max_tokens")
+
+
+def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs: not given in a stream", param="prompt_logprobs")
+    if body.logprob_token_ids and body.num_logprobs is None:
+        raise InvalidRequest("logprob_token_ids: needs logprobs", param="logprob_token_ids")
+    if body.best_of not in (None, body.n or 1):
+        raise unsupported("best_of", "only a value equal to n is")
+    for field, instead in _REFUSED.items():
+        if getattr(body, field):
+            raise unsupported(field, instead)
+    for field in FORM_FIELDS:
+        check_depth(getattr(body, field), field)
+
+
+def listed(ignored: Iterable[str], body: GenerationBody) -> list[str]:
+    """Return the fields of the request that have no effect, each once, as the answer lists them.
+    Raises InvalidRequest if the request does not allow such fields."""
+    fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]
+    if fields and body.strict_params:
+        raise InvalidRequest(f"unknown fields: {', '.join(fields)}", param=fields[0])
+    return fields
+
+
+def unsupported(field: str, instead: str = "") -> InvalidRequest:
+    but = f"; {instead}" if instead else ""
+    return InvalidRequest(f"{field}: not supported by this server{but}", param=field)

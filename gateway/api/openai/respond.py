@@ -1,0 +1,114 @@
+"""A chat's or completion's asks -> the response its body wants: chunks, or one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import flask
+from flask import Response, g
+
+from gateway.api.openai.requests import GenerationBody
+from gateway.api.openai.response_builder import OpenAIEnvelope, ResponseBuilder
+from gateway.api.openai.stream import ChunkStream
+from gateway.api.openai.whole import whole_response
+from gateway.api.resume import respond as resume
+from gateway.context import RequestContext
+from gateway.engine.kv_params import handed, told, wish_of
+from gateway.formats.events import OutputWarning
+from gateway.generation import run as any_api
+from gateway.generation.choice import Choice
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.parameters import check_counts
+from gateway.generation.request import PromptRequest
+from gateway.served_model import ServedModel
+from gateway.service import Service
+from gateway.text.logprobs import prompt_chances
+from protocol.kv import KV_FIELD
+
+
+def origin(
+    kind: str,
+    name: str | None,
+    model: ServedModel,
+    *,
+    effective: Any = None,
+    warnings: list[OutputWarning] | None = None,
+) -> OpenAIEnvelope:
+    """Of the request at hand; `effective`: what to tell of the effective parameters."""
+    exchange: RequestContext = g.exchange
+    asides: dict[str, Any] = {}
+    if g.get("ignored"):
+        asides["ignored_params"] = g.ignored
+    if effective is not None:
+        asides["effective"] = effective
+    return OpenAIEnvelope(
+        f"{kind}-{exchange.request_id}",
+        name or model.names[0],
+        model.fingerprint,
+        asides=asides,
+        warnings=warnings or [],
+    )
+
+
+def respond(
+    service: Service,
+    body: GenerationBody,
+    asks: list[PromptRequest],
+    dialect: ResponseBuilder,
+    origin: OpenAIEnvelope,
+) -> Response:
+    """Raises what the engine says against it, before any header is sent."""
+    config, limits = service.config, service.model(body.model).limits
+    asks = handed(asks, wish_of(body.kv_transfer_params), limits, streams=bool(body.stream))
+    check_counts(asks, body, config.max_n, max(config.max_n, config.max_prompts))
+    terms = any_api.RequestOptions.of(body, origin.id)
+    if body.stream:
+        sink_of = partial(_chunk_stream, body=body, dialect=dialect, origin=origin)
+        stream = resume.resumable if resume.is_wanted() else any_api.stream
+        return stream(service, asks, terms, sink_of)
+    answer, fold = any_api.whole(service, asks, terms)
+    if (params := told(answer)) is not None:
+        origin = replace(origin, asides={**origin.asides, KV_FIELD: params})
+    data = whole_response(
+        answer,
+        fold,
+        dialect,
+        origin,
+        tells_ids=bool(body.return_token_ids),
+        prompt_logprobs=prompt_shape(body, service.model(body.model)),
+    )
+    return flask.Response(data, content_type="application/json")
+
+
+def prompt_shape(
+    body: GenerationBody, model: ServedModel
+) -> Callable[[Choice], list[Any] | None] | None:
+    """Return what shapes the logprobs of a choice's prompt; None: the body does not ask for
+    them."""
+    num_top = body.prompt_logprobs
+    if num_top is None:
+        return None
+    return lambda choice: prompt_chances(model.tokenizer, choice.prompt_logprobs, num_top)
+
+
+def _chunk_stream(
+    answer: ChoiceGroup,
+    outlet: resume.Frames,
+    *,
+    body: GenerationBody,
+    dialect: ResponseBuilder,
+    origin: OpenAIEnvelope,
+) -> ChunkStream:
+    return ChunkStream(
+        answer,
+        dialect,
+        origin,
+        write=outlet.write,
+        finish=outlet.finish,
+        includes_usage=body.includes_usage,
+        repeats_usage=body.repeats_usage,
+        tells_ids=bool(body.return_token_ids),
+    )

@@ -1,0 +1,241 @@
+"""An answer as a stream of chunks, in OpenAI's order.
+
+    [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage, timings]  [DONE]
+
+A chunk brings a bit of content or reasoning, the head of a tool call (id, name, no arguments yet),
+or a bit of its arguments. The finish of a completion comes with its last text, that of a chat in a
+chunk of its own. Warnings come with the finish of their choice. Choices interleave as their tokens
+come. The first chunks (a chat's role, an echoed prompt) are sent with the first
+token, so the first byte of the body never makes a server look faster than it is. After an error,
+one `{"error": ...}` event and [DONE] close the stream. JSON is put together from parts encoded once
+per answer: in the common case only the new text is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gateway.api.openai.errors import error_body
+from gateway.api.openai.message import warning_of
+from gateway.api.openai.response_builder import (
+    OpenAIEnvelope,
+    ResponseBuilder,
+    encode,
+    usage_of,
+    usage_of_choice,
+)
+from gateway.formats.events import (
+    Content,
+    Event,
+    Failed,
+    Finished,
+    OutputDelta,
+    OutputWarning,
+    Reasoning,
+    ToolArguments,
+)
+from gateway.generation.choice import Choice
+from gateway.generation.group import ChoiceGroup
+from gateway.http import sse
+from gateway.http.errors import fault_of
+from gateway.observe.timings import told_timings
+from protocol.errors import ServingError
+
+
+class ChunkStreamState(msgspec.Struct):
+    """What a stream remembers of what it has told; plain data, so that it can go on elsewhere.
+
+    has_begun   the first chunks are out
+    warnings    choice -> what waits to be told with its finish chunk
+    num_tokens  choice -> its tokens that were sent; counted where each chunk has a usage
+    """
+
+    has_begun: bool = False
+    warnings: dict[int, list[OutputWarning]] = {}
+    num_tokens: dict[int, int] = {}
+
+
+class ChunkStream:
+    """The sink of a stream.
+
+    write            takes frames as they are made
+    finish           called after the last one
+    includes_usage   a chunk with the whole usage before [DONE]; `"usage":null` in the others
+    repeats_usage    in every other chunk the usage of its choice, as far as it was sent
+    tells_ids        token ids in the chunks that bring them, prompt ids in the first
+    told             where another stream of this answer left off
+    """
+
+    def __init__(
+        self,
+        answer: ChoiceGroup,
+        dialect: ResponseBuilder,
+        origin: OpenAIEnvelope,
+        *,
+        write: Callable[[bytes], None],
+        finish: Callable[[], None],
+        includes_usage: bool = False,
+        repeats_usage: bool = False,
+        tells_ids: bool = False,
+        told: ChunkStreamState | None = None,
+    ) -> None:
+        self._answer = answer
+        self._dialect = dialect
+        self._write = write
+        self._finish = finish
+        self._includes_usage = includes_usage
+        self._repeats_usage = repeats_usage
+        self._tells_ids = tells_ids
+        self._origin = origin
+        self.told = told or ChunkStreamState()
+        self._is_plain = not (repeats_usage or tells_ids or dialect.num_logprobs is not None)
+        shared = encode(origin.fields(dialect.chunk_kind, dialect.constants))[:-1]
+        self._head = b"data: " + shared + b',"choices":['
+        self._heads = [self._head + b'{"index":%d,' % c.index for c in answer.choices]
+        usage = b',"usage":null' if includes_usage else b""
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+
+    def delta(self, choice: Choice, delta: OutputDelta) -> None:
+        events = delta.events
+        if len(events) == 1 and self._is_plain and self.told.has_begun:
+            members = self._plain_members(events[0])
+            if members is not None:  # as nearly always
+                self._write(self._heads[choice.index] + members + self._plain_tail)
+                return
+        if events and isinstance(events[0], Failed):  # it is told by `fail`
+            return
+        frames = self._openings()
+        num_openings = len(frames)
+        self.count(choice, delta)
+        said = [m for m in (self._members(choice, event) for event in events) if m is not None]
+        end = events[-1] if events else None
+        ending = self._dialect.nothing()
+        if said and type(end) is Finished and self._dialect.ends_with_text:
+            ending = said.pop()
+        for members in said:
+            frames.append(self._said(choice, members, delta))
+            delta = _TOLD
+        if type(end) is Finished:
+            frames.append(self._finished(choice, end, delta, ending))
+        if len(frames) == num_openings and not self._is_plain:  # no words of its own, but tokens
+            frames.append(self._said(choice, self._dialect.nothing(), delta))
+        if frames:
+            self._write(b"".join(frames) if len(frames) > 1 else frames[0])
+
+    def count(self, choice: Choice, delta: OutputDelta) -> None:
+        """Count the tokens of `delta` as sent: what a client has been sent may lag behind what the
+        engine has generated, and a chunk's usage goes with its text."""
+        if self._repeats_usage and delta.token_ids:
+            counts = self.told.num_tokens
+            counts[choice.index] = counts.get(choice.index, 0) + len(delta.token_ids)
+
+    def begin(self) -> None:
+        """Write the first chunks now, if they are not out. They come with the first news else."""
+        if frames := self._openings():
+            self._write(b"".join(frames))
+
+    def _openings(self) -> list[bytes]:
+        if self.told.has_begun:
+            return []
+        self.told.has_begun = True
+        return list(filter(None, map(self._opening, self._answer.choices)))
+
+    def _plain_members(self, event: Event) -> bytes | None:
+        """Of an event that is told as it is, and at once."""
+        if type(event) is Content:
+            return self._dialect.said(event.text)
+        return self._dialect.told(event) if type(event) in _BITS else None
+
+    def _members(self, choice: Choice, event: Event) -> bytes | None:
+        """None: nothing is told now. Warnings wait for the end of their choice."""
+        if type(event) is Content:
+            return self._dialect.said(event.text)
+        if type(event) is OutputWarning:
+            self.told.warnings.setdefault(choice.index, []).append(event)
+            return None
+        return self._dialect.told(event)
+
+    def end(self) -> None:
+        more: dict[str, Any] = {}
+        if self._includes_usage:
+            more["usage"] = usage_of(self._answer)
+        more |= told_timings(self._answer)
+        last = self._head + b"],%b}\n\n" % encode(more)[1:-1] if more else b""
+        self._write(last + sse.DONE)
+        self._finish()
+
+    def fail(self, error: ServingError) -> None:
+        self._write(sse.frame(error_body(fault_of(error))) + sse.DONE)
+        self._finish()
+
+    def _opening(self, choice: Choice) -> bytes | None:
+        members = self._dialect.opening(choice)
+        if members is None:
+            if not (self._tells_ids or (self._asides() and not choice.index)):
+                return None
+            members = self._dialect.nothing()
+        logprobs = encode(self._dialect.echo_logprobs(choice))
+        on_top = in_choice = b""
+        if self._tells_ids:
+            ids = b',"prompt_token_ids":%b' % encode(choice.ask.prompt_ids)
+            on_top, in_choice = (ids, b"") if self._dialect.prompt_ids_on_top else (b"", ids)
+        if not choice.index:
+            on_top += self._asides()
+        return self._chunk(choice, members, logprobs, b"null", in_choice, on_top)
+
+    def _asides(self) -> bytes:
+        """What is said of the request, once."""
+        asides = dict(self._origin.asides)
+        if self._origin.warnings:
+            asides["warnings"] = [warning_of(w, None) for w in self._origin.warnings]
+        return b"," + encode(asides)[1:-1] if asides else b""
+
+    def _said(self, choice: Choice, members: bytes, delta: OutputDelta) -> bytes:
+        if self._is_plain:
+            return self._heads[choice.index] + members + self._plain_tail
+        return self._chunk(
+            choice, members, self._logprobs(choice, delta), b"null", self._ids(delta)
+        )
+
+    def _finished(
+        self, choice: Choice, event: Finished, delta: OutputDelta, members: bytes
+    ) -> bytes:
+        """Tokens that end an answer without text of their own are told here."""
+        logprobs = b"null" if delta is _TOLD else self._logprobs(choice, delta)
+        more = self._ids(delta) + b',"stop_reason":%b' % encode(event.stop_reason)
+        warnings = self.told.warnings.pop(choice.index, ())
+        on_top = b""
+        if warnings:
+            on_top = b',"warnings":%b' % encode([warning_of(w, choice.index) for w in warnings])
+        return self._chunk(choice, members, logprobs, encode(event.reason), more, on_top)
+
+    def _logprobs(self, choice: Choice, delta: OutputDelta) -> bytes:
+        return encode(self._dialect.logprobs(choice, delta))
+
+    def _ids(self, delta: OutputDelta) -> bytes:
+        return b',"token_ids":%b' % encode(delta.token_ids) if self._tells_ids else b""
+
+    def _chunk(
+        self,
+        choice: Choice,
+        members: bytes,
+        logprobs: bytes,
+        reason: bytes,
+        in_choice: bytes,
+        on_top: bytes = b"",
+    ) -> bytes:
+        """`in_choice` and `on_top`: more members, each with a comma before it."""
+        usage = b',"usage":null' if self._includes_usage else b""
+        if self._repeats_usage:
+            num_tokens = self.told.num_tokens.get(choice.index, 0)
+            usage = b',"usage":%b' % encode(usage_of_choice(self._answer, choice, num_tokens))
+        inner = b'%b,"logprobs":%b,"finish_reason":%b%b}' % (members, logprobs, reason, in_choice)
+        return b"%b%b]%b%b}\n\n" % (self._heads[choice.index], inner, on_top, usage)
+
+
+_BITS = (Reasoning, ToolArguments)
+_TOLD = OutputDelta()
+"""A delta whose tokens have been told with an earlier chunk."""

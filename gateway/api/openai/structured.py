@@ -1,0 +1,267 @@
+"""The fields that set the form of an answer -> that form, in protocol's terms.
+
+`response_format` is OpenAI's field, `structured_outputs` vLLM's. The others are the equivalents of
+older vLLM, SGLang and llama.cpp. A request may have only one of them.
+
+Only the shape of the request and the keywords of a schema are checked here. The engine decides
+whether a schema or a grammar can be enforced, before any header is sent. Raises InvalidRequest
+naming the field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import msgspec
+
+from gateway.api.openai.requests import GenerationBody
+from gateway.api.openai.schema_keywords import MAX_UNKNOWN, check_keywords, unknown_keywords
+from gateway.http.body import check_depth
+from protocol.errors import InvalidRequest
+from protocol.grammar import (
+    Body,
+    ChoiceGrammar,
+    Gbnf,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    Structural,
+    Tag,
+)
+
+_LARK_START = "start:"
+_FORMATS: Mapping[str, Set[str]] = {
+    "text": {"type"},
+    "json_object": {"type", "schema"},
+    "json_schema": {"type", "json_schema"},
+    "structural_tag": {"type", "structures", "triggers"},
+}
+"""The types of a response_format, and its members."""
+_SCHEMA_MEMBERS = {"name", "description", "schema", "strict"}
+"""The members of `response_format.json_schema`."""
+_OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
+"""Options of `structured_outputs` that vLLM's clients also send; only false is supported."""
+_SAFE_PATH = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,200}")
+"""A path that may stand in a header."""
+
+
+class AnswerForm(msgspec.Struct, frozen=True):
+    """field    the field of the request that asks for it
+    body     the form of the answer
+    ignored  paths of unknown members and schema keywords, which have no effect
+    """
+
+    field: str
+    body: Body
+    ignored: list[str] = []
+
+
+def answer_form(body: GenerationBody) -> AnswerForm | None:
+    """None: free text."""
+    found = []
+    for field, read in _FIELDS.items():
+        value, reader = getattr(body, field), FormReader()
+        form = None if value is None else read(reader, value, field)
+        if form is not None:
+            found.append(AnswerForm(field, form, reader.ignored))
+    if len(found) > 1:
+        first, second = found[0].field, found[1].field
+        raise InvalidRequest(f"{second}: {first} already sets the form of the answer", param=second)
+    return found[0] if found else None
+
+
+def structured_form(value: Any, at: str) -> AnswerForm | None:
+    """The form that `structured_outputs`, which stands at `at`, asks for."""
+    if value is None:
+        return None
+    reader = FormReader()
+    return AnswerForm(at, reader.structured_outputs(value, at), reader.ignored)
+
+
+class FormReader:
+    """Reads a value that says what an answer looks like; `at` is where it stands in the request."""
+
+    def __init__(self) -> None:
+        self.ignored: list[str] = []
+
+    def response_format(self, value: Any, at: str) -> Body | None:
+        format = _object(value, at)
+        kind = format.get("type")
+        if not isinstance(kind, str) or kind not in _FORMATS:
+            raise InvalidRequest(
+                f"{at}.type must be one of {', '.join(_FORMATS)}; it is {kind!r}",
+                param=f"{at}.type",
+            )
+        if kind == "json_schema" and "json_schema" not in format and "schema" in format:
+            flat = {name: member for name, member in format.items() if name != "type"}
+            return self._named_schema(flat, at)  # as llama.cpp has it
+        self._note_unknown(format, _FORMATS[kind], at)
+        match kind:
+            case "json_object" if format.get("schema"):
+                return self.schema(format["schema"], f"{at}.schema")
+            case "json_object":
+                return JsonObject()
+            case "json_schema":
+                return self._named_schema(format.get("json_schema"), f"{at}.json_schema")
+            case "structural_tag":
+                return self.structural_tag(format, at)
+        return None
+
+    def _named_schema(self, value: Any, at: str) -> Body:
+        inner = _object(value, at)
+        strict = inner.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise InvalidRequest(f"{at}.strict must be true or false", param=f"{at}.strict")
+        self._note_unknown(inner, _SCHEMA_MEMBERS, at, strict=bool(strict))
+        return self.schema(inner.get("schema"), f"{at}.schema", strict=bool(strict))
+
+    def _note_unknown(
+        self, value: Mapping[str, Any], known: Set[str], at: str, *, strict: bool = False
+    ) -> None:
+        for name, member in value.items():
+            path = f"{at}.{name}"
+            if name in known or member is None:
+                continue
+            if strict:
+                raise InvalidRequest(f"{path}: unknown, and strict is true", param=path)
+            self._note(path, at)
+
+    def _note(self, path: str, at: str) -> None:
+        """Record `path` as ignored, or `at` if `path` is not safe in a header."""
+        safe = path if _SAFE_PATH.fullmatch(path) else at
+        if len(self.ignored) < MAX_UNKNOWN and safe not in self.ignored:
+            self.ignored.append(safe)
+
+    def structured_outputs(self, value: Any, at: str) -> Body:
+        members = {
+            name: member
+            for name, member in _object(value, at).items()
+            if member is not None and not (name in _OPTIONS and member is False)
+        }
+        for name in members:
+            if name not in _KINDS:
+                raise InvalidRequest(
+                    f"{at}.{name}: unknown; one of {', '.join(_KINDS)} is expected",
+                    param=f"{at}.{name}",
+                )
+        if len(members) != 1:
+            raise InvalidRequest(
+                f"{at} must have exactly one of {', '.join(_KINDS)}; it has {len(members)}",
+                param=at,
+            )
+        ((name, member),) = members.items()
+        return _KINDS[name](self, member, f"{at}.{name}")
+
+    # ---- schemas
+
+    def schema(self, value: Any, at: str, *, strict: bool = False) -> Body:
+        return JsonSchema(text=self._schema_text(value, at, strict=strict))
+
+    def _schema_text(self, value: Any, at: str, *, strict: bool = False) -> str:
+        """A schema as an object or as JSON text; `true` and `false` are schemas, too, but of no
+        use."""
+        schema = _object(_from_text(value, at), at)
+        check_keywords(schema, at, strict=strict)
+        for path in unknown_keywords(schema, at):
+            self._note(path, at)
+        return msgspec.json.encode(schema).decode()
+
+    def json_object(self, value: Any, at: str) -> Body:
+        if value is not True:
+            raise InvalidRequest(f"{at} must be true, where it is given", param=at)
+        return JsonObject()
+
+    # ---- other forms
+
+    def regex(self, value: Any, at: str) -> Body:
+        return Regex(pattern=_text(value, at))
+
+    def choices(self, value: Any, at: str) -> Body:
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest(f"{at} must be a list that is not empty", param=at)
+        return ChoiceGrammar(
+            choices=[_text(choice, f"{at}[{i}]") for i, choice in enumerate(value)]
+        )
+
+    def grammar(self, value: Any, at: str) -> Body:
+        """Lark, which has a rule `start`, or GBNF, which has `root ::=`."""
+        text = _text(value, at)
+        return Gbnf(text=text) if "::=" in text and _LARK_START not in text else Lark(text=text)
+
+    def gbnf(self, value: Any, at: str) -> Body | None:
+        """llama.cpp's clients send an empty text for no grammar."""
+        return None if value == "" else Gbnf(text=_text(value, at))
+
+    def structural_tag(self, value: Any, at: str) -> Body:
+        """`structures` of {begin, schema, end}, and the `triggers` that begin one."""
+        value = _object(_from_text(value, at), at)
+        structures, triggers = value.get("structures"), value.get("triggers")
+        if not isinstance(structures, list) or not isinstance(triggers, list):
+            raise InvalidRequest(f"{at} must have the lists structures and triggers", param=at)
+        return Structural(
+            triggers=[_text(trigger, f"{at}.triggers[{i}]") for i, trigger in enumerate(triggers)],
+            tags=[self._tag(tag, f"{at}.structures[{i}]") for i, tag in enumerate(structures)],
+        )
+
+    def _tag(self, value: Any, at: str) -> Tag:
+        tag = _object(value, at)
+        return Tag(
+            begin=_text(tag.get("begin"), f"{at}.begin"),
+            schema=self._schema_text(tag.get("schema", {}), f"{at}.schema"),
+            end=_text(tag.get("end"), f"{at}.end"),
+        )
+
+
+def _object(value: Any, at: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{at} must be an object", param=at)
+    return value
+
+
+def _text(value: Any, at: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{at} must be a text that is not empty", param=at)
+    return value
+
+
+def _from_text(value: Any, at: str) -> Any:
+    """What may be JSON, or JSON as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        value = msgspec.json.decode(_text(value, at))
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidRequest(f"{at} is not JSON: {error}", param=at) from None
+    check_depth(value, at)
+    return value
+
+
+Read = Callable[[FormReader, Any, str], Body | None]
+
+_KINDS: Mapping[str, Callable[[FormReader, Any, str], Body]] = {
+    "json": FormReader.schema,
+    "json_object": FormReader.json_object,
+    "regex": FormReader.regex,
+    "choice": FormReader.choices,
+    "grammar": FormReader.grammar,
+    "structural_tag": FormReader.structural_tag,
+}
+"""The members of `structured_outputs`."""
+
+_FIELDS: Mapping[str, Read] = {
+    "response_format": FormReader.response_format,
+    "structured_outputs": FormReader.structured_outputs,
+    "guided_json": FormReader.schema,
+    "guided_regex": FormReader.regex,
+    "guided_choice": FormReader.choices,
+    "guided_grammar": FormReader.grammar,
+    "structural_tag": FormReader.structural_tag,
+    "regex": FormReader.regex,
+    "ebnf": FormReader.gbnf,
+    "json_schema": FormReader.schema,
+    "grammar": FormReader.gbnf,
+}
+FORM_FIELDS = tuple(_FIELDS)

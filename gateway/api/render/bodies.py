@@ -1,0 +1,300 @@
+"""The bodies of the derender routes -> what is derendered, and in whose words errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.api.openai.checks import check_chat, check_completion
+from gateway.api.openai.completion import Completion
+from gateway.api.openai.naming import named
+from gateway.api.openai.prepare import Preparation, Prompt
+from gateway.api.openai.requests import ChatBody, CompletionBody, prompts_of
+from gateway.api.openai.response_builder import ChatResponseBuilder
+from gateway.api.render.derender import DerenderCase, derendered, derendered_chunk, first_state
+from gateway.api.render.recorded import num_logprobs
+from gateway.api.render.requests import DerenderBody, DerenderChat, DerenderCompletion
+from gateway.api.render.stream_state import key_of, opened, sealed
+from gateway.api.tokens.generate_prepare import TAIL_TOKENS
+from gateway.api.tokens.generate_responses import GenerateChunk, GeneratedChoice, GenerateResponse
+from gateway.generation.parameters import check_counts
+from gateway.generation.request import PromptRequest
+from gateway.served_model import ServedModel
+from protocol.config.gateway import GatewayConfig
+from protocol.errors import InvalidRequest
+from protocol.sampling import check_token_ids
+
+T = TypeVar("T")
+CHAT, COMPLETION = "chat_request", "completion_request"
+
+
+def _in(field: str) -> Callable[[str], str]:
+    return lambda param: f"{field}.{param}"
+
+
+def _needed(value: T | None, field: str, when: str) -> T:
+    if value is None:
+        raise InvalidRequest(f"{field}: needed {when}", param=field)
+    return value
+
+
+def _index_offset(chunk: dict[str, Any] | None, offset: int) -> dict[str, Any] | None:
+    for choice in chunk["choices"] if chunk else ():
+        choice["index"] += offset
+    return chunk
+
+
+def _ids_of(chunk: GenerateChunk) -> list[int] | None:
+    return None if chunk.prompt_token_ids is msgspec.UNSET else chunk.prompt_token_ids
+
+
+def _num_choices(
+    choices: Sequence[GeneratedChoice],
+    body: DerenderBody,
+    model: ServedModel,
+    config: GatewayConfig,
+    field: str,
+) -> int:
+    """Return the number of choices of an unknown request, from `choices`, the value of `field`, and
+    from the state of a stream. Raises InvalidRequest if there are too many."""
+    indexes = [choice.index for choice in choices]
+    if body.stream_state is not None:
+        indexes += opened(body.stream_state, key_of(model, None)).choices
+    count = 1 + max(indexes, default=0)
+    if not 0 < count <= config.max_n:
+        raise InvalidRequest(
+            f"{field}: {count:,} choices; must be from 1 to {config.max_n:,}", param=field
+        )
+    return count
+
+
+class ChatDerendering:
+    """POST /v1/chat/completions/derender, once. Raises InvalidRequest naming the field."""
+
+    def __init__(self, body: DerenderChat, model: ServedModel, config: GatewayConfig) -> None:
+        self._body = body
+        self._model = model
+        self._config = config
+        self._request = body.chat_request or self._plain_request()
+        with named(_in(CHAT)):
+            check_chat(self._request)
+            trusts = config.trust_request_chat_template
+            self._preparation = Preparation(self._request, model, trusts_template=trusts)
+            self._kwargs = self._preparation.kwargs() if body.chat_request else {}
+
+    def _plain_request(self) -> ChatBody:
+        """A request of which nothing is known: all text is content."""
+        reading = self._model.reading
+        writes_calls = reading.tools is not None and not self._model.renderer.writes_no_tools
+        if reading.reasoning is not None or writes_calls:
+            raise InvalidRequest(
+                f"{CHAT}: required, because answers of this model have parts: reasoning "
+                f"({reading.reasoning}), tool calls ({reading.tools})",
+                param=CHAT,
+            )
+        body = self._body
+        if body.stream:
+            field = "generate_chunk"
+            choices = _needed(body.generate_chunk, field, "with stream").choices
+        else:
+            field = "generate_response"
+            choices = _needed(body.generate_response, field, "without stream").choices
+        num_top = num_logprobs(choices)
+        return ChatBody(
+            messages=[],
+            model=body.model,
+            n=_num_choices(choices, body, self._model, self._config, field),
+            logprobs=num_top is not None,
+            top_logprobs=num_top,
+            stream=body.stream,
+        )
+
+    def whole(self) -> bytes:
+        response = _needed(self._body.generate_response, "generate_response", "without stream")
+        prompt = self._prompt(response.prompt_token_ids)
+        ask = self._preparation.told(prompt, self._preparation.begin(prompt))
+        self._check_counts(ask)
+        usage_tokens = response.usage.prompt_tokens if response.usage else 0
+        count = None if prompt.ids else self._body.prompt_tokens or usage_tokens
+        return derendered(self._case(), [ask], [response], ["generate_response"], count)
+
+    def chunk(self) -> tuple[dict[str, Any] | None, str]:
+        """The chunk and the state behind it."""
+        body, preparation = self._body, self._preparation
+        chunk = _needed(body.generate_chunk, "generate_chunk", "with stream")
+        key = key_of(self._model, body.chat_request)
+        if body.stream_state is None:
+            prompt = self._prompt(_ids_of(chunk))
+            begun = preparation.begin(prompt)
+            count = len(prompt.ids) or body.prompt_tokens or 0
+            state = first_state(self._model.reading.ending(begun), count)
+        else:
+            state = opened(body.stream_state, key)
+            prompt = Prompt(state.ending, [], self._kwargs)
+            begun = preparation.begin(prompt)
+        ask = preparation.told(prompt, begun)
+        self._check_counts(ask)
+        told_chunk, state = derendered_chunk(
+            self._case(), ask, state, chunk, is_first=body.stream_state is None
+        )
+        return told_chunk, sealed(state, key)
+
+    def _check_counts(self, ask: PromptRequest) -> None:
+        with named(_in(CHAT)):
+            check_counts([ask], self._request, self._config.max_n, self._config.max_n)
+
+    def _case(self) -> DerenderCase:
+        request, model = self._request, self._model
+        effective = {"chat_template_kwargs": self._kwargs}
+        return DerenderCase(
+            request=request,
+            model=model,
+            kind="chatcmpl",
+            dialect=ChatResponseBuilder(
+                model.tokenizer, request.num_logprobs, request.logprob_token_ids or ()
+            ),
+            effective=effective if request.return_effective_kwargs else None,
+        )
+
+    def _prompt(self, told: Sequence[int] | None) -> Prompt:
+        """The body's, or as the token endpoint tells it, or rendered again."""
+        body = self._body
+        ids = body.prompt_token_ids or told
+        if ids:
+            check_token_ids(ids, self._model.card.vocab_size, "prompt_token_ids")
+            end = self._model.tokenizer.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False)
+            prompt = Prompt(end, list(ids), self._kwargs)
+        elif body.chat_request is None:
+            return Prompt("", [], self._kwargs)
+        else:
+            with named(_in(CHAT)):
+                prompt = self._preparation.prompt(body.chat_request.messages)
+        _check_count(body.prompt_tokens, len(prompt.ids), "prompt_tokens")
+        return prompt
+
+
+def _check_count(said: int | None, count: int, at: str) -> None:
+    if said not in (None, count):
+        raise InvalidRequest(f"{at}: {said:,}, but the prompt has {count:,}", param=at)
+
+
+class CompletionDerendering:
+    """POST /v1/completions/derender, once. Raises InvalidRequest naming the field."""
+
+    def __init__(self, body: DerenderCompletion, model: ServedModel, config: GatewayConfig) -> None:
+        self._body = body
+        self._model = model
+        self._config = config
+        self._request = body.completion_request or self._plain_request()
+        with named(_in(COMPLETION)):
+            check_completion(self._request)
+            self._prompts = prompts_of(self._request, config.max_prompts)
+        for field in ("generate_responses", "prompt_tokens", "prompt_token_ids"):
+            given = getattr(body, field)
+            if given is not None and len(given) != len(self._prompts):
+                raise InvalidRequest(
+                    f"{field}: {len(given):,} of them; the request has {len(self._prompts):,} "
+                    "prompts",
+                    param=field,
+                )
+
+    def _plain_request(self) -> CompletionBody:
+        """A request of which nothing is known but how many prompts it has."""
+        body = self._body
+        if body.stream:
+            field, count = "generate_chunk", 1 + body.prompt_index
+            choices = _needed(body.generate_chunk, field, "with stream").choices
+        else:
+            field = "generate_responses"
+            responses = _needed(body.generate_responses, field, "without stream")
+            choices = [choice for response in responses for choice in response.choices]
+            count = len(responses)
+        if not 0 < count <= self._config.max_prompts:
+            at = "prompt_index" if body.stream else field
+            raise InvalidRequest(
+                f"{at}: {count:,} prompts; must be from 1 to {self._config.max_prompts:,}",
+                param=at,
+            )
+        return CompletionBody(
+            prompt=[""] * count,
+            model=body.model,
+            n=_num_choices(choices, body, self._model, self._config, field),
+            logprobs=num_logprobs(choices),
+            stream=body.stream,
+        )
+
+    def whole(self) -> bytes:
+        body = self._body
+        responses = _needed(body.generate_responses, "generate_responses", "without stream")
+        completion = self._completion(self._request, self._whole_ids(responses))
+        total = 0
+        for place, ask in enumerate(completion.asks):
+            count = len(ask.prompt_ids)
+            said = body.prompt_tokens[place] if body.prompt_tokens else None
+            if count:
+                _check_count(said, count, f"prompt_tokens[{place}]")
+            total += count or said or 0
+        at = [f"generate_responses[{place}]" for place in range(len(responses))]
+        return derendered(self._case(completion), completion.asks, responses, at, total)
+
+    def _whole_ids(self, responses: Sequence[GenerateResponse]) -> list[list[int]] | None:
+        """The prompts as the body or the responses tell them; None: as the request does."""
+        given = self._body.prompt_token_ids or [None] * len(responses)
+        found = [
+            ids or response.prompt_token_ids for ids, response in zip(given, responses, strict=True)
+        ]
+        if self._body.completion_request is None:
+            return [ids or [] for ids in found]
+        if not any(found):
+            return None
+        rendered = self._completion(self._request, None).asks
+        return [ids or ask.prompt_ids for ids, ask in zip(found, rendered, strict=True)]
+
+    def chunk(self) -> tuple[dict[str, Any] | None, str]:
+        """The chunk and the state behind it."""
+        body, place = self._body, self._body.prompt_index
+        chunk = _needed(body.generate_chunk, "generate_chunk", "with stream")
+        if place >= len(self._prompts):
+            raise InvalidRequest(
+                f"prompt_index: {place}; the request has {len(self._prompts):,} prompts",
+                param="prompt_index",
+            )
+        request = msgspec.structs.replace(self._request, prompt=self._prompts[place])
+        key = key_of(self._model, request if body.completion_request else None)
+        is_first = body.stream_state is None
+        if body.stream_state is None:
+            completion = self._completion(request, self._own_ids(place, chunk))
+            said = body.prompt_tokens[place] if body.prompt_tokens else 0
+            state = first_state("", len(completion.asks[0].prompt_ids) or said)
+        else:
+            state = opened(body.stream_state, key)
+            completion = self._completion(request, [[]])
+        told, state = derendered_chunk(
+            self._case(completion), completion.asks[0], state, chunk, is_first=is_first
+        )
+        return _index_offset(told, place * (request.n or 1)), sealed(state, key)
+
+    def _own_ids(self, place: int, chunk: GenerateChunk) -> list[list[int]] | None:
+        given = self._body.prompt_token_ids
+        ids = (given[place] if given else None) or _ids_of(chunk)
+        if ids is None and self._body.completion_request is None:
+            return [[]]
+        return None if ids is None else [ids]
+
+    def _completion(self, request: CompletionBody, ids: Sequence[list[int]] | None) -> Completion:
+        for place, given in enumerate(ids or ()):
+            check_token_ids(given, self._model.card.vocab_size, f"prompt_token_ids[{place}]")
+        with named(_in(COMPLETION)):
+            completion = Completion(
+                request, self._model, max_prompts=self._config.max_prompts, ids=ids
+            )
+            most = max(self._config.max_n, self._config.max_prompts)
+            check_counts(completion.asks, request, self._config.max_n, most)
+        return completion
+
+    def _case(self, completion: Completion) -> DerenderCase:
+        return DerenderCase(
+            request=completion.body, model=self._model, kind="cmpl", dialect=completion.dialect()
+        )

@@ -1,0 +1,286 @@
+"""What a token endpoint has said -> what the API would have said, whole or chunk by chunk.
+
+The same code reads and tells it as for an answer of our own engine: readers, one function for the
+finish reason, `whole_response`, `ChunkStream`. Here the news is played back, and between two chunks
+all memory travels with the client (`state`), so a chunk costs the same wherever it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from gateway.api.openai.requests import GenerationBody
+from gateway.api.openai.respond import prompt_shape
+from gateway.api.openai.response_builder import (
+    CompletionResponseBuilder,
+    OpenAIEnvelope,
+    ResponseBuilder,
+)
+from gateway.api.openai.stream import ChunkStream, ChunkStreamState
+from gateway.api.openai.whole import whole_response
+from gateway.api.render.merging import chunk_of
+from gateway.api.render.recorded import Recorded, Reports, prompt_entries
+from gateway.api.render.stream_state import StreamState, restore, state_of, wrong_state
+from gateway.api.tokens.generate_responses import GenerateChunk, GeneratedChoice, GenerateResponse
+from gateway.formats.choice_parser import ChoiceParser
+from gateway.formats.events import OutputDelta
+from gateway.generation.choice import Choice
+from gateway.generation.request import PromptRequest
+from gateway.generation.sinks import CollectSink
+from gateway.served_model import ServedModel
+from gateway.text.detokenizer import DetokenizerState
+from protocol.errors import InvalidRequest, ServingError
+
+log = logging.getLogger(__name__)
+
+GENERATE_PREFIX = "generate-tokens-"
+MAX_WAITING_TOKENS = 64
+"""More tokens whose text is held back are told, where tokens are told at all, before their text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerenderCase:
+    """A request that was rendered, of either API.
+
+    kind       how its ids begin
+    dialect    of one answer
+    effective  what to tell of the effective parameters, if that was asked for
+    """
+
+    request: GenerationBody
+    model: ServedModel
+    kind: str
+    dialect: ResponseBuilder
+    effective: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.dialect.num_logprobs
+
+    def origin(
+        self, said_id: str, fingerprint: Any, created: int, beside: dict[str, Any]
+    ) -> OpenAIEnvelope:
+        asides = dict(beside)
+        if self.effective is not None:
+            asides["effective"] = self.effective
+        return OpenAIEnvelope(
+            _own_id(said_id, self.kind),
+            self.request.model or self.model.names[0],
+            self.model.fingerprint if fingerprint is UNSET else fingerprint,
+            created,
+            asides,
+        )
+
+    def reports(self, at: str, usage: Any) -> Reports:
+        asked = self.request.logprob_token_ids or ()
+        return Reports(at, self.model, num_logprobs=self.num_logprobs, asked_ids=asked, usage=usage)
+
+
+def _own_id(said: str, kind: str) -> str:
+    """The id that a chat would have told: render made the token endpoint's of it."""
+    own = said.removeprefix(GENERATE_PREFIX)
+    return own if own.startswith(f"{kind}-") else f"{kind}-{own}"
+
+
+# ---- whole
+
+
+def derendered(
+    case: DerenderCase,
+    asks: Sequence[PromptRequest],
+    responses: Sequence[GenerateResponse],
+    at: Sequence[str],
+    prompt_tokens: int | None = None,
+) -> bytes:
+    """One response to each ask, standing in the request `at`. `prompt_tokens`: how many, where they
+    themselves are not known. Raises InvalidRequest."""
+    request, model = case.request, case.model
+    answer = Recorded(asks, prompt_tokens)
+    fold = CollectSink(len(answer.choices))
+    answer.attach(fold)
+    for place, (response, where) in enumerate(zip(responses, at, strict=True)):
+        choices = [choice for choice in answer.choices if choice.prompt_index == place]
+        _play_whole(case, choices, response, where, answer)
+    answer.wait()
+    first = responses[0]
+    beside: dict[str, Any] = {}
+    if len(responses) == 1 and first.kv_transfer_params is not None:
+        beside["kv_transfer_params"] = first.kv_transfer_params
+    return whole_response(
+        answer,
+        fold,
+        case.dialect,
+        case.origin(
+            first.request_id,
+            first.system_fingerprint,
+            int(time.time()) if first.created is None else first.created,
+            beside,
+        ),
+        tells_ids=bool(request.return_token_ids),
+        prompt_logprobs=prompt_shape(request, model) or _passed_on(responses),
+    )
+
+
+def _passed_on(
+    responses: Sequence[GenerateResponse],
+) -> Callable[[Choice], list[Any] | None]:
+    """Nobody asks for the logprobs of a prompt here: what came of them goes on as it is."""
+    return lambda choice: responses[choice.prompt_index].prompt_logprobs
+
+
+def _play_whole(
+    case: DerenderCase,
+    choices: Sequence[Choice],
+    response: GenerateResponse,
+    at: str,
+    answer: Recorded,
+) -> None:
+    parts = {part.index: (place, part) for place, part in enumerate(response.choices)}
+    if len(response.choices) != len(choices) or set(parts) != set(range(len(choices))):
+        raise InvalidRequest(
+            f"{at}.choices: the request has {len(choices)} answers (n), each with its index once",
+            param=f"{at}.choices",
+        )
+    reports = case.reports(at, response.usage)
+    for index, choice in enumerate(choices):
+        place, part = parts[index]
+        if part.finish_reason is None:
+            where = f"{at}.choices[{place}].finish_reason"
+            raise InvalidRequest(f"{where}: a whole answer has ended", param=where)
+        if response.prompt_logprobs is not None and choice.params.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_entries(
+                choice.ask.prompt_ids, response.prompt_logprobs, f"{at}.prompt_logprobs"
+            )
+        answer.play(choice, reports.of(part, choice.params, place))
+
+
+# ---- chunk by chunk
+
+
+def derendered_chunk(
+    case: DerenderCase,
+    ask: PromptRequest,
+    state: StreamState,
+    chunk: GenerateChunk,
+    *,
+    is_first: bool,
+) -> tuple[dict[str, Any] | None, StreamState]:
+    """The API's chunk, None where there is nothing to tell yet; and the state for the next one.
+
+    ask    of the request's one prompt; its tokens are needed for the first chunk only
+    Raises InvalidRequest.
+    """
+    try:
+        going_on = _GoingOn(case, ask, state)
+        return going_on.tell(chunk), going_on.state()
+    except ServingError:
+        raise
+    except Exception:  # a state is a client's data: a forged one can fail anywhere in a machine
+        if is_first:
+            raise
+        log.info("a state makes no sense", exc_info=True)
+        raise wrong_state() from None
+
+
+def first_state(ending: str, prompt_tokens: int) -> StreamState:
+    return StreamState(int(time.time()), ending, prompt_tokens, ChunkStreamState(), {})
+
+
+class _GoingOn:
+    """One chunk, between two states. It is the sink of its answer."""
+
+    def __init__(self, case: DerenderCase, ask: PromptRequest, state: StreamState) -> None:
+        self._case = case
+        self._state = state
+        self._frames: list[bytes] = []
+        self._answer = Recorded([ask], state.prompt_tokens)
+        for index, told in state.choices.items():
+            restore(self._answer.choices[index], told)
+            if told.offsets is not None and isinstance(case.dialect, CompletionResponseBuilder):
+                case.dialect.offsets(index, told.offsets)
+        self._answer.attach(self)
+
+    def tell(self, chunk: GenerateChunk) -> dict[str, Any] | None:
+        self._stream = self._new_stream(chunk)
+        if chunk.choices:
+            self._stream.begin()
+        reports = self._case.reports("generate_chunk", chunk.usage)
+        for place, part in enumerate(chunk.choices):
+            choice = self._choice(part, place)
+            self._answer.play(choice, reports.of(part, choice.params, place))
+            self._release(choice)
+        if not chunk.choices and chunk.usage is not None:
+            if (details := chunk.usage.prompt_tokens_details) is not None:
+                self._answer.choices[0].num_cached = details.cached_tokens
+            self._stream.end()
+        told = chunk_of(self._frames)
+        if told is not None and isinstance(chunk.kv_transfer_params, dict):
+            told["kv_transfer_params"] = chunk.kv_transfer_params
+        return told
+
+    def state(self) -> StreamState:
+        """For the next chunk."""
+        choices = dict(self._state.choices)
+        for choice in self._answer.choices:
+            if choice.num_generated or choice.index in choices:
+                choices[choice.index] = state_of(choice, self._offsets(choice))
+        return msgspec.structs.replace(self._state, choices=choices)
+
+    # ---- as a sink
+
+    def delta(self, choice: Choice, delta: OutputDelta) -> None:
+        self._stream.delta(choice, delta)
+
+    def end(self) -> None:
+        """Of all choices; it is told with the usage, which has a chunk of its own."""
+
+    def fail(self, error: ServingError) -> None:
+        raise error
+
+    # ---- parts
+
+    def _new_stream(self, chunk: GenerateChunk) -> ChunkStream:
+        request, state = self._case.request, self._state
+        origin = self._case.origin(chunk.request_id, chunk.system_fingerprint, state.created, {})
+        return ChunkStream(
+            self._answer,
+            self._case.dialect,
+            origin,
+            write=self._frames.append,
+            finish=lambda: None,
+            includes_usage=request.includes_usage,
+            repeats_usage=request.repeats_usage,
+            tells_ids=bool(request.return_token_ids),
+            told=state.told,
+        )
+
+    def _choice(self, part: GeneratedChoice, place: int) -> Choice:
+        choices = self._answer.choices
+        if not 0 <= part.index < len(choices):
+            at = f"generate_chunk.choices[{place}].index"
+            raise InvalidRequest(
+                f"{at}: {part.index}; the request has {len(choices)} answers (n)", param=at
+            )
+        return choices[part.index]
+
+    def _release(self, choice: Choice) -> None:
+        """Tokens whose text waits do not wait in any number, and not at all if nobody is told."""
+        reader = choice.reader
+        assert isinstance(reader, ChoiceParser)
+        if not (self._case.request.return_token_ids or self._case.num_logprobs is not None):
+            self._stream.count(choice, reader.release())
+        elif reader.num_waiting > MAX_WAITING_TOKENS:
+            self._stream.delta(choice, reader.release())
+
+    def _offsets(self, choice: Choice) -> tuple[DetokenizerState, int] | None:
+        dialect = self._case.dialect
+        if self._case.num_logprobs is None or not isinstance(dialect, CompletionResponseBuilder):
+            return None
+        return dialect.offsets(choice.index).state()

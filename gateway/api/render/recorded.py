@@ -1,0 +1,180 @@
+"""What a token endpoint has said -> the news an engine would have told, played to an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from gateway.api.openai.responses import TokenChance
+from gateway.api.tokens.generate_responses import ChosenToken, GeneratedChoice, GenerateUsage
+from gateway.generation.choice import Choice
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.request import PromptRequest
+from gateway.served_model import ServedModel
+from protocol.errors import InvalidRequest
+from protocol.messages import Output, TokenLogprobs, Usage
+from protocol.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
+
+
+class _Nowhere:
+    """The engine of an answer that is not computed here: nothing is open, so nothing is aborted."""
+
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a recorded answer is not asked for")
+
+    def abort(self, request: int, freed: object = None) -> None:
+        pass
+
+
+class Recorded(ChoiceGroup):
+    """An answer that was generated elsewhere.
+
+    prompt_tokens  how many, where they themselves are not known
+    """
+
+    def __init__(self, asks: Sequence[PromptRequest], prompt_tokens: int | None = None) -> None:
+        super().__init__(_Nowhere(), asks)
+        self._prompt_tokens = prompt_tokens
+
+    def play(self, choice: Choice, output: Output) -> None:
+        """Some of its news. Whatever goes wrong with it goes to the caller."""
+        self._output(choice, output)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return super().num_prompt_tokens if self._prompt_tokens is None else self._prompt_tokens
+
+
+class Reports:
+    """Makes news of what a response or chunk says. `at`: where it stands, for errors.
+
+    num_logprobs, asked_ids   what the client of the derendered answer wants to know
+    """
+
+    def __init__(
+        self,
+        at: str,
+        model: ServedModel,
+        *,
+        num_logprobs: int | None,
+        asked_ids: Sequence[int],
+        usage: GenerateUsage | None = None,
+    ) -> None:
+        self._at = at
+        self._model = model
+        self._num_logprobs = num_logprobs
+        self._asked_ids = asked_ids
+        self._usage = usage
+
+    def of(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
+        """`place` among the choices. Raises InvalidRequest."""
+        at = f"{self._at}.choices[{place}]"
+        check_token_ids(part.token_ids, self._model.card.vocab_size, f"{at}.token_ids")
+        stop_token = None
+        if part.finish_reason == "stop" and not isinstance(part.stop_reason, str):
+            stop_token = _stop_token(part.token_ids, params, self._model.card.eos_token_ids)
+        return Output(
+            request=0,
+            tokens=part.token_ids,
+            logprobs=self._logprobs(part, at),
+            finish=part.finish_reason,
+            stop_token=stop_token,
+            usage=self._cost(),
+        )
+
+    def _cost(self) -> Usage | None:
+        usage = self._usage
+        if usage is None or usage.prompt_tokens_details is None:
+            return None
+        return Usage(
+            prompt_tokens=usage.prompt_tokens,
+            generated_tokens=usage.completion_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+        )
+
+    def _logprobs(self, part: GeneratedChoice, at: str) -> list[TokenLogprobs]:
+        if self._num_logprobs is None:
+            return []
+        content = part.logprobs.content if part.logprobs else []
+        if len(content) != len(part.token_ids):
+            raise InvalidRequest(
+                f"{at}.logprobs: the request asks for logprobs, and there are those of "
+                f"{len(content):,} tokens for {len(part.token_ids):,}",
+                param=f"{at}.logprobs",
+            )
+        return [entry_of(token, self._num_logprobs, self._asked_ids) for token in content]
+
+
+def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
+    """Return how many of the likeliest tokens are recorded beside the chosen ones; None: there are
+    no logprobs. The chosen one stands among them, or is one more."""
+    counts = [
+        len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))
+        for choice in choices
+        if choice.logprobs is not None
+        for token in choice.logprobs.content
+    ]
+    has_any = any(choice.logprobs is not None for choice in choices)
+    return min(max([0, *counts]), MAX_LOGPROBS) if has_any else None
+
+
+def _stop_token(
+    ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int]
+) -> int | None:
+    """The last token, if it is one that ends an answer."""
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    return ids[-1] if ids and ids[-1] in ends else None
+
+
+def entry_of(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> TokenLogprobs:
+    """The reverse of `generate_tell.chosen_token`. What was asked for and not told is unknown."""
+    logprob_of = {top.token_id: top.logprob for top in token.top_logprobs}
+    others = {
+        top.rank: (top.token_id, top.logprob)
+        for top in token.top_logprobs
+        if top.rank is not None and top.token_id != token.token_id
+    }
+    tops = [others[rank] for rank in sorted(others)]
+    if len(tops) < num_top:  # then the chosen one is among the likeliest, and its place is free
+        place = next(rank for rank in range(1, num_top + 1) if rank not in others)
+        tops.insert(place - 1, (token.token_id, token.logprob))
+    return TokenLogprobs(
+        token.token_id,
+        token.logprob,
+        token.rank or 0,
+        [token_id for token_id, _ in tops],
+        [logprob for _, logprob in tops],
+        [logprob_of.get(token_id, math.nan) for token_id in asked_ids],
+    )
+
+
+def prompt_entries(
+    ids: Sequence[int], told: Sequence[dict[str, TokenChance] | None], at: str
+) -> list[TokenLogprobs]:
+    """The reverse of `text.logprobs.prompt_chances`."""
+    if len(told) != len(ids):
+        raise InvalidRequest(
+            f"{at}: of {len(told):,} tokens; the prompt has {len(ids):,}", param=at
+        )
+    return [
+        _prompt_entry(token_id, chances or {}, f"{at}[{place}]")
+        for place, (token_id, chances) in enumerate(zip(ids, told, strict=True))
+        if place
+    ]
+
+
+def _prompt_entry(token_id: int, chances: dict[str, TokenChance], at: str) -> TokenLogprobs:
+    own = chances.get(str(token_id))
+    if own is None:
+        raise InvalidRequest(f"{at}: has not the prompt's own token {token_id}", param=at)
+    try:
+        found = [(int(name), chance) for name, chance in chances.items()]
+    except ValueError:
+        raise InvalidRequest(f"{at}: a key is no token id", param=at) from None
+    found.sort(key=lambda pair: pair[1].rank)
+    # The likeliest are ranked from 1 without a gap; the prompt's own token may follow far behind.
+    tops = [pair for rank, pair in enumerate(found, start=1) if pair[1].rank == rank]
+    return TokenLogprobs(
+        token_id, own.logprob, own.rank, [i for i, _ in tops], [c.logprob for _, c in tops]
+    )

@@ -1,0 +1,104 @@
+"""A chat's or completion's body -> the request to the token endpoint that answers it.
+
+Everything is resolved: the model's own sampling defaults, the prompt's tokens, the grammar. What is
+generated from it, anywhere, and brought back through `derender` is what the chat would have said.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.api.openai.completion import Completion
+from gateway.api.openai.prepare import Preparation, Prompt
+from gateway.api.openai.requests import GenerationBody
+from gateway.api.render.requests import Carried
+from gateway.api.render.responses import RenderedRequest
+from gateway.api.tokens.generate_requests import ReasoningParserKwargs
+from gateway.generation.request import PromptRequest
+from gateway.served_model import ServedModel
+from protocol.errors import ContextTooLong
+from protocol.sampling import SamplingParams, check_vocabulary
+
+_SAID_OTHERWISE = frozenset({"seed", "bad_words", "logprobs_of"})
+"""Of SamplingParams: of one answer only, in tokens, and never asked for by these APIs."""
+
+
+def rendered_chat(
+    preparation: Preparation, prompt: Prompt, carried: Carried, request_id: str
+) -> RenderedRequest:
+    """Raises what an engine would say against the request."""
+    begun = preparation.begin(prompt)
+    request = _rendered(
+        preparation.body, preparation.model, preparation.ask(prompt), carried, request_id
+    )
+    return msgspec.structs.replace(
+        request,
+        reasoning_ended=begun.closed,
+        reasoning_parser_kwargs=ReasoningParserKwargs(prompt.kwargs),
+        reads_calls=preparation.plan.mode != "none",
+    )
+
+
+def rendered_completion(
+    completion: Completion, model: ServedModel, carried: Carried, request_id: str
+) -> list[RenderedRequest]:
+    """One for each prompt."""
+    asks = completion.asks
+    ids = [request_id] if len(asks) == 1 else [f"{request_id}-{i}" for i in range(len(asks))]
+    return [
+        _rendered(completion.body, model, ask, carried, name)
+        for ask, name in zip(asks, ids, strict=True)
+    ]
+
+
+def _rendered(
+    body: GenerationBody, model: ServedModel, ask: PromptRequest, carried: Carried, request_id: str
+) -> RenderedRequest:
+    _check_fits(ask, model)
+    return RenderedRequest(
+        request_id=request_id,
+        token_ids=ask.prompt_ids,
+        sampling_params=sampling_of(body, ask.choices[0]),
+        model=body.model or model.names[0],
+        stream=bool(body.stream),
+        stream_options=body.stream_options,
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
+        timeout_s=body.timeout_s,
+        queue_timeout_s=body.queue_timeout_s,
+        grammar=ask.grammar,
+        kv_transfer_params=carried.kv_transfer_params,
+    )
+
+
+def _check_fits(ask: PromptRequest, model: ServedModel) -> None:
+    """As the engine checks it, so that a request that cannot be answered is not rendered."""
+    params, most = ask.choices[0], model.limits.max_len
+    check_vocabulary(params, model.card.vocab_size)
+    if len(ask.prompt_ids) + (params.max_tokens != 0) > most:
+        raise ContextTooLong(
+            f"the prompt is {len(ask.prompt_ids):,} tokens; this model takes {most:,} tokens of "
+            "prompt and answer together",
+            param="prompt",
+        )
+
+
+def sampling_of(body: GenerationBody, params: SamplingParams) -> dict[str, Any]:
+    """`params`: of the first of the answers."""
+    told = {
+        name: value
+        for name, value in msgspec.structs.asdict(params).items()
+        if value is not None and name not in _SAID_OTHERWISE
+    }
+    told |= {
+        "n": body.n or 1,
+        "stop": body.stop_strings,
+        "include_stop_str_in_output": bool(body.include_stop_str_in_output),
+        "skip_special_tokens": body.skip_special_tokens is not False,
+        "bad_words": body.bad_words or [],
+    }
+    if params.seed is not None:
+        told["seed"] = params.seed
+    return told

@@ -1,0 +1,70 @@
+"""What one field alone cannot tell: refusals by name, and fields that need or exclude each other.
+
+A field that this server cannot honour is never dropped in silence. Raises InvalidRequest, always.
+"""
+
+from __future__ import annotations
+
+from gateway.api.openai.checks import unsupported
+from gateway.api.openai.tools import instead_of
+from gateway.api.responses.requests import INCLUDES, ResponsesBody
+from gateway.http.body import check_depth
+from protocol.errors import InvalidRequest
+
+_NESTED = ("input", "tools", "tool_choice", "prompt_cache_options")
+_REFUSED = {
+    "conversation": "previous_response_id carries a conversation on",
+    "context_management": "truncation 'auto' leaves the oldest items out",
+    "moderation": "",
+    "prompt": "",
+    "messages": "the conversation is `input`",
+    "max_tokens": "it is called max_output_tokens here",
+    "max_completion_tokens": "it is called max_output_tokens here",
+    "response_format": "it is text.format here",
+}
+"""field -> what to do instead"""
+_ABOUT_FUNCTIONS = ("type", "name", "description", "parameters", "strict")
+
+
+def check(body: ResponsesBody) -> None:
+    for field in _NESTED:
+        check_depth(getattr(body, field), field)
+    for field, instead in _REFUSED.items():
+        if getattr(body, field) not in (None, False, [], {}):
+            raise unsupported(field, instead)
+    if body.n not in (None, 1):
+        raise unsupported("n", "a response has one answer")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
+    for place, name in enumerate(body.include or ()):
+        if name not in INCLUDES:
+            raise unsupported(f"include[{place}]", f"{name!r} is none of {', '.join(INCLUDES)}")
+    _check_tools(body)
+
+
+def _check_tools(body: ResponsesBody) -> None:
+    for place, tool in enumerate(body.tools or ()):
+        at = f"tools[{place}]"
+        if not isinstance(tool, dict):
+            raise InvalidRequest(f"{at} must be an object", param=at)
+        if tool.get("type") != "function":
+            kind = tool.get("type")
+            raise InvalidRequest(
+                f"{at}.type must be 'function': no tools run in this server; it is "
+                f"{kind!r}{instead_of(kind)}",
+                param=f"{at}.type",
+            )
+        for name, value in tool.items():
+            if name not in _ABOUT_FUNCTIONS and value is not None:
+                raise unsupported(f"{at}.{name}")
+
+
+def ignored(body: ResponsesBody, unknown: list[str]) -> list[str]:
+    """Fields of the request that have no effect: those nobody knows, and those taken for the sake
+    of clients that always send them."""
+    told = list(unknown)
+    if body.text is not None and body.text.verbosity is not None:
+        told.append("text.verbosity")
+    if body.prompt_cache_key is not None:
+        told.append("prompt_cache_key")
+    return told

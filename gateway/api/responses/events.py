@@ -1,0 +1,256 @@
+"""What an answer says -> typed events, and the items they add up to. Pure.
+
+    created  [queued]  in_progress
+        output_item.added  [content_part.added]  ...delta  ...done  [content_part.done]
+        output_item.done                                            (for each item, one by one)
+    completed | incomplete | failed
+
+One item is open at a time; what does not belong to it closes it. A frame is one event; the n-th has
+the sequence number n. JSON is put together from parts encoded once per item: in the common case
+only the new text is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.api.responses.items import Item, item_id, seal
+from gateway.api.responses.response import ResponseHead, Told
+from gateway.formats.events import (
+    Content,
+    Event,
+    OutputWarning,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+)
+
+encode = msgspec.json.encode
+Frame = bytes
+
+COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
+LAST_EVENTS = {
+    COMPLETED: "response.completed",
+    INCOMPLETE: "response.incomplete",
+    "cancelled": "response.incomplete",
+    "failed": "response.failed",
+}
+"""status -> the event that ends the stream; there is none of its own for what was cancelled"""
+ENDS = {
+    "stop": (COMPLETED, None),
+    "tool_calls": (COMPLETED, None),
+    "length": (INCOMPLETE, "max_output_tokens"),
+    "abort": ("cancelled", None),
+}
+"""why an answer ended -> (the response's status, what is incomplete)"""
+
+
+def frame(kind: str, number: int, **members: Any) -> Frame:
+    data = encode({"type": kind, **members, "sequence_number": number})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def last_frame(number: int, response: Told) -> Frame:
+    """The event that ends the stream."""
+    return frame(LAST_EVENTS[response["status"]], number, response=response)
+
+
+def _delta_head(event: str, at: Told) -> bytes:
+    """Of a frame that brings a bit, up to the bit."""
+    head = encode({"type": event + ".delta", **at})[:-1]
+    return b"event: %b.delta\ndata: %b" % (event.encode(), head)
+
+
+class _Text:
+    """A message, or a piece of reasoning: one part, whose text comes bit by bit."""
+
+    def __init__(self, events: ResponseEvents, kind: str) -> None:
+        self.kind = kind
+        self._part, self._event = _TEXTS[kind]
+        self._bits: list[str] = []
+        self._logprobs: list[Any] = []
+        self._place = len(events.output)
+        self._id = item_id(kind, events.head.id, self._place)
+        self._seals = events.seals
+        self._at = {"item_id": self._id, "output_index": self._place, "content_index": 0}
+        self._head = _delta_head(self._event, self._at)
+        item = self._item(IN_PROGRESS, [])
+        events.tell("response.output_item.added", output_index=self._place, item=item)
+        events.tell("response.content_part.added", **self._at, part=self._told_part())
+
+    def say(self, events: ResponseEvents, text: str, logprobs: Sequence[Any] = ()) -> None:
+        self._bits.append(text)
+        self._logprobs += logprobs
+        data = b',"delta":' + encode(text)
+        if self.kind == "message":
+            data += b',"logprobs":' + (encode(logprobs) if logprobs else b"[]")
+        events.put(b'%b%b,"sequence_number":%d}\n\n' % (self._head, data, events.next_number))
+
+    def close(self, events: ResponseEvents, status: str) -> Item:
+        text, more = "".join(self._bits), {}
+        if self.kind == "message":
+            more = {"logprobs": self._logprobs}
+        events.tell(self._event + ".done", **self._at, text=text, **more)
+        part = self._told_part(text)
+        events.tell("response.content_part.done", **self._at, part=part)
+        item = self._item(status, [part])
+        events.tell("response.output_item.done", output_index=self._place, item=item)
+        return item
+
+    def _told_part(self, text: str = "") -> Told:
+        part: Told = {"type": self._part, "text": text}
+        if self.kind == "message":
+            part |= {"annotations": [], "logprobs": self._logprobs if text else []}
+        return part
+
+    def _item(self, status: str, content: list[Told]) -> Item:
+        item: Item = {"type": self.kind, "id": self._id, "status": status}
+        if self.kind == "message":
+            return item | {"role": "assistant", "content": content}
+        sealed = seal("".join(self._bits)) if self._seals and content else None
+        return item | {"summary": [], "content": content, "encrypted_content": sealed}
+
+
+_TEXTS = {
+    "message": ("output_text", "response.output_text"),
+    "reasoning": ("reasoning_text", "response.reasoning_text"),
+}
+"""item -> (its part, the beginning of its events' names)"""
+
+
+class _Call:
+    kind = "function_call"
+
+    def __init__(self, events: ResponseEvents, call: ToolCall) -> None:
+        self._call = call
+        self._bits: list[str] = []
+        self._place = len(events.output)
+        self._id = item_id(self.kind, events.head.id, self._place)
+        self._at = {"item_id": self._id, "output_index": self._place}
+        self._head = _delta_head("response.function_call_arguments", self._at)
+        item = self._item(IN_PROGRESS, "")
+        events.tell("response.output_item.added", output_index=self._place, item=item)
+
+    def say(self, events: ResponseEvents, fragment: str) -> None:
+        self._bits.append(fragment)
+        data = self._head, encode(fragment), events.next_number
+        events.put(b'%b,"delta":%b,"sequence_number":%d}\n\n' % data)
+
+    def close(self, events: ResponseEvents, status: str) -> Item:
+        arguments = "".join(self._bits)
+        kind = "response.function_call_arguments.done"
+        events.tell(kind, **self._at, name=self._call.name, arguments=arguments)
+        item = self._item(status, arguments)
+        events.tell("response.output_item.done", output_index=self._place, item=item)
+        return item
+
+    def _item(self, status: str, arguments: str) -> Item:
+        return {
+            "type": self.kind,
+            "id": self._id,
+            "call_id": self._call.id,
+            "name": self._call.name,
+            "arguments": arguments,
+            "status": status,
+        }
+
+
+class ResponseEvents:
+    """One response. Frames gather until they are taken.
+
+    seals   reasoning is also told as `encrypted_content`
+    output  the items that are closed
+    """
+
+    def __init__(self, head: ResponseHead, *, seals: bool = False) -> None:
+        self.head = head
+        self.seals = seals
+        self.output: list[Item] = []
+        self.next_number = 0
+        self._open: _Text | _Call | None = None
+        self._warnings: list[OutputWarning] = []
+        self._frames: list[Frame] = []
+
+    def begin(self, *, queued: bool = False) -> None:
+        """`queued`: it is not said yet that the response is being made; `proceed` does."""
+        status = "queued" if queued else IN_PROGRESS
+        self.tell("response.created", response=self.head.told(status))
+        if queued:
+            self.tell("response.queued", response=self.head.told(status))
+        else:
+            self.proceed()
+
+    def proceed(self) -> None:
+        self.tell("response.in_progress", response=self.head.told(IN_PROGRESS))
+
+    def push(self, event: Event, logprobs: Sequence[Any] = ()) -> None:
+        """`logprobs`: of the tokens of an event that is content, in the shape they are told in."""
+        match event:
+            case Content(text):
+                self._text("message").say(self, text, logprobs)
+            case Reasoning(text):
+                self._text("reasoning").say(self, text)
+            case ToolCall():
+                self._close(INCOMPLETE if isinstance(self._open, _Call) else COMPLETED)
+                self._open = _Call(self, event)
+            case ToolArguments(_, fragment):
+                assert isinstance(self._open, _Call)
+                self._open.say(self, fragment)
+            case ToolCallEnd():
+                self._close(COMPLETED)
+            case OutputWarning():
+                self._warnings.append(event)
+
+    def end(
+        self,
+        status: str,
+        *,
+        usage: Told | None = None,
+        error: Told | None = None,
+        incomplete: str | None = None,
+        timings: Told | None = None,
+    ) -> Told:
+        """Close what is open: the response as it is in the end. Its last event is `last_frame`."""
+        whole = status == COMPLETED and not isinstance(self._open, _Call)
+        self._close(COMPLETED if whole else INCOMPLETE)
+        return self.head.told(
+            status,
+            self.output,
+            usage=usage,
+            error=error,
+            incomplete=incomplete,
+            warnings=self._warnings,
+            timings=timings,
+        )
+
+    def taken(self) -> list[Frame]:
+        """What was told since the last time."""
+        frames, self._frames = self._frames, []
+        return frames
+
+    # ---- for the items
+
+    def tell(self, kind: str, **members: Any) -> None:
+        self.put(frame(kind, self.next_number, **members))
+
+    def put(self, data: Frame) -> None:
+        """`data` has the next number."""
+        self._frames.append(data)
+        self.next_number += 1
+
+    def _text(self, kind: str) -> _Text:
+        """The open item of this kind."""
+        if isinstance(self._open, _Text) and self._open.kind == kind:
+            return self._open
+        self._close(INCOMPLETE if isinstance(self._open, _Call) else COMPLETED)
+        self._open = opened = _Text(self, kind)
+        return opened
+
+    def _close(self, status: str) -> None:
+        if self._open is not None:
+            self.output.append(self._open.close(self, status))
+            self._open = None

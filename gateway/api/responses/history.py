@@ -1,0 +1,94 @@
+"""What a request goes on with: the responses before it, and the items it refers to.
+
+Everything counts that was said: messages, reasoning, calls and their outputs, so the prompt is the
+one that the same items, sent again, would make.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.api.responses.items import PREVIOUS, Item, PlacedItem, input_items, response_of
+from gateway.api.responses.requests import ResponsesBody
+from gateway.store.database import BrokenChain
+from gateway.store.queries import StoredRecord
+from gateway.store.store import Store
+from protocol.errors import InvalidRequest
+
+UNFINISHED = ("queued", "in_progress")
+
+
+class History:
+    """Of one owner. `store` None: nothing is kept here."""
+
+    def __init__(self, store: Store | None, owner: str) -> None:
+        self._store = store
+        self._owner = owner
+
+    def items_of(self, body: ResponsesBody) -> tuple[list[PlacedItem], list[PlacedItem]]:
+        """A request's own items, and all before them. Raises InvalidRequest."""
+        own = self.resolved(input_items(body.input))
+        previous = body.previous_response_id
+        return own, self.before(previous) if previous is not None else []
+
+    def before(self, response_id: str) -> list[PlacedItem]:
+        """All items up to the end of this response. Raises InvalidRequest."""
+        if self._store is None:
+            raise _wrong(PREVIOUS, "this server keeps no responses (--response-store)")
+        try:
+            records = self._store.ask(
+                lambda database: database.chain(response_id, self._owner, time.time())
+            )
+        except BrokenChain as broken:
+            if broken.missing == response_id:
+                raise _wrong(PREVIOUS, f"there is no response {response_id!r}") from None
+            raise _wrong(
+                PREVIOUS, f"{response_id!r} goes on with {broken.missing!r}, which is gone"
+            ) from None
+        if body_of(records[-1])["status"] in UNFINISHED:
+            raise _wrong(PREVIOUS, f"{response_id!r} is still being made")
+        return [PlacedItem(item, PREVIOUS) for record in records for item in said_in(record)]
+
+    def resolved(self, items: Sequence[PlacedItem]) -> list[PlacedItem]:
+        """With the items themselves in the place of references. Raises InvalidRequest."""
+        return [
+            PlacedItem(self._referred(placed), placed.at)
+            if placed.item["type"] == "item_reference"
+            else placed
+            for placed in items
+        ]
+
+    def _referred(self, placed: PlacedItem) -> Item:
+        name = placed.item["id"]
+        response_id = response_of(name)
+        if self._store is not None and response_id is not None:
+            record = self._store.ask(
+                lambda database: database.get(response_id, self._owner, time.time())
+            )
+            for item in said_in(record) if record else ():
+                if item.get("id") == name:
+                    return item
+        raise _wrong(f"{placed.at}.id", f"there is no item {name!r}")
+
+
+def body_of(record: StoredRecord) -> dict[str, Any]:
+    body: dict[str, Any] = msgspec.json.decode(record.body)
+    return body
+
+
+def input_of(record: StoredRecord) -> list[Item]:
+    items: list[Item] = msgspec.json.decode(record.input)
+    return items
+
+
+def said_in(record: StoredRecord) -> list[Item]:
+    """Its own input and output."""
+    return [*input_of(record), *body_of(record)["output"]]
+
+
+def _wrong(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: {message}", param=param)

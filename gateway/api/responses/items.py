@@ -1,0 +1,193 @@
+"""What is said in a conversation, as items: checked one by one, and given ids.
+
+An item is a dict as JSON gave it: a message, a call, its output, a piece of reasoning, or a
+reference to an item of a stored response. Each has its place in the request, for errors. Ids of our
+own items name the response they belong to, so a reference needs no index:
+
+    msg_RESPONSE_3   item 3 of the output      msg_RESPONSE_i3   item 3 of the input
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from protocol.errors import InvalidRequest
+
+Item = dict[str, Any]
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text")
+RESPONSE_PREFIX = "resp_"
+PREVIOUS = "previous_response_id"
+"""The place of items that the request only names."""
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+_OWN_ID = re.compile(r"(?:msg|fc|fco|rs)_([0-9a-f]{32})_(?:i?)\d+")
+_SEALED = "tidegate1."
+"""Begins reasoning in the form in which clients carry it without looking into it."""
+
+
+class PlacedItem(msgspec.Struct, frozen=True):
+    """An item, and where it stands in the request: `input[2]`."""
+
+    item: Item
+    at: str
+
+
+def item_id(kind: str, response_id: str, place: int, *, of_input: bool = False) -> str:
+    number = response_id.removeprefix(RESPONSE_PREFIX)
+    return f"{_PREFIXES[kind]}_{number}_{'i' if of_input else ''}{place}"
+
+
+def response_of(item_id: str) -> str | None:
+    """The response that an item with this id belongs to; None: the id is not one of ours."""
+    found = _OWN_ID.fullmatch(item_id)
+    return RESPONSE_PREFIX + found[1] if found else None
+
+
+def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
+    """Of a request's `input`. Raises InvalidRequest naming the place."""
+    if isinstance(value, str):
+        part = {"type": "input_text", "text": value}
+        return [PlacedItem({"type": "message", "role": "user", "content": [part]}, "input")]
+    if not value:
+        raise InvalidRequest("input: must not be an empty list", param="input")
+    places = [f"input[{place}]" for place in range(len(value))]
+    return [PlacedItem(_checked(item, at), at) for item, at in zip(value, places, strict=True)]
+
+
+def identified(items: Sequence[Item], response_id: str) -> list[Item]:
+    """The same, each with an id: its own, or one that names the response."""
+    return [
+        item
+        if item.get("id")
+        else {**item, "id": item_id(item["type"], response_id, place, of_input=True)}
+        for place, item in enumerate(items)
+    ]
+
+
+def seal(reasoning: str) -> str:
+    """Reasoning as `encrypted_content`. It is no secret of this server, and not encrypted: clients
+    that drop the text and keep this can still bring it back."""
+    return _SEALED + base64.b64encode(reasoning.encode()).decode()
+
+
+def reasoning_text(item: Mapping[str, Any], at: str) -> str:
+    """What was thought: the item's content, or else what `seal` made of it, or else its summary."""
+    if item.get("content"):
+        return "".join(part["text"] for part in item["content"])
+    sealed = item.get("encrypted_content")
+    if sealed:
+        return _unsealed(sealed, f"{at}.encrypted_content")
+    return "\n\n".join(part["text"] for part in item.get("summary") or ())
+
+
+def _unsealed(sealed: str, at: str) -> str:
+    try:
+        if not sealed.startswith(_SEALED):
+            raise ValueError("another prefix")
+        return base64.b64decode(sealed[len(_SEALED) :], validate=True).decode()
+    except (ValueError, binascii.Error):
+        raise InvalidRequest(
+            f"{at}: this server did not write it, and cannot read it", param=at
+        ) from None
+
+
+# ---- checks, by the item's type
+
+
+def _checked(item: Any, at: str) -> Item:
+    if not isinstance(item, Mapping):
+        raise InvalidRequest(f"{at} must be an object", param=at)
+    kind = item.get("type") or _kind_without_type(item)
+    check = _CHECKS.get(kind) if isinstance(kind, str) else None
+    if check is None:
+        raise InvalidRequest(
+            f"{at}.type must be one of {', '.join(_CHECKS)}; it is {kind!r}", param=f"{at}.type"
+        )
+    if item.get("id") is not None:
+        _text(item, "id", at)
+    check(item, at)
+    return {**item, "type": kind}
+
+
+def _kind_without_type(item: Mapping[str, Any]) -> str | None:
+    """SDKs leave the type out of messages and of references."""
+    if "role" in item:
+        return "message"
+    return "item_reference" if set(item) <= {"id", "type"} and "id" in item else None
+
+
+def _message(item: Mapping[str, Any], at: str) -> None:
+    role = item.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(
+            f"{at}.role must be one of {', '.join(ROLES)}; it is {role!r}", param=f"{at}.role"
+        )
+    _content(item.get("content"), f"{at}.content")
+
+
+def _call(item: Mapping[str, Any], at: str) -> None:
+    for field in ("call_id", "name", "arguments"):
+        _text(item, field, at)
+
+
+def _output(item: Mapping[str, Any], at: str) -> None:
+    _text(item, "call_id", at)
+    _content(item.get("output"), f"{at}.output")
+
+
+def _reasoning(item: Mapping[str, Any], at: str) -> None:
+    for field, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        value = item.get(field)
+        if value is not None:
+            _parts(value, f"{at}.{field}", (kind,))
+    if item.get("encrypted_content") is not None:
+        _text(item, "encrypted_content", at)
+    reasoning_text(item, at)
+
+
+def _reference(item: Mapping[str, Any], at: str) -> None:
+    _text(item, "id", at)
+
+
+def _content(value: Any, at: str) -> None:
+    if not isinstance(value, str):
+        _parts(value, at, TEXT_PARTS)
+
+
+def _parts(value: Any, at: str, kinds: Sequence[str]) -> None:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{at} must be a list of parts", param=at)
+    for place, part in enumerate(value):
+        inner = f"{at}[{place}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in kinds:
+            raise InvalidRequest(
+                f"{inner}.type must be {kinds[0]}: this model takes text only; it is {kind!r}",
+                param=f"{inner}.type",
+            )
+        _text(part, "text", inner)
+
+
+def _text(value: Mapping[str, Any], field: str, at: str) -> None:
+    if not isinstance(value.get(field), str):
+        raise InvalidRequest(f"{at}.{field} must be a string", param=f"{at}.{field}")
+
+
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
+    "message": _message,
+    "function_call": _call,
+    "function_call_output": _output,
+    "reasoning": _reasoning,
+    "item_reference": _reference,
+}

@@ -1,0 +1,27 @@
+"""Items, page by page, as OpenAI lists things."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.api.responses.items import Item
+from protocol.errors import InvalidRequest
+
+
+def listed(items: Sequence[Item], limit: int, after: str | None) -> dict[str, Any]:
+    """`items` are in the order wanted; the page begins behind the one with the id `after`."""
+    ids = [item["id"] for item in items]
+    start = 0
+    if after is not None:
+        if after not in ids:
+            raise InvalidRequest(f"after: there is no item {after!r} here", param="after")
+        start = ids.index(after) + 1
+    page = list(items[start : start + limit])
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(items),
+    }

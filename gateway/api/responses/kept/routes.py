@@ -1,0 +1,118 @@
+"""GET, DELETE and cancel of responses that were kept. Somebody else's response does not exist."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import flask
+import gevent
+import msgspec
+from flask import Blueprint, Response, g, request
+from werkzeug.exceptions import NotFound
+
+from gateway.api.responses.history import UNFINISHED, body_of, input_of
+from gateway.api.responses.kept.listing import listed
+from gateway.generation.run import listening
+from gateway.service import Service
+from gateway.store.database import LEASE_S
+from gateway.store.persistence import Persistence
+from gateway.store.queries import StoredRecord
+from gateway.store.run_tail import RunTail
+from protocol.errors import InvalidRequest
+
+CANCEL_POLL_S = 0.05
+_TRUE = ("true", "1")
+
+
+def blueprint(service: Service) -> Blueprint:
+    routes = Blueprint("kept_responses", __name__)
+    one = "/v1/responses/<response_id>"
+    routes.get(one, endpoint="read")(lambda response_id: read(service, response_id))
+    routes.delete(one, endpoint="delete")(lambda response_id: delete(service, response_id))
+    routes.post(f"{one}/cancel", endpoint="cancel")(
+        lambda response_id: cancel(service, response_id)
+    )
+    routes.get(f"{one}/input_items", endpoint="input_items")(
+        lambda response_id: input_items(service, response_id)
+    )
+    return routes
+
+
+def read(service: Service, response_id: str) -> Response:
+    """As it is now or, with `stream`, its events after `starting_after`, those to come included."""
+    keeping, record = _kept(service, response_id)
+    if request.args.get("stream", "").lower() not in _TRUE:
+        return flask.Response(record.body, content_type="application/json")
+    if not body_of(record)["background"]:
+        raise InvalidRequest(
+            "stream: only the events of responses made in the background are kept", param="stream"
+        )
+    after = _number("starting_after", default=-1, least=0, most=1 << 62)
+    follower = RunTail(keeping.store, record.id, record.owner, after, keeping.window_s)
+    return listening(service, follower)
+
+
+def delete(service: Service, response_id: str) -> Response:
+    keeping, record = _kept(service, response_id)
+    keeping.store.ask(lambda database: database.delete(record.id, record.owner))
+    return _json({"id": record.id, "object": "response", "deleted": True})
+
+
+def cancel(service: Service, response_id: str) -> Response:
+    """Of a response that is over: as it is. Whichever process makes it hears of it."""
+    keeping, record = _kept(service, response_id)
+    if not body_of(record)["background"]:
+        raise InvalidRequest("only a response made in the background can be cancelled")
+    if body_of(record)["status"] in UNFINISHED:
+        keeping.store.ask(lambda database: database.cancel(record.id, record.owner))
+        keeping.runs.abort(record.id)
+        record = _ended(keeping, record)
+    return flask.Response(record.body, content_type="application/json")
+
+
+def _ended(keeping: Persistence, record: StoredRecord) -> StoredRecord:
+    """When its runner has written its end; or, where that is dead, somebody its epitaph."""
+    until = time.monotonic() + 2 * LEASE_S
+    while body_of(record)["status"] in UNFINISHED and time.monotonic() < until:
+        gevent.sleep(CANCEL_POLL_S)
+        record = _found(keeping, record.id, record.owner)
+    return record
+
+
+def input_items(service: Service, response_id: str) -> Response:
+    """The items of the response's own request; not those that it goes on with."""
+    _, record = _kept(service, response_id)
+    order = request.args.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order: must be asc or desc", param="order")
+    limit = _number("limit", default=20, least=1, most=100)
+    items = input_of(record)
+    return _json(listed(items if order == "asc" else items[::-1], limit, request.args.get("after")))
+
+
+def _kept(service: Service, response_id: str) -> tuple[Persistence, StoredRecord]:
+    keeping = service.keeping
+    if keeping is None:
+        raise NotFound("this server keeps no responses (--response-store)")
+    return keeping, _found(keeping, response_id, g.caller.owner)
+
+
+def _found(keeping: Persistence, response_id: str, owner: str) -> StoredRecord:
+    record = keeping.store.ask(lambda database: database.get(response_id, owner, time.time()))
+    if record is None:
+        raise NotFound(f"there is no response {response_id!r}")
+    return record
+
+
+def _number(name: str, *, default: int, least: int, most: int) -> int:
+    text = request.args.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdigit() or not least <= int(text[:20]) <= most:
+        raise InvalidRequest(f"{name}: must be a number from {least} to {most}", param=name)
+    return int(text)
+
+
+def _json(value: Any) -> Response:
+    return flask.Response(msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,65 @@
+"""A Responses request and its items -> the prompt, and all that asking for an answer needs.
+
+The road of a chat, with the names of this API: what goes wrong is told in the words of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gateway.api.openai.prepare import Preparation, Prompt
+from gateway.api.responses.items import PlacedItem
+from gateway.api.responses.messages import check_outputs
+from gateway.api.responses.requests import ResponsesBody
+from gateway.api.responses.translate import ResponsesTranslation, chat_body
+from gateway.api.responses.truncation import fitted, room_for
+from gateway.generation.request import PromptRequest
+from gateway.served_model import ServedModel
+from protocol.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One request, ready to be asked."""
+
+    translation: ResponsesTranslation
+    preparation: Preparation
+    prompt: Prompt
+
+    @property
+    def ignored(self) -> list[str]:
+        """Parts of fields that have no effect."""
+        return [self.translation.own_name(path) for path in self.preparation.ignored]
+
+    def ask(self) -> PromptRequest:
+        with self.translation.named():
+            return self.preparation.ask(self.prompt)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """What the engine says against it, raised inside, leaves with the names of the request."""
+        try:
+            yield
+        except RequestError as error:
+            raise self.translation.renamed(self.preparation.named(error)) from None
+
+
+def rendered(
+    body: ResponsesBody, items: Sequence[PlacedItem], model: ServedModel, *, trusts_template: bool
+) -> Rendered:
+    """`body` has been checked; `items` are all there are. Raises InvalidRequest."""
+
+    def render(items: Sequence[PlacedItem]) -> Rendered:
+        translation = chat_body(body, items)
+        with translation.named():
+            preparation = Preparation(translation.chat, model, trusts_template=trusts_template)
+            prompt = preparation.prompt(translation.chat.messages)
+        return Rendered(translation, preparation, prompt)
+
+    check_outputs(items)
+    if body.truncation != "auto":
+        return render(items)
+    most = model.limits.max_len - room_for(body.max_output_tokens, model.limits.max_len)
+    return fitted(items, render, lambda rendered: len(rendered.prompt.ids) <= most)

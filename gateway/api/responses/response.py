@@ -1,0 +1,151 @@
+"""The Response object: what stays the same from its beginning to its end, and what changes.
+
+All members that the official SDK's model knows are there, null where there is nothing to tell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.api.openai.message import warning_of
+from gateway.api.openai.response_builder import SERVICE_TIER
+from gateway.api.responses.items import RESPONSE_PREFIX, Item
+from gateway.api.responses.requests import ResponsesBody
+from gateway.formats.events import OutputWarning
+from gateway.generation.group import ChoiceGroup
+from gateway.http.errors import fault_of
+from protocol.errors import ServingError
+from protocol.sampling import SamplingParams
+
+Told = dict[str, Any]
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""OpenAI's few words for why a response failed; all others are "server_error"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What is known before the first token.
+
+    fields  members that do not change
+    """
+
+    id: str
+    fields: Told
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def number(self) -> str:
+        """The part of the id that its items repeat."""
+        return self.id.removeprefix(RESPONSE_PREFIX)
+
+    def told(
+        self,
+        status: str,
+        output: Sequence[Item] = (),
+        *,
+        usage: Told | None = None,
+        error: Told | None = None,
+        incomplete: str | None = None,
+        warnings: Sequence[OutputWarning] = (),
+        timings: Told | None = None,
+    ) -> Told:
+        """The response as it is now."""
+        response = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": error,
+            "incomplete_details": {"reason": incomplete} if incomplete else None,
+            "output": list(output),
+            "usage": usage,
+            **self.fields,
+        }
+        if warnings:
+            response["warnings"] = [warning_of(warning, None) for warning in warnings]
+        return response | (timings or {})
+
+
+def fields_of(
+    body: ResponsesBody,
+    params: SamplingParams,
+    *,
+    model: str,
+    fingerprint: str,
+    stores: bool,
+    asides: Mapping[str, Any],
+) -> Told:
+    """The request, as its response repeats it; where it said nothing, what was done.
+
+    params  with which tokens were drawn
+    stores  whether the response is kept
+    asides  what else there is to say of the request
+    """
+    repeated = {name: getattr(body, name) for name in _REPEATED}
+    sampled = {name: getattr(params, name) for name in _SAMPLED}
+    return {
+        "model": model,
+        **repeated,
+        **sampled,
+        "background": bool(body.background),
+        "store": stores,
+        "tools": [_tool(tool) for tool in body.tools or ()],
+        "tool_choice": body.tool_choice or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "top_logprobs": body.top_logprobs or 0,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "text": {
+            "format": (body.text and body.text.format) or {"type": "text"},
+            "verbosity": "medium",
+        },
+        "truncation": body.truncation or "disabled",
+        "metadata": body.metadata or {},
+        "service_tier": SERVICE_TIER,
+        "conversation": None,
+        "prompt": None,
+        "system_fingerprint": fingerprint,
+        **asides,
+    }
+
+
+_REPEATED = (
+    *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
+    *("user", "safety_identifier", "prompt_cache_key"),
+)
+_SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
+
+
+def _tool(tool: Mapping[str, Any]) -> Told:
+    """With every member that a function tool has."""
+    rest = {"description": None, "parameters": None, "strict": False}
+    return rest | {name: value for name, value in tool.items() if value is not None}
+
+
+def usage_of(answer: ChoiceGroup) -> Told:
+    """So far, or in all. `reasoning_tokens` is 0 where they cannot be counted."""
+    prompt, generated = answer.num_prompt_tokens, answer.num_generated_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {
+            "cached_tokens": answer.num_cached_tokens,
+            "cache_write_tokens": 0,  # writing to the cache costs nobody anything
+        },
+        "output_tokens": generated,
+        "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens or 0},
+        "total_tokens": prompt + generated,
+    }
+
+
+def error_of(error: ServingError) -> Told:
+    """Why a response failed. What is ours is in the log, under the id that is told."""
+    fault = fault_of(error)
+    return {
+        "code": _CODES.get(fault.status, "server_error"),
+        "message": fault.message,
+        "param": fault.param,
+        "type": fault.code,
+    }

@@ -1,0 +1,141 @@
+"""A Responses request and its items -> the chat they stand for, and the way back for its names.
+
+Errors about the chat are told in the words of the request that the client wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+
+from gateway.api.openai.checks import check_chat
+from gateway.api.openai.naming import named, renamed
+from gateway.api.openai.requests import ChatBody
+from gateway.api.openai.tools import CHOICE_TYPES
+from gateway.api.responses.items import PREVIOUS, PlacedItem
+from gateway.api.responses.messages import ItemConversation
+from gateway.api.responses.requests import ResponsesBody
+from protocol.errors import InvalidRequest, RequestError
+
+_TRANSLATED = frozenset(
+    {
+        *("messages", "n", "max_tokens", "max_completion_tokens", "response_format"),
+        *("stream", "stream_options", "tools", "tool_choice", "reasoning", "top_logprobs"),
+    }
+)
+_COMMON = frozenset(ResponsesBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
+SAME = _COMMON - _TRANSLATED
+"""Fields that mean the same in both."""
+_OWN_NAMES = (
+    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"^tool_choice\.function\.name\b"), "tool_choice.name"),
+    (
+        re.compile(r"^tool_choice\.allowed_tools\.tools(\[\d+\])\.function\b"),
+        r"tool_choice.tools\1",
+    ),
+    (re.compile(r"^tool_choice\.allowed_tools\b(?:\.)?"), "tool_choice."),
+    (re.compile(r"^response_format\.json_schema\b"), "text.format"),
+    (re.compile(r"^response_format\b"), "text.format"),
+    (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
+    (re.compile(r"^max_(?:completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"^messages\b"), "input"),
+)
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+class ResponsesTranslation(msgspec.Struct, frozen=True):
+    """chat   what is asked
+    names  the beginning of a field's name in the chat -> the same in the request
+    """
+
+    chat: ChatBody
+    names: Mapping[str, str]
+
+    def named(self) -> AbstractContextManager[None]:
+        """Errors about the chat, raised inside, leave with the names of the request."""
+        return named(self.own_name)
+
+    def renamed(self, error: RequestError) -> RequestError:
+        return renamed(error, self.own_name)
+
+    def own_name(self, name: str) -> str:
+        """The longest beginning that is known is replaced."""
+        for end in sorted({len(name), *(m.start() for m in re.finditer(r"[.\[]", name))})[::-1]:
+            if (own := self.names.get(name[:end])) is not None:
+                return PREVIOUS if own.startswith(PREVIOUS) else own + name[end:]
+        for pattern, own in _OWN_NAMES:
+            if pattern.match(name):
+                return pattern.sub(own, name)
+        return name
+
+
+def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTranslation:
+    """`items` are all there are, those of earlier responses too; `body` has been checked. The chat
+    has been checked as a chat request is. Raises InvalidRequest naming the request's field."""
+    conversation = ItemConversation(body.instructions, items)
+    if not conversation.messages:
+        raise InvalidRequest("input: there is nothing to answer", param="input")
+    chat = ChatBody(
+        messages=conversation.messages,
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=_tool_choice(body.tool_choice),
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        response_format=_response_format(body.text.format if body.text else None),
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=body.tells_logprobs,
+        top_logprobs=body.top_logprobs if body.tells_logprobs else None,
+        **{name: getattr(body, name) for name in SAME},
+    )
+    translation = ResponsesTranslation(chat, conversation.names)
+    with translation.named():
+        check_chat(chat)
+    return translation
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat here, in two levels in a chat."""
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_chosen(tool) for tool in tools]
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
+    if kind != "function":
+        raise InvalidRequest(
+            f"tool_choice.type must be one of {', '.join(CHOICE_TYPES)}; it is {kind!r}",
+            param="tool_choice.type",
+        )
+    return _chosen(choice)
+
+
+def _chosen(tool: Any) -> Any:
+    """Return a tool choice with its name in a nested `function`."""
+    if not isinstance(tool, Mapping):
+        return tool
+    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
+
+
+def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` is flat, too."""
+    if format is None:
+        return None
+    kind = format.get("type")
+    if kind not in _FORMATS:
+        raise InvalidRequest(
+            f"text.format.type must be one of {', '.join(_FORMATS)}; it is {kind!r}",
+            param="text.format.type",
+        )
+    if kind != "json_schema":
+        return dict(format)
+    return {"type": kind, "json_schema": {k: v for k, v in format.items() if k != "type"}}

@@ -1,0 +1,73 @@
+"""Events with ids: `id: STREAM:NUMBER`, numbers from 0. Pure.
+
+A stream's bytes are the same whoever hears them when: what is picked up after event k is what an
+uncut stream says after event k. Keep-alives, which are comments, are no events.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+
+from gateway.api.openai.errors import error_body
+from gateway.http import sse
+from gateway.http.errors import HTTPFault
+from gateway.store.queries import Interruption
+
+PREFIX = "stream_"
+LAST_EVENT_HEADER = "Last-Event-ID"
+_END = b"\n\n"
+_EVENT_ID = re.compile(rf"({PREFIX}[0-9a-f]{{32}}):(\d{{1,18}})")
+_DIED = HTTPFault(
+    503,
+    "the server process that wrote this stream ended before it was complete",
+    code="engine_lost",
+)
+
+
+def new_stream_id() -> str:
+    return PREFIX + uuid.uuid4().hex
+
+
+def read_event_id(text: str) -> tuple[str, int] | None:
+    """(the stream, the number) of an event's id; None where it is none of ours."""
+    found = _EVENT_ID.fullmatch(text.strip())
+    return (found[1], int(found[2])) if found else None
+
+
+class Numbered:
+    """What takes the frames of a stream, several at once or one, and passes them on with ids.
+
+    write   takes the frames, one by one
+    finish  called after the last
+    """
+
+    def __init__(
+        self, stream: str, write: Callable[[Sequence[bytes]], None], finish: Callable[[], None]
+    ) -> None:
+        self._stream = stream.encode()
+        self._write = write
+        self._number = 0
+        self.finish = finish
+
+    def write(self, data: bytes) -> None:
+        """`data` is whole frames; JSON has no line breaks of its own."""
+        frames = data.split(_END)
+        assert not frames.pop(), "a frame ends with an empty line"
+        first, self._number = self._number, self._number + len(frames)
+        self._write([self._with_id(frame, n) for n, frame in enumerate(frames, first)])
+
+    def _with_id(self, frame: bytes, number: int) -> bytes:
+        return with_id(self._stream, number, frame + _END)
+
+
+def with_id(stream: bytes, number: int, frame: bytes) -> bytes:
+    return b"id: %b:%d\n%b" % (stream, number, frame)
+
+
+def stream_epitaph(stream: str, number: int, body: bytes | None) -> Interruption:
+    """What is said of a stream whose process died: an error, and the end."""
+    told = (sse.frame(error_body(_DIED)), sse.DONE)
+    name = stream.encode()
+    return Interruption(b"".join(with_id(name, n, frame) for n, frame in enumerate(told, number)))

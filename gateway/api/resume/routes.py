@@ -1,0 +1,58 @@
+"""GET /v1/streams/ID: the rest of a stream, from the event on that its client heard last."""
+
+from __future__ import annotations
+
+import time
+
+from flask import Blueprint, Response, g, request
+from werkzeug.exceptions import NotFound
+
+from gateway.api.resume.numbering import LAST_EVENT_HEADER, PREFIX, read_event_id
+from gateway.generation.run import listening
+from gateway.service import Service
+from gateway.store.run_tail import RunTail
+from protocol.errors import InvalidRequest
+
+RESUME_HEADER = "X-Resume"
+
+
+def blueprint(service: Service) -> Blueprint:
+    routes = Blueprint("streams", __name__)
+    routes.get("/v1/streams/<stream_id>", endpoint="read")(
+        lambda stream_id: read(service, stream_id)
+    )
+    return routes
+
+
+def read(service: Service, stream_id: str) -> Response:
+    """Without a last event: from the beginning."""
+    heard = request.headers.get(LAST_EVENT_HEADER)
+    if heard is None:
+        return picked_up(service, stream_id, after=-1)
+    event = read_event_id(heard)
+    if event is None or event[0] != stream_id:
+        raise InvalidRequest(
+            f"{LAST_EVENT_HEADER}: no event of this stream", param=LAST_EVENT_HEADER
+        )
+    return picked_up(service, *event)
+
+
+def picked_up(service: Service, stream_id: str, after: int) -> Response:
+    """What the stream said after event `after`, and what it will say. Somebody else's does not
+    exist."""
+    keeping, owner = service.keeping, g.caller.owner
+    exists = keeping is not None and stream_id.startswith(PREFIX)
+    if (
+        keeping is None
+        or not exists
+        or not keeping.store.ask(
+            lambda database: database.page(stream_id, owner, after, time.time(), limit=1)
+        )
+    ):
+        raise NotFound(
+            f"there is no stream {stream_id!r}, or it is over for longer than it is kept"
+        )
+    follower = RunTail(keeping.store, stream_id, owner, after, keeping.window_s)
+    response = listening(service, follower)
+    response.headers[RESUME_HEADER] = stream_id
+    return response

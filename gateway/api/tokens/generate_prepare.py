@@ -1,0 +1,209 @@
+"""A GenerateBody -> what the engine is asked, and how its answers are read. Raises InvalidRequest
+naming the field.
+
+Text is looked at only where the request needs it: stop strings, mode "text", `bad_words`, and what
+may precede an answer of one form, which the prompt's end decides.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.api.openai.checks import unsupported
+from gateway.api.openai.naming import renamed
+from gateway.api.openai.structured import structured_form
+from gateway.api.tokens.generate_requests import (
+    REFUSED,
+    REFUSED_SAMPLING,
+    GenerateBody,
+    GenerateSampling,
+)
+from gateway.engine.kv_params import handed, is_idle, wish_of
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory, ReadOptions
+from gateway.formats.model_format import AnswerStart
+from gateway.formats.token_passthrough import TokenPassthroughFactory
+from gateway.generation.parameters import bad_sequences, first, nth_seed
+from gateway.generation.request import OutputParserFactory, PromptRequest
+from gateway.http.body import unknown_fields
+from gateway.served_model import ServedModel
+from protocol.errors import InvalidRequest, RequestError
+from protocol.grammar import Grammar
+from protocol.grammar_check import check_grammar
+from protocol.kv import KV_FIELD
+from protocol.messages import Limits
+from protocol.sampling import SamplingParams, check_token_ids
+
+SAMPLING = "sampling_params"
+STRUCTURED = f"{SAMPLING}.structured_outputs"
+BUDGET = f"{SAMPLING}.thinking_token_budget"
+TAIL_TOKENS = 1 << 14
+"""How many of a prompt's last tokens are looked at for whether it has opened the reasoning."""
+_FIELD = re.compile(r"\w*")
+"""The field in the path of one of its elements."""
+_NAMED_ALIKE = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words"})
+
+
+def ask_of(body: GenerateBody, model: ServedModel) -> PromptRequest:
+    ask = PromptRequest(
+        body.token_ids,
+        choices_of(body.sampling_params, model),
+        _readers(body, model),
+        grammar=grammar_of(body, model),
+    )
+    wish = wish_of(body.kv_transfer_params)
+    return handed([ask], wish, model.limits, streams=bool(body.stream))[0]
+
+
+def check(body: GenerateBody, max_n: int) -> None:
+    """What the fields say together, and what this server does not have."""
+    sampling = body.sampling_params
+    for field in REFUSED:
+        if getattr(body, field) is not None:
+            raise unsupported(field)
+    for field, idle in REFUSED_SAMPLING.items():
+        if getattr(sampling, field) not in idle:
+            raise unsupported(f"{SAMPLING}.{field}")
+    if (sampling.n or 1) > max_n:
+        raise _invalid("n", f"{sampling.n} is above this server's limit of {max_n}")
+    if sampling.logprob_token_ids and sampling.logprobs is None:
+        raise _invalid("logprob_token_ids", "needs logprobs")
+    if sampling.prompt_logprobs is not None and body.stream:
+        raise _invalid("prompt_logprobs", "not given in a stream")
+    if sampling.detokenize is False:
+        if sampling.stop_strings:
+            raise _invalid("stop", "needs detokenize")
+        if body.output_mode == "text":
+            raise InvalidRequest(
+                f'output_mode: "text" needs {SAMPLING}.detokenize', param="output_mode"
+            )
+
+
+def unknown(data: bytes) -> list[str]:
+    """Return the names of fields that are not known here, those of `sampling_params` included."""
+    sampling = msgspec.json.decode(data, type=_Parts).sampling_params
+    inner = [f"{SAMPLING}.{name}" for name in unknown_fields(sampling, GenerateSampling)]
+    return unknown_fields(data, GenerateBody) + inner
+
+
+def ignored_fields(unknown: list[str], body: GenerateBody, limits: Limits) -> list[str]:
+    """Fields without effect: those we do not know, and a transfer of K/V that does not take place.
+    Raises InvalidRequest where the request does not want that."""
+    form = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
+    ignored = [*unknown, *(form.ignored if form else ())]
+    if is_idle(body.kv_transfer_params, limits):
+        ignored.append(KV_FIELD)
+    if ignored and body.strict_params:
+        raise InvalidRequest(f"unknown fields: {', '.join(ignored)}", param=ignored[0])
+    return ignored
+
+
+class _Parts(msgspec.Struct):
+    """The part of a body that has fields of its own, as it came."""
+
+    sampling_params: msgspec.Raw
+
+
+def namespace_of(body: GenerateBody) -> str:
+    """Of cached prompts: one of its own where none is to be read, since nobody writes into it."""
+    if body.sampling_params.skip_reading_prefix_cache:
+        return uuid.uuid4().hex
+    return body.cache_salt or ""
+
+
+def named(error: RequestError, body: GenerateBody) -> RequestError:
+    """The engine's words for fields are not those of the request."""
+    param = error.param or ""
+    field = _FIELD.match(param)[0]  # type: ignore[index]  # it matches any text
+    if field in SamplingParams.__struct_fields__:  # the message names it, too
+        return renamed(error, lambda name: f"{SAMPLING}.{name}")
+    if field == "prompt" != param:  # one of its tokens
+        return renamed(error, lambda name: "token_ids" + name.removeprefix(field))
+    fields = {"prompt": "token_ids", "grammar": "grammar" if body.grammar else STRUCTURED}
+    error.param = fields.get(param, error.param)
+    return error
+
+
+def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingParams]:
+    """The parameters of each of the n answers: the request's alone, none of the model's."""
+    said = {name: getattr(sampling, name) for name in _NAMED_ALIKE}
+    said = {name: value for name, value in said.items() if value is not None}
+    if sampling.bad_words:
+        said["bad_words"] = bad_sequences(sampling.bad_words, model.tokenizer)
+    try:
+        return [
+            SamplingParams(**said, seed=nth_seed(sampling.seed, place))
+            for place in range(sampling.n or 1)
+        ]
+    except ValueError as error:  # a cross-check, in words that begin with the field's name
+        field = str(error).split()[0]
+        raise InvalidRequest(f"{SAMPLING}.{error}", param=f"{SAMPLING}.{field}") from None
+
+
+def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
+    """As the request has it, or made of `structured_outputs` and of what may precede it."""
+    found = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
+    form = found.body if found else None
+    most = body.sampling_params.thinking_token_budget
+    limits = most is not None and most >= 0
+    if body.grammar is not None:
+        for field, is_there in ((STRUCTURED, form is not None), (BUDGET, limits)):
+            if is_there:
+                raise InvalidRequest(f"{field}: grammar already says all of it", param=field)
+        check_grammar(body.grammar)
+        return body.grammar
+    if form is None and not limits:
+        return None
+    begun = _beginning(body, model, calls=form is None)
+    budget = begun.budget(BUDGET, most) if limits and most is not None else None
+    if form is None:
+        return Grammar(budget=budget) if budget else None
+    return _corrected(begun, body.reasoning_ended).grammar(form, budget)
+
+
+def _corrected(begun: AnswerStart, ended: bool | None) -> AnswerStart:
+    """The request knows better than the prompt's end whether the reasoning has ended."""
+    return begun if ended is None else msgspec.structs.replace(begun, closed=ended)
+
+
+def _beginning(body: GenerateBody, model: ServedModel, *, calls: bool) -> AnswerStart:
+    told = body.reasoning_parser_kwargs
+    given: Mapping[str, Any] = (told.chat_template_kwargs if told else None) or {}
+    check_token_ids(body.token_ids, model.card.vocab_size, "token_ids")
+    tail = model.tokenizer.decode(body.token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    return model.reading.begin(tail, {**model.default_kwargs, **given}, calls=calls)
+
+
+def _readers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
+    """Stop strings end all text; but of a rendered chat, only its content, as they do there."""
+    sampling = body.sampling_params
+    if body.output_mode != "text" and not sampling.stop_strings:
+        return TokenPassthroughFactory(model.card.eos_token_ids)
+    options = ReadOptions(
+        stop=sampling.stop_strings,
+        include_stop=bool(sampling.include_stop_str_in_output),
+        min_tokens=sampling.min_tokens or 0,
+        skip_special_tokens=first(sampling.skip_special_tokens, default=True),
+        continues=True,
+    )
+    if body.output_mode == "text" or body.reasoning_parser_kwargs is None:
+        return ParserFactory(model.tokenizer, options)
+    begun = _beginning(body, model, calls=body.reads_calls is not False)
+    answer = None
+    if begun.bound is not None:
+        grammar = body.grammar
+        has_grammar = grammar is not None and grammar.body is not None
+        answer = AnswerOptions(
+            format=begun.bound.with_drafts() if has_grammar else begun.bound,
+            starts_inside=begun.inside,
+            calls_or_text=grammar is not None and grammar.calls is not None,
+        )
+    return ParserFactory(model.tokenizer, msgspec.structs.replace(options, continues=False), answer)
+
+
+def _invalid(field: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{SAMPLING}.{field}: {why}", param=f"{SAMPLING}.{field}")

@@ -1,0 +1,271 @@
+"""The answers of the token endpoint: a stream of chunks, and the whole, which is the stream folded.
+
+    [chunk of one choice ...]  [usage, timings]  [DONE]
+
+A chunk brings the tokens of one piece of news of one choice; its last chunk also why it ended. In
+mode "tokens", where no logprobs are told, a chunk is the encoding of `GenerateChunk` around the new
+ids: all but them is encoded once per choice. After an error, one `{"error": ...}` event and [DONE]
+close the stream; tokens that came with it are told first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.api.openai.errors import error_body
+from gateway.api.openai.responses import ChatLogprobs, PromptTokensDetails
+from gateway.api.tokens.generate_requests import GenerateBody
+from gateway.api.tokens.generate_responses import (
+    ChosenToken,
+    GenerateChunk,
+    GeneratedChoice,
+    GeneratedTextChoice,
+    GenerateResponse,
+    GenerateTextChunk,
+    GenerateTextResponse,
+    GenerateUsage,
+    TokensLogprobs,
+    TopToken,
+)
+from gateway.engine import kv_params
+from gateway.formats.events import Content, Event, Finished, OutputDelta
+from gateway.generation.choice import Choice
+from gateway.generation.group import ChoiceGroup
+from gateway.generation.sinks import CollectSink
+from gateway.http import sse
+from gateway.http.errors import fault_of
+from gateway.observe.timings import told_timings
+from gateway.served_model import ServedModel
+from gateway.text.logprobs import chat_logprobs, prompt_chances, shown
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import ServingError
+from protocol.messages import TokenLogprobs
+
+encode = msgspec.json.encode
+_NO_IDS = b'"token_ids":[]'
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateAnswer:
+    """What an answer says of itself, and in which shape.
+
+    id       as the client is told it
+    ignored  fields of the request that had no effect
+    """
+
+    id: str
+    model: str
+    fingerprint: str
+    digest: str
+    body: GenerateBody
+    tokenizer: Tokenizer
+    ignored: Sequence[str] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(
+        cls, body: GenerateBody, model: ServedModel, request_id: str, ignored: Sequence[str]
+    ) -> GenerateAnswer:
+        return cls(
+            id=f"generate-tokens-{request_id}",
+            model=body.model or model.names[0],
+            fingerprint=model.fingerprint,
+            digest=model.card.digest,
+            body=body,
+            tokenizer=model.tokenizer,
+            ignored=ignored,
+        )
+
+    @property
+    def tells_text(self) -> bool:
+        return self.body.output_mode == "text"
+
+    @property
+    def ignored_params(self) -> list[str] | UnsetType:
+        return list(self.ignored) or UNSET
+
+    def part(self, choice: Choice, delta: OutputDelta) -> GeneratedChoice:
+        """One choice's tokens, of a delta or of all of them."""
+        last = delta.events[-1] if delta.events else None
+        fields: dict[str, Any] = {
+            "index": choice.index,
+            "token_ids": delta.token_ids,
+            "logprobs": self._logprobs(delta.logprobs),
+        }
+        if isinstance(last, Finished):
+            # Calls are no concern of those who speak tokens.
+            reason = "stop" if last.reason == "tool_calls" else last.reason
+            fields |= {"finish_reason": reason, "stop_reason": last.stop_reason}
+        if self.tells_text:
+            return GeneratedTextChoice(**fields, text=text_of(delta.events))
+        return GeneratedChoice(**fields)
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> Any:
+        sampling = self.body.sampling_params
+        if sampling.logprobs is None:
+            return None
+        asked = sampling.logprob_token_ids or ()
+        if not self.tells_text:
+            return TokensLogprobs([chosen_token(entry, asked) for entry in entries])
+        content = chat_logprobs(self.tokenizer, entries, num_top=sampling.logprobs, asked_ids=asked)
+        return ChatLogprobs(content, None)
+
+
+def text_of(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
+def chosen_token(entry: TokenLogprobs, asked_ids: Sequence[int]) -> ChosenToken:
+    """The token chosen; among its tops itself first, then the likelier ones by rank, then those
+    that the request named, whose rank nobody has counted. Each once."""
+    drawn = iter(entry.drawn_logprobs) if entry.drawn_logprobs else None
+    chosen = _top(entry.token_id, entry.logprob, entry.rank, drawn)
+    tops = {entry.token_id: chosen}
+    for rank, (token_id, logprob) in enumerate(
+        zip(entry.top_ids, entry.top_logprobs, strict=True), start=1
+    ):
+        tops.setdefault(token_id, _top(token_id, logprob, rank, drawn))
+    for token_id, logprob in zip(asked_ids, entry.asked_logprobs, strict=False):
+        tops.setdefault(token_id, _top(token_id, logprob, None, drawn))
+    return ChosenToken(**msgspec.structs.asdict(chosen), top_logprobs=list(tops.values()))
+
+
+def _top(
+    token_id: int, logprob: float, rank: int | None, drawn: Iterator[float] | None
+) -> TopToken:
+    """`drawn` has the other logprob of each token, in the order in which they are asked for."""
+    other = shown(next(drawn)) if drawn is not None else UNSET
+    return TopToken(token_id=token_id, logprob=shown(logprob), rank=rank, sampling_logprob=other)
+
+
+def whole_response(answer: ChoiceGroup, fold: CollectSink, telling: GenerateAnswer) -> bytes:
+    """The body of a 200. `answer` has ended well, and `fold` has heard all of it."""
+    (ask,) = answer.asks
+    sampling, first = telling.body.sampling_params, answer.choices[0]
+    parts = [telling.part(choice, fold.whole[choice.index]) for choice in answer.choices]
+    chances = None
+    if sampling.prompt_logprobs is not None:
+        chances = prompt_chances(telling.tokenizer, first.prompt_logprobs, sampling.prompt_logprobs)
+    fields: dict[str, Any] = {
+        "request_id": telling.id,
+        "model": telling.model,
+        "created": telling.created,
+        "system_fingerprint": telling.fingerprint,
+        "weights_digest": telling.digest,
+        "usage": usage_of(answer),
+        "prompt_logprobs": chances,
+        "prompt_token_ids": ask.prompt_ids if telling.body.return_token_ids else None,
+        "kv_transfer_params": kv_params.told(answer),
+        "ignored_params": telling.ignored_params,
+        "choices": parts,
+        **told_timings(answer),
+    }
+    kind = GenerateTextResponse if telling.tells_text else GenerateResponse
+    return encode(kind(**fields))
+
+
+def usage_of(answer: ChoiceGroup) -> GenerateUsage:
+    """Of all choices."""
+    return _usage(answer, answer.num_generated_tokens, answer.num_cached_tokens)
+
+
+def _usage(answer: ChoiceGroup, num_tokens: int, num_cached: int) -> GenerateUsage:
+    prompt = answer.num_prompt_tokens
+    return GenerateUsage(
+        prompt_tokens=prompt,
+        completion_tokens=num_tokens,
+        total_tokens=prompt + num_tokens,
+        prompt_tokens_details=PromptTokensDetails(num_cached),
+    )
+
+
+class GenerateStream:
+    """The sink of a stream.
+
+    write   takes frames as they are made
+    finish  called after the last one
+    """
+
+    def __init__(
+        self,
+        answer: ChoiceGroup,
+        telling: GenerateAnswer,
+        *,
+        write: Callable[[bytes], None],
+        finish: Callable[[], None],
+    ) -> None:
+        body = telling.body
+        self._answer = answer
+        self._telling = telling
+        self._write = write
+        self._finish = finish
+        self._has_begun = False
+        self._num_sent = [0] * len(answer.choices)  # tokens, where each chunk has a usage
+        self._kind: type[GenerateChunk] = GenerateChunk
+        if telling.tells_text:
+            self._kind = GenerateTextChunk
+        self._is_plain = not (
+            telling.tells_text or body.repeats_usage or body.sampling_params.logprobs is not None
+        )
+        self._around_ids = [self._around(choice) for choice in answer.choices]
+
+    def delta(self, choice: Choice, delta: OutputDelta) -> None:
+        last = delta.events[-1] if delta.events else None
+        if self._is_plain and self._has_begun and (last is None or type(last) is Content):
+            before, after = self._around_ids[choice.index]
+            self._write(b'%b"token_ids":%b%b' % (before, encode(delta.token_ids), after))
+            return
+        if isinstance(last, Finished) or delta.token_ids or text_of(delta.events):
+            self._write(self._chunk(choice, delta, is_last=isinstance(last, Finished)))
+
+    def end(self) -> None:
+        more = told_timings(self._answer)
+        if self._telling.body.includes_usage:
+            more |= {"usage": usage_of(self._answer), "kv_transfer_params": None}
+        last = self._frame([], **more, **self._identity()) if more else b""
+        self._write(last + sse.DONE)
+        self._finish()
+
+    def fail(self, error: ServingError) -> None:
+        self._write(sse.frame(error_body(fault_of(error))) + sse.DONE)
+        self._finish()
+
+    def _chunk(self, choice: Choice, delta: OutputDelta, *, is_last: bool) -> bytes:
+        telling, more = self._telling, dict[str, Any]()
+        if not self._has_begun:
+            self._has_begun = True
+            more["ignored_params"] = telling.ignored_params
+            if telling.body.return_token_ids:
+                more["prompt_token_ids"] = choice.ask.prompt_ids
+        if is_last:
+            more |= {"kv_transfer_params": None, **self._identity()}
+        if telling.body.repeats_usage:
+            self._num_sent[choice.index] += len(delta.token_ids)
+            num_sent = self._num_sent[choice.index]
+            more["usage"] = _usage(self._answer, num_sent, choice.num_cached)
+        return self._frame([telling.part(choice, delta)], **more)
+
+    def _identity(self) -> dict[str, str]:
+        return {"weights_digest": self._telling.digest}
+
+    def _frame(self, parts: Sequence[GeneratedChoice], **more: Any) -> bytes:
+        telling = self._telling
+        chunk = self._kind(
+            request_id=telling.id,
+            system_fingerprint=telling.fingerprint,
+            choices=list(parts),
+            **more,
+        )
+        return sse.frame(encode(chunk))
+
+    def _around(self, choice: Choice) -> tuple[bytes, bytes]:
+        """What stands before and after the ids in a chunk of this choice that tells only them."""
+        frame = self._frame([self._telling.part(choice, OutputDelta())])
+        before, _, after = frame.rpartition(_NO_IDS)
+        return before, after

@@ -1,0 +1,154 @@
+"""The routes that speak of tokens. `generate` asks the engine; /tokenize, /detokenize and the count
+of a chat's tokens do not: the gateway has the tokenizer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flask
+import msgspec
+from flask import Blueprint, Response, g, request
+
+from gateway.api.openai.checks import check_chat
+from gateway.api.openai.prepare import Preparation, Prompt
+from gateway.api.openai.requests import ChatBody, chat_decoder
+from gateway.api.tokens import generate_prepare as asking
+from gateway.api.tokens import requests
+from gateway.api.tokens.generate_requests import abort_decoder, generate_decoder
+from gateway.api.tokens.generate_responses import AbortedRequests
+from gateway.api.tokens.generate_stream import GenerateAnswer, GenerateStream, whole_response
+from gateway.api.tokens.responses import InputTokens
+from gateway.auth.caller import Caller
+from gateway.context import REQUEST_ID_HEADER, RequestContext
+from gateway.generation import run
+from gateway.generation.group import ChoiceGroup
+from gateway.http.body import decode, has_field
+from gateway.http.client_socket import Outlet
+from gateway.served_model import ServedModel
+from gateway.service import Service, offload
+from protocol.errors import RequestError
+from protocol.sampling import check_token_ids
+
+
+def blueprint(service: Service) -> Blueprint:
+    routes = Blueprint("tokens", __name__)
+    routes.post("/tokenize", endpoint="tokenize")(lambda: tokenize(service))
+    routes.post("/detokenize", endpoint="detokenize")(lambda: detokenize(service))
+    routes.post("/v1/chat/completions/input_tokens", endpoint="input_tokens")(
+        lambda: input_tokens(service)
+    )
+    routes.post("/inference/v1/generate", endpoint="generate")(lambda: generate(service))
+    routes.post("/inference/v1/abort_requests", endpoint="abort_requests")(
+        lambda: abort_requests(service)
+    )
+    return routes
+
+
+def tokenize(service: Service) -> Response:
+    """Of a text, or of a conversation: what a chat request with these fields would send."""
+    with service.bodies.read(request) as data:
+        decoder: msgspec.json.Decoder[Any] = requests.tokenize_decoder
+        if has_field(data, "messages"):
+            decoder = requests.tokenize_chat_decoder
+        body = decode(data, decoder)
+    if isinstance(body, requests.TokenizeChatBody):
+        return _tokenize_chat(service, body)
+    return _tokenize_text(service, body)
+
+
+def _tokenize_text(service: Service, body: requests.TokenizeBody) -> Response:
+    model = service.model(body.model)
+    add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
+    ids = model.tokenizer.encode(body.prompt, add_special_tokens, offload=offload)
+    return _json(_tokenized(model, ids, body.return_token_strs))
+
+
+def _tokenize_chat(service: Service, body: requests.TokenizeChatBody) -> Response:
+    model, prompt = _rendered(service, body)
+    answer = _tokenized(model, prompt.ids, body.return_token_strs)
+    if body.return_effective_kwargs:
+        answer["effective"] = prompt.effective
+    return _json(answer)
+
+
+def generate(service: Service) -> Response:
+    """Token ids in, token ids out."""
+    with service.bodies.read(request, service.id_bounds()) as data:
+        body = decode(data, generate_decoder)
+        unknown = asking.unknown(data)
+    asking.check(body, service.config.max_n)
+    model = service.model(body.model)
+    run.knock(service)
+    g.ignored = asking.ignored_fields(unknown, body, model.limits)
+    exchange: RequestContext = g.exchange
+    if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
+        exchange.request_id = body.request_id
+    telling = GenerateAnswer.of(body, model, exchange.request_id, g.ignored)
+    terms = run.RequestOptions.of(body, telling.id, asking.namespace_of(body))
+    try:
+        asks = [asking.ask_of(body, model)]
+        if body.stream:
+            return run.stream(service, asks, terms, partial(_generate_stream, telling=telling))
+        answer, fold = run.whole(service, asks, terms)
+    except RequestError as error:
+        raise asking.named(error, body) from None
+    return flask.Response(whole_response(answer, fold, telling), content_type="application/json")
+
+
+def _generate_stream(
+    answer: ChoiceGroup, outlet: Outlet, *, telling: GenerateAnswer
+) -> GenerateStream:
+    return GenerateStream(answer, telling, write=outlet.write, finish=outlet.finish)
+
+
+def abort_requests(service: Service) -> Response:
+    """End requests of any API: the caller's own or, for an admin, anybody's. The engine knows which
+    there are, this process only its own."""
+    body = service.bodies.parse(request, abort_decoder)
+    service.model()
+    caller: Caller = g.caller
+    named = {caller.sought(name): name for name in body.request_ids}
+    told = service.engine.abort_named(list(named))
+    aborted, unknown = (
+        [named[label] for label in labels] for labels in (told.aborted, told.unknown)
+    )
+    return _json(AbortedRequests(aborted=aborted, unknown=unknown))
+
+
+def input_tokens(service: Service) -> Response:
+    """How many tokens a chat request would send."""
+    body = service.bodies.parse(request, chat_decoder)
+    _, prompt = _rendered(service, body)
+    told = InputTokens(object="chat.completion.input_tokens", input_tokens=len(prompt.ids))
+    return _json(told)
+
+
+def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
+    """As a chat request with these fields would be."""
+    check_chat(body)
+    model = service.model(body.model)
+    trusts = service.config.trust_request_chat_template
+    return model, Preparation(body, model, trusts_template=trusts).prompt(body.messages)
+
+
+def _tokenized(model: ServedModel, ids: list[int], tells_strs: bool | None) -> dict[str, Any]:
+    pieces = [model.tokenizer.token_piece(token_id) for token_id in ids] if tells_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": model.limits.max_len,
+        "tokens": ids,
+        "token_strs": pieces,
+    }
+
+
+def detokenize(service: Service) -> Response:
+    body = service.bodies.parse(request, requests.detokenize_decoder, service.id_bounds())
+    model = service.model(body.model)
+    check_token_ids(body.tokens, model.card.vocab_size, "tokens")
+    return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _json(value: Any) -> Response:
+    return flask.Response(msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,1 @@
+"""Who may call which route: keys, scopes, hosts and request targets."""

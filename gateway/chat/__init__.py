@@ -1,1 +1,0 @@
-"""Messages -> prompt. Pure: takes values parsed from JSON, returns text or token ids."""

@@ -1,0 +1,60 @@
+"""In the place of an engine client where there is no engine: the model is known from a file, and
+whatever would have to be computed is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from gateway.engine.client import ClientLine
+from protocol import card_file
+from protocol.errors import NoEngine, ServingError
+from protocol.messages import Limits
+from protocol.model_card import ModelCard
+from protocol.stats import EngineStats
+
+
+def limits_without_engine(max_len: int) -> Limits:
+    return Limits(
+        max_len=max_len,
+        max_slots=0,
+        block_tokens=0,
+        num_blocks=0,
+        token_budget=0,
+        prefix_cache=False,
+    )
+
+
+class NullEngineClient:
+    """See `ZmqEngineClient`. Raises ValueError where the file cannot be read."""
+
+    def __init__(self, path: str) -> None:
+        content = card_file.read(path)
+        self.model: ModelCard = content.card
+        self.limits = limits_without_engine(content.max_len)
+        self.epoch: str | None = None
+        self.silence_s: float | None = None
+        self.stats: EngineStats | None = None
+        self.is_ready = False
+        self.lines: list[ClientLine] = []
+
+    def start(self) -> None:
+        """Nothing to connect to."""
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+    def trouble(self) -> ServingError | None:
+        return None
+
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        raise NoEngine(
+            "this server has no engine (--render-only): it renders, derenders and counts tokens"
+        )
+
+    def abort_named(self, *_: Any) -> NoReturn:
+        self.generate()
+
+    def abort(self, request: int, freed: Callable[[], None] | None = None) -> None:
+        """None can be open."""

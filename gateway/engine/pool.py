@@ -1,0 +1,54 @@
+"""Several engines that do the same work: who of them is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gateway.engine.client import ZmqEngineClient
+from protocol.errors import EngineNotReady, ServingError
+from protocol.model_card import ModelCard
+
+
+class EnginePool:
+    """At least one engine, in the order in which they were named.
+
+    role  what these engines do, in errors that clients see; addresses are not for them
+    """
+
+    def __init__(self, role: str, engines: Sequence[ZmqEngineClient]) -> None:
+        self.role = role
+        self.engines = engines
+
+    @property
+    def is_ready(self) -> bool:
+        return any(engine.is_ready for engine in self.engines)
+
+    @property
+    def first(self) -> ZmqEngineClient:
+        """The one that stands for all: the first that is ready, if one is."""
+        return next((engine for engine in self.engines if engine.is_ready), self.engines[0])
+
+    def choose(
+        self, model: ModelCard | None, load: Callable[[ZmqEngineClient], int]
+    ) -> ZmqEngineClient:
+        """The least busy of those that are ready and have this model. Raises EngineNotReady or
+        EngineLost where there is none."""
+        usable = [engine for engine in self.engines if _has(engine, model)]
+        if len(usable) > 1:
+            return min(usable, key=load)
+        if usable:
+            return usable[0]
+        raise self._why_none()
+
+    def _why_none(self) -> ServingError:
+        for engine in self.engines:
+            if (trouble := engine.trouble()) is not None:
+                return type(trouble)(f"the {self.role} engine: {trouble.message}")
+        return EngineNotReady(f"the {self.role} engine has another model")
+
+
+def _has(engine: ZmqEngineClient, model: ModelCard | None) -> bool:
+    own = engine.model
+    if not engine.is_ready or own is None or model is None:
+        return False
+    return own is model or own.digest == model.digest

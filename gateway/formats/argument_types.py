@@ -1,0 +1,270 @@
+"""Arguments that are written as plain text, told as JSON of the type the tool's schema asks for.
+
+Which types a value may have is read from its schema: `type`, one or a list, `anyOf`, `oneOf` and
+`allOf`, `enum` and `const`, local `$ref`s. They are tried in the order null, boolean, integer,
+number, object, array; what is none of those that are allowed is a string, verbatim. So a value
+never gets lost, and a wrong one is told as what the model wrote. A value may be told
+
+    as it comes     its only type is string, or nothing is known of its type
+    almost so       string or null: it waits until it is certainly not `null`
+    when complete   every other type
+
+Objects and arrays stand in the arguments as the model wrote them; Python's way of writing them is
+rewritten. A parameter without a schema is a string, unless the format's own parser says otherwise
+(`bare_json`): then it is JSON where it is valid JSON other than a string.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.formats.event_builder import BLANKS, EventBuilder
+from gateway.formats.literal import json_number, literal_to_json
+
+ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
+MAX_REFS = 16
+"""A chain of references in a schema is followed so far; what lies deeper is of unknown type."""
+
+Trim = Literal["nothing", "newline", "blanks"]
+"""What around a value is markup: nothing, one newline on each side, or all blanks."""
+
+JSON_START = re.compile(r'[{\["\-0-9tfn]')
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """The JSON types a schema allows, in the order they are tried; none where it says nothing."""
+    found: set[str] = set()
+    _gather(schema, root or {}, found, MAX_REFS)
+    return tuple(kind for kind in ORDER if kind in found)
+
+
+def _gather(schema: Any, root: Mapping[str, Any], found: set[str], depth: int) -> None:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return
+    declared = schema.get("type")
+    if declared is not None:
+        found.update(declared if isinstance(declared, list) else [declared])
+        if schema.get("nullable") is True:
+            found.add("null")
+        return
+    for value in (*_list(schema, "enum"), *([schema["const"]] if "const" in schema else [])):
+        found.add(_kind_of_value(value))
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for choice in _list(schema, keyword):
+            _gather(choice, root, found, depth - 1)
+    if isinstance(schema.get("$ref"), str):
+        _gather(_referred(schema["$ref"], root), root, found, depth - 1)
+    if not found:
+        found.update({"object"} if "properties" in schema else ())
+        found.update({"array"} if "items" in schema else ())
+
+
+def _list(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
+
+
+def _referred(ref: str, root: Mapping[str, Any]) -> Any:
+    if not ref.startswith("#/"):
+        return None
+    at: Any = root
+    for part in ref[2:].split("/"):
+        at = at.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
+    return at
+
+
+def resolved(schema: Any, root: Mapping[str, Any] | None) -> Any:
+    """What a schema that is a reference refers to; any other is itself."""
+    for _ in range(MAX_REFS):
+        ref = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(ref, str):
+            break
+        schema = _referred(ref, root or {})
+    return schema
+
+
+def _kind_of_value(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
+    """The schema of one property; None where the tool has none for it."""
+    if not isinstance(parameters, Mapping):
+        return None
+    properties = parameters.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    additional = parameters.get("additionalProperties")
+    return additional if isinstance(additional, Mapping) else None
+
+
+def typed_json(text: str, kinds: tuple[str, ...], *, bare_json: bool = False) -> str:
+    """The JSON of a complete value. `kinds` in their order; none: JSON if `bare_json`."""
+    trimmed = text.strip(BLANKS)
+    if not kinds and bare_json and (found := json_text(trimmed)) is not None:
+        return found
+    for kind in kinds:
+        found = _as(kind, text if "string" in kinds and kind == "null" else trimmed)
+        if found is not None:
+            return found
+    return string_json(text)
+
+
+def _as(kind: str, text: str) -> str | None:
+    match kind:
+        case "null":
+            return "null" if text in ("null", "None") else None
+        case "boolean":
+            return text.lower() if text.lower() in ("true", "false") else None
+        case "integer":
+            return json_number(text, whole=True)
+        case "number":
+            return json_number(text)
+        case "object":
+            return _nested(text, "{")
+        case "array":
+            return _nested(text, "[")
+    return None
+
+
+def _nested(text: str, opening: str) -> str | None:
+    if text.startswith(opening) and is_json(text):
+        return text
+    written = literal_to_json(text) if text[:1] in ("{", "[", "(") else None
+    return written if written is not None and written.startswith(opening) else None
+
+
+def json_text(text: str) -> str | None:
+    """`text`, if it is a JSON value other than a string."""
+    if not text or text[0] == '"' or not JSON_START.match(text):
+        return None
+    return text if is_json(text) else None
+
+
+def is_json(text: str) -> bool:
+    """In linear time, for any text: numbers are not computed."""
+    try:
+        json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def string_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """`text` as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class ArgumentsWriter(msgspec.Struct):
+    """One call's arguments on their way to JSON; fresh for each call.
+
+    count    arguments begun
+    mode     of the one at hand: "" none, "string" told as it comes, "nullable" held until it is
+             not null, "typed" held until it is complete
+    kinds    types it may have
+    lead     its first character is still to come
+    parts    what is held of it
+    tail     blanks that are markup if the value ends here
+    """
+
+    count: int = 0
+    mode: str = ""
+    kinds: list[str] = []
+    lead: bool = True
+    parts: list[str] = []
+    tail: list[str] = []
+
+    def begin(
+        self, key: str, kinds: tuple[str, ...], teller: EventBuilder, *, bare_json: bool = False
+    ) -> None:
+        """An argument begins. Without `kinds` it is a string, or with `bare_json` whatever it
+        is."""
+        teller.fragment(("{" if self.count == 0 else ", ") + string_json(key) + ": ")
+        self.count += 1
+        self.kinds, self.lead, self.parts, self.tail = list(kinds), True, [], []
+        if kinds == ("string",) or not (kinds or bare_json):
+            self.mode = "string"
+            teller.fragment('"')
+        else:
+            self.mode = "nullable" if kinds == ("null", "string") else "typed"
+
+    def raw(self, key: str, value: str, teller: EventBuilder) -> None:
+        """A whole argument, whose value is JSON already."""
+        teller.fragment(("{" if self.count == 0 else ", ") + string_json(key) + ": " + value)
+        self.count += 1
+
+    def text(self, text: str, teller: EventBuilder, trim: Trim = "nothing") -> None:
+        """More of the value."""
+        if self.lead and text:
+            if trim == "newline":
+                text = text.removeprefix("\n")
+            elif trim == "blanks":
+                text = text.lstrip(BLANKS)
+            self.lead = trim == "blanks" and not text
+        if not text:
+            return
+        if trim != "nothing":
+            text = self._without_tail(text, "\n" if trim == "newline" else BLANKS)
+        self._value(text, teller)
+
+    def _without_tail(self, text: str, blanks: str) -> str:
+        """Put aside what at the end may be markup; what was put aside before is none."""
+        solid = text.rstrip(blanks)
+        if not solid and blanks == BLANKS:
+            self.tail.append(text)
+            return ""
+        before, self.tail = "".join(self.tail), []
+        if blanks == "\n":
+            solid = text[:-1] if text.endswith("\n") else text
+        if len(solid) < len(text):
+            self.tail.append(text[len(solid) :])
+        return before + solid
+
+    def _value(self, text: str, teller: EventBuilder) -> None:
+        if self.mode == "string":
+            teller.fragment(escaped(text))
+            return
+        self.parts.append(text)
+        if self.mode == "nullable":
+            held = "".join(self.parts)
+            if not any(null.startswith(held) for null in ("null", "None")):
+                self.mode, self.parts = "string", []
+                teller.fragment('"' + escaped(held))
+
+    def end(self, teller: EventBuilder, *, bare_json: bool = False) -> None:
+        """The value is complete."""
+        if self.mode == "string":
+            teller.fragment('"')
+        elif self.mode:
+            text = "".join(self.parts)
+            teller.fragment(typed_json(text, tuple(self.kinds), bare_json=bare_json))
+        self.mode, self.parts, self.tail = "", [], []
+
+    def close(self, teller: EventBuilder) -> None:
+        """No argument follows. Of none at all the teller makes `{}`."""
+        if self.count:
+            teller.fragment("}")

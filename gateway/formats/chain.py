@@ -1,0 +1,159 @@
+"""A formatted answer, read: token ids -> pieces -> the format's machine -> stop strings -> events.
+
+Stop strings are looked for in content alone: one inside the reasoning or a call's arguments ends
+nothing. Content on both sides of a call or of reasoning is not one text, so a stop string does not
+span it. Where only one call is allowed, the answer ends with it.
+
+Special tokens have no text here, but for those of which the format's markers are made: the machine
+gets them as `Part`s, and they are text within a marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.formats.events import Content, Event, OutputWarning, Reasoning, ToolCallEnd
+from gateway.formats.parser import FormatParser, Lexicon, Piece, Special
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.stop import StopMatcher
+
+
+class ParserChain:
+    """One choice's.
+
+    parts        special tokens are not in the detokenizer's text: markers made of them need them
+    min_tokens   content of the first so many tokens is not searched for stop strings
+    thoughts     reasoning is told
+    many         more than one call is allowed
+    completed    calls that are complete
+    full         the answer has ended with the only call that is allowed
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_is_plain",
+        "_many",
+        "_min_tokens",
+        "_pieces",
+        "_read_by_id",
+        "_stop",
+        "_thoughts",
+        "completed",
+        "full",
+        "machine",
+        "num_tokens",
+    )
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        machine: FormatParser,
+        stop: StopMatcher | None,
+        *,
+        parts: bool = True,
+        min_tokens: int = 0,
+        thoughts: bool = True,
+        many: bool = True,
+    ) -> None:
+        lexicon: Lexicon = machine.context.lexicon
+        self._detokenizer = detokenizer
+        self._pieces: dict[int, Piece] = lexicon.pieces
+        if not parts and lexicon.parts:
+            self._pieces = {i: p for i, p in lexicon.pieces.items() if isinstance(p, Special)}
+        self._read_by_id = frozenset(self._pieces)
+        self._stop = stop
+        self._min_tokens = min_tokens if stop is not None else 0
+        self._thoughts = thoughts
+        self._many = many
+        self._is_plain = stop is None and thoughts and many  # all is told, and nothing looked for
+        self.machine = machine
+        self.num_tokens = 0
+        self.completed = 0
+        self.full = False
+
+    @property
+    def ended(self) -> bool:
+        """The answer has ended by what it says; nothing more is told."""
+        return self.full or (self._stop is not None and self._stop.matched is not None)
+
+    def is_marker(self, token_id: int | None) -> bool:
+        """A marker, or a part of one."""
+        return token_id in self._pieces
+
+    def push(self, ids: Sequence[int]) -> list[Event]:
+        if self._is_plain and self._read_by_id.isdisjoint(ids):  # as nearly always
+            self.num_tokens += len(ids)
+            text = self._detokenizer.push(ids)
+            return self._counted(self.machine.push(text)) if text else []
+        unsearched = self._min_tokens - self.num_tokens
+        self.num_tokens += len(ids)
+        if unsearched <= 0:
+            return self._told(self._understood(ids), search=self._stop is not None)
+        events = self._told(self._understood(ids[:unsearched]), search=False)
+        if len(ids) > unsearched and not self.ended:
+            events += self._told(self._understood(ids[unsearched:]), search=True)
+        return events
+
+    def finish(self, *, complete: bool) -> list[Event]:
+        """The rest. `complete`: the model has ended by itself, and was not cut off."""
+        search = self._stop is not None and self.num_tokens > self._min_tokens
+        rest = self._text(self._detokenizer.finish()) + self.machine.finish(complete)
+        events = self._told(rest, search=search)
+        if search and not self.ended:
+            self._flush(events)
+        return events
+
+    def _understood(self, ids: Sequence[int]) -> list[Event]:
+        if self._read_by_id.isdisjoint(ids):
+            return self._text(self._detokenizer.push(ids))
+        events: list[Event] = []
+        start = 0
+        for at, token_id in enumerate(ids):
+            if (piece := self._pieces.get(token_id)) is not None:
+                text = self._detokenizer.push(ids[start:at]) + self._detokenizer.finish()
+                events += self._text(text)
+                events += self.machine.push(piece)
+                start = at + 1
+        return events + self._text(self._detokenizer.push(ids[start:]))
+
+    def _text(self, text: str) -> list[Event]:
+        return self.machine.push(text) if text else []
+
+    def _told(self, events: list[Event], *, search: bool) -> list[Event]:
+        """What the client is told of `events`; no more than that, once the answer has ended."""
+        if not search and self._thoughts and self._many:
+            return self._counted(events)
+        told: list[Event] = []
+        for event in events:
+            self._tell(event, told, search)
+            if self.ended:
+                break
+        return told
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if type(event) is ToolCallEnd:
+                self.completed += 1
+        return events
+
+    def _tell(self, event: Event, told: list[Event], search: bool) -> None:
+        if isinstance(event, Content):
+            text = self._stop.push(event.text) if search and self._stop else event.text
+            if text:
+                told.append(Content(text))
+            return
+        if search and not isinstance(event, OutputWarning):
+            self._flush(told)
+            if self.ended:
+                return
+        if self._thoughts or not isinstance(event, Reasoning):
+            told.append(event)
+        if isinstance(event, ToolCallEnd):
+            self.completed += 1
+            self.full = not self._many
+
+    def _flush(self, told: list[Event]) -> None:
+        """Content ends here: what was held back, since it might have become a stop string."""
+        assert self._stop is not None
+        if text := self._stop.finish():
+            told.append(Content(text))

@@ -1,0 +1,219 @@
+"""Which formats a model writes, guessed from its chat template and its vocabulary.
+
+A template that can render calls or reasoning spells the markers of the model's own format; the more
+peculiar they are, the surer the guess. Rules are tried in order, the peculiar ones first, and the
+first that fits decides. They are tried three times, each time with weaker evidence:
+
+    the chat template writes all of a rule's signs
+    the template writes them or the vocabulary has them as tokens, if no other model has such tokens
+    the vocabulary has the tokens of a family of models
+
+Every choice is explained, also where the vocabulary speaks for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import msgspec
+
+from gateway.formats.suffix import spelt_in, suffix_in
+
+BAR = "\uff5c"
+ANY = ":*"
+"""In a sign: the suffix that this checkpoint's markers have. Without one there is no such sign."""
+
+
+class DetectionRule(msgspec.Struct, frozen=True):
+    """The format `name`, if all signs are seen.
+
+    texts   signs that the template writes
+    alone   they are so peculiar that the vocabulary may have them instead
+    family  tokens that say so too, with nothing in the template
+    """
+
+    name: str
+    texts: tuple[str, ...]
+    alone: bool = False
+    family: tuple[str, ...] = ()
+
+
+class Detected(msgspec.Struct, frozen=True):
+    """Names for `formats.format_of`, and the reason in one sentence.
+
+    written  the format of tool calls is one that the chat template writes
+    """
+
+    tools: str | None
+    reasoning: str | None
+    why: str
+    written: bool = False
+
+
+LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+TOOL_RULES = (
+    DetectionRule("openai", ("<|channel|>", "commentary"), True),
+    DetectionRule("kimi_k3", ("<|open|>", "<|sep|>", "<|close|>"), True),
+    DetectionRule("kimi_k2", ("<|tool_calls_section_begin|>",), True),
+    DetectionRule("deepseek_v41", (f"{BAR}DSML{BAR} calls",)),
+    DetectionRule("deepseek_v4", (f"{BAR}DSML{BAR}", "tool_calls>")),
+    DetectionRule("deepseek_v32", (f"{BAR}DSML{BAR}",)),
+    DetectionRule("step3", (f"<{BAR}tool_calls_begin{BAR}>",), True),
+    DetectionRule("deepseek_v3", (f"<{BAR}tool▁sep{BAR}>", "```json")),
+    DetectionRule("deepseek_v31", (f"<{BAR}tool▁sep{BAR}>",)),
+    DetectionRule("minimax_m3", ("]<]minimax[>[",)),
+    DetectionRule("minimax_m2", ("<minimax:tool_call>",), True),
+    DetectionRule("seed_oss", ("<seed:tool_call>",), True),
+    DetectionRule("muse_glimmer", ("<atem:function_calls>",)),
+    DetectionRule("dots", ("<dots_function_call>",)),
+    DetectionRule("longcat", ("<longcat_tool_call>",), True),
+    DetectionRule("k2_horizon", ("<ifm|tool_call>",), True),
+    DetectionRule("hy_v3", (f"<tool_calls{ANY}>", f"<tool_sep{ANY}>"), True),
+    DetectionRule("hy_v4", (f"<tool_calls{ANY}>",), True),
+    DetectionRule("hy_v3", ("<tool_sep>",)),
+    DetectionRule("poolside_v1", ("<arg_key>", "<assistant>")),
+    DetectionRule("glm47", ("<arg_key>",), True),
+    DetectionRule("gemma4", ("<|tool_call>",), True),
+    DetectionRule("functiongemma", ("<start_function_call>",), True),
+    DetectionRule("plamo3", ("<|plamo:begin_tool_requests:plamo|>",)),
+    DetectionRule("internlm", ("<|action_start|>", "<|plugin|>"), True),
+    DetectionRule("cohere_command4", ("<|START_ACTION|>", "<|START_TEXT|>"), True),
+    DetectionRule("cohere_command3", ("<|START_ACTION|>",), True),
+    DetectionRule("apertus", ("<|tools_prefix|>",), True),
+    DetectionRule("inkling", ("<|content_invoke_tool_json|>",), True),
+    DetectionRule("gigachat3", ("<|function_call|>",), True),
+    DetectionRule("gigachat3", ("function call<|role_sep|>",)),
+    DetectionRule("lfm2", ("<|tool_call_start|>",), True),
+    DetectionRule("mistral", ("[TOOL_CALLS]",), True),
+    DetectionRule("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
+    DetectionRule("minicpm5", ("<function name=", "<param name=")),
+    DetectionRule("olmo3", ("<function_calls>",)),
+    DetectionRule("granite", ("<|tool_call|>",), True),
+    DetectionRule("granite-20b-fc", ("<function_call>",)),
+    DetectionRule("hunyuan_a13b", ("<tool_calls>", "<answer>")),
+    DetectionRule("jamba", ("<tool_calls>",)),
+    DetectionRule("ernie45", ("<tool_call>", "<response>")),
+    DetectionRule("hermes", ("<tool_call>",), True),
+    DetectionRule("phi4_mini_json", ("functools[",)),
+    DetectionRule("phi4_mini_json", ("<|tool|>", "<|/tool|>"), True),
+    DetectionRule("llama4_pythonic", ("<|python_start|>",), True),
+    DetectionRule("pythonic", ("[func_name1(",)),
+    DetectionRule("llama3_json", ("<|python_tag|>",), True),
+    DetectionRule("llama3_json", ('{"name": function name, "parameters":',), family=LLAMA_3),
+)
+
+REASONING_RULES = (
+    DetectionRule("openai_gptoss", ("<|channel|>", "analysis")),
+    DetectionRule("kimi_k3", ("<|open|>", "<|sep|>", "<|close|>"), True),
+    DetectionRule("muse_glimmer", ("to=self",)),
+    DetectionRule("inkling", ("<|content_thinking|>",), True),
+    DetectionRule("gemma4", ("<|channel>",), True),
+    DetectionRule("cohere_command4", ("<|START_THINKING|>", "<|START_TEXT|>"), True),
+    DetectionRule("cohere_command3", ("<|START_THINKING|>",), True),
+    DetectionRule("minimax_m3", ("<mm:think>",), True),
+    DetectionRule("seed_oss", ("<seed:think>",), True),
+    DetectionRule("k2_horizon", ("<ifm|think>",), True),
+    DetectionRule("plamo3", ("<|plamo:begin_think:plamo|>",)),
+    DetectionRule("apertus", ("<|inner_prefix|>",), True),
+    DetectionRule("hy_v3", (f"<think{ANY}>", f"<tool_sep{ANY}>"), True),
+    DetectionRule("hy_v4", (f"<think{ANY}>",), True),
+    DetectionRule("mistral", ("[THINK]",), True),
+    DetectionRule("granite", ("Here is my thought process:",)),
+    DetectionRule("hunyuan_a13b", ("</think>", "<answer>")),
+    DetectionRule("ernie45", ("</think>", "<response>")),
+    DetectionRule("kimi_k2", ("</think>", "<|tool_calls_section_begin|>")),
+    DetectionRule("deepseek_v41", ("</think>", f"{BAR}DSML{BAR} calls")),
+    DetectionRule("deepseek_v4", ("</think>", f"{BAR}DSML{BAR}")),
+    DetectionRule("step3", ("</think>", f"<{BAR}tool_calls_begin{BAR}>")),
+    DetectionRule("deepseek_v3", ("</think>", f"<{BAR}tool▁sep{BAR}>", "thinking")),
+    DetectionRule("deepseek_r1", ("</think>", f"<{BAR}Assistant{BAR}>")),
+    DetectionRule("minimax_m2", ("</think>", "<minimax:tool_call>")),
+    DetectionRule("glm45", ("</think>", "<arg_key>")),
+    DetectionRule("qwen3", ("</think>", "enable_thinking")),
+    DetectionRule("olmo3", ("<think>", "<function_calls>")),
+    DetectionRule("qwen3", ("<think>",), True),
+)
+
+
+TokenId = Callable[[str], int | None]
+
+
+def detect(template: str | None, token_id: TokenId, added_tokens: Collection[str] = ()) -> Detected:
+    """What to call the formats of a model with this chat template and this vocabulary.
+
+    token_id      of a token by its spelling; None where there is none
+    added_tokens  of the vocabulary, in which markers may have a suffix
+    """
+    suffix = suffix_in(added_tokens) or suffix_in(spelt_in(template or ""))
+    tools = _choose(TOOL_RULES, _Evidence(template, token_id, suffix))
+    reasoning = _choose(REASONING_RULES, _Evidence(template, token_id, suffix))
+    why = f"tool calls: {tools.name or 'none'}, {tools.why}; "
+    why += f"reasoning: {reasoning.name or 'none'}, {reasoning.why}"
+    return Detected(tools.name, reasoning.name, why, tools.written)
+
+
+class _Evidence(msgspec.Struct, frozen=True):
+    template: str | None
+    token_id: TokenId
+    suffix: str
+
+    def written(self, sign: str) -> str | None:
+        """The sign as the template writes it."""
+        return next((t for t in self._spellings(sign) if t in (self.template or "")), None)
+
+    def token(self, sign: str) -> str | None:
+        """The sign as it is a token."""
+        return next((t for t in self._spellings(sign) if self.token_id(t) is not None), None)
+
+    def _spellings(self, sign: str) -> Iterator[str]:
+        if ANY not in sign:
+            yield sign
+        elif self.suffix:
+            yield sign.replace(ANY, self.suffix)
+            yield sign.replace(ANY, "")
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    name: str | None
+    why: str
+    written: bool = False
+
+
+def _choose(rules: Sequence[DetectionRule], seen: _Evidence) -> _Choice:
+    for rule in rules:
+        written = [seen.written(text) for text in rule.texts]
+        if all(written):
+            why = f"as the chat template writes {_listed(written)}"
+            return _Choice(rule.name, why + _in_vocabulary(rule, rules, seen), written=True)
+    for rule in rules:
+        if rule.alone and all(seen.token(text) or seen.written(text) for text in rule.texts):
+            return _Choice(rule.name, _mixed(rule, seen))
+    for rule in rules:
+        if rule.family and all(map(seen.token, rule.family)):
+            return _Choice(rule.name, f"as the vocabulary has {_listed(rule.family)}")
+    if seen.template is None:
+        return _Choice(None, "as there is no chat template and no marker in the vocabulary")
+    return _Choice(None, "as neither the chat template nor the vocabulary has markers for them")
+
+
+def _in_vocabulary(rule: DetectionRule, rules: Sequence[DetectionRule], seen: _Evidence) -> str:
+    """What the vocabulary says to a choice that the template has made."""
+    if tokens := [token for text in rule.texts if (token := seen.token(text))]:
+        return f" ({_listed(tokens)} in the vocabulary, too)"
+    for other in rules:
+        if other.alone and other.name != rule.name and all(map(seen.token, other.texts)):
+            tokens = [seen.token(text) or "" for text in other.texts]
+            return f" (though the vocabulary has {_listed(tokens)}, as {other.name} would)"
+    return ""
+
+
+def _mixed(rule: DetectionRule, seen: _Evidence) -> str:
+    written = [text for text in map(seen.written, rule.texts) if text]
+    tokens = [seen.token(text) for text in rule.texts if not seen.written(text)]
+    writes = f"the chat template writes {_listed(written)} and " if written else ""
+    return f"as {writes}the vocabulary has {_listed(tokens)}"
+
+
+def _listed(texts: Sequence[str | None]) -> str:
+    return " and ".join(map(str, texts))

@@ -1,0 +1,343 @@
+"""Calls as Gemma writes them: a name and an object whose keys have no quotes.
+
+    <|tool_call>call:f{city:<|"|>Oslo<|"|>,days:3,at:{x:[1,true]}}<tool_call|>
+
+    opened   behind the opening marker: `call:` and the name, up to the bracket
+    value    in the object, outside its strings
+    string   in a string: between two markers
+    quoted   in a string as JSON writes it: between two quotes
+    after    behind the object, up to the closing marker
+    broken   what follows is no such object; up to the closing marker it is told as it stands
+
+A string has no escapes: it lasts up to the next string marker. One between ordinary quotes has
+those of JSON. What stands there without either is a number, true, false, null, or else a string. A
+string where the tool's schema allows none is read as what it allows: some checkpoints write all
+values as strings.
+
+Some checkpoints leave out `call`, or write a parenthesis for the bracket. Sources: the chat
+templates of Gemma 4 and FunctionGemma.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.formats.argument_types import kinds_of, schema_of, typed_json
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
+from gateway.formats.json_scanner import SPACE, JsonScan, text_of
+from gateway.formats.literal import LiteralWriter
+from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
+from gateway.formats.patterns import past
+
+MAX_NAME_CHARS = 256
+NAME = re.compile(r"(?:call)?\s*:?\s*([^\W\d][\w.\-]*)\s*")
+HEAD_CHARS = re.compile(r"[\w.\-:\s]*+")
+WORD = re.compile(r"[^,:{}\[\]]*+")
+WORD_IN_PARENTHESES = re.compile(r"[^,:{}\[\]()]*+")
+
+
+class Gemma(SectionSyntax, frozen=True, kw_only=True):
+    """open, close  around a call
+    quote        around a string
+    """
+
+    open: str
+    close: str
+    quote: str
+
+    def markers(self) -> tuple[str, ...]:
+        return (self.open, self.close, self.quote)
+
+    def openers(self) -> tuple[str, ...]:
+        return (self.open,)
+
+    def section(
+        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    ) -> CallParser:
+        return GemmaSection(self, context, teller, state)
+
+
+class GemmaState(MachineState):
+    """head     the text before the bracket, as far as it is read
+    name     of the open call
+    writer   the object's structure
+    word     a key or bare value at hand, as far as it is read
+    round    the object stands in parentheses
+    key      the last key of the object itself, not of one inside it
+    kinds    a string at hand has to be one of these types, and waits in `parts`
+    quoted   where a string between ordinary quotes is
+    raw      the text until a call is told: it may have to be given back
+    """
+
+    at: str = "opened"
+    head: str = ""
+    name: str = ""
+    writer: LiteralWriter = msgspec.field(default_factory=LiteralWriter)
+    word: list[str] = []
+    round: bool = False
+    key: str = ""
+    kinds: list[str] = []
+    parts: list[str] = []
+    quoted: JsonScan = msgspec.field(default_factory=JsonScan)
+    raw: list[str] = []
+
+
+class GemmaSection(CallParser):
+    syntax: Gemma
+
+    State = GemmaState
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        x = self.syntax
+        ends = (x.close, x.open)
+        return {
+            "opened": ends,
+            "value": (x.quote, *ends),
+            "string": (x.quote,),
+            "quoted": tuple(end for end in ends if self.context.lexicon.is_token(end)),
+            "after": ends,
+            "broken": ends,
+        }
+
+    def on_open(self, marker: str) -> None:
+        self.s.raw = [marker]
+
+    # ---- text
+
+    def on_text(self, text: str) -> str:
+        s = self.s
+        match s.at:
+            case "opened":
+                return self._in_head(text)
+            case "value":
+                return self._in_value(text)
+            case "string":
+                self._in_string(text)
+            case "quoted":
+                return self._in_quotes(text)
+            case "after":
+                return self._behind(text)
+            case "broken":
+                self._tell_broken(text)
+        return ""
+
+    def _in_head(self, text: str) -> str:
+        s = self.s
+        end = past(HEAD_CHARS, text)
+        s.head += text[:end]
+        rest = text[end:]
+        named = NAME.fullmatch(s.head)
+        if rest and rest[0] in "{(" and named:
+            s.name, s.raw, s.at, s.round = named[1], [], "value", rest[0] == "("
+            s.writer.open("{")
+            s.writer.take()  # told with the first key: of no arguments the teller makes `{}`
+            self.teller.begin(s.name)
+            return rest[1:]
+        if rest or len(s.head) > MAX_NAME_CHARS:
+            s.raw.append(s.head)
+            self._give_back("a marker of a tool call with no call behind it")
+            s.done = True
+        return rest
+
+    def _in_value(self, text: str) -> str:
+        s = self.s
+        position, word = 0, WORD_IN_PARENTHESES if s.round else WORD
+        while position < len(text):
+            if not s.word:
+                position = past(SPACE, text, position)
+                if text[position : position + 1] == '"' and s.writer.want in ("key", "value"):
+                    self._tell()
+                    self._begin_string("quoted")
+                    return text[position + 1 :]
+            end = past(word, text, position)
+            s.word += [text[position:end]] if end > position else []
+            if end == len(text):
+                break
+            position = end + 1
+            if not self._structural(text[end]):
+                self._tell()
+                s.at = "broken"
+                return text[end:]
+            if s.writer.done:
+                s.at = "after"
+                return text[position:]
+        self._tell()
+        return ""
+
+    def _structural(self, char: str) -> bool:
+        if char == ")" and self.s.round and len(self.s.writer.stack) == 1:
+            char = "}"
+        return self._word_ended() and self._bracket(char)
+
+    def _bracket(self, char: str) -> bool:
+        writer: LiteralWriter = self.s.writer
+        if char in "{[":
+            return writer.open(char)
+        if char in "}]":
+            ok = writer.close(char)
+            self._tell(last=writer.done)
+            return ok
+        return writer.separator(char)
+
+    def _word_ended(self) -> bool:
+        """A key or a bare value is complete, if there is one."""
+        s = self.s
+        word, s.word = "".join(s.word).strip(BLANKS), []
+        if not word:
+            return True
+        self._note_key(word)
+        writer: LiteralWriter = s.writer
+        return writer.scalar(word)
+
+    def _note_key(self, word: str) -> None:
+        if len(self.s.writer.stack) == 1 and self.s.writer.want == "key":
+            self.s.key = word
+
+    def _tell(self, *, last: bool = False) -> None:
+        text = self.s.writer.take()
+        if not text or (last and not self._told_any and text == "}"):
+            return
+        self.teller.fragment(text if self._told_any else "{" + text)
+
+    @property
+    def _told_any(self) -> bool:
+        return self.teller.has_arguments
+
+    def _in_string(self, text: str) -> None:
+        s = self.s
+        if s.kinds or s.writer.want == "key":
+            s.parts.append(text)
+        else:
+            s.writer.string(text)
+            self._tell()
+
+    def _behind(self, text: str) -> str:
+        rest = text.lstrip(BLANKS)
+        if rest:
+            self._end_call()
+            self.s.done = True
+        return rest
+
+    def _tell_broken(self, text: str) -> None:
+        if self.teller.is_open:
+            self.teller.fragment(text)
+        else:
+            self.teller.content(text)
+
+    # ---- strings
+
+    def _begin_marked(self) -> None:
+        s = self.s
+        if s.word or s.writer.want not in ("key", "value"):
+            s.at = "broken"
+            self._tell_broken("".join(s.word) + self.syntax.quote)
+            return
+        self._begin_string("string")
+
+    def _begin_string(self, at: str) -> None:
+        s = self.s
+        s.parts, s.kinds, s.at = [], [], at
+        s.quoted = JsonScan(kind="string", quoted=True)
+        if s.writer.want == "value":
+            if len(s.writer.stack) == 1:
+                s.kinds = self._kinds()
+            if not s.kinds:
+                s.writer.begin_string()
+                self._tell()
+
+    def _kinds(self) -> list[str]:
+        """The types of the argument at hand, if a string is none of them."""
+        parameters = self.teller.parameters(self.s.name)
+        kinds = kinds_of(schema_of(parameters, self.s.key), parameters)
+        return [] if "string" in kinds else list(kinds)
+
+    def _in_quotes(self, text: str) -> str:
+        s = self.s
+        position, status = s.quoted.scan(text)
+        body = text[: position - 1] if status == "end" else text
+        if s.kinds or s.writer.want == "key":
+            s.parts.append(body)
+        else:
+            s.writer.json_string(body)
+        if status == "end":
+            self._end_string()
+        self._tell()
+        return text[position:]
+
+    def _end_string(self) -> None:
+        s = self.s
+        text, s.parts = "".join(s.parts), []
+        if s.at == "quoted":
+            meant = text_of(f'"{text}"')
+            text = text if meant is None else meant
+        s.at = "value"
+        if s.writer.want == "key":
+            self._note_key(text)
+            s.writer.scalar(text)
+        elif s.kinds:
+            s.writer.raw(typed_json(text, tuple(s.kinds)))
+        else:
+            s.writer.end_string()
+        self._tell()
+
+    # ---- markers
+
+    def on_marker(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if s.at == "string":
+            self._end_string()
+        elif marker == x.quote:
+            self._begin_marked()
+        else:
+            self._end_or_open(marker)
+
+    def _end_or_open(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if self.teller.is_open:
+            if s.at in ("value", "quoted"):
+                self._tell_broken("".join(s.word + s.parts))
+            self._end_call()
+        elif s.raw:
+            s.raw += [s.head, marker] if marker == x.close else [s.head]
+            self._give_back("a marker of a tool call with no call behind it")
+        if marker == x.close:
+            s.done = True
+        else:
+            self.open(marker)
+
+    def _end_call(self) -> None:
+        if self.teller.is_open:
+            self.teller.end()
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "string":
+            self._in_string(marker)
+        elif self.s.at == "quoted":
+            self._in_quotes(marker)
+
+    # ---- the end
+
+    def on_end(self, complete: bool) -> None:
+        s = self.s
+        if not complete:
+            self.teller.drop()
+        elif s.at == "after":
+            self._end_call()
+        elif self.teller.is_open:
+            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.teller.drop()
+        elif s.raw:
+            s.raw.append(s.head)
+            self._give_back("a tool call that is not finished")
+
+
+FORMATS = {
+    "gemma4": Gemma(open="<|tool_call>", close="<tool_call|>", quote='<|"|>'),
+    "functiongemma": Gemma(
+        open="<start_function_call>", close="<end_function_call>", quote="<escape>"
+    ),
+}

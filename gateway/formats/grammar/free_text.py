@@ -1,0 +1,78 @@
+"""Free text in which whatever opens a call must go on as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from gateway.formats.grammar.forms import FREE, either, sequence, unlike
+from gateway.formats.parser import Lexicon
+from protocol.grammar import Form, Pattern, Repeat, Until
+
+
+class FreeText:
+    """calls  opener -> what must follow; without any there are none
+    marks  markers that say nothing, and may stand anywhere. What is spelt out may do so anyway
+    many   further calls may follow the first; otherwise it ends the answer
+    """
+
+    def __init__(
+        self, calls: Mapping[str, Form], marks: Iterable[str], lexicon: Lexicon, *, many: bool
+    ) -> None:
+        self.calls = _grouped(calls, lexicon)
+        self.marks = sorted(mark for mark in set(marks) - {*calls} if _has_token(mark, lexicon))
+        self.many = many
+
+    def anything(self) -> Form:
+        steps = [self._mark()] if self.marks else []
+        if self.many:
+            steps += [self._call()] if self.calls else []
+            return sequence(Repeat(either(steps)), FREE) if steps else FREE
+        last = either((self._call(), FREE)) if self.calls else FREE
+        return sequence(*map(Repeat, steps), last)
+
+    def unlike(self, beginnings: Iterable[str]) -> Form:
+        """What begins with none of these."""
+        guard = unlike(beginnings)
+        steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
+        if self.calls:
+            steps.append(sequence(self._call(guard), self.anything() if self.many else ""))
+        return either([*steps, Pattern(guard)])
+
+    def _call(self, before: str = FREE.pattern) -> Form:
+        return either(sequence(Until(opener, before), rest) for opener, rest in self.calls.items())
+
+    def _mark(self, before: str = FREE.pattern) -> Form:
+        return either(Until(mark, before) for mark in self.marks)
+
+
+def _grouped(calls: Mapping[str, Form], lexicon: Lexicon) -> dict[str, Form]:
+    """What opens a call -> what must follow.
+
+    An opener that is spelt out ends a text where it is complete, or where its first token begins.
+    So of two that begin alike up to there, the shorter beginning opens both.
+    """
+    found: dict[str, dict[str, Form]] = {}
+    for opener in sorted(calls, key=lambda opener: (_spelt(opener, lexicon), opener)):
+        spelt = _spelt(opener, lexicon)
+        known = next((begun for begun in found if spelt and spelt.startswith(begun)), None)
+        if known is None:
+            known = spelt or opener
+        found.setdefault(known, {})[opener.removeprefix(known)] = calls[opener]
+    return {
+        begun: either(sequence(rest, form) for rest, form in ways.items())
+        for begun, ways in found.items()
+    }
+
+
+def _spelt(opener: str, lexicon: Lexicon) -> str:
+    """What of an opener is spelt out before its first token."""
+    places = (opener.find(piece) for piece in _pieces(lexicon))
+    return opener[: min((place for place in places if place >= 0), default=len(opener))]
+
+
+def _has_token(marker: str, lexicon: Lexicon) -> bool:
+    return any(piece in marker for piece in _pieces(lexicon))
+
+
+def _pieces(lexicon: Lexicon) -> Iterable[str]:
+    return (*lexicon.parts.values(), *lexicon.tokens.values())

@@ -1,0 +1,235 @@
+"""Values as plain text up to what ends them, so that `typed_value` reads them as they are meant.
+
+A string is written verbatim, null, booleans and numbers as JSON writes them, arrays and objects as
+JSON. What the reader makes of a text depends on all types that the schema allows, in its order. So
+a value that may be a string or something else is only written as a text which is valid whatever it
+is read as: a string does not begin like a type that has limits.
+
+A string without limits is any text up to the first thing that may end it. One with limits does not
+hold the first sign of what ends it. Inside of JSON no string holds the whole of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.formats.argument_types import Trim, kinds_of, schema_of, typed_json
+from gateway.formats.event_builder import BLANKS
+from gateway.formats.grammar.forms import either, sequence
+from gateway.formats.schema_cases import SchemaCase, Schemas, anything, same
+from gateway.formats.string_escapes import (
+    Ranges,
+    StringEscapes,
+    exactly,
+    free_of,
+    holds,
+    merged,
+    signs,
+)
+from gateway.formats.string_limits import limited
+from gateway.formats.value_syntax import Values
+from protocol.grammar import Form, Until
+
+NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+WHOLE = "-?(?:0|[1-9][0-9]*)"
+TEXTS = {"null": "null", "boolean": "true|false", "integer": WHOLE, "number": NUMBER}
+"""Type -> all that is written of it, where it has no limits."""
+FIRST: dict[str, Ranges] = {
+    "null": signs("nN"),
+    "boolean": signs("tTfF"),
+    "integer": signs("0123456789+-._"),
+    "number": signs("0123456789+-._"),
+    "object": signs("{[("),
+    "array": signs("{[("),
+}
+"""Type -> what a text that is read as it may begin with."""
+CONTAINERS = ("object", "array")
+TAKEN: Ranges = merged([*signs(BLANKS), *signs('"')])
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """What ends a value, and what around it is markup.
+
+    close   ends it; part of the form
+    others  end it, too, or may: they do not stand in it
+    around  written on both sides
+    trim    what the reader takes off
+    bare    the reader takes a value of unknown type for JSON, if it is
+    """
+
+    close: str
+    others: tuple[str, ...] = ()
+    around: str = ""
+    trim: Trim = "nothing"
+    bare: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.close, *self.others)))
+
+
+class PlainValues:
+    """values  writes the arrays and objects of the same tool"""
+
+    def __init__(self, values: Values, ending: Ending) -> None:
+        self.values = values
+        self.schemas: Schemas = values.schemas
+        self.ending = ending
+        self._careful = StringEscapes(never=signs("".join(word[0] for word in ending.words)))
+
+    def argument(self, key: str | None, schema: Any, path: str) -> Form:
+        """The value of one argument, up to its end and with it. Without a key it has some name that
+        is not declared."""
+        root = self.schemas.root
+        if key is None:
+            return self.value(schema, kinds_of(root.get("additionalProperties"), root), path)
+        return self.value(schema, kinds_of(schema_of(root, key), root), path)
+
+    def value(self, schema: Any, kinds: Sequence[str], path: str) -> Form:
+        """`kinds`: the types that the reader tries."""
+        cases = self.schemas.cases(schema, path)
+        if not kinds and anything(cases):
+            return self.text()
+        self.check_kinds(cases, kinds, path)
+        return self.of(cases, kinds, path)
+
+    def check_kinds(self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str) -> None:
+        """The reader tries the types that there are, and no others."""
+        if {_kind(kind) for kind in kinds} != {_kind(case.kind) for case in cases}:
+            self.schemas.refuse(path, "type", "is missing, or too hidden to be read back by")
+
+    def of(
+        self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges = ()
+    ) -> Form:
+        """`apart`: what no string begins with."""
+        strings = [case for case in cases if case.kind == "string"]
+        others = [case for case in cases if case.kind != "string"]
+        if not any(case.free for case in strings):
+            return self._typed(strings, others, kinds, path, apart)
+        limited = [case for case in others if not case.free]
+        if not limited and not apart:
+            return self.text()
+        return self._beside_any_string(limited, kinds, path, apart)
+
+    def text(self) -> Form:
+        """Any text."""
+        others = self.ending.others
+        if not others:
+            return Until(self.ending.close)
+        text = Until(self.ending.close, free_of(others, StringEscapes()))
+        return self.values.book.define(f"{self.schemas.tool.name}-text", text)
+
+    # ---- several types
+
+    def _beside_any_string(
+        self, others: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges
+    ) -> Form:
+        """Any string that is not read as one of `others`, which have limits; and those."""
+        taken = [*apart, *(span for case in others for span in FIRST[case.kind])]
+        first = StringEscapes(never=merged([*TAKEN, *self._careful.never, *taken])).any()
+        return self._either(
+            [f"(?:{first}{free_of(self.ending.words, StringEscapes())})?"], others, kinds, path
+        )
+
+    def _typed(
+        self,
+        strings: Sequence[SchemaCase],
+        others: Sequence[SchemaCase],
+        kinds: Sequence[str],
+        path: str,
+        apart: Ranges,
+    ) -> Form:
+        """Strings with limits, and other types."""
+        clashing = [case for case in others if not case.free or case.kind in CONTAINERS]
+        taken = [*apart, *(span for case in clashing for span in FIRST[case.kind])]
+        texts = []
+        for case in strings:
+            if case.values is not None:
+                texts += self._constants(case, kinds, path, merged(taken))
+            else:
+                texts.append(self._limited(case, merged(taken), path))
+        return self._either(texts, others, kinds, path)
+
+    def _either(
+        self, texts: list[str], others: Sequence[SchemaCase], kinds: Sequence[str], path: str
+    ) -> Form:
+        """One of `texts`, which are expressions, or of `others`: as few forms as can be, as what
+        is read as one of several must not be read as the beginning of another."""
+        close, around = self.ending.close, self.ending.around
+        forms: list[Form] = []
+        for case in others:
+            if case.values is not None:
+                texts = [*texts, *self._constants(case, kinds, path, ())]
+            elif case.free and case.kind in TEXTS:
+                texts = [*texts, TEXTS[case.kind]]
+            else:
+                forms.append(sequence(self.values.case(case, path), around + close))
+        if texts:
+            forms.append(Until(close, f"(?:{'|'.join(dict.fromkeys(texts))}){exactly(around)}"))
+        if not forms:
+            self.schemas.refuse(path, "enum", "has no value that this format can write")
+        return sequence(around, either(forms))
+
+    # ---- strings
+
+    def _limited(self, case: SchemaCase, taken: Ranges, path: str) -> str:
+        """Strings that begin with none of `taken`, nor with what the reader takes off."""
+        limits = case.limits
+        edges = {"nothing": "", "newline": "" if self.ending.around else "\n", "blanks": BLANKS}
+        off = signs(edges[self.ending.trim])
+        if not taken and not off:
+            return self._within(self._careful, limits, path)
+        if "pattern" in limits or "format" in limits:
+            if taken:
+                self.schemas.refuse(path, "pattern", "cannot be enforced beside other types")
+            never = merged([*self._careful.never, *off])
+            return self._within(StringEscapes(never=never), limits, path)
+        return self._with_edges(limits.get("minLength", 0), limits.get("maxLength"), taken, off)
+
+    def _within(self, spelling: StringEscapes, limits: Any, path: str) -> str:
+        try:
+            return limited(spelling, limits)
+        except ValueError as fault:
+            self.schemas.refuse(path, "string", str(fault))
+
+    def _with_edges(self, least: int, most: int | None, taken: Ranges, off: Ranges) -> str:
+        never = self._careful.never
+        first = StringEscapes(never=merged([*never, *taken, *off, *(TAKEN if taken else ())])).any()
+        last = StringEscapes(never=merged([*never, *off])).any()
+        between = None if most is None else max(most - 2, 0)
+        inner = self._careful.of_length(max(least - 2, 0), between)
+        options = [f"{first}{inner}{last}"] if most is None or most > 1 else []
+        options += [first] if least <= 1 and most != 0 else []
+        options += [""] if least == 0 else []
+        return f"(?:{'|'.join(options)})"
+
+    def _constants(
+        self, case: SchemaCase, kinds: Sequence[str], path: str, taken: Ranges
+    ) -> list[str]:
+        """Those of its values that are read back as one of them, as expressions."""
+        values = case.values or ()
+        found = []
+        for value in values:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            back = json.loads(typed_json(self._trimmed(text), tuple(kinds)))
+            clear = not any(word in text for word in self.ending.words)
+            apart = not text or not holds(taken, ord(text[0]))
+            if clear and apart and same(back, value):
+                found.append(exactly(text))
+        return found
+
+    def _trimmed(self, text: str) -> str:
+        """As the reader sees it."""
+        text = self.ending.around + text + self.ending.around
+        if self.ending.trim == "newline":
+            return text.removeprefix("\n").removesuffix("\n")
+        return text.strip(BLANKS) if self.ending.trim == "blanks" else text
+
+
+def _kind(kind: str) -> str:
+    """A whole number reads the same as any number."""
+    return "number" if kind == "integer" else kind

@@ -1,0 +1,513 @@
+"""Answers that are messages, each with a header that says whom it is for: harmony and Muse.
+
+    <|channel|>analysis<|message|>Thinking.<|end|>
+    <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>
+    <|start|>assistant<|channel|>final<|message|>Hello.<|return|>
+
+    start      before the first message, whose `<|start|>assistant` stands in the prompt
+    header     in a header
+    between    behind a message
+    content    in a message for the user
+    reasoning  in a message of the model to itself
+    call       in a message for a tool: its body is the arguments' JSON
+    tool       in a message for a tool: its body is a tool syntax of its own
+    calls      there, inside its stretch of calls
+
+Who a message is for: `to=functions.NAME` is a call, and so is `to=NAME` for a tool of the request;
+any other tool is one that the model believes to have, so what it is told is reasoning. Without a
+recipient the channel decides: `analysis` is reasoning, everything else content. In Muse's answers
+`to=self` is reasoning, `to=user` or nobody content, and everyone else a tool.
+
+An answer that begins without a header is content. Two messages of one kind in a row are told with a
+line break between them. A marker inside an argument's string means nothing if it is spelt out.
+
+A model may leave out the markers between two messages. So a channel in a text begins the next
+header, if what follows can be one, and a role at the end of the text (`assistant`, perhaps with a
+recipient) belongs to that header; it is held back until something else follows. Between messages, a
+header need not begin with `<|start|>`. `<|channel|>` may be missing as well if the role is there:
+
+    <|end|>assistantfinal<|message|>Hello.<|return|>
+    <|end|>assistantcommentary to=functions.f json{"a": 1}<|call|>
+
+Such text is a header only if `<|message|>` follows it. If the header names a declared function, the
+`{` of the arguments may follow instead: `<|message|>` may be missing in every header of a call.
+
+Sources: OpenAI's description of harmony; the response template of Muse's checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from gateway.formats.event_builder import BLANKS, NEWLINES, PARSE_FAILED, EventBuilder
+from gateway.formats.events import Reasoning
+from gateway.formats.json_scanner import JsonScan
+from gateway.formats.parser import (
+    AnswerSyntax,
+    CallParser,
+    Context,
+    FormatParser,
+    MachineState,
+    Part,
+    SectionSyntax,
+)
+from gateway.formats.patterns import past
+from gateway.formats.xml_formats import MUSE_CALLS
+
+MAX_HEADER_CHARS = 512
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+HEADER_TEXT = re.compile(r"\s*+\w*+(?:\s+to=[\w.\-*]*+)?(?:\s*+\w*+)?\s*+")
+"""Text that may follow a marker in a header. Every prefix of such a text matches, too."""
+ROLE = "assistant"
+HEADER_WORDS = (ROLE, "to=")
+ROLE_TEXT = re.compile(rf"{ROLE}(?:\s{{1,8}}(?:t|to|to=[\w.\-*]{{0,128}}\s{{0,8}})?)?")
+"""The role at the end of a text, or the beginning of one with a recipient."""
+FUNCTIONS = "functions."
+
+
+@cache
+def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
+    """Return the pattern of a header's text before its first marker. One of `channels` may follow
+    the role."""
+    channel = rf"(?:(?:{'|'.join(channels)})\s*+)?+" if channels else ""
+    return re.compile(rf"\s*+(?:{ROLE}\s*+{channel})?+(?:to=[\w.\-*]*+\s*+\w*+\s*+)?+")
+
+
+HEADER_START = _header_start()
+
+
+class Messages(AnswerSyntax, frozen=True, kw_only=True):
+    """start      begins a message, and its header
+    message    ends the header
+    ends       end a message
+    in_header  markers that may stand in a header
+    channel    the one of them that names a channel; none: recipients alone decide
+    thoughts   the channel or recipient of reasoning
+    user       recipients that are the user
+    calls      the syntax of messages for tools; none: their body is the JSON of the arguments
+
+    A reader need not know, but a writer:
+
+    says       channels of content, that of the answer proper first
+    asks       the channel of calls
+    call_end   the one of `ends` that ends a call
+    """
+
+    start: str = "<|start|>"
+    message: str = "<|message|>"
+    ends: tuple[str, ...]
+    in_header: tuple[str, ...] = ()
+    channel: str = ""
+    thoughts: str
+    user: tuple[str, ...] = ()
+    calls: SectionSyntax | None = None
+    says: tuple[str, ...] = ()
+    asks: str = ""
+    call_end: str = ""
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        return (self.thoughts, *self.says) if self.channel else ()
+
+    def markers(self) -> tuple[str, ...]:
+        calls = self.calls.markers() if self.calls else ()
+        return (self.start, self.message, *self.ends, *self.in_header, *calls)
+
+    def machine(
+        self,
+        context: Context,
+        teller: EventBuilder,
+        state: Mapping[str, Any] | None = None,
+        *,
+        starts_inside: bool = False,
+    ) -> FormatParser:
+        return MessagesMachine(self, context, teller, state, starts_inside=starts_inside)
+
+
+class MessagesState(MachineState):
+    """header  the header's text so far, its markers included
+    body    the kind of the message in whose text the header began; "" between messages
+    role    the end of a message's text, which may belong to the next header
+    value   where the arguments are
+    last    the kind of the message before
+    first   nothing of this message has been told
+    spilt   in a tool's message, text stood outside of calls
+    """
+
+    at: str = "start"
+    header: str = ""
+    body: str = ""
+    role: str = ""
+    value: JsonScan = msgspec.field(default_factory=JsonScan)
+    last: str = ""
+    first: bool = True
+    spilt: bool = False
+
+
+class MessagesMachine(FormatParser):
+    State = MessagesState
+    UNSCANNED = frozenset({"calls"})
+
+    def __init__(
+        self,
+        syntax: Messages,
+        context: Context,
+        teller: EventBuilder,
+        state: Mapping[str, Any] | None = None,
+        *,
+        starts_inside: bool = False,
+    ) -> None:
+        self.syntax = syntax
+        self._header_between = _header_start(syntax.channels)
+        own = dict(state or {})
+        inner = own.pop("section", None)
+        calls = syntax.calls
+        self.section: CallParser | None = calls.section(context, teller, inner) if calls else None
+        super().__init__(context, teller, own or None)
+        if state is None and starts_inside:
+            self._begin_body("reasoning")
+            self._follow()
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"section": self.section.state() if self.section else None}
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        x = self.syntax
+        heads = (x.message, x.start, *x.in_header)
+        ends = (*x.ends, x.start)
+        openers = x.calls.openers() if x.calls else ()
+        text = (*ends, x.message, *((x.channel,) if x.channel else ()))
+        return {
+            "start": heads,
+            "header": heads,
+            "between": (*heads, *x.ends),
+            "content": text,
+            "reasoning": text,
+            "call": ends,
+            "tool": openers + ends,
+        }
+
+    # ---- text
+
+    def on_text(self, text: str) -> str:
+        s = self.s
+        match s.at:
+            case "start":
+                return self._before_header(text)
+            case "header":
+                return self._header_text(text)
+            case "between":
+                rest = text if s.header else text.lstrip(BLANKS)
+                return self._before_header(rest) if rest else ""
+            case "calls":
+                return self._in_calls(text)
+            case "call":
+                self._argument_text(text)
+            case "tool":
+                self._spill(text)
+            case _:
+                self._message_text(text)
+        return ""
+
+    def _header_text(self, text: str) -> str:
+        s = self.s
+        brace = -1 if s.body or "{" in s.header else text.find("{")
+        if brace >= 0 and self._begin_bare_call(s.header + text[:brace]):
+            return text[brace:]
+        behind = s.header.rpartition(">")[2] + text
+        end = past(HEADER_TEXT, behind) if s.body else len(behind)
+        room = MAX_HEADER_CHARS - len(s.header)
+        read = min(end - (len(behind) - len(text)), room)
+        s.header += text[:read]
+        if read < len(text):
+            self._no_header()
+        return text[read:]
+
+    def _message_text(self, text: str) -> None:
+        """Content or reasoning: its end may be the role of the next header."""
+        s = self.s
+        text = s.role + text
+        end = _role_start(text)
+        s.role = text[end:]
+        if end:
+            self._tell(text[:end])
+
+    def _end_text(self) -> None:
+        """What was held of a message's text was text."""
+        role, self.s.role = self.s.role, ""
+        if role:
+            self._tell(role)
+
+    def _before_header(self, text: str) -> str:
+        """Read a header up to its first marker: the prompt has begun it, or its other markers are
+        missing. Text that cannot be a header begins content, and is read again as such."""
+        s = self.s
+        is_between = s.at == "between"
+        before: str = s.header
+        header = before + text
+        end = past(self._header_between if is_between else HEADER_START, header)
+        rest = header[end:]
+        may_call = is_between and rest[:1] == "{" and header.lstrip().startswith(ROLE)
+        if may_call and self._begin_bare_call(header[:end]):
+            return rest
+        words = (*HEADER_WORDS, *self.syntax.channels) if is_between else HEADER_WORDS
+        may_go_on = not rest or any(word.startswith(rest) for word in words)
+        if may_go_on and len(header) <= MAX_HEADER_CHARS:
+            s.header = header
+            return ""
+        self._begin_body("content")
+        self._message_text(before)
+        return text
+
+    def _no_header(self) -> None:
+        s = self.s
+        header, body, s.header, s.body = s.header, s.body, "", ""
+        if not body:
+            self._begin_body("content")
+            self._tell(header)
+            return
+        s.at = body
+        role, marker, rest = header.partition(self.syntax.channel)
+        self._tell(role)
+        self._marker_text(marker)
+        self._message_text(rest)
+
+    def _tell(self, text: str) -> None:
+        s = self.s
+        if s.at == "reasoning":
+            if s.first and s.last == s.at and text.strip(NEWLINES):
+                self.teller.out.append(Reasoning("\n"))
+                s.first = False
+            self.teller.reasoning(text)
+            return
+        if s.first and s.last == s.at and text:
+            self.teller.content("\n")
+            s.first = False
+        self.teller.content(text)
+
+    def _argument_text(self, text: str) -> None:
+        self.teller.fragment(text)
+        value = self.s.value
+        start = 0 if value.kind else len(text) - len(text.lstrip(BLANKS))
+        while start < len(text) and (value.depth or value.quoted or not value.kind):
+            start, status = value.scan(text, start)
+            if status == "broken":
+                start += 1
+
+    def _spill(self, text: str) -> None:
+        """Tell text outside of calls, in a message for a tool, without the blanks before it."""
+        if not self.s.spilt:
+            text = text.lstrip(BLANKS)
+            if not text:
+                return
+            self.s.spilt = True
+            self.teller.warn(PARSE_FAILED, "a message for a tool that is no call")
+        self.teller.content(text)
+
+    # ---- markers
+
+    def on_marker(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if s.at == "call" and s.value.quoted and not self.context.lexicon.is_token(marker):
+            self._argument_text(marker)
+        elif s.at in ("start", "header", "between"):
+            self._in_header(marker)
+        elif x.calls and marker in x.calls.openers():
+            self._open_calls(marker)
+        elif marker in (x.message, x.channel):
+            self._header_in_text(marker)
+        else:
+            self._end_body()
+            if marker == x.start:
+                s.at, s.header = "header", ""
+
+    def _header_in_text(self, marker: str) -> None:
+        """A marker of headers in a message's text: those between the messages are missing."""
+        s = self.s
+        has_role = s.role.startswith(ROLE)
+        if not has_role:
+            self._end_text()
+        if marker == self.syntax.channel or has_role:
+            s.body, s.header, s.role = s.at, s.role, ""
+            self._in_header(marker)
+        else:
+            self._marker_text(marker)
+
+    def _in_header(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if marker == x.message:
+            header, s.header = s.header, ""
+            self._leave_body()
+            self._addressed(header)
+        elif marker == x.start:
+            self._leave_body()
+            s.at, s.header = "header", ""
+        elif marker in x.in_header:
+            s.at = "header"
+            s.header += marker
+
+    def _leave_body(self) -> None:
+        """The message in whose text a header began has ended before it."""
+        s = self.s
+        if s.body:
+            s.at, s.body = s.body, ""
+            self._end_body()
+
+    def _addressed(self, header: str) -> None:
+        """The header is complete: what kind of message follows."""
+        x = self.syntax
+        recipient = _recipient(header)
+        if not x.channel:
+            self._begin_body(self._kind_by_recipient(recipient))
+        elif not recipient or recipient in x.user:
+            thoughts = self._channel(header).startswith(x.thoughts)
+            self._begin_body("reasoning" if thoughts else "content")
+        elif recipient.startswith(FUNCTIONS) or self.teller.declares(recipient):
+            self._begin_call(recipient.removeprefix(FUNCTIONS))
+        else:
+            self._begin_body("reasoning")
+
+    def _channel(self, header: str) -> str:
+        """Return the text from the channel on. Its marker may be missing after the role."""
+        named = header.partition(self.syntax.channel)[2]
+        return (named or header.strip(BLANKS).removeprefix(ROLE)).strip(BLANKS)
+
+    def _begin_bare_call(self, header: str) -> bool:
+        """Begin the call whose arguments follow `header` without `<|message|>`, and return whether
+        there is one. The text may mean something else, so the tool must be a declared one."""
+        x, recipient = self.syntax, _recipient(header)
+        name = recipient.removeprefix(FUNCTIONS)
+        if not x.channel or not recipient or recipient in x.user:
+            return False
+        if len(header) > MAX_HEADER_CHARS or not self.teller.declares(name):
+            return False
+        self.s.header = ""
+        self._begin_call(name)
+        return True
+
+    def _kind_by_recipient(self, recipient: str) -> str:
+        if recipient == self.syntax.thoughts:
+            return "reasoning"
+        return "content" if not recipient or recipient in self.syntax.user else "tool"
+
+    def _begin_body(self, kind: str) -> None:
+        s = self.s
+        s.at, s.header, s.first, s.spilt = kind, "", True, False
+        if kind == "reasoning":
+            self.teller.begin_reasoning()
+
+    def _begin_call(self, name: str) -> None:
+        self.s.at, self.s.value = "call", JsonScan()
+        self.teller.begin(name)
+
+    def _end_body(self) -> None:
+        s = self.s
+        self._end_text()
+        if s.at == "reasoning":
+            self.teller.end_reasoning()
+        elif s.at == "call":
+            self.teller.end()
+        s.last, s.at = s.at, "between"
+
+    # ---- calls of a syntax of their own
+
+    def _open_calls(self, marker: str) -> None:
+        assert self.section is not None
+        self.s.at = "calls"
+        self.section.open(marker)
+        self._leave_if_done()
+
+    def on_part(self, part: Part) -> str:
+        return self._in_calls(part) if self.s.at == "calls" else ""
+
+    def _in_calls(self, piece: str | Part) -> str:
+        assert self.section is not None
+        rest = self.section.read(piece)
+        self._leave_if_done()
+        return rest
+
+    def _leave_if_done(self) -> None:
+        assert self.section is not None
+        if self.section.s.done:
+            self.s.at = "tool"
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "calls":
+            assert self.section is not None
+            self.section.read_token(marker)
+            self._leave_if_done()
+        elif self.s.at == "header" and self.s.body and marker in self.syntax.ends:
+            self._no_header()
+            self.on_marker(marker)
+        elif self.s.at in ("content", "reasoning"):
+            self._end_text()
+            self._marker_text(marker)
+
+    def _marker_text(self, marker: str) -> None:
+        """A model may talk about markup in its reasoning; a token of it in content is dropped."""
+        if self.s.at == "reasoning" or not self.context.lexicon.is_token(marker):
+            self._tell(marker)
+
+    # ---- the end
+
+    def on_end(self, complete: bool) -> None:
+        s = self.s
+        if s.at == "calls":
+            assert self.section is not None
+            self.section.end(complete)
+        elif s.at == "call":
+            self._end_last_call(complete)
+        elif s.at in ("start", "header", "between") and complete and s.header.strip(BLANKS):
+            self._no_header()
+        if s.at in ("content", "reasoning"):
+            self._end_text()
+        if "reasoning" in (s.at, s.body):
+            self.teller.end_reasoning()
+        self.teller.finish()
+
+    def _end_last_call(self, complete: bool) -> None:
+        """The marker behind a call is mostly the one that ends the answer, and may be left out."""
+        if complete and self.teller.s.arguments.is_object:
+            self.teller.end()
+        elif complete:
+            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
+        self.teller.drop()
+
+
+def _recipient(header: str) -> str:
+    found = RECIPIENT.search(header)
+    return found[1] if found else ""
+
+
+def _role_start(text: str) -> int:
+    """Return where a role that may continue after the text begins; the text's end if none does."""
+    start = text.rfind(ROLE)
+    if start >= 0 and ROLE_TEXT.fullmatch(text, start):
+        return start
+    sizes = range(min(len(ROLE) - 1, len(text)), 0, -1)
+    return len(text) - next((n for n in sizes if text.endswith(ROLE[:n])), 0)
+
+
+FORMATS = {
+    "openai": Messages(
+        ends=("<|end|>", "<|return|>", "<|call|>"),
+        in_header=("<|channel|>", "<|constrain|>"),
+        channel="<|channel|>",
+        thoughts="analysis",
+        user=("user", "assistant"),
+        says=("final", "commentary"),
+        asks="commentary",
+        call_end="<|call|>",
+    ),
+    "muse_glimmer": Messages(
+        ends=("<|eom|>", "<|eot|>"),
+        thoughts="self",
+        user=("user",),
+        calls=MUSE_CALLS,
+    ),
+}

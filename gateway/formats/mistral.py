@@ -1,0 +1,145 @@
+"""Mistral's calls, of every version: an array of objects, or names with bare JSON arguments.
+
+    [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
+    [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]k3Xz0aB9c[ARGS]{}
+
+    choosing  behind the marker: what comes first decides which of the two it is
+    array     `json_tags` reads
+    named     `named_json` reads
+
+Ids are nine letters and digits, as Mistral's templates demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.formats.event_builder import EventBuilder
+from gateway.formats.json_scanner import SPACE, CallKeys
+from gateway.formats.json_tags import JsonTags
+from gateway.formats.named_json import NamedJson
+from gateway.formats.parser import CallParser, Context, MachineState, Part, SectionSyntax
+from gateway.formats.patterns import past
+
+ID_CHARS = 9
+
+
+class Mistral(SectionSyntax, frozen=True, kw_only=True):
+    """array, named  the two ways; both begin with the same markers"""
+
+    array: JsonTags
+    named: NamedJson
+
+    def markers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.array.markers() + self.named.markers()))
+
+    def openers(self) -> tuple[str, ...]:
+        return self.named.openers()
+
+    def call_id(self, ours: str) -> str:
+        letters = "".join(char for char in ours if char.isalnum())
+        return letters[-ID_CHARS:].rjust(ID_CHARS, "0")
+
+    def section(
+        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    ) -> CallParser:
+        return MistralSection(self, context, teller, state)
+
+
+class MistralState(MachineState):
+    """opener  the marker
+    blanks  those behind it
+    """
+
+    at: str = "choosing"
+    opener: str = ""
+    blanks: list[str] = []
+
+
+class MistralSection(CallParser):
+    State = MistralState
+    UNSCANNED = frozenset({"array", "named"})
+
+    def __init__(
+        self,
+        syntax: Mistral,
+        context: Context,
+        teller: EventBuilder,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        own = dict(state or {})
+        self.ways: Mapping[str, CallParser] = {
+            "array": syntax.array.section(context, teller, own.pop("array", None)),
+            "named": syntax.named.section(context, teller, own.pop("named", None)),
+        }
+        super().__init__(syntax, context, teller, own or None)
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {way: section.state() for way, section in self.ways.items()}
+
+    @property
+    def is_between(self) -> bool:
+        return self.s.at in self.ways and self.ways[self.s.at].is_between
+
+    def on_open(self, marker: str) -> None:
+        self.s.opener = marker
+
+    def _choose(self, way: str) -> None:
+        self.s.at = way
+        self.ways[way].open(self.s.opener)
+        self.ways[way].read("".join(self.s.blanks))
+
+    def on_marker(self, marker: str) -> None:
+        raise AssertionError("its table names none")
+
+    def on_part(self, part: Part) -> str:
+        return "" if self.s.at == "choosing" else self._read_on(part)
+
+    def _read_on(self, piece: str | Part) -> str:
+        section = self.ways[self.s.at]
+        rest = section.read(piece)
+        self.s.done = section.s.done
+        return rest
+
+    def on_text(self, text: str) -> str:
+        if self.s.at != "choosing":
+            return self._read_on(text)
+        start = past(SPACE, text)
+        self.s.blanks.append(text[:start])
+        if start < len(text):
+            self._choose("array" if text[start] in "[{" else "named")
+        return text[start:]
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "choosing":
+            self._choose("named")
+        section = self.ways[self.s.at]
+        section.read_token(marker)
+        self.s.done = section.s.done
+
+    def on_end(self, complete: bool) -> None:
+        if self.s.at == "choosing":
+            self._choose("named")
+        section = self.ways[self.s.at]
+        section.end(complete)
+
+
+FORMATS = {
+    "mistral": Mistral(
+        array=JsonTags(
+            open=("[TOOL_CALLS]",),
+            unclosed=("[TOOL_CALLS]",),
+            keys=CallKeys(id=("id",)),
+            array=True,
+        ),
+        named=NamedJson(
+            call_open=("[TOOL_CALLS]",),
+            id_begin=("[CALL_ID]",),
+            name_end=("[ARGS]", "{"),
+        ),
+    ),
+}

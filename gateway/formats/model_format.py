@@ -1,0 +1,332 @@
+"""How a model's answers are read: the formats chosen for it and why, and where each answer starts.
+
+Chosen once per model: by the operator's names or, with "auto", by the checkpoint's own description
+of its answers (`response_template`), or else from the chat template and the vocabulary. A guess is
+said in the log and in /v1/models, so a wrong one is seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+
+from gateway.formats.detect import BAR, Detected, detect
+from gateway.formats.grammar.answers import frame_of
+from gateway.formats.grammar.frame import Frame
+from gateway.formats.parser import AnswerSyntax, SectionSyntax
+from gateway.formats.reasoning import NO_REASONING, ReasoningFormat, says_inside, start
+from gateway.formats.registry import BoundFormat, Format, bind, format_of, format_of_template
+from gateway.formats.suffix import spelt_in
+from gateway.generation.reasoning_tokens import ThinkingMarks, thinking_marks
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import InvalidRequest
+from protocol.grammar import Body, Grammar, Rules, Thinking, ThinkingBudget
+from protocol.model_card import ModelCard
+
+AUTO, NONE = "auto", "none"
+TOOLS_OPTION, REASONING_OPTION = "--tool-format", "--reasoning-format"
+OWN = "hf"
+"""The format that the checkpoint describes itself."""
+TAUGHT = "hermes"
+"""The format of `chat.teaching`."""
+_TEACHES = f"; so tools are described to the model in words, and calls read as {TAUGHT}"
+TAIL_CHARS = 1 << 16
+"""How much of a prompt's end is looked at: more than any turn that an answer goes on with."""
+
+
+class WrongOption(ValueError):
+    """The operator asks for what this model does not have."""
+
+
+class AnswerStart(msgspec.Struct, frozen=True):
+    """How the answers to one prompt are read. `bound` None: all text is content.
+
+    inside  the prompt has already opened the reasoning
+    closed  the prompt has closed it again, or there is none: the answer proper begins at once
+    marks   by which the tokens of reasoning are counted, where they can be
+    opener  with which the prompt has opened the reasoning; "" where that cannot be seen
+    answering  the prompt has opened the answer proper
+    """
+
+    bound: BoundFormat | None = None
+    inside: bool = False
+    closed: bool = True
+    marks: ThinkingMarks | None = None
+    opener: str = ""
+    answering: bool = False
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """What may come before an answer that a grammar describes."""
+        if self.bound is None or self.closed:
+            return None
+        frame = frame_of(self.bound)
+        if not frame.closes or not (frame.opens or self.inside):
+            return None
+        return Thinking(
+            closes=frame.closes, opens=frame.opens, inside=self.inside, optional=not self.inside
+        )
+
+    def grammar(
+        self, body: Body, budget: ThinkingBudget | None, calls: Rules | None = None
+    ) -> Grammar:
+        """Of an answer that calls no tools: `body` with the markup that the model writes around all
+        it says, unless the prompt has written it already. With `calls` it may be those instead."""
+        frame = frame_of(self.bound) if self.bound else Frame()
+        return Grammar(
+            body=body,
+            thinking=self.thinking,
+            budget=budget,
+            before="" if self.answering else frame.before,
+            after=frame.after,
+            calls=calls,
+        )
+
+    def call_grammar(self, body: Body, budget: ThinkingBudget | None) -> Grammar:
+        """Of an answer with calls in it, all of which `body` describes."""
+        return Grammar(body=body, thinking=self.thinking, budget=budget)
+
+    def budget(self, field: str, most: int) -> ThinkingBudget | None:
+        """Return the limit of `most` tokens of reasoning that `field` of a request sets; None if
+        the answer has no reasoning. Raise InvalidRequest if no marker closes the reasoning."""
+        format = self.bound.format if self.bound else Format()
+        reasoning = format.reasoning
+        if reasoning == NO_REASONING:
+            return None
+        if reasoning is None or not reasoning.close:
+            lack = "this model's reasoning format has no closing marker"
+            if reasoning is None:
+                lack = "the server has no reasoning format for this model"
+            raise InvalidRequest(
+                f"{field}: thinking cannot be limited, because {lack}; leave the field out, or "
+                "restart the server with --reasoning-format",
+                param=field,
+            )
+        pairs = list(zip_longest(reasoning.open, reasoning.close[: len(reasoning.open)]))
+        pairs.sort(key=lambda pair: pair[0] != self.opener)  # the block that is open comes first
+        closes = [close or reasoning.close[0] for _, close in pairs]
+        return ThinkingBudget(
+            most=most,
+            opens=[opener for opener, _ in pairs],
+            closes=[*closes, *reasoning.close, *_calls_that_end(format)],
+            inside=self.inside,
+        )
+
+
+class ModelOutputFormat:
+    """tools, reasoning  names of docs/formats.md; None: no such thing in this model's answers
+    why              in words for the operator
+    teachable        the model has a chat template with no place for tools, so they can be taught
+
+    Raises ValueError, with the names there are, for a name that is none, and WrongOption where the
+    checkpoint's own format is asked for and there is none that can be read, or where a format is
+    asked for whose markers this model cannot write.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        tools: str = AUTO,
+        reasoning: str = AUTO,
+        *,
+        teachable: bool = False,
+    ) -> None:
+        added = tokenizer.added_tokens.values()
+        found = detect(_templates_of(card), tokenizer.token_id, added)
+        if teachable and not found.written:
+            found = msgspec.structs.replace(found, tools=TAUGHT, why=found.why + _TEACHES)
+        own, self.why = _own_format(card, tools, reasoning, teachable)
+        if own is not None:
+            format = own
+            self.tools = OWN if own.has_calls else None
+            self.reasoning = OWN if own.reasoning else None
+        else:
+            self.tools = _chosen(tools, found.tools)
+            self.reasoning = _chosen(reasoning, found.reasoning)
+            self.why = _why(tools, reasoning, found) + self.why
+            format = format_of(self.tools, self.reasoning)
+        self._tokenizer = tokenizer
+        format = format.fitted([*added, *spelt_in(_templates_of(card) or "")])
+        if own is None:
+            _check_markers(format, tools, reasoning, card, tokenizer)
+        self._formats = {True: format, False: _without_calls(format)}
+        self._bound: dict[Format, BoundFormat] = {}
+
+    def begin(self, prompt: str, kwargs: Mapping[str, Any], *, calls: bool) -> AnswerStart:
+        """kwargs  the effective ones, with which `prompt` was rendered
+        calls   the answer is searched for tool calls
+        """
+        format = self._formats[calls]
+        opener, inside, closed = "", False, not _frames_content(format)
+        if format.reasoning is not None:
+            tail = prompt[-TAIL_CHARS:]
+            begun = start(format.reasoning, tail, kwargs)
+            inside = begun.inside
+            opener = _opened_by(tail, format.reasoning) if inside else ""
+            closed = not inside and says_inside(tail, format.reasoning) is False
+            format = msgspec.structs.replace(format, reasoning=begun.format)
+        if not format.markers() and format.tools is None and format.reasoning is None:
+            return AnswerStart()
+        bound = self._bind(format)
+        before = frame_of(bound).before.rstrip("\n")
+        answering = bool(before) and prompt.rstrip("\n").endswith(before)
+        closed = closed or answering
+        return AnswerStart(bound, inside, closed, thinking_marks(bound), opener, answering)
+
+    def ending(self, begun: AnswerStart) -> str:
+        """A prompt's end from which `begin` comes to the same, whatever the real one was; short."""
+        reasoning = self._formats[True].reasoning
+        if reasoning is None:
+            return ""
+        markers = reasoning.open if begun.inside else reasoning.close if begun.closed else ()
+        return markers[0] if markers else ""
+
+    def _bind(self, format: Format) -> BoundFormat:
+        """Cached; there are only a few ways to read one model."""
+        if format not in self._bound:
+            self._bound[format] = bind(format, self._tokenizer)
+        return self._bound[format]
+
+
+def _templates_of(card: ModelCard) -> str | None:
+    """All that the model's templates write; None if it has none."""
+    sources = [each for each in (card.tool_use_template, card.chat_template) if each is not None]
+    return "\n".join(sources) if sources else None
+
+
+def _opened_by(prompt_tail: str, format: ReasoningFormat) -> str:
+    """The last marker of the prompt that opens a block; "" where it has none."""
+    places = [(prompt_tail.rfind(marker), marker) for marker in format.open]
+    return max([place for place in places if place[0] >= 0], default=(-1, ""))[1]
+
+
+def _calls_that_end(format: Format) -> tuple[str, ...]:
+    """Markers of calls that also end a block of reasoning."""
+    ends = format.reasoning is not None and format.reasoning.calls_end_it
+    return format.tools.openers() if ends and isinstance(format.tools, SectionSyntax) else ()
+
+
+def check_names(tools: str, reasoning: str) -> None:
+    """The operator's names. Raises ValueError, with the names there are."""
+    if OWN not in (tools, reasoning):
+        format_of(_chosen(tools, None), _chosen(reasoning, None))
+    elif not {tools, reasoning} <= {OWN, AUTO}:
+        raise ValueError(
+            f"{_option(tools)} {OWN} reads calls and reasoning together, as the checkpoint "
+            f"describes them; the other option must be {OWN} or {AUTO}"
+        )
+
+
+def _option(tools: str) -> str:
+    """The one that asks for the checkpoint's own format."""
+    return TOOLS_OPTION if tools == OWN else REASONING_OPTION
+
+
+def _own_format(
+    card: ModelCard, tools: str, reasoning: str, teachable: bool
+) -> tuple[Format | None, str]:
+    """The format that the checkpoint describes itself, if it is to be used; and why, or why not.
+
+    Raises WrongOption where it is asked for, and cannot be had.
+    """
+    asked = f"{_option(tools)} {OWN}" if OWN in (tools, reasoning) else ""
+    remedy = _remedy(_option(tools))
+    source = card.response_template
+    if source is None and asked:
+        raise WrongOption(f"{asked}: the model's checkpoint has no response_template; {remedy}")
+    if source is None:
+        return None, ""
+    try:
+        own = format_of_template(source)
+    except ValueError as error:
+        if asked:
+            raise WrongOption(f"{asked}: {error}; {remedy}") from None
+        return None, f"; the checkpoint's own description cannot be used: {error}"
+    if asked:
+        return own, "as the options say, by the checkpoint's response_template"
+    if (tools, reasoning) != (AUTO, AUTO):
+        return None, "; the checkpoint's response_template is not used, as the options say"
+    if teachable:
+        return None, "; the checkpoint's response_template is not used, as the model is taught"
+    return own, f"tool calls and reasoning: {OWN}, as the checkpoint has a response_template"
+
+
+def _remedy(option: str) -> str:
+    return f"serve with {option} {AUTO}, or name the format of this model"
+
+
+def _frames_content(format: Format) -> bool:
+    return isinstance(format.tools, AnswerSyntax) and format.tools.frames_content
+
+
+def _chosen(asked: str, found: str | None) -> str | None:
+    return found if asked == AUTO else None if asked == NONE else asked
+
+
+def _why(tools: str, reasoning: str, found: Detected) -> str:
+    both = (("tool calls", TOOLS_OPTION, tools), ("reasoning", REASONING_OPTION, reasoning))
+    said = [f"{kind}: {name} (set by {option})" for kind, option, name in both if name != AUTO]
+    if not said:
+        return found.why
+    guess = [f"auto detects {found.why}"] if AUTO in (tools, reasoning) else []
+    return "; ".join([*said, *guess])
+
+
+_CONTROL_TOKEN = re.compile(rf"<[|{BAR}].*>|\[[A-Z_]+\]")
+"""A marker of this shape is one token in every model that writes it, or made of such tokens."""
+_MIN_PART_CHARS = 3
+"""A shorter token is no evidence for a marker that contains it."""
+
+
+def _check_markers(
+    format: Format, tools: str, reasoning: str, card: ModelCard, tokenizer: Tokenizer
+) -> None:
+    """Raise WrongOption if an option names a format that can begin only with a control token, and
+    the model has no such token.
+
+    Other markers (`<tool_call>`) are not checked: a model may write them as ordinary text.
+    """
+    thinks = format.reasoning.open if format.reasoning else ()
+    named = (
+        (TOOLS_OPTION, tools, _calls_begin(format)),
+        (REASONING_OPTION, reasoning, thinks),
+    )
+    for option, name, markers in named:
+        if name in (AUTO, NONE) or not all(map(_CONTROL_TOKEN.fullmatch, markers)) or not markers:
+            continue
+        if not any(_is_known(marker, _templates_of(card) or "", tokenizer) for marker in markers):
+            listed = " or ".join(dict.fromkeys(markers))
+            raise WrongOption(
+                f"{option} {name}: neither the vocabulary nor the chat template of {card.name} "
+                f"has {listed}; {_remedy(option)}"
+            )
+
+
+def _calls_begin(format: Format) -> tuple[str, ...]:
+    """Return the markers of which one begins a call; none if a call may begin without a marker."""
+    if isinstance(format.tools, AnswerSyntax):
+        return tuple(filter(_CONTROL_TOKEN.fullmatch, format.tools.markers()))
+    if format.tools is None or format.tools.start_openers():
+        return ()
+    return format.tools.openers()
+
+
+def _is_known(marker: str, template: str, tokenizer: Tokenizer) -> bool:
+    """Whether the model has the marker as a token, or made of tokens, or in its template."""
+    if marker in template or tokenizer.token_id(marker) is not None:
+        return True
+    added = tokenizer.added_tokens.values()
+    return any(len(part) >= _MIN_PART_CHARS and part in marker for part in added)
+
+
+def _without_calls(format: Format) -> Format:
+    """To read an answer in which nothing is taken for a call. A syntax that rules the whole answer
+    is needed for that, too."""
+    if isinstance(format.tools, AnswerSyntax):
+        return format
+    return Format(None, format.reasoning)

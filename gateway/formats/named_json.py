@@ -1,0 +1,312 @@
+"""Calls whose name stands between markers, with bare JSON arguments behind it.
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>
+    {"a": 1}<|tool_call_end|><|tool_calls_section_end|>
+
+    between    in the stretch, no call is open
+    kind       the call's kind, which says nothing (`function`)
+    name       its name
+    id         its id
+    opened     before the arguments' JSON
+    arguments  in it
+    closing    the arguments are complete; the rest of the call is markup
+    broken     the arguments are no JSON; up to the next marker they are told as they stand
+    spilt      text where none belongs; up to the next marker it is content
+
+A call ends with its JSON. One whose name is not followed by arguments is given back as content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
+from gateway.formats.json_scanner import SPACE, JsonScan
+from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
+from gateway.formats.patterns import past
+
+OPEN_ENDS = ("\n", "{")
+"""Ordinary text that may end a name. The brace begins the arguments as well."""
+
+MAX_NAME_CHARS = 512
+"""What is longer is no name; nothing is held back for longer than that."""
+
+WORD = re.compile(r"\s*+[^\s<>{}\[\]()\"'`,;]*+\s*+")
+
+
+class NamedJson(SectionSyntax, frozen=True, kw_only=True):
+    """section_open   begins a stretch of calls; a call may also stand without
+    section_close  ends it
+    call_open      begins a call
+    kind_end       between the call's kind and its name; without one there is no kind
+    id_begin       between the name and the call's id
+    name_end       between the name (or id) and the arguments; of two at one place the first wins
+    call_close     ends a call
+    fence          may stand around the arguments, and says nothing
+    name_is_id     what stands for the name is `functions.NAME:INDEX`, and is the call's id as well
+
+    A reader need not know, but a writer:
+
+    kind           what models write for the kind
+    fenced         what they write between a fence and the arguments
+    between        and between two calls of a section
+    """
+
+    section_open: tuple[str, ...] = ()
+    section_close: tuple[str, ...] = ()
+    call_open: tuple[str, ...]
+    kind_end: tuple[str, ...] = ()
+    id_begin: tuple[str, ...] = ()
+    name_end: tuple[str, ...]
+    call_close: tuple[str, ...] = ()
+    fence: tuple[str, ...] = ()
+    name_is_id: bool = False
+    kind: str = ""
+    fenced: str = ""
+    between: str = ""
+
+    def markers(self) -> tuple[str, ...]:
+        return (
+            self.section_open
+            + self.section_close
+            + self.call_open
+            + self.kind_end
+            + self.id_begin
+            + tuple(marker for marker in self.name_end if marker not in OPEN_ENDS)
+            + self.call_close
+        )
+
+    def openers(self) -> tuple[str, ...]:
+        return self.section_open + self.call_open
+
+    def section(
+        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    ) -> CallParser:
+        return NamedJsonSection(self, context, teller, state)
+
+
+class NamedJsonState(MachineState):
+    """name   the name so far
+    id     the id so far
+    raw    text that has not been told, and may have to be given back
+    value  where the arguments are
+    whole  a section of calls has been opened, so there may be several
+    """
+
+    at: str = "between"
+    name: str = ""
+    id: str = ""
+    raw: list[str] = []
+    value: JsonScan = msgspec.field(default_factory=JsonScan)
+    whole: bool = False
+
+
+class NamedJsonSection(CallParser):
+    syntax: NamedJson
+
+    State = NamedJsonState
+    BETWEEN = frozenset({"between", "closing"})
+    UNSCANNED = frozenset({"arguments"})
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        syntax = self.syntax
+        ends = syntax.call_close + syntax.section_close + syntax.call_open
+        return {
+            "between": ends,
+            "kind": syntax.kind_end + ends,
+            "name": syntax.id_begin + syntax.name_end + ends,
+            "id": syntax.name_end + ends,
+            "opened": syntax.fence + ends,
+            "arguments": ends,
+            "closing": syntax.fence + ends,
+            "broken": ends,
+            "spilt": ends,
+        }
+
+    def on_open(self, marker: str) -> None:
+        self.s.whole = marker in self.syntax.section_open
+        if self.s.whole:
+            self.s.raw = [marker]
+        else:
+            self._begin(marker)
+
+    def _begin(self, marker: str) -> None:
+        s = self.s
+        s.at = "kind" if self.syntax.kind_end else "name"
+        s.name = s.id = ""
+        s.raw.append(marker)
+
+    # ---- text
+
+    def on_text(self, text: str) -> str:
+        s = self.s
+        match s.at:
+            case "kind" | "name" | "id":
+                return self._in_head(text)
+            case "arguments":
+                return self._in_arguments(text)
+            case "broken":
+                self.teller.fragment(text)
+                return ""
+            case "spilt":
+                self.teller.content(text)
+                return ""
+        start = past(SPACE, text)
+        return self._next(text[start:]) if start < len(text) else ""
+
+    def _in_head(self, text: str) -> str:
+        """Kind, name and id are words; what is no word any more is no call."""
+        s = self.s
+        so_far = s.id if s.at == "id" else s.name
+        word = WORD.match((so_far + text)[:MAX_NAME_CHARS])
+        assert word is not None
+        read = word.end() - len(so_far)
+        s.raw.append(text[:read])
+        if s.at == "id":
+            s.id = word[0]
+        else:
+            s.name = word[0]
+        if read < len(text):
+            self._give_back("the marker of a tool call, and no name behind it")
+            s.done = True
+        return text[read:]
+
+    def _next(self, text: str) -> str:
+        """The first character that is no blank, where no text belongs but the arguments."""
+        s = self.s
+        if s.at == "opened":
+            s.at, s.value = ("arguments", JsonScan()) if text[0] == "{" else ("broken", s.value)
+        elif s.at == "between" and s.raw:
+            self._give_back("the marker of tool calls, and no call behind it")
+            s.done = True
+        else:
+            self.teller.warn(PARSE_FAILED, "text between tool calls")
+            s.at = "spilt"
+        return text
+
+    def _in_arguments(self, text: str) -> str:
+        position, status = self.s.value.scan(text)
+        self.teller.fragment(text[:position])
+        if status == "end":
+            self.teller.end()
+            self._leave("closing" if self.syntax.call_close else "between")
+        elif status == "broken":
+            self.s.at = "broken"
+        return text[position:]
+
+    def _leave(self, then: str) -> None:
+        self.s.at = then
+        self.s.done = then == "between" and not self.s.whole
+
+    # ---- markers
+
+    def on_marker(self, marker: str) -> None:
+        s, syntax = self.s, self.syntax
+        match s.at:
+            case "arguments" if s.value.quoted:
+                self._in_arguments(marker)
+            case "kind" if marker in syntax.kind_end:
+                s.raw.append(marker)
+                s.at, s.name = "name", ""
+            case "name" if marker in syntax.id_begin:
+                s.raw.append(marker)
+                s.at = "id"
+            case "name" | "id" if marker in syntax.name_end:
+                self._name_ended(marker)
+            case "opened" | "closing" if marker in syntax.fence:
+                pass
+            case _:
+                self._call_ended(marker)
+
+    def _name_ended(self, marker: str) -> None:
+        s = self.s
+        if not s.name.strip(BLANKS):
+            s.raw.append(marker)
+            if marker not in BLANKS:
+                self._give_back("a tool call without a name")
+                s.done = True
+            return
+        self._tell_name()
+        s.at = "opened"
+        if marker == "{":
+            s.at, s.value = "arguments", JsonScan()
+            self._in_arguments(marker)
+
+    def _tell_name(self) -> None:
+        s = self.s
+        name, call_id = s.name.strip(BLANKS), s.id.strip(BLANKS)
+        if self.syntax.name_is_id:
+            call_id, (name, _, index) = name, name.rpartition(":")
+            if not (name and index.isdecimal()):
+                name, call_id = call_id, ""
+            name = name.removeprefix("functions.")
+        s.raw.clear()
+        self.teller.begin(name, call_id or None)
+
+    def _call_ended(self, marker: str) -> None:
+        """A marker that ends the call, whatever part of it has come."""
+        s = self.s
+        if s.at in ("name", "id") and s.name.strip(BLANKS):
+            self._tell_name()
+        if self.teller.is_open:
+            self.teller.end()
+        elif s.at in ("kind", "name", "id"):
+            s.raw.append(marker)
+            self._give_back("a tool call without a name")
+        if marker in self.syntax.call_open:
+            self._begin(marker)
+        elif marker in self.syntax.section_close:
+            s.done = True
+        else:
+            self._leave("between")
+
+    def on_stray(self, marker: str) -> None:
+        if self.s.at == "arguments" and self.s.value.quoted:
+            self._in_arguments(marker)
+
+    def on_end(self, complete: bool) -> None:
+        if complete and self.teller.is_open:
+            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
+        elif complete and self.s.at in ("kind", "name", "id"):
+            self._give_back("a tool call that is not finished")
+        self.teller.drop()
+
+
+def _bars(words: str) -> str:
+    """DeepSeek's markers, which have full-width bars."""
+    return f"<\uff5c{words}\uff5c>"
+
+
+FORMATS = {
+    "deepseek_v3": NamedJson(
+        section_open=(_bars("tool▁calls▁begin"),),
+        section_close=(_bars("tool▁calls▁end"),),
+        call_open=(_bars("tool▁call▁begin"),),
+        kind_end=(_bars("tool▁sep"),),
+        name_end=("\n",),
+        fence=("```json", "```"),
+        call_close=(_bars("tool▁call▁end"),),
+        kind="function",
+        fenced="\n",
+        between="\n",
+    ),
+    "deepseek_v31": NamedJson(
+        section_open=(_bars("tool▁calls▁begin"),),
+        section_close=(_bars("tool▁calls▁end"),),
+        call_open=(_bars("tool▁call▁begin"),),
+        name_end=(_bars("tool▁sep"),),
+        call_close=(_bars("tool▁call▁end"),),
+    ),
+    "kimi_k2": NamedJson(
+        section_open=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+        section_close=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+        call_open=("<|tool_call_begin|>",),
+        name_end=("<|tool_call_argument_begin|>",),
+        call_close=("<|tool_call_end|>",),
+        name_is_id=True,
+    ),
+}

@@ -1,0 +1,282 @@
+"""How models think aloud, as data: the markers, and where an answer starts.
+
+Whether an answer starts inside a block of reasoning is read off the end of the rendered prompt
+(`starts_inside`): templates open a block, close it at once, or leave it to the model, and no flag
+knows better than the prompt what they did. Only where the prompt says nothing does the format's
+default count, and the request's switch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.formats.suffix import suffix_in, suffixed
+
+OFF = (False, 0, "none", "no_think", "disabled", "off", "false")
+"""Values of a template's switch that mean no reasoning."""
+
+
+class Switch(msgspec.Struct, frozen=True):
+    """The template's own switch for reasoning.
+
+    keys     template kwargs; the first that is given decides
+    default  where none is
+    """
+
+    keys: tuple[str, ...]
+    default: bool = True
+
+    def is_on(self, kwargs: Mapping[str, Any]) -> bool:
+        for key in self.keys:
+            if (value := kwargs.get(key)) is not None:
+                return value not in OFF
+        return self.default
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of thinking aloud.
+
+    open            markers that begin a block of reasoning
+    close           markers that end it
+    label           text that may follow the opening marker, and is no part of the reasoning
+    only_at_start   a block may begin only where nothing has been said
+    calls_end_it    the first marker of a tool call ends the block, whatever follows it. In other
+                    formats, a call in the block is one if it names a tool of the request
+    drafts_calls    calls in the block are drafts, and text: the answer cannot end in it
+    wrap_open       markers that some models put before the answer proper, where nothing has been
+                    said; no content
+    wrap_close      markers behind it
+    wrap_blank      what models write between these and the answer
+    header          markers that begin a message; the text up to the next marker says whom it is for
+    ignored         markers that say nothing in content
+    prefix          told as content before all else
+    switch          how the template is told to leave reasoning out
+    identity        with the switch off, markers are ordinary text
+    default_inside  an answer starts inside a block where the prompt does not say otherwise
+    may_force       the request may want the reasoning of an answer that is nothing else as content
+    force_content   it does
+    suffixed        opening and closing markers may have a suffix, which the vocabulary knows
+    """
+
+    open: tuple[str, ...] = ()
+    close: tuple[str, ...] = ()
+    label: tuple[str, ...] = ()
+    only_at_start: bool = False
+    calls_end_it: bool = False
+    drafts_calls: bool = False
+    wrap_open: tuple[str, ...] = ()
+    wrap_close: tuple[str, ...] = ()
+    wrap_blank: str = ""
+    header: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    prefix: str = ""
+    switch: Switch | None = None
+    identity: bool = False
+    default_inside: bool = False
+    may_force: bool = False
+    force_content: bool = False
+    suffixed: bool = False
+
+    def fitted(self, vocabulary: Collection[str]) -> ReasoningFormat:
+        """The same format as a checkpoint with these added tokens writes it."""
+        if not self.suffixed or not suffix_in(vocabulary):
+            return self
+        open_ = (suffixed(self.open[0], vocabulary), *self.open)
+        close = (suffixed(self.close[0], vocabulary), *self.close)
+        return msgspec.structs.replace(
+            self,
+            suffixed=False,
+            open=tuple(dict.fromkeys(open_)),
+            close=tuple(dict.fromkeys(close)),
+        )
+
+    def markers(self) -> tuple[str, ...]:
+        """Every marker that a vocabulary may have as one token."""
+        answer = self.wrap_open + self.wrap_close
+        return self.open + self.close + answer + self.header + self.ignored
+
+
+class ReasoningStart(msgspec.Struct, frozen=True):
+    """How one answer is to be read from its first token on."""
+
+    format: ReasoningFormat
+    inside: bool
+
+
+NO_REASONING = ReasoningFormat()
+
+BOUNDARY = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|\[/?INST\]|</?s>"
+    r"|<(?:start|end)_of_turn>|<\|?turn\|?>|<eos>|<assistant>"
+)
+"""What separates turns in prompts. A marker of the format that stands before the last of them says
+nothing about the answer: a user may have written it."""
+
+
+def start(
+    format: ReasoningFormat,
+    prompt_tail: str,
+    kwargs: Mapping[str, Any] | None = None,
+) -> ReasoningStart:
+    """How to read an answer to a prompt that ends with `prompt_tail`, its special tokens spelt out.
+
+    kwargs  the effective template kwargs with which the prompt was rendered
+    """
+    given = kwargs or {}
+    is_on = format.switch is None or format.switch.is_on(given)
+    said = says_inside(prompt_tail, format)
+    inside = said if said is not None else format.default_inside and is_on
+    if format.identity and not is_on and not inside:
+        return ReasoningStart(NO_REASONING, False)
+    if format.may_force and given.get("force_nonempty_content"):
+        format = msgspec.structs.replace(format, force_content=True)
+    return ReasoningStart(format, inside)
+
+
+def starts_inside(prompt_tail: str, format: ReasoningFormat) -> bool:
+    """Whether an answer to a prompt that ends so starts inside a block of reasoning."""
+    said = says_inside(prompt_tail, format)
+    return format.default_inside if said is None else said
+
+
+def says_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
+    """Whether the last turn of the prompt leaves a block of reasoning open; None where it has
+    none."""
+    turn = prompt_tail[_last_boundary(prompt_tail, format) :]
+    opened = max((turn.rfind(marker) for marker in format.open), default=-1)
+    closed = max((turn.rfind(marker) for marker in format.close), default=-1)
+    return None if opened == closed == -1 else opened > closed
+
+
+def _last_boundary(text: str, format: ReasoningFormat) -> int:
+    """Where the text behind the last separator of turns begins. The format's own markers separate
+    none, though they may look alike or be made of what does."""
+    own = sorted({*format.open, *format.close, *format.wrap_open}, key=len, reverse=True)
+    either = re.compile("|".join([*map(re.escape, own), BOUNDARY.pattern]))
+    last = 0
+    for found in either.finditer(text):
+        if found[0] not in own:
+            last = found.end()
+    return last
+
+
+THINK = ReasoningFormat(open=("<think>",), close=("</think>",))
+"""The markers of most models."""
+
+_ENABLE = Switch(("enable_thinking",))
+_EITHER = Switch(("thinking", "enable_thinking"))
+_EITHER_OFF = Switch(("thinking", "enable_thinking"), default=False)
+
+
+def _like_think(**options: Any) -> ReasoningFormat:
+    return msgspec.structs.replace(THINK, **options)
+
+
+_COMMAND = ReasoningFormat(
+    open=("<|START_THINKING|>",),
+    close=("<|END_THINKING|>",),
+    wrap_open=("<|START_RESPONSE|>", "<|START_TEXT|>"),
+    wrap_close=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+)
+_DEEPSEEK_V4 = _like_think(switch=_EITHER_OFF, identity=True)
+_QWEN = _like_think(switch=_ENABLE)
+_GLM = _like_think(switch=_EITHER)
+_FORCING = _like_think(switch=_ENABLE, may_force=True)
+_INSIDE = _like_think(default_inside=True)
+_HY_OPEN, _HY_CLOSE = ("<think>", "<think:opensource>"), ("</think>", "</think:opensource>")
+
+REASONING: Mapping[str, ReasoningFormat] = {
+    "apertus": ReasoningFormat(open=("<|inner_prefix|>",), close=("<|inner_suffix|>",)),
+    "cohere_command3": _COMMAND,
+    "cohere_command4": _COMMAND,
+    "deepseek_r1": _INSIDE,
+    "deepseek_v3": _like_think(switch=_EITHER_OFF, identity=True, default_inside=True),
+    "deepseek_v4": _DEEPSEEK_V4,
+    "deepseek_v41": _DEEPSEEK_V4,
+    "ernie45": _like_think(
+        wrap_open=("<response>",),
+        wrap_close=("</response>",),
+        wrap_blank="\n",
+        default_inside=True,
+    ),
+    "gemma4": ReasoningFormat(
+        open=("<|channel>",),
+        close=("<channel|>",),
+        label=("thought\n",),
+        switch=Switch(("enable_thinking",), default=False),
+    ),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "granite": ReasoningFormat(
+        open=("Here is my thought process:", "Here's my thought process:"),
+        close=("Here is my response:", "Here's my response:"),
+        only_at_start=True,
+    ),
+    "granite_thinking_parser": _FORCING,
+    "holo2": _like_think(switch=_EITHER, identity=True, default_inside=True),
+    "hunyuan_a13b": _like_think(
+        wrap_open=("<answer>",), wrap_close=("</answer>",), wrap_blank="\n"
+    ),
+    "hy_v3": ReasoningFormat(
+        open=_HY_OPEN,
+        close=_HY_CLOSE,
+        switch=Switch(("reasoning_effort",), default=False),
+        identity=True,
+        suffixed=True,
+    ),
+    "hy_v4": ReasoningFormat(
+        open=_HY_OPEN,
+        close=_HY_CLOSE,
+        switch=Switch(("reasoning_effort",)),
+        identity=True,
+        suffixed=True,
+    ),
+    "inkling": ReasoningFormat(
+        open=("<|content_thinking|>",),
+        close=("<|end_message|>",),
+        wrap_open=("<|content_text|>",),
+        wrap_close=("<|end_message|>",),
+        header=("<|message_model|>",),
+        ignored=("<|content_model_end_sampling|>",),
+    ),
+    "k2_horizon": ReasoningFormat(
+        open=("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
+        close=("</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>"),
+        switch=_ENABLE,
+    ),
+    "kimi_k2": _like_think(switch=_EITHER, calls_end_it=True),
+    "ling3": _GLM,
+    "mimo": _QWEN,
+    "minicpmv": _QWEN,
+    "minimax_m2": _INSIDE,
+    "minimax_m2_append_think": ReasoningFormat(prefix="<think>"),
+    "minimax_m3": ReasoningFormat(
+        open=("<mm:think>",), close=("</mm:think>",), switch=Switch(("thinking_mode",))
+    ),
+    "mistral": ReasoningFormat(open=("[THINK]", "<think>"), close=("[/THINK]", "</think>")),
+    "nemotron_v3": _FORCING,
+    "olmo3": _INSIDE,
+    "plamo3": ReasoningFormat(
+        open=("<|plamo:begin_think:plamo|>",),
+        close=("<|plamo:end_think:plamo|>",),
+        switch=_ENABLE,
+    ),
+    "poolside_v1": _QWEN,
+    "qwen3": _QWEN,
+    "seed_oss": ReasoningFormat(open=("<seed:think>",), close=("</seed:think>",)),
+    "step3": _INSIDE,
+    "step3p5": _QWEN,
+}
+
+WHOLE: Mapping[str, ReasoningFormat] = {
+    "openai": ReasoningFormat(open=("<|channel|>analysis<|message|>",), close=("<|end|>",)),
+    "kimi_k3": ReasoningFormat(
+        open=("<|open|>think<|sep|>",), close=("<|close|>think<|sep|>",), switch=_EITHER
+    ),
+    "muse_glimmer": ReasoningFormat(open=(" to=self<|message|>",), close=("<|eom|>",)),
+}
+"""Of tool formats that rule the whole answer: what opens and closes reasoning in their prompts."""

@@ -1,0 +1,255 @@
+"""The table of formats: every name, joined from what each syntax exports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.formats import (
+    arg_pairs,
+    gemma,
+    harmony,
+    json_tags,
+    mistral,
+    named_json,
+    nested_elements,
+    plamo,
+    pythonic,
+    response_template_loader,
+    xml_formats,
+    xtml,
+)
+from gateway.formats.event_builder import DeclaredTool, new_call_id
+from gateway.formats.parser import (
+    AnswerSyntax,
+    Context,
+    FormatParser,
+    Lexicon,
+    SectionSyntax,
+    tokens_of,
+)
+from gateway.formats.reasoning import REASONING, WHOLE, ReasoningFormat
+from gateway.formats.response_template import ResponseTemplate
+from gateway.formats.standard import StandardParser
+from gateway.text.tokenizer import Tokenizer
+
+ToolSyntax = SectionSyntax | AnswerSyntax
+
+TOOLS: Mapping[str, ToolSyntax] = {
+    **json_tags.FORMATS,
+    **named_json.FORMATS,
+    **mistral.FORMATS,
+    **xml_formats.FORMATS,
+    **nested_elements.FORMATS,
+    **arg_pairs.FORMATS,
+    **pythonic.FORMATS,
+    **gemma.FORMATS,
+    **plamo.FORMATS,
+    **harmony.FORMATS,
+    **xtml.FORMATS,
+}
+
+READ_WHOLE: Mapping[str, str] = {
+    "openai_gptoss": "openai",
+    "kimi_k3": "kimi_k3",
+    "muse_glimmer": "muse_glimmer",
+}
+"""Reasoning that is part of a syntax which rules the whole answer: its name -> the tool format."""
+
+
+class Format(msgspec.Struct, frozen=True):
+    """How an answer is to be read: a tool syntax, a way of thinking aloud, both or neither.
+
+    An AnswerSyntax rules the whole answer; `reasoning` then only says where it starts.
+    """
+
+    tools: ToolSyntax | None = None
+    reasoning: ReasoningFormat | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        """It says what calls look like."""
+        if isinstance(self.tools, ResponseTemplate):
+            return self.tools.has_calls
+        return self.tools is not None
+
+    def markers(self) -> tuple[str, ...]:
+        """Every marker that a vocabulary may have as one token."""
+        tools = self.tools.markers() if self.tools else ()
+        reasoning = self.reasoning.markers() if self.reasoning else ()
+        return tuple(dict.fromkeys(tools + reasoning))
+
+    def lexicon(
+        self,
+        token_id: Callable[[str], int | None],
+        specials: Mapping[int, str] | None = None,
+    ) -> Lexicon:
+        """Once per format and vocabulary.
+
+        token_id  a marker's id, None if it is no one token
+        specials  id -> text of the tokens that otherwise have no text
+        """
+        tokens = tokens_of(self.markers(), token_id)
+        spelt = [text for text in self._texts() if text not in tokens.values()]
+        parts = {
+            token: text
+            for token, text in (specials or {}).items()
+            if token not in tokens and any(text in whole for whole in spelt)
+        }
+        return Lexicon(tokens, parts)
+
+    def _texts(self) -> set[str]:
+        """All that is looked for, patterns too, in whatever part of the description it stands."""
+        tools = self.tools
+        openers = tools.openers() if isinstance(tools, SectionSyntax) else ()
+        if isinstance(tools, ResponseTemplate):  # its anchor stands in the prompt
+            tools = msgspec.structs.replace(tools, anchor="")
+        return {*_strings(tools), *_strings(self.reasoning), *openers}
+
+    def fitted(self, vocabulary: Collection[str]) -> Format:
+        """The same format as a checkpoint with these added tokens writes it."""
+        tools = self.tools.fitted(vocabulary) if self.tools else None
+        reasoning = self.reasoning.fitted(vocabulary) if self.reasoning else None
+        return Format(tools, reasoning)
+
+    def machine(
+        self,
+        lexicon: Lexicon,
+        *,
+        tools: Sequence[DeclaredTool] | None = None,
+        new_id: Callable[[], str] = new_call_id,
+        starts_inside: bool = False,
+        calls_or_text: bool = False,
+        state: Mapping[str, Any] | None = None,
+    ) -> FormatParser:
+        """A fresh machine for one choice, or one that goes on from `state`."""
+        context = Context(lexicon, tools, self._id_maker(new_id), calls_or_text)
+        own = dict(state or {})
+        teller = context.teller(own.pop("teller", None))
+        if isinstance(self.tools, AnswerSyntax):
+            return self.tools.machine(context, teller, own or None, starts_inside=starts_inside)
+        return StandardParser(
+            context,
+            teller,
+            own or None,
+            reasoning=self.reasoning,
+            tools=self.tools,
+            starts_inside=starts_inside,
+        )
+
+    def _id_maker(self, new_id: Callable[[], str]) -> Callable[[], str]:
+        if not isinstance(self.tools, SectionSyntax):
+            return new_id
+        form = self.tools.call_id
+        return lambda: form(new_id())
+
+
+def format_of(tools: str | None, reasoning: str | None) -> Format:
+    """The format of these names; None: no tool calls, or no reasoning, are looked for.
+
+    Raises ValueError, naming those that exist, for a name that does not.
+    """
+    if reasoning is not None and reasoning in READ_WHOLE:
+        whole = READ_WHOLE[reasoning]
+        if tools not in (None, whole):
+            raise ValueError(
+                f"reasoning format {reasoning!r} is part of tool format {whole!r} and cannot be "
+                f"read together with {tools!r}"
+            )
+        tools = whole
+    syntax = _named(TOOLS, tools, "tool format") if tools else None
+    if isinstance(syntax, AnswerSyntax):
+        return Format(syntax, WHOLE.get(tools or ""))
+    return Format(syntax, _named(REASONING, reasoning, "reasoning format") if reasoning else None)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a description; of a pattern, with its escaped letters as they are meant."""
+    if isinstance(value, str):
+        yield re.sub(r"\\(\W)", r"\1", value)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, msgspec.Struct):
+        yield from _strings(msgspec.structs.astuple(value))
+
+
+def format_of_template(source: str) -> Format:
+    """The format that a checkpoint's own `response_template`, as JSON, describes.
+
+    Raises ValueError, saying what in it is not understood.
+    """
+    syntax = response_template_loader.parse(source)
+    return Format(syntax, syntax.reasoning)
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _named(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
+    if name not in table:
+        raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(sorted(table))}")
+    return table[name]
+
+
+class BoundFormat(msgspec.Struct, frozen=True):
+    """A format, and which of its markers are tokens of the model's vocabulary: made once per model,
+    shared by all requests."""
+
+    format: Format
+    lexicon: Lexicon
+
+    def with_drafts(self) -> BoundFormat:
+        """To read answers that cannot end in their reasoning: a call in it is a draft."""
+        if self.format.reasoning is None:
+            return self
+        reasoning = msgspec.structs.replace(self.format.reasoning, drafts_calls=True)
+        format = msgspec.structs.replace(self.format, reasoning=reasoning)
+        return msgspec.structs.replace(self, format=format)
+
+    def machine(
+        self,
+        *,
+        tools: Sequence[DeclaredTool] | None = None,
+        new_id: Callable[[], str] = new_call_id,
+        starts_inside: bool = False,
+        calls_or_text: bool = False,
+        state: Mapping[str, Any] | None = None,
+    ) -> FormatParser:
+        """See `Format.machine`."""
+        return self.format.machine(
+            self.lexicon,
+            tools=tools,
+            new_id=new_id,
+            starts_inside=starts_inside,
+            calls_or_text=calls_or_text,
+            state=state,
+        )
+
+
+def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
+    """Find the format's markers in a vocabulary."""
+    added = tokenizer.added_tokens
+    fitted = format.fitted(frozenset(added.values()))
+    specials = {token: added[token] for token in tokenizer.special_ids}
+    return BoundFormat(
+        fitted, fitted.lexicon(lambda marker: marker_id(tokenizer, marker), specials)
+    )
+
+
+def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
+    """The id of a marker that is always written as one token; None for one that is spelt out.
+
+    Only added tokens are always written as one. An ordinary token with the same letters may be
+    merged with what stands around it, so such a marker is found in the text.
+    """
+    token_id = tokenizer.token_id(marker)
+    return token_id if token_id in tokenizer.added_tokens else None
+
+
+def machine_state(machine: FormatParser) -> dict[str, Any]:
+    """What `Format.machine` takes as `state`."""
+    return machine.state() | {"teller": machine.teller.state()}

@@ -1,0 +1,253 @@
+"""A `response_template` as checkpoints store it -> the format that reads such answers.
+
+What is not understood is refused when the model is loaded, by a ValueError that names the field;
+no answer can make a template fail later. Not understood are, so far: fields other than thinking,
+content and tool calls; thinking and content that are not text; tool calls whose bodies are neither
+JSON nor flat tags; transforms that are no name and arguments; and patterns beyond
+`template_pattern`. What only matters to a whole message is accepted and means nothing here:
+`defaults`, `start_anchor`, `repeats`, `join`, `optional`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.formats.gemma import Gemma
+from gateway.formats.json_scanner import CallKeys
+from gateway.formats.json_tags import JsonTags
+from gateway.formats.named_json import NamedJson
+from gateway.formats.parser import SectionSyntax
+from gateway.formats.response_template import NAMED, Region, ResponseTemplate
+from gateway.formats.template_pattern import Opening, closings, openings
+from gateway.formats.xml_parameters import XmlParameters
+
+KINDS = {
+    "thinking": "thinking",
+    "reasoning": "thinking",
+    "reasoning_content": "thinking",
+    "content": "content",
+    "tool_calls": "tool_calls",
+}
+TEMPLATE_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
+FIELD_KEYS = {"open", "open_pattern", "close", "close_pattern", "content", "content_args",
+              "repeats", "join", "optional", "transform", "transform_each"}  # fmt: skip
+PLACEHOLDER = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
+TAG_PATTERN = re.compile(
+    r"(?P<open>.+?)\(\?P<key>(?P<of>.+?)\+\)(?P<rest>.*?>)(?P<blanks>(?:\\s\*)?)"
+    r"\(\?P<value>\.\*\?\)(?:\\s\*)?(?P<close></.+>)",
+    re.DOTALL,
+)
+
+
+def parse(source: str) -> ResponseTemplate:
+    """The same from JSON."""
+    try:
+        template = msgspec.json.decode(source)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"response_template: {error}") from error
+    if not isinstance(template, dict):
+        raise ValueError("response_template: must be an object")
+    return load(template)
+
+
+def load(template: Mapping[str, Any]) -> ResponseTemplate:
+    """ValueError says what is not understood."""
+    if template.get("version", 1) != 1:
+        raise ValueError(f"response_template: version {template['version']!r} is not known")
+    if unknown := set(template) - TEMPLATE_KEYS:
+        raise ValueError(f"response_template: unknown keys {sorted(unknown)}")
+    fields = template.get("fields")
+    if not isinstance(fields, Mapping) or not fields:
+        raise ValueError("response_template: `fields` must be an object that is not empty")
+    regions = []
+    for name, field in fields.items():
+        try:
+            regions.append(_region(name, field))
+        except ValueError as error:
+            raise ValueError(f"response_template, field {name!r}: {error}") from error
+    _check_together(regions)
+    if not any(region.kind == "content" for region in regions) and all(r.open for r in regions):
+        regions.append(Region("content"))
+    return ResponseTemplate(regions=tuple(regions), anchor=_anchor(template))
+
+
+def _anchor(template: Mapping[str, Any]) -> str:
+    """Of several the first."""
+    found = template.get("start_anchor") or ""
+    found = found[0] if isinstance(found, list) else found
+    if not isinstance(found, str):
+        raise ValueError("response_template: `start_anchor` must be a string or a list of strings")
+    return found
+
+
+def _check_together(regions: Sequence[Region]) -> None:
+    if sum(not region.open for region in regions) > 1:
+        raise ValueError("response_template: more than one field has no opening")
+    if sum(region.calls is not None for region in regions) > 1:
+        raise ValueError("response_template: more than one field holds tool calls")
+    literals = [opening.literal for region in regions for opening in region.open]
+    if len(set(literals)) < len(literals):
+        raise ValueError("response_template: two openings begin with the same literal")
+
+
+def _region(name: str, field: Any) -> Region:
+    if name not in KINDS:
+        raise ValueError(f"only {sorted(KINDS)} are understood")
+    if not isinstance(field, Mapping):
+        raise ValueError("must be an object")
+    if unknown := set(field) - FIELD_KEYS:
+        raise ValueError(f"unknown keys {sorted(unknown)}")
+    kind, opens, closes = KINDS[name], _opens(field), _closes(field)
+    if kind != "tool_calls":
+        if field.get("content", "text") != "text" or field.get("transform") is not None:
+            raise ValueError("only text can be told while it is written")
+        return Region(kind, opens, closes)
+    if not opens:
+        raise ValueError("tool calls need an opening")
+    calls, capture = _calls(field, opens, closes)
+    return Region(kind, opens, closes, calls, capture)
+
+
+def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = field[key]
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(v, str) and v for v in found):
+        raise ValueError(f"`{key}` must be a string or a list of strings")
+    return tuple(sorted(dict.fromkeys(found), key=len, reverse=True))
+
+
+def _opens(field: Mapping[str, Any]) -> tuple[Opening, ...]:
+    if "open" in field and "open_pattern" in field:
+        raise ValueError("`open` and `open_pattern` exclude each other")
+    if "open_pattern" in field:
+        return openings(str(field["open_pattern"]))
+    return tuple(map(Opening, _literals(field, "open"))) if "open" in field else ()
+
+
+def _closes(field: Mapping[str, Any]) -> tuple[str, ...]:
+    if "close" in field and "close_pattern" in field:
+        raise ValueError("`close` and `close_pattern` exclude each other")
+    if "close_pattern" in field:
+        return closings(str(field["close_pattern"]))
+    return _literals(field, "close") if "close" in field else ()
+
+
+# ---- tool calls
+
+
+def _calls(
+    field: Mapping[str, Any], opens: tuple[Opening, ...], closes: tuple[str, ...]
+) -> tuple[SectionSyntax, str]:
+    """The syntax of the body, and the capture that is the tool's name."""
+    literals = tuple(opening.literal for opening in opens)
+    name, arguments = _shape(field)
+    capture = "" if name.startswith("content") else name
+    args = _object(field, "content_args")
+    if capture and any(f"(?P<{capture}>" not in opening.pattern for opening in opens):
+        raise ValueError(f"no opening captures {capture!r}")
+    if capture and arguments != "content":
+        raise ValueError("with a name from the opening, the whole body must be the arguments")
+    match field.get("content", "text"):
+        case "json" if not capture:
+            if args.get("string_delims") or args.get("unquoted_keys"):
+                raise ValueError("the name must stand in the opening where JSON is not strict")
+            keys = _keys(name, arguments)
+            if field.get("transform_each"):
+                return JsonTags(open=literals, close=closes, keys=keys, array=True), ""
+            line = "\n"
+            return JsonTags(open=literals, close=closes, keys=keys, before=line, behind=line), ""
+        case "json" if args.get("string_delims") or args.get("unquoted_keys"):
+            return _loose(literals, closes, args), capture
+        case "json":
+            return NamedJson(call_open=literals, name_end=(NAMED,), call_close=closes), capture
+        case "xml-inline" if capture:
+            return _tags(literals, closes, args), capture
+        case parser:
+            raise ValueError(f"tool calls of {parser!r} are not understood")
+
+
+def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = of.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"`{key}` must be an object")
+    return found
+
+
+def _shape(field: Mapping[str, Any]) -> tuple[str, str]:
+    """Where the name and the arguments of a call are: a capture, or a path from `content`."""
+    transform = field.get("transform")
+    if transform is None:
+        return "content.function", "content.function"
+    function = transform.get("function", transform) if isinstance(transform, Mapping) else None
+    each = bool(field.get("transform_each"))
+    if function == "{content}":
+        return "content.name", "content.arguments"
+    if not isinstance(function, Mapping):
+        raise ValueError("`transform` must say where the name and the arguments are")
+    return _path(function.get("name"), each), _path(function.get("arguments"), each)
+
+
+def _path(placeholder: Any, each: bool) -> str:
+    found = PLACEHOLDER.fullmatch(placeholder) if isinstance(placeholder, str) else None
+    if found is None:
+        raise ValueError(f"`transform`: {placeholder!r} is not understood")
+    path = found[1] + (f".{found[2]}" if found[2] else "")
+    return f"content.{path}" if each else path
+
+
+def _keys(name: str, arguments: str) -> CallKeys:
+    """Which keys of a JSON object the paths mean."""
+    if name == arguments:  # the whole call as the API shows it
+        return CallKeys(name=("function", "name"), arguments=("arguments",))
+    parts = [path.split(".") for path in (name, arguments)]
+    if any(len(part) != 2 or part[0] != "content" for part in parts):
+        raise ValueError(f"a name at {name!r} with arguments at {arguments!r} is not understood")
+    return CallKeys(name=(parts[0][1],), arguments=(parts[1][1],))
+
+
+def _loose(literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str, Any]) -> Gemma:
+    match args.get("string_delims"):
+        case [[str(quote), str(other)]] if quote and quote == other and args.get("unquoted_keys"):
+            pass
+        case _:
+            raise ValueError(
+                "JSON that is not strict needs keys without quotes and one string mark"
+            )
+    if len(literals) != 1 or len(closes) != 1:
+        raise ValueError("JSON that is not strict needs one opening and one closing")
+    return Gemma(open=literals[0], close=closes[0], quote=quote)
+
+
+def _tags(
+    literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str, Any]
+) -> XmlParameters:
+    """One tag for each argument. Its pattern has to be `LITERAL(key)...>(value)</LITERAL>`."""
+    found = TAG_PATTERN.fullmatch(str(args.get("tag_pattern", "")))
+    if found is None or not closes:
+        raise ValueError("`tag_pattern` is not a tag with a key, a value and a closing tag")
+    opening = openings(f"{found['open']}(?P<key>{found['of']}+){found['rest']}")[0]
+    literal = opening.literal
+    quoted = found["open"].endswith(('="', "='"))
+    if quoted:
+        literal = literal.rstrip("\"'")
+        literal = literal if literal.endswith("=") else literal + " name="
+    value_parser = _object(args, "value_parser")
+    if args.get("merge_duplicates") or value_parser.get("name", "text") not in ("text", "json"):
+        raise ValueError("only text and JSON are understood as values of tags")
+    return XmlParameters(
+        open=literals,
+        close=closes,
+        call_open=NAMED,
+        call_close="\0",
+        parameter_open=literal,
+        parameter_close=closings(found["close"])[0],
+        quoted=quoted,
+        trim="blanks" if found["blanks"] or value_parser else "nothing",
+        around="\n" if found["blanks"] else "",
+        bare_json=value_parser.get("name") == "json",
+        doubts=False,
+    )

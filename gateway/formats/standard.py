@@ -1,0 +1,430 @@
+"""The usual answer: content, blocks of reasoning between two markers, stretches of tool calls.
+
+    start       nothing but blanks has been said, or nothing since the reasoning
+    content     text
+    wrapped     text between the markers that some models put around their answer
+    header      whom a message is for: no content, up to the next marker
+    opening     reasoning has begun, and has no text yet
+    reasoning   thinking aloud
+    calls       the tool syntax's own machine reads, until it is done
+
+Reasoning may come again after content, where the format says so. Inside a stretch of calls only the
+tool syntax reads, so no marker of reasoning means anything there. A marker token that means nothing
+is dropped from content; in reasoning it is text, for there a model may talk about markup.
+
+A model may forget to close its reasoning and call a tool there. So a marker of calls in reasoning
+opens a trial: the tool syntax reads on, and if it finds the name of a tool of the request, that is
+a call. Otherwise the marker was text, and what follows it is read again as reasoning. A trial holds
+at most MAX_TRIAL_CHARS back. After such a call the reasoning goes on, until it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.formats.event_builder import Checkpoint, EventBuilder
+from gateway.formats.events import Content, Event, Reasoning, ToolCall
+from gateway.formats.parser import (
+    CallParser,
+    Context,
+    FormatParser,
+    MachineState,
+    Part,
+    Piece,
+    SectionSyntax,
+)
+from gateway.formats.reasoning import NO_REASONING, ReasoningFormat
+
+START, CONTENT, WRAPPED, HEADER = "start", "content", "wrapped", "header"
+OPENING, REASONING, CALLS = "opening", "reasoning", "calls"
+
+
+MAX_HEADER_CHARS = 128
+"""What is longer is no header."""
+
+MAX_TRIAL_CHARS = 1024
+MAX_TRIAL_TOKENS = 8
+"""A call in reasoning must name its tool within this many characters and marker tokens."""
+
+TEXT, TOKEN, PART = "text", "token", "part"
+TrialPiece = tuple[str, str]
+"""A piece of the answer as plain data: one of these three kinds, and its text."""
+
+
+class AnswerState(MachineState):
+    """thoughts  all reasoning so far, kept only where it may have to be given as content
+    heading   the header so far
+    marked    a marker has been seen: a text without any has no header either
+    inside    the stretch of calls at hand stands in reasoning
+    opener    the marker that has opened a trial; "" outside of one
+    trial     the pieces behind it, which may have to be read again
+    """
+
+    at: str = START
+    thoughts: list[str] = []
+    heading: str = ""
+    marked: bool = False
+    inside: bool = False
+    opener: str = ""
+    trial: list[TrialPiece] = []
+
+
+class StandardParser(FormatParser):
+    """See the module's law. `starts_inside`: the prompt has already opened the reasoning."""
+
+    State = AnswerState
+    UNSCANNED = frozenset({CALLS})
+
+    def __init__(
+        self,
+        context: Context,
+        teller: EventBuilder,
+        state: Mapping[str, Any] | None = None,
+        *,
+        reasoning: ReasoningFormat | None = None,
+        tools: SectionSyntax | None = None,
+        starts_inside: bool = False,
+    ) -> None:
+        self.reasoning = reasoning or NO_REASONING
+        self.tools = tools
+        self._again: list[TrialPiece] = []  # to be read again; empty between two pushes
+        own = dict(state or {})
+        inner = own.pop("section", None)
+        self.section: CallParser | None = tools.section(context, teller, inner) if tools else None
+        super().__init__(context, teller, own or None)
+        if state is None:
+            self._begin(starts_inside)
+
+    def _begin(self, starts_inside: bool) -> None:
+        if self.reasoning.prefix:
+            self.teller.content(self.reasoning.prefix)
+        if starts_inside and self.reasoning.close:
+            self._open_reasoning()
+        elif self.reasoning.header:
+            self.s.at = HEADER
+        self._follow()
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"section": self.section.state() if self.section else None}
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        reasoning = self.reasoning
+        calls = self.tools.openers() if self.tools else ()
+        first = self.tools.start_openers() if self.tools else ()
+        later = () if self.context.calls_or_text else calls
+        again = () if reasoning.only_at_start else reasoning.open
+        ends = reasoning.close + (() if reasoning.drafts_calls else calls)
+        wrap = reasoning.wrap_open if reasoning.header else ()
+        between = reasoning.header + reasoning.ignored
+        return {
+            START: reasoning.open + reasoning.wrap_open + between + calls + first,
+            CONTENT: again + wrap + between + later,
+            WRAPPED: again + reasoning.wrap_close + between + later,
+            HEADER: reasoning.open + wrap + between + calls,
+            OPENING: reasoning.open + reasoning.label + ends,
+            REASONING: ends,
+        }
+
+    def push(self, piece: Piece) -> list[Event]:
+        """As any machine; with a shortcut for what nearly every piece is: more of the same."""
+        if type(piece) is str and piece:
+            event = self._more(piece)
+            if event is not None:
+                return [event]
+        return super().push(piece)
+
+    def _more(self, text: str) -> Event | None:
+        """What `text` is told as, where it changes nothing that is remembered; else None."""
+        at, scanner = self.s.at, self._scanner
+        if at == CALLS:
+            assert self.section is not None
+            return self.section.more(text)
+        if scanner is not None and not scanner.lets_through(text):
+            return None
+        if at == CONTENT and self.teller.passes(text):
+            return Content(text)
+        is_told_as_it_comes = at == REASONING and not self.reasoning.force_content
+        return Reasoning(text) if is_told_as_it_comes and self.teller.passes_thought(text) else None
+
+    # ---- transitions
+
+    def on_text(self, text: str) -> str:
+        match self.s.at:
+            case "calls":
+                return self._in_section(text)
+            case "content" | "wrapped":
+                self.teller.content(text)
+            case "reasoning":
+                self._think(text)
+            case "header":
+                self._in_header(text)
+            case at:
+                return self._first(text, CONTENT if at == START else REASONING)
+        return ""
+
+    def _first(self, text: str, then: str) -> str:
+        """Blanks change nothing; anything else is read in the state `then`."""
+        if not text.isspace():
+            self.s.at = then
+            return text
+        if then == CONTENT:
+            self.teller.content(text)
+        else:
+            self._think(text)
+        return ""
+
+    def _think(self, text: str) -> None:
+        self.teller.reasoning(text)
+        if self.reasoning.force_content:
+            self.s.thoughts.append(text)
+
+    def on_marker(self, marker: str) -> None:
+        reasoning = self.reasoning
+        self.s.marked = True
+        match self.s.at:
+            case "opening" if marker in reasoning.label:
+                self.s.at = REASONING
+            case "opening" if marker in reasoning.open:
+                pass
+            case "opening" | "reasoning" if marker in reasoning.close:
+                self._close_reasoning()
+            case "opening" | "reasoning" if reasoning.calls_end_it:
+                self._close_reasoning()
+                self._open_section(marker)
+            case "opening" | "reasoning":
+                self._open_trial(marker)
+            case _:
+                self._between(marker)
+
+    def _between(self, marker: str) -> None:
+        """A marker outside reasoning and calls."""
+        reasoning = self.reasoning
+        match self.s.at:
+            case _ if marker in reasoning.open:
+                self._open_reasoning()
+            case _ if marker in reasoning.wrap_open:
+                self._mark(WRAPPED)
+            case _ if marker in reasoning.header:
+                self._mark(HEADER)
+                self.s.heading = ""
+            case _ if marker in reasoning.wrap_close:
+                self._mark(CONTENT)
+            case at if marker in reasoning.ignored:
+                self._mark(at)
+            case _:
+                self._open_section(marker)
+
+    def on_stray(self, marker: str) -> None:
+        match self.s.at:
+            case "calls":
+                self._section_token(marker)
+            case "opening" | "reasoning" if marker not in self.reasoning.open:
+                self._think(marker)
+
+    def _in_header(self, text: str) -> None:
+        s = self.s
+        s.heading += text
+        if len(s.heading) > MAX_HEADER_CHARS:
+            s.at = CONTENT
+            self.teller.content(s.heading)
+
+    def _mark(self, then: str) -> None:
+        self.teller.mark()
+        self.s.at = then
+
+    def _open_reasoning(self) -> None:
+        self.teller.begin_reasoning()
+        self.s.at = OPENING
+
+    def _close_reasoning(self) -> None:
+        self.teller.end_reasoning()
+        self.s.at = START
+
+    # ---- tool calls
+
+    def _open_section(self, marker: str) -> None:
+        assert self.section is not None
+        self.s.at = CALLS
+        self.section.open(marker)
+        self._leave_if_done()
+
+    def on_part(self, part: Part) -> str:
+        return self._in_section(part) if self.s.at == CALLS else ""
+
+    def _in_section(self, piece: str | Part) -> str:
+        assert self.section is not None
+        if self.s.opener:
+            return self._try(piece)
+        rest = self.section.read(piece)
+        self._leave_if_done()
+        return rest
+
+    def _section_token(self, marker: str) -> None:
+        """Reasoning may begin again where a call is complete, though its stretch is not."""
+        assert self.section is not None
+        s, reasoning = self.s, self.reasoning
+        if s.opener:
+            self._try_token(marker)
+        elif s.inside and marker in reasoning.close and self.section.is_between:
+            self.section.end(True)
+            s.inside = False
+            self._close_reasoning()
+        elif not s.inside and marker in reasoning.open and self.section.is_between:
+            self.section.end(True)
+            s.at = CONTENT
+            self._between(marker)
+        else:
+            self.section.read_token(marker)
+            self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        assert self.section is not None
+        s = self.s
+        if self.section.s.done:
+            more_calls = self.context.calls_or_text and self.teller.num_calls > 0
+            s.at = REASONING if s.inside else START if more_calls else CONTENT
+            if s.inside and self._closes_both():
+                self._close_reasoning()
+            s.inside = False
+
+    def _closes_both(self) -> bool:
+        """The marker behind a call is the one behind reasoning as well."""
+        return self.tools is not None and not {*self.reasoning.close}.isdisjoint(
+            self.tools.markers()
+        )
+
+    # ---- trials: a marker of calls in reasoning
+
+    def _open_trial(self, marker: str) -> None:
+        assert self.section is not None
+        s = self.s
+        s.at, s.inside, s.opener, s.trial = CALLS, True, marker, []
+        self.section.open(marker)
+
+    def _try(self, piece: str | Part) -> str:
+        """Text is tried only up to the limit, so how it was cut does not matter."""
+        assert self.section is not None
+        checkpoint = self.teller.checkpoint()
+        if isinstance(piece, Part):
+            rest, later = self.section.read(piece), ""
+            self._keep(PART, piece.text)
+        else:
+            room = MAX_TRIAL_CHARS - self._num_tried()
+            now, later = piece[:room], piece[room:]
+            rest = self.section.read(now)
+            self._keep(TEXT, now)
+        if self._is_call(checkpoint):
+            return rest + later
+        if later:
+            self._again.append((TEXT, later))
+        return ""
+
+    def _try_token(self, marker: str) -> None:
+        assert self.section is not None
+        checkpoint = self.teller.checkpoint()
+        if marker in self.reasoning.open + self.reasoning.close:  # in no call's head
+            self._give_up(checkpoint)
+            self._again.append((TOKEN, marker))
+        else:
+            self.section.read_token(marker)
+            self._keep(TOKEN, marker)
+            self._is_call(checkpoint)
+
+    def _keep(self, kind: str, text: str) -> None:
+        trial = self.s.trial
+        if kind == TEXT and trial and trial[-1][0] == TEXT:
+            trial[-1] = (TEXT, trial[-1][1] + text)
+        else:
+            trial.append((kind, text))
+
+    def _num_tried(self) -> int:
+        return sum(len(text) for _, text in self.s.trial)
+
+    def _is_call(self, checkpoint: Checkpoint) -> bool:
+        """The first thing that the section has told since then decides, if there is one."""
+        assert self.section is not None
+        s, told = self.s, self.teller.out[checkpoint.num_events :]
+        if told and isinstance(told[0], ToolCall) and self.teller.declares(told[0].name):
+            s.opener, s.trial = "", []
+            self._leave_if_done()
+            return True
+        num_tokens = sum(kind != TEXT for kind, _ in s.trial)
+        is_full = self._num_tried() >= MAX_TRIAL_CHARS or num_tokens >= MAX_TRIAL_TOKENS
+        if told or self.section.s.done or is_full:
+            self._give_up(checkpoint)
+        return False
+
+    def _give_up(self, checkpoint: Checkpoint) -> None:
+        """The marker was text. What follows it is read again."""
+        s = self.s
+        self.teller.roll_back(checkpoint)
+        opener, self._again = s.opener, s.trial
+        s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
+        self._think(opener)
+
+    def _read_text(self, text: str) -> str:
+        rest = super()._read_text(text)
+        if self._again:
+            self._read_again()
+        return rest
+
+    def read_token(self, marker: str) -> None:
+        super().read_token(marker)
+        if self._again:
+            self._read_again()
+
+    def _settle(self) -> None:
+        super()._settle()
+        while self._again:
+            self._read_again()
+            super()._settle()
+
+    def _read_again(self) -> None:
+        """What a trial has given back. It may be given back once more, before what follows it."""
+        self._follow()
+        while self._again:
+            pieces, self._again = self._again, []
+            for place, (kind, text) in enumerate(pieces, start=1):
+                match kind:
+                    case "text":
+                        super()._read_text(text)
+                    case "token":
+                        super().read_token(text)
+                    case _:
+                        self._read_part(Part(text))
+                if self._again:
+                    self._again += pieces[place:]
+                    break
+
+    # ---- the end
+
+    def on_end(self, complete: bool) -> None:
+        is_ended = False
+        while self.s.opener and not is_ended:
+            is_ended = self._end_trial(complete)
+        if self.s.at == CALLS and self.section is not None and not is_ended:
+            self.section.end(complete)
+        elif self.s.at in (OPENING, REASONING):
+            self.teller.end_reasoning()
+        elif self.s.at == HEADER and not self.s.marked:
+            self.teller.content(self.s.heading)
+        if self.reasoning.force_content and not self.teller.s.said:
+            self.teller.content("".join(self.s.thoughts).strip())
+        self.teller.finish()
+
+    def _end_trial(self, complete: bool) -> bool:
+        """Whether the section has ended with it, as that of a call."""
+        assert self.section is not None
+        s = self.s
+        if not complete:  # perhaps the beginning of a call, so it is not shown
+            s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
+            return False
+        checkpoint = self.teller.checkpoint()
+        self.section.end(True)
+        if self._is_call(checkpoint):
+            return True
+        if s.opener:
+            self._give_up(checkpoint)
+        self._settle()
+        return False

@@ -1,0 +1,314 @@
+"""Values in brackets, as JSON, Python and Gemma write them, each in its own words.
+
+A schema is written as its cases (`cases`): numbers are JSON numbers within their bounds, strings
+what the notation's `Strings` say, arrays and objects brackets around them. Properties come in the
+schema's order, and those that are not required may be left out; where properties are declared,
+there are no others. All this is narrower than the schema in places, and never wider.
+
+An array or object is a rule of its own, shared by equal ones: so schemas may refer to themselves,
+and the grammar is linear in their size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.formats.grammar.forms import either, optional, sequence
+from gateway.formats.grammar.strings import Marked, Quotes
+from gateway.formats.grammar_builder import GrammarBuilder
+from gateway.formats.schema_cases import ANYTHING, Limits, SchemaCase, Schemas
+from gateway.formats.string_escapes import CONTROLS, StringEscapes, signs
+from gateway.formats.string_limits import limited
+from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
+
+BLANKS = r"[ \n]{0,8}"
+"""Where JSON may have them: bounded, as a model that cannot decide would write them for ever."""
+EMPTY = LiteralForm("")
+WORDS = ("null", "true", "false")
+
+
+class Notation(msgspec.Struct, frozen=True, kw_only=True):
+    """How values are written.
+
+    words    null, true, false
+    strings  every way in which a string may be written; the first is used for constants
+    bare     keys are written without quotes
+    object, array   what opens and what closes one
+    colon, comma    between key and value, and between members
+    """
+
+    name: str
+    strings: Sequence[Quotes] | Marked
+    words: tuple[str, str, str] = WORDS
+    bare: bool = False
+    object: tuple[Form, Form] = (Pattern(r"\{" + BLANKS), Pattern(BLANKS + r"\}"))
+    array: tuple[Form, Form] = (Pattern(r"\[" + BLANKS), Pattern(BLANKS + r"\]"))
+    colon: Form = Pattern(": ?")
+    comma: Form = Pattern("," + BLANKS)
+
+
+HEX = "[0-9a-fA-F]"
+NUMBERED = rf"\\u(?:[0-9A-CEFa-cef]{HEX}{{3}}|[dD][0-7]{HEX}{{2}})"
+"""What is no half of a sign."""
+PAIR = rf"\\u[dD][89abAB]{HEX}{{2}}\\u[dD][c-fC-F]{HEX}{{2}}"
+JSON_ESCAPES = {
+    **{'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"},
+    **{"\b": "\\b", "\f": "\\f"},
+}
+
+
+def json_notation(avoid: tuple[str, ...]) -> Notation:
+    """JSON in whose strings none of these words occurs."""
+    spelling = StringEscapes(never=CONTROLS, escapes=JSON_ESCAPES, numbered=f"{NUMBERED}|{PAIR}")
+    quotes = Quotes('"', spelling, avoid)
+    return Notation(name="json", strings=(quotes,))
+
+
+BARE_KEY = r"""[^\s\x00-\x1f,:{}\[\]()"'<>]{1,64}"""
+
+
+class Values:
+    """Writes the values of one tool in one notation."""
+
+    def __init__(self, notation: Notation, schemas: Schemas, book: GrammarBuilder) -> None:
+        self.notation = notation
+        self.schemas = schemas
+        self.book = book
+        self._names: dict[str, str] = {}
+        self._count = 0
+
+    def value(self, schema: Any, path: str) -> Form:
+        return either(self.case(case, path) for case in self.schemas.cases(schema, path))
+
+    def anything(self) -> Form:
+        return either(self.case(SchemaCase(kind), "parameters") for kind in ANYTHING)
+
+    def case(self, case: SchemaCase, path: str) -> Form:
+        null, true, false = self.notation.words
+        if case.values is not None:
+            return self._constants(case.values, path)
+        match case.kind:
+            case "null":
+                return LiteralForm(null)
+            case "boolean":
+                return either((LiteralForm(true), LiteralForm(false)))
+            case "integer" | "number":
+                return self.book.json({"type": case.kind, **case.limits})
+            case "string":
+                return self._string(case.limits, path)
+        return self._container(case, path)
+
+    # ---- strings and constants
+
+    def _string(self, limits: Limits, path: str) -> Form:
+        strings = self.notation.strings
+        try:
+            if isinstance(strings, Marked):
+                careful = StringEscapes(never=signs(strings.mark[0]))
+                text = {"pattern": limited(careful, limits)} if limits else {}
+                return sequence(strings.mark, Until(strings.mark, **text))
+            if limits:
+                return Pattern("|".join(one.limited(limits) for one in strings))
+            free = Pattern("|".join(one.free() for one in strings))
+            return self.book.define(f"{self.schemas.tool.name}-{self.notation.name}-string", free)
+        except ValueError as fault:
+            self.schemas.refuse(path, "string", str(fault))
+
+    def _constants(self, values: Sequence[Any], path: str) -> Form:
+        texts = [text for value in values for text in self._ways(value)]
+        if not texts:
+            self.schemas.refuse(path, "enum", "has no value that this format can write")
+        return either(map(LiteralForm, dict.fromkeys(texts)))
+
+    def _ways(self, value: Any) -> list[str]:
+        """All ways of writing it; none, if it cannot be written."""
+        strings = self.notation.strings
+        if isinstance(value, str) and not isinstance(strings, Marked):
+            return [text for one in strings if (text := one.text(value)) is not None]
+        text = self.constant(value)
+        return [] if text is None else [text]
+
+    def constant(self, value: Any) -> str | None:
+        """As it is written; None if it cannot be."""
+        if isinstance(value, str):
+            return self._text(value)
+        if value is None or isinstance(value, bool):
+            return self.notation.words[0 if value is None else 1 if value else 2]
+        if isinstance(value, Mapping):
+            members = [(self.key(key), self.constant(each)) for key, each in value.items()]
+            if any(key is None or text is None for key, text in members):
+                return None
+            return "{" + self._joined([f"{key}{self._space(':')}{t}" for key, t in members]) + "}"
+        if isinstance(value, list):
+            items = [self.constant(each) for each in value]
+            return None if None in items else f"[{self._joined([i for i in items if i])}]"
+        return json.dumps(value)
+
+    def _joined(self, texts: Sequence[str]) -> str:
+        return self._space(",").join(texts)
+
+    def _space(self, sign: str) -> str:
+        return sign if self.notation.bare else sign + " "
+
+    def _text(self, text: str) -> str | None:
+        strings = self.notation.strings
+        if isinstance(strings, Marked):
+            return None if strings.mark in text else strings.mark + text + strings.mark
+        return strings[0].text(text)
+
+    def key(self, key: str) -> str | None:
+        """As it is written; None if it cannot be."""
+        if not self.notation.bare:
+            return self._text(key)
+        forbidden = any(sign in ',:{}[]"' for sign in key)
+        return key if key and key == key.strip() and not forbidden else None
+
+    # ---- arrays and objects
+
+    def _container(self, case: SchemaCase, path: str) -> Form:
+        key = case.key()
+        if key not in self._names:
+            self._names[key] = name = self.name(case.kind)
+            inside = self._array if case.kind == "array" else self._object
+            self.book.define(name, inside(case.limits, path))
+        return GrammarRule(self._names[key])
+
+    def name(self, hint: str) -> str:
+        """A rule's name that no other rule has."""
+        self._count += 1
+        return f"{self.schemas.tool.name}-{self.notation.name}-{hint}-{self._count}"
+
+    def _array(self, limits: Limits, path: str) -> Form:
+        opens, closes = self.notation.array
+        comma = self.notation.comma
+        first, item, least, most = self.items(limits, path)
+        if first:
+            rest = Repeat(sequence(comma, item), least, most) if most != 0 else EMPTY
+            return sequence(opens, *joined(first, comma), rest, closes)
+        if most == 0:
+            return sequence(opens, closes)
+        more = Repeat(sequence(comma, item), max(least - 1, 0), most and most - 1)
+        items = sequence(item, EMPTY if most == 1 else more)
+        return sequence(opens, items if least else optional(items), closes)
+
+    def items(self, limits: Limits, path: str) -> tuple[list[Form], Form, int, int | None]:
+        """(those in fixed places, any other, how many others at least, at most)"""
+        prefix = limits.get("prefixItems", [])
+        first = [self.value(each, f"{path}.prefixItems[{n}]") for n, each in enumerate(prefix)]
+        least = max(limits.get("minItems", 0) - len(first), 0)
+        most = limits.get("maxItems")
+        if most is not None and most < max(len(first), least + len(first)):
+            self.schemas.refuse(path, "maxItems", "is too small")
+        most = None if most is None else most - len(first)
+        schema = limits.get("items", True)
+        if schema is False or most == 0:
+            if least:
+                self.schemas.refuse(path, "items", "admits too few items")
+            return first, EMPTY, 0, 0
+        return first, self.value(schema, f"{path}.items"), least, most
+
+    def _object(self, limits: Limits, path: str) -> Form:
+        opens, closes = self.notation.object
+        comma = self.notation.comma
+        if (each := self.extra(limits, path)) is not None:
+            schema, least, most = each
+            member = sequence(self._any_key(), self.notation.colon, self._extra(schema, path))
+            more = Repeat(sequence(comma, member), 0, None if most is None else most - 1)
+            members = sequence(member, EMPTY if most == 1 else more)
+            return sequence(opens, members if least else optional(members), closes)
+        found: list[tuple[Form, bool]] = []
+        for name, schema, required in self.members(limits, path):
+            if (key := self.key(name)) is not None:
+                value = self.value(schema, f"{path}.properties.{name}")
+                found.append((sequence(key, self.notation.colon, value), required))
+            elif required:
+                self.schemas.refuse(path, name, "is no name that this format can write")
+        return sequence(opens, self.listed(found, comma), closes)
+
+    def _extra(self, schema: Any, path: str) -> Form:
+        return self.value(schema, f"{path}.additionalProperties")
+
+    def _any_key(self) -> Form:
+        if self.notation.bare:
+            return Pattern(BARE_KEY)
+        return self._string({}, "parameters")
+
+    def extra(self, limits: Limits, path: str) -> tuple[Any, int, int | None] | None:
+        """(schema of the values, how many at least, at most) of an object whose members may have
+        any name; None if they are declared."""
+        schema = limits.get("additionalProperties", True)
+        if "properties" in limits or limits.get("required") or schema is False:
+            return None
+        least, most = limits.get("minProperties", 0), limits.get("maxProperties")
+        if least > 1:  # names may come twice
+            self.schemas.refuse(path, "minProperties")
+        if most == 0:
+            return None
+        return schema, least, most
+
+    def members(self, limits: Limits, path: str) -> list[tuple[str, Any, bool]]:
+        """(name, schema, required) of the declared members, in order."""
+        declared = limits.get("properties", {})
+        required = set(limits.get("required", ()))
+        least, most = limits.get("minProperties", 0), limits.get("maxProperties")
+        if least > len(required):
+            self.schemas.refuse(path, "minProperties")
+        if most is not None and most < len(required):
+            self.schemas.refuse(path, "maxProperties", "is less than what is required")
+        if most is not None and most < len(declared):
+            declared = {name: each for name, each in declared.items() if name in required}
+        found = [(name, schema, name in required) for name, schema in declared.items()]
+        others = [name for name in limits.get("required", ()) if name not in declared]
+        schema = limits.get("additionalProperties", True)
+        if others and schema is False:
+            self.schemas.refuse(path, "required", f"has {others[0]!r}, which no property allows")
+        found += [(name, schema, True) for name in others]
+        return [one for one in found if one[1] is not False or one[2]]
+
+    def listed(self, members: Sequence[tuple[Form, bool]], comma: Form) -> Form:
+        """(member, required) in order, a comma between each two.
+
+        `rests[i]` follows a member that was written, and goes on with those from `i`; the form
+        returned begins with the first that is written. Each is written down once.
+        """
+        shared = [(self._rule("member", form), required) for form, required in members]
+        num = len(shared)
+        first_required = next((n for n, (_, required) in enumerate(shared) if required), num)
+        rests: list[Form] = [EMPTY] * (num + 1)
+        for n in range(num - 1, 0, -1):
+            form, required = shared[n]
+            more = sequence(comma, form)
+            rests[n] = self._rule(
+                "rest", sequence(more if required else optional(more), rests[n + 1])
+            )
+        head: Form = EMPTY
+        for n in range(min(first_required, num - 1), -1, -1):
+            form, required = shared[n]
+            begun = sequence(form, rests[n + 1])
+            head = begun if required else self._rule("head", either((begun, head)))
+        return head
+
+    def some(self, members: Sequence[Form]) -> Form:
+        """At least one of them, in order, with nothing between."""
+        rest: Form = EMPTY
+        begun: Form | None = None
+        for form in reversed([self._rule("member", member) for member in members]):
+            first = sequence(form, rest)
+            begun = self._rule("some", first if begun is None else either((first, begun)))
+            rest = self._rule("rest", sequence(optional(form), rest))
+        assert begun is not None
+        return begun
+
+    def _rule(self, hint: str, form: Form) -> Form:
+        if isinstance(form, GrammarRule | LiteralForm):
+            return form
+        return self.book.define(self.name(hint), form)
+
+
+def joined(forms: Sequence[Form], comma: Form) -> list[Form]:
+    """With a comma between each two, and one more if others may follow."""
+    return [part for n, form in enumerate(forms) for part in ([comma, form] if n else [form])]

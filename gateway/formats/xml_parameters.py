@@ -1,0 +1,400 @@
+"""Calls as tags, one tag for each argument; values are plain text.
+
+    <tool_call>                                     open
+    <function=f>                                    call_open f call_close_tag
+    <parameter=a>                                   parameter_open a
+    text                                            the value
+    </parameter>                                    parameter_close
+    </function>                                     call_close
+    </tool_call>                                    close
+
+    opened      behind the opening marker: a call, or it is none and all of it is content
+    between     behind a call, still in its stretch
+    call_tag    in a call's tag, up to its `>`
+    call        in a call, outside its arguments
+    key_tag     in an argument's tag, up to its `>`
+    value       in an argument's value
+    doubt       behind what may have ended a value
+    broken      what follows is no call; up to the closing marker it is content
+
+Values are typed by the tool's schema (typed_value). The text of a closing tag inside a value is
+told apart by what follows it: `</parameter>` ends a value only if, blanks aside, an argument's tag,
+the call's end or the stretch's end comes next; otherwise it is text. `</function>` ends a value
+whose own end is missing only if the stretch's end or another call comes next. So a value may
+contain closing tags, but not two of them in their order. Text between arguments is dropped.
+
+Whatever follows a call, or blanks, is read as content again. Without `open`, a stretch begins with
+a call's own tag, which is then one only if it names a tool of the request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.formats.argument_types import (
+    ArgumentsWriter,
+    Trim,
+    kinds_of,
+    schema_of,
+)
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
+from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
+
+MAX_TAG_CHARS = 1024
+"""A tag that is longer is none."""
+
+ATTRIBUTE = re.compile(r'\s*([\w:.-]+)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'=]+))')
+PLAIN_NAME = re.compile(r"[^\s<>\"'=]+(?: [^\s<>\"'=]+)*")
+
+
+class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
+    """open            markers that begin a stretch; none: a call's tag does
+    close           markers that end it
+    call_open       a call's tag up to its name
+    call_close      ends a call
+    parameter_open  an argument's tag up to its name
+    parameter_close ends a value
+    quoted          names stand in quotes, and other attributes may follow
+    string_key      an attribute that says whether a value is a string ("true") or JSON ("false")
+    skip            markers that mean nothing outside values
+    bare            a call's tag opens a stretch, too, if it names a tool of the request
+    trim            what around a value is markup
+    bare_json       a parameter without a schema is JSON if it can be
+    doubled_names   `f.f` means the tool `f`
+    doubts          what follows decides whether a closing tag in a value is one
+
+    How models write it, where several spellings are read:
+
+    line            between tags
+    around          on both sides of a value
+    many            a stretch holds several calls
+    call_before, call_after  around a call
+    """
+
+    open: tuple[str, ...] = ("<tool_call>",)
+    close: tuple[str, ...] = ("</tool_call>",)
+    call_open: str = "<function="
+    call_close: str = "</function>"
+    parameter_open: str = "<parameter="
+    parameter_close: str = "</parameter>"
+    quoted: bool = False
+    string_key: str = ""
+    skip: tuple[str, ...] = ()
+    bare: bool = False
+    trim: Trim = "newline"
+    bare_json: bool = False
+    doubled_names: bool = False
+    doubts: bool = True
+    line: str = "\n"
+    around: str = ""
+    many: bool = True
+    call_before: str = ""
+    call_after: str = ""
+
+    def markers(self) -> tuple[str, ...]:
+        return self.open + self.close + self.skip + self.tags()
+
+    def tags(self) -> tuple[str, ...]:
+        return (self.call_open, self.call_close, self.parameter_open, self.parameter_close)
+
+    def openers(self) -> tuple[str, ...]:
+        return self.open + ((self.call_open,) if self.bare or not self.open else ())
+
+    def section(
+        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    ) -> CallParser:
+        return XmlParametersSection(self, context, teller, state)
+
+
+class XmlParametersState(MachineState):
+    """tag        the tag at hand, as far as it is read
+    quote      the quote that is open in it
+    arguments  of the open call
+    doubtful   text that is markup if the value has ended, and part of the value if not
+    string     what `string_key` says about the value at hand
+    bare       the stretch has begun with a call's own tag
+    raw        the stretch's text until a call is told: it may have to be given back
+    """
+
+    at: str = "opened"
+    tag: str = ""
+    quote: str = ""
+    arguments: ArgumentsWriter = msgspec.field(default_factory=ArgumentsWriter)
+    doubtful: list[str] = []
+    string: str = ""
+    bare: bool = False
+    name: str = ""
+    raw: list[str] = []
+
+
+class XmlParametersSection(CallParser):
+    syntax: XmlParameters
+
+    State = XmlParametersState
+    BETWEEN = frozenset({"between"})
+
+    def table(self) -> Mapping[str, tuple[str, ...]]:
+        x = self.syntax
+        ends = x.close + x.open
+        calls = (x.call_open, *ends, *x.skip)
+        inside = (x.parameter_open, x.call_close, *calls)
+        value = (x.parameter_close, *((x.call_close,) if x.close and x.doubts else ()))
+        tokens = tuple(end for end in ends if self.context.lexicon.is_token(end))
+        return {
+            "opened": calls,
+            "between": calls,
+            "call": inside,
+            "value": value + tokens,
+            "doubt": (*value, x.parameter_open, x.call_close, x.call_open, *ends, *x.skip),
+            "broken": (*ends, x.call_open),
+        }
+
+    def on_open(self, marker: str) -> None:
+        self.s.raw = [marker]
+        if marker == self.syntax.call_open:
+            self.s.bare = True
+            self._begin_tag("call_tag")
+
+    # ---- text
+
+    def on_text(self, text: str) -> str:
+        s = self.s
+        match s.at:
+            case "call_tag" | "key_tag":
+                return self._in_tag(text)
+            case "value":
+                s.arguments.text(text, self.teller, self.syntax.trim)
+            case "doubt":
+                return self._in_doubt(text)
+            case "broken":
+                self.teller.content(text)
+            case "opened" | "between":
+                return self._outside_calls(text)
+        return ""
+
+    def _outside_calls(self, text: str) -> str:
+        """Blanks go by; other text is none of ours."""
+        s = self.s
+        rest = text.lstrip(BLANKS)
+        if s.at == "opened":
+            s.raw.append(text[: len(text) - len(rest)])
+        if not rest:
+            return ""
+        if s.at == "opened":
+            self._give_back("a marker of tool calls with no call behind it")
+        elif not s.bare:
+            self.teller.warn(PARSE_FAILED, "text between tool calls")
+            s.at = "broken"
+            return rest
+        s.done = True
+        return rest
+
+    # ---- tags
+
+    def _begin_tag(self, at: str) -> None:
+        self.s.at, self.s.tag, self.s.quote = at, "", ""
+
+    def _in_tag(self, text: str) -> str:
+        s = self.s
+        for position, char in enumerate(text):
+            if s.quote:
+                if char == s.quote:
+                    s.quote = ""
+            elif char in "\"'" and self.syntax.quoted:
+                s.quote = char
+            elif char == ">":
+                s.tag += text[:position]
+                self._tag_ended()
+                return text[position + 1 :]
+            if char in "<\r\n" or len(s.tag) + position >= MAX_TAG_CHARS:
+                s.tag += text[:position]
+                self._no_tag()
+                return text[position:]
+        s.tag += text
+        return ""
+
+    def _tag_ended(self) -> None:
+        s = self.s
+        name = self._name_in_tag()
+        if name is None:
+            s.tag += ">"
+            self._no_tag()
+        elif s.at == "call_tag":
+            self._begin_call(name)
+        else:
+            self._begin_value(name)
+
+    def _name_in_tag(self) -> str | None:
+        """The tag's name; its other attributes are remembered."""
+        s, tag = self.s, self.s.tag.strip()
+        if not self.syntax.quoted:
+            return tag if PLAIN_NAME.fullmatch(tag) else None
+        attributes, end = {}, 0
+        text = "name=" + tag
+        while match := ATTRIBUTE.match(text, end):
+            attributes[match[1]] = next(v for v in match.groups()[1:] if v is not None)
+            end = match.end()
+        s.string = attributes.get(self.syntax.string_key, "")
+        return attributes.get("name") if not text[end:].strip("/ \t") else None
+
+    def _no_tag(self) -> None:
+        """It looked like a tag. As a call's it is content, as an argument's it is dropped."""
+        s = self.s
+        if s.at == "key_tag":
+            self._begin_doubtless("call")
+        elif s.raw:
+            s.raw.append(s.tag)
+            self._give_back("a tool call that has no name")
+            s.done = True
+        else:
+            self.teller.give_back(self.syntax.call_open + s.tag, "a tool call that has no name")
+            s.at, s.done = "broken", s.bare
+
+    def _begin_call(self, name: str) -> None:
+        s = self.s
+        if s.bare and s.raw and not self.teller.declares(name):
+            s.tag += ">"
+            self._no_tag()
+            return
+        head, _, tail = name.partition(".")
+        if self.syntax.doubled_names and head == tail and not self.teller.declares(name):
+            name = head
+        s.name, s.raw, s.arguments, s.at = name, [], ArgumentsWriter(), "call"
+        self.teller.begin(name)
+
+    def _begin_value(self, key: str) -> None:
+        s = self.s
+        parameters = self.teller.parameters(s.name)
+        kinds = kinds_of(schema_of(parameters, key), parameters)
+        if s.string:
+            kinds = ("string",) if s.string == "true" else ()
+        s.arguments.begin(key, kinds, self.teller, bare_json=self._bare_json)
+        self._begin_doubtless("value")
+
+    @property
+    def _bare_json(self) -> bool:
+        return self.s.string == "false" or (self.syntax.bare_json and not self.s.string)
+
+    def _begin_doubtless(self, at: str) -> None:
+        self.s.at, self.s.doubtful = at, []
+
+    # ---- the end of a value
+
+    def _in_doubt(self, text: str) -> str:
+        s = self.s
+        rest = text.lstrip(BLANKS)
+        s.doubtful.append(text[: len(text) - len(rest)])
+        if rest:
+            self._was_text()
+        return rest
+
+    def _was_text(self) -> None:
+        s = self.s
+        s.arguments.text("".join(s.doubtful), self.teller, self.syntax.trim)
+        self._begin_doubtless("value")
+
+    def _value_ended(self) -> None:
+        self.s.arguments.end(self.teller, bare_json=self._bare_json)
+        self._begin_doubtless("call")
+
+    # ---- markers
+
+    def on_marker(self, marker: str) -> None:
+        s, x = self.s, self.syntax
+        if s.at == "doubt" and not self._settled_by(marker):
+            self._was_text()
+        if s.at == "value":
+            if marker not in (x.parameter_close, x.call_close):  # a token that ends the stretch
+                self._value_ended()
+                self._structure(marker)
+            elif x.doubts:
+                s.at, s.doubtful = "doubt", [marker]
+            else:
+                self._value_ended()
+        else:
+            self._structure(marker)
+
+    def _settled_by(self, marker: str) -> bool:
+        """In doubt: whether `marker` shows that the value has ended; then it is told so."""
+        s, x = self.s, self.syntax
+        if marker == x.parameter_close or (marker in x.skip and s.doubtful[0] != x.call_close):
+            return False
+        if s.doubtful[0] == x.parameter_close:
+            if marker == x.call_open:
+                return False
+            self._value_ended()
+            return True
+        if marker in (x.parameter_open, x.call_close):
+            return False
+        self._value_ended()
+        self._call_ended()
+        return True
+
+    def _structure(self, marker: str) -> None:
+        """A marker outside of values."""
+        s, x = self.s, self.syntax
+        if marker in x.skip:
+            if s.raw:
+                s.raw.append(marker)
+            return
+        if marker == x.parameter_open:
+            self._begin_tag("key_tag")
+            return
+        if s.at == "call":
+            self._call_ended()
+            if marker == x.call_close:
+                return
+        if marker == x.call_open:
+            if s.raw:
+                s.raw.append(marker)
+            self._begin_tag("call_tag")
+        else:
+            self._stretch(marker)
+
+    def _call_ended(self) -> None:
+        self.s.arguments.close(self.teller)
+        self.teller.end()
+        self.s.at = "between"
+
+    def _stretch(self, marker: str) -> None:
+        """An opening or closing marker between calls."""
+        s = self.s
+        if s.raw:
+            if marker in self.syntax.close:
+                s.raw.append(marker)
+            self._give_back("a marker of tool calls with no call behind it")
+        if marker in self.syntax.close:
+            s.done = True
+        else:
+            s.at, s.bare, s.raw = "opened", False, [marker]
+
+    def on_stray(self, marker: str) -> None:
+        s = self.s
+        match s.at:
+            case "value":
+                s.arguments.text(marker, self.teller, self.syntax.trim)
+            case "doubt":
+                self._was_text()
+                s.arguments.text(marker, self.teller, self.syntax.trim)
+
+    # ---- the end
+
+    def on_end(self, complete: bool) -> None:
+        s, x = self.s, self.syntax
+        if not complete:
+            self.teller.drop()
+            return
+        if s.at == "doubt" and s.doubtful[0] == x.call_close:
+            self._value_ended()
+            self._call_ended()
+        if self.teller.is_open:
+            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.teller.drop()
+        elif s.at == "call_tag":
+            self._no_tag()
+        elif s.raw:
+            self._give_back("a tool call that is not finished")

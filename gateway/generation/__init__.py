@@ -1,0 +1,1 @@
+"""The choices of one HTTP request, whatever its API: from prompt to events."""

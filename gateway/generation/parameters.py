@@ -1,0 +1,118 @@
+"""A request's fields, the served model's defaults, OpenAI's defaults -> what the engine is asked.
+
+The first that sets a parameter wins: the request, then the served model's defaults (`served.py`),
+then the API.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from gateway.api.openai.requests import BatchBody, ChatBody, CompletionBody, GenerationBody
+from gateway.formats.choice_parser import ReadOptions
+from gateway.generation.request import PromptRequest
+from gateway.text.tokenizer import Tokenizer
+from protocol.errors import InvalidRequest
+from protocol.model_card import SamplingDefaults
+from protocol.sampling import SamplingParams
+
+T = TypeVar("T")
+_SEEDS = 1 << 64
+
+
+def first(*values: T | None, default: T) -> T:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), default)
+
+
+def choices_of(
+    body: ChatBody | BatchBody | CompletionBody,
+    model: SamplingDefaults,
+    tokenizer: Tokenizer | None = None,
+) -> list[SamplingParams]:
+    """The parameters of each of a prompt's n answers. `tokenizer` spells `bad_words`. Raises
+    InvalidRequest."""
+    bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
+    try:
+        return [_params(body, model, place, bad) for place in range(body.n or 1)]
+    except ValueError as error:  # a cross-check, in words that begin with the field's name
+        field, rest = str(error).split(maxsplit=1)
+        field = body.max_tokens_field if field == "max_tokens" else field
+        raise InvalidRequest(f"{field} {rest}", param=field) from None
+
+
+def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Each word in tokens, at the beginning of a text and after a blank; each spelling once."""
+    spellings = (
+        tuple(tokenizer.encode(text, False, param=f"bad_words[{place}]"))
+        for place, word in enumerate(words)
+        for text in (word, " " + word.lstrip(" "))
+    )
+    return [list(ids) for ids in dict.fromkeys(spellings) if ids]
+
+
+def _params(
+    body: ChatBody | BatchBody | CompletionBody,
+    model: SamplingDefaults,
+    place: int,
+    bad: list[list[int]],
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=body.answer_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=first(body.temperature, model.temperature, default=1.0),
+        top_p=first(body.top_p, model.top_p, default=1.0),
+        top_k=first(body.top_k, model.top_k, default=0),
+        min_p=first(body.min_p, model.min_p, default=0.0),
+        frequency_penalty=first(body.frequency_penalty, model.frequency_penalty, default=0.0),
+        presence_penalty=first(body.presence_penalty, model.presence_penalty, default=0.0),
+        repetition_penalty=first(body.repetition_penalty, model.repetition_penalty, default=1.0),
+        seed=nth_seed(body.seed, place),
+        stop_token_ids=body.stop_token_ids or [],
+        ignore_eos=bool(body.ignore_eos),
+        logit_bias=body.logit_bias or {},
+        bad_words=bad,
+        allowed_token_ids=body.allowed_token_ids,
+        logprob_token_ids=body.logprob_token_ids or [],
+        logprobs=body.num_logprobs,
+        prompt_logprobs=_prompt_logprobs(body),
+    )
+
+
+def _prompt_logprobs(body: ChatBody | BatchBody | CompletionBody) -> int | None:
+    """As many as `prompt_logprobs` asks for, and as `logprobs` does of a prompt that is echoed."""
+    asked = [body.prompt_logprobs]
+    if isinstance(body, CompletionBody) and body.echo:
+        asked.append(body.logprobs)
+    return max((count for count in asked if count is not None), default=None)
+
+
+def nth_seed(seed: int | None, place: int) -> int | None:
+    """Answer `place` of n has the next seed, so answers differ and can be repeated one by one."""
+    if seed is None or seed == -1:
+        return None
+    return (seed + place + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+
+
+def check_counts(
+    asks: list[PromptRequest], body: GenerationBody, max_n: int, max_answers: int
+) -> None:
+    """Raises InvalidRequest where one body asks for too many answers."""
+    if (body.n or 1) > max_n:
+        raise InvalidRequest(f"n: {body.n} is above this server's limit of {max_n}", param="n")
+    answers = sum(len(ask.choices) for ask in asks)
+    if answers > max_answers:
+        raise InvalidRequest(
+            f"n: {answers:,} answers (prompts times n); at most {max_answers:,} are given",
+            param="n",
+        )
+
+
+def read_options(body: GenerationBody, *, continues: bool) -> ReadOptions:
+    return ReadOptions(
+        stop=body.stop_strings,
+        include_stop=bool(body.include_stop_str_in_output),
+        min_tokens=body.min_tokens or 0,
+        skip_special_tokens=first(body.skip_special_tokens, default=True),
+        continues=continues,
+    )

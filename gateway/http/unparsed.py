@@ -1,0 +1,114 @@
+"""Requests that gunicorn could not parse, or answered with an exception of its own.
+
+They never reach the application. They are answered with our usual JSON errors, which quote nothing
+of the request: a bad request line may hold a prompt, a bad header a key. They are logged and
+counted as every request is, without a method and a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from gunicorn.http import errors
+
+from gateway.api.openai.errors import error_body
+from gateway.context import REQUEST_ID_HEADER, RequestContext
+from gateway.http.client_socket import linger
+from gateway.http.errors import HTTPFault, internal_fault, plain_fault
+from gateway.observe import access_log
+from gateway.service import Service
+
+_SEND_S = 5.0
+_HEADER = "a header is malformed"
+_CHUNKED = "the body's chunked transfer coding is malformed"
+_FAULTS: dict[type[errors.ParseException], tuple[int, str]] = {
+    errors.InvalidRequestLine: (400, "the request line is malformed"),
+    errors.InvalidRequestMethod: (400, "the method is malformed"),
+    errors.InvalidHTTPVersion: (400, "the HTTP version is not supported"),
+    errors.ObsoleteFolding: (400, _HEADER),
+    errors.InvalidHeader: (400, _HEADER),
+    errors.InvalidHeaderName: (400, _HEADER),
+    errors.InvalidChunkSize: (400, _CHUNKED),
+    errors.ChunkMissingTerminator: (400, _CHUNKED),
+    errors.InvalidChunkExtension: (400, _CHUNKED),
+    errors.LimitRequestLine: (414, "the request line is too long"),
+    errors.ExpectationFailed: (417, "the expectation in the header Expect is not supported"),
+    errors.LimitRequestHeaders: (431, "the headers are too long or too many"),
+}
+_CODINGS = ("gzip", "x-gzip", "deflate", "compress", "x-compress", "identity", "br", "zstd")
+"""Transfer codings that an error may name: any other text may be a secret."""
+
+
+def check_transfer_coding(headers: Iterable[tuple[str, str]]) -> None:
+    """Raise UnsupportedTransferCoding for a transfer coding that is not chunked. Names of headers
+    are in capitals, as gunicorn has them."""
+    for name, value in headers:
+        if name == "TRANSFER-ENCODING" and (coding := _not_chunked(value)) is not None:
+            raise errors.UnsupportedTransferCoding(coding)
+
+
+def _not_chunked(value: str) -> str | None:
+    codings = (coding.strip(" \t") for coding in value.lower().split(","))
+    return next((coding for coding in codings if coding != "chunked"), None)
+
+
+def _unsupported_coding(error: BaseException) -> str | None:
+    """Return the transfer coding because of which a request could not be parsed, if it was that.
+
+    gunicorn calls a coding that it knows, but that does not stand before chunked, a malformed
+    header.
+    """
+    try:
+        if isinstance(error, errors.InvalidHeader) and error.req is not None:
+            check_transfer_coding(error.req.headers)
+    except errors.UnsupportedTransferCoding as found:
+        error = found
+    if isinstance(error, errors.UnsupportedTransferCoding):
+        return _not_chunked(str(error.hdr)) or ""
+    return None
+
+
+def fault_of(error: BaseException) -> HTTPFault:
+    """Return what to answer. An exception that is not the client's fault is logged."""
+    if (coding := _unsupported_coding(error)) is not None:
+        name = coding if coding in _CODINGS else "this coding"
+        return plain_fault(
+            501,
+            f"Transfer-Encoding: {name} is not supported; send the body as it is, with a "
+            "Content-Length or with Transfer-Encoding: chunked",
+        )
+    if type(error) in _FAULTS:
+        return plain_fault(*_FAULTS[type(error)])
+    is_ours = isinstance(error, errors.InvalidResponseHeader | errors.InvalidResponseHeaderName)
+    if isinstance(error, errors.ParseException) and not is_ours:
+        return plain_fault(400, "the request is malformed")
+    return internal_fault(error)
+
+
+def answer(service: Service, sock: Any, error: BaseException) -> None:
+    """Answer what came on `sock`, which is then to be closed, and count it."""
+    exchange = RequestContext(
+        service.metrics,
+        method="-",
+        path="-",
+        route="other",
+        request_id=uuid.uuid4().hex,
+        hear=[access_log.tell] if service.config.log_requests else [],
+    )
+    fault = fault_of(error)
+    body = error_body(fault)
+    head = (
+        f"HTTP/1.1 {fault.status} {http.HTTPStatus(fault.status).phrase}\r\n"
+        f"{REQUEST_ID_HEADER}: {exchange.request_id}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    exchange.close(fault.status)
+    with contextlib.suppress(OSError):  # a client that is gone needs no answer
+        sock.settimeout(_SEND_S)
+        sock.sendall(head.encode() + body)
+        linger(sock)

@@ -1,0 +1,121 @@
+"""What a gateway counts, as Prometheus text. Names and meanings: docs/metrics.md.
+
+All but two gauges are sums over the records of requests (record.py), taken in one place, `count`,
+when a request is over: so they agree with the access log, aborts, refusals and failures included.
+
+Series add up over all processes on the port: with more than one, `gunicorn_conf` names a directory
+in PROMETHEUS_MULTIPROC_DIR before this module is imported, prometheus_client keeps the values in
+files there, and whichever process is scraped reads all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from gateway.engine.client import ClientLine
+from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
+from gateway.observe.engine_metrics import EngineCollector
+from gateway.observe.metric_specs import Series
+from gateway.observe.vllm_names import aliased
+from protocol.messages import Times
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+MULTIPROCESS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+STAGES = {
+    "queue": "queued_s",
+    "grammar": "grammar_s",
+    "fetch": "fetching_s",
+    "prefill": "prefill_s",
+    "decode": "decode_s",
+    "preempted": "preempted_s",
+}
+"""Label of `tidegate_stage_seconds` -> field of Times; beside these there is "tokenize"."""
+
+
+class Metrics(Series):
+    """lines       to the engines, whose last words on themselves are told
+    model_name  as the API calls the model; "" before it is known
+    """
+
+    def __init__(
+        self, lines: Callable[[], Sequence[ClientLine]], model_name: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._registry = CollectorRegistry()
+        super().__init__(self._registry)
+        self._model_name = model_name
+        self._engines = EngineCollector(lines)
+
+    # ---- counting
+
+    def count(self, record: RequestRecord) -> None:
+        """A request that is over, once."""
+        self.requests.labels(record.route, str(record.status)).inc()
+        if not record.is_probe:
+            self.ends.labels(record.end).inc()
+        if record.answer is None:
+            return
+        self.finishes.labels(record.answer.finish).inc()
+        if record.answer.is_accepted:
+            self.request_s.labels(record.route).observe(record.took_s)
+            self._count_answer(record.answer)
+
+    def _count_answer(self, answer: AnswerRecord) -> None:
+        self.prompt_tokens.inc(answer.prompt_tokens)
+        self.cached_tokens.inc(answer.cached_tokens)
+        self.generated_tokens.inc(answer.generated_tokens)
+        self.request_prompt_tokens.observe(answer.prompt_tokens)
+        self.request_generated_tokens.observe(answer.generated_tokens)
+        self.request_choices.observe(len(answer.choices))
+        if answer.first_token_s is not None:
+            self.first_token_s.observe(answer.first_token_s)
+        if answer.draft_tokens:
+            self.draft_acceptance.observe(answer.accepted_tokens / answer.draft_tokens)
+        self._count_choices(answer.choices)
+        self._count_times(answer)
+
+    def _count_choices(self, choices: Iterable[ChoiceRecord]) -> None:
+        for choice in choices:
+            self.choices.labels(choice.finish).inc()
+            if choice.max_tokens is not None:
+                self.request_max_tokens.observe(choice.max_tokens)
+            if choice.times is not None and choice.generated_tokens > 1:
+                gaps = choice.generated_tokens - 1
+                self.token_s.observe(choice.times.decode_s / gaps)
+
+    def _count_times(self, answer: AnswerRecord) -> None:
+        self.stage_s.labels("tokenize").observe(answer.tokenize_s)
+        if all(choice.times is None for choice in answer.choices):
+            return  # it ended before the engine had told any
+        times: Times = answer.times
+        for stage, field in STAGES.items():
+            self.stage_s.labels(stage).observe(getattr(times, field))
+        self.inference_s.observe(times.prefill_s + times.decode_s)
+
+    # ---- telling
+
+    def text(self) -> bytes:
+        if os.environ.get(MULTIPROCESS_DIRECTORY):
+            everybody = CollectorRegistry()
+            MultiProcessCollector(everybody)  # type: ignore[no-untyped-call]
+        else:
+            everybody = self._registry
+        ours = [*everybody.collect(), *self._engines.collect()]
+        told = CollectorRegistry()
+        told.register(_Collected([*ours, *aliased(ours, self._model_name())]))
+        return generate_latest(told)
+
+
+class _Collected(Collector):
+    """Collected once: to read what all processes counted takes a while."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics

@@ -1,0 +1,180 @@
+"""Traces of inference requests, sent by OpenTelemetry (extra `otel`). Where --otlp-traces-endpoint
+is not given, nothing of it is even imported.
+
+A request that is over becomes one span with a span for each stage its time went to, all made of its
+record. Names are those of the GenAI semantic conventions, times in queue and model those that vLLM
+tells. Where the request has a `traceparent`, its span is a child of that one, and whether it is
+sampled is decided there.
+
+The engine tells how long stages took, not when they began: they are drawn one after the other. What
+was preempted in between lengthens the last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gateway.generation.record import AnswerRecord, RequestRecord
+from gateway.served_model import version
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+
+OPTION = "--otlp-traces-endpoint"
+PROVIDER = "tidegate"
+HEADERS = ("traceparent", "tracestate")
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/chat/completions/batch": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/inference/v1/generate": "text_completion",
+}
+"""Routes whose requests are traced, and what the conventions call what they do."""
+NS = 1_000_000_000
+CLOSE_S = 2.0
+
+Attributes = dict[str, Any]
+
+
+class Tracing:
+    """processor   takes the spans when they have ended
+    model_name  as the API calls the model
+    """
+
+    def __init__(self, processor: SpanProcessor, model_name: Callable[[], str]) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create({"service.name": "tidegate", "service.version": version()})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("tidegate.gateway", version())
+        self._propagator = TraceContextTextMapPropagator()
+        self._model_name = model_name
+
+    def tell(self, carrier: Mapping[str, str], record: RequestRecord) -> None:
+        """carrier: those of HEADERS that the request had"""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        if record.route not in OPERATIONS:
+            return
+        model = self._model_name()
+        span = self._tracer.start_span(
+            f"{OPERATIONS[record.route]} {model}".rstrip(),
+            context=self._propagator.extract(carrier),
+            kind=SpanKind.SERVER,
+            start_time=record.began_ns,
+            attributes=attributes_of(record, model),
+        )
+        if record.end == "error":
+            span.set_status(Status(StatusCode.ERROR))
+        within = set_span_in_context(span)
+        for name, start_ns, end_ns in stages_of(record):
+            stage = self._tracer.start_span(name, context=within, start_time=start_ns)
+            stage.end(end_ns)
+        span.end(record.began_ns + _ns(record.took_s))
+
+    def close(self) -> None:
+        """Send what waits, unless that takes long: a server ends though nobody takes its traces."""
+        last = threading.Thread(target=self._provider.shutdown, daemon=True)
+        last.start()
+        last.join(CLOSE_S)
+
+
+def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
+    """None where traces are not asked for. Raises ValueError where they cannot be sent.
+
+    Spans are sent in batches by a thread of the SDK, which under gevent is a greenlet.
+    """
+    if not endpoint:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ValueError(
+            f"{OPTION} needs OpenTelemetry, which is not installed: pip install 'tidegate[otel]' "
+            f"({error})"
+        ) from None
+    if not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"{OPTION} {endpoint}: no URL, as http://127.0.0.1:4318/v1/traces is one")
+    return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model_name)
+
+
+# ---- pure
+
+
+def attributes_of(record: RequestRecord, model: str) -> Attributes:
+    attributes: Attributes = {
+        "gen_ai.operation.name": OPERATIONS[record.route],
+        "gen_ai.provider.name": PROVIDER,
+        "http.request.method": record.method,
+        "http.route": record.route,
+        "http.response.status_code": record.status,
+        "tidegate.request_id": record.request_id,
+        "tidegate.end": record.end,
+        "gen_ai.latency.e2e": record.took_s,
+    }
+    if model:
+        attributes |= {"gen_ai.request.model": model, "gen_ai.response.model": model}
+    if record.end in ("error", "refused"):
+        attributes["error.type"] = str(record.status) if record.status >= 400 else record.end
+    if record.answer is not None:
+        attributes |= _of_answer(record.answer)
+    return attributes
+
+
+def _of_answer(answer: AnswerRecord) -> Attributes:
+    first, times = answer.choices[0], answer.times
+    attributes: Attributes = {
+        "gen_ai.request.temperature": first.temperature,
+        "gen_ai.request.top_p": first.top_p,
+        "gen_ai.request.choice.count": len(answer.choices),
+    }
+    if first.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = first.max_tokens
+    if not answer.is_accepted:
+        return attributes
+    attributes |= {
+        "gen_ai.response.finish_reasons": [choice.finish for choice in answer.choices],
+        "gen_ai.usage.input_tokens": answer.prompt_tokens,
+        "gen_ai.usage.output_tokens": answer.generated_tokens,
+        "gen_ai.usage.cache_read.input_tokens": answer.cached_tokens,
+        "gen_ai.latency.time_in_queue": times.queued_s,
+        "gen_ai.latency.time_in_model_prefill": times.prefill_s,
+        "gen_ai.latency.time_in_model_decode": times.decode_s,
+        "gen_ai.latency.time_in_model_inference": times.prefill_s + times.decode_s,
+    }
+    if answer.first_token_s is not None:
+        attributes["gen_ai.latency.time_to_first_token"] = answer.first_token_s
+    return attributes
+
+
+def stages_of(record: RequestRecord) -> Iterator[tuple[str, int, int]]:
+    """(name, start, end in nanoseconds since 1970) of each stage that took any time."""
+    answer = record.answer
+    if answer is None or answer.asked_s is None:
+        return
+    times, asked_s = answer.times, answer.asked_s
+    at_s = max(0.0, asked_s - answer.tokenize_s)
+    for name, took_s in (
+        ("tokenize", asked_s - at_s),
+        ("grammar", times.grammar_s),
+        ("queue", times.queued_s),
+        ("fetch", times.fetching_s),
+        ("prefill", times.prefill_s),
+        ("decode", times.decode_s + times.preempted_s),
+    ):
+        if took_s > 0:
+            start_ns = record.began_ns + _ns(at_s)
+            yield name, start_ns, start_ns + _ns(took_s)
+            at_s += took_s
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * NS)

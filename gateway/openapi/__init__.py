@@ -1,1 +1,0 @@
-"""The OpenAPI document, made from the structs that check requests."""

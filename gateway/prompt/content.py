@@ -1,0 +1,167 @@
+"""OpenAI's messages -> the messages a template wants.
+
+In: dicts as JSON gave them, checked here field by field, so that an error names the place. Out: new
+dicts in the form of the template's `TemplateTraits`; fields nobody knows are passed on, for
+templates that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.prompt.template import TemplateTraits
+from protocol.errors import InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+TEXT_PARTS = ("text", "input_text", "output_text")
+PART_SEPARATOR = "\n"
+"""Between text parts, where a template takes only strings."""
+
+
+def template_messages(
+    messages: Sequence[Any], habits: TemplateTraits, param: str = "messages"
+) -> list[dict[str, Any]]:
+    """Raises InvalidRequest naming `messages[i]...`; `param` is where the messages stand."""
+    if not messages:
+        raise InvalidRequest(f"{param} must hold at least one message", param=param)
+    told = [_message(m, habits, f"{param}[{i}]") for i, m in enumerate(messages)]
+    _check_answers(told, param)
+    return told
+
+
+def _check_answers(messages: Sequence[Mapping[str, Any]], param: str) -> None:
+    """A tool's message that names a call answers one of the calls before it. Where no call before
+    it has an id, there is nothing to name; and a message may leave the name out."""
+    known: set[str] = set()
+    for place, message in enumerate(messages):
+        known |= {call["id"] for call in message.get("tool_calls", ()) if call.get("id")}
+        answered = message.get("tool_call_id") if message["role"] == "tool" else None
+        if answered is not None and known and answered not in known:
+            at = f"{param}[{place}].tool_call_id"
+            raise InvalidRequest(f"{at} {answered!r} is the id of no tool call before it", param=at)
+
+
+def _message(message: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{at} must be an object", param=at)
+    role = _role(message, habits, at)
+    result = {**message, "role": role}
+    _optional_text(result, "name", at)
+    _optional_text(result, "tool_call_id", at)
+    calls, old_call = message.get("tool_calls"), result.pop("function_call", None)
+    if calls is None and old_call is not None:  # as clients wrote one before there were tools
+        calls = result["tool_calls"] = [
+            {"type": "function", "function": _function(old_call, habits, f"{at}.function_call")}
+        ]
+    elif calls is None:
+        result.pop("tool_calls", None)
+    else:
+        result["tool_calls"] = _tool_calls(calls, habits, f"{at}.tool_calls")
+    result["content"] = _content(message.get("content"), habits, f"{at}.content")
+    if not result["content"] and calls and habits.null_content:
+        result["content"] = None
+    return result | _reasoning(result, at)
+
+
+def _role(message: Mapping[str, Any], habits: TemplateTraits, at: str) -> str:
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(
+            f"{at}.role must be one of {', '.join(ROLES)}; it is {role!r}", param=f"{at}.role"
+        )
+    if role == "developer" and not habits.developer:
+        return "system"
+    return "tool" if role == "function" else str(role)
+
+
+def _optional_text(message: dict[str, Any], field: str, at: str) -> None:
+    """A field that is null is as good as absent: templates test for presence."""
+    value = message.get(field)
+    if value is None:
+        message.pop(field, None)
+    elif not isinstance(value, str):
+        raise InvalidRequest(f"{at}.{field} must be a string", param=f"{at}.{field}")
+
+
+def _reasoning(message: dict[str, Any], at: str) -> dict[str, str]:
+    """Both names in use, whichever the caller wrote."""
+    for field in ("reasoning_content", "reasoning"):
+        _optional_text(message, field, at)
+    value = message.get("reasoning", message.get("reasoning_content"))
+    return {} if value is None else {"reasoning": value, "reasoning_content": value}
+
+
+def _content(content: Any, habits: TemplateTraits, at: str) -> Any:
+    if content is None:
+        content = ""
+    if isinstance(content, str):
+        return content if habits.strings else [{"type": "text", "text": content}]
+    if not isinstance(content, Sequence):
+        raise InvalidRequest(f"{at} must be a string or a list of parts", param=at)
+    texts = [_part_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
+    if habits.parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return PART_SEPARATOR.join(texts)
+
+
+def _part_text(part: Any, at: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in TEXT_PARTS:
+        raise InvalidRequest(
+            f"{at}.type must be 'text': this model takes text only; it is {kind!r}",
+            param=f"{at}.type",
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{at}.text must be a string", param=f"{at}.text")
+    return text
+
+
+def _tool_calls(calls: Any, habits: TemplateTraits, at: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise InvalidRequest(f"{at} must be a list", param=at)
+    return [_tool_call(call, habits, f"{at}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    written = _function(function, habits, f"{at}.function")
+    call = {**call}
+    _optional_text(call, "id", at)
+    return {"type": "function", **call, "function": written}
+
+
+def _function(function: Any, habits: TemplateTraits, at: str) -> dict[str, Any]:
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"{at} must be an object", param=at)
+    if not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{at}.name must be a string", param=f"{at}.name")
+    arguments = _arguments(function.get("arguments"), f"{at}.arguments")
+    if habits.string_arguments:
+        given = function.get("arguments")
+        text = given if isinstance(given, str) and given.strip() else _json(arguments)
+        return {**function, "arguments": text}
+    return {**function, "arguments": arguments}
+
+
+def _arguments(arguments: Any, at: str) -> dict[str, Any]:
+    """OpenAI sends JSON text; an object is taken as it is, and nothing as no arguments."""
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+            raise InvalidRequest(f"{at} is not JSON: {error}", param=at) from None
+    if not arguments and not isinstance(arguments, int | list):
+        return {}
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{at} must be the JSON text of an object", param=at)
+    return arguments
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

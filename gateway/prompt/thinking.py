@@ -1,0 +1,106 @@
+"""What a chat template understands of thinking, read from its source once.
+
+A template that thinks has one or more knobs: a switch (`enable_thinking`, `thinking`), a mode in
+words of its own (`thinking_mode`), an effort in words (`reasoning_effort`). Which of them it reads
+is known from its undeclared variables; which words, from what it compares them with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jinja2
+import msgspec
+from jinja2 import meta, nodes
+
+from gateway.prompt.sandbox import ChatEnvironment
+
+SWITCHES = ("enable_thinking", "thinking")
+MODE, EFFORT = "thinking_mode", "reasoning_effort"
+ON_WORDS = ("enabled", "on", "thinking", "think", "true", "enable")
+OFF_WORDS = ("disabled", "off", "chat", "none", "no_think", "non-thinking", "false", "disable")
+"""How templates spell the two modes. A template that compares with only one of them takes anything
+else for the other, so the first word is as good as any."""
+
+
+class ThinkingProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """switches     names of on/off switches that the template reads
+    mode         (word for on, word for off) of `thinking_mode`; None where it is not read
+    mode_words   all words that it is compared with
+    reads_effort whether `reasoning_effort` is read at all
+    efforts      the words it is compared with; empty: any word will do
+    """
+
+    switches: tuple[str, ...] = ()
+    mode: tuple[str, str] | None = None
+    mode_words: tuple[str, ...] = ()
+    reads_effort: bool = False
+    efforts: tuple[str, ...] = ()
+
+    @property
+    def has_switch(self) -> bool:
+        return bool(self.switches) or self.mode is not None
+
+
+def thinking_profile(source: str | None) -> ThinkingProfile:
+    """Of a template; of none, or of one that does not compile, that it understands nothing."""
+    try:
+        tree = ChatEnvironment().parse(source or "")
+        mode_words, efforts = _words(tree, MODE), _words(tree, EFFORT)
+        names = meta.find_undeclared_variables(tree)  # last: it rewrites the tree
+    except (jinja2.TemplateError, RecursionError):
+        return ThinkingProfile()
+    both = (_one_of(ON_WORDS, mode_words), _one_of(OFF_WORDS, mode_words))
+    return ThinkingProfile(
+        switches=tuple(name for name in SWITCHES if name in names),
+        mode=both if MODE in names else None,
+        mode_words=mode_words if MODE in names else (),
+        reads_effort=EFFORT in names,
+        efforts=efforts if EFFORT in names else (),
+    )
+
+
+def _one_of(preferred: tuple[str, ...], words: tuple[str, ...]) -> str:
+    return next((word for word in preferred if word in words), preferred[0])
+
+
+def _words(tree: nodes.Template, name: str) -> tuple[str, ...]:
+    """Every text that the variable, or one it was assigned to, is compared with; in order."""
+    names = _aliases(tree, name)
+    found: list[str] = []
+    for compare in tree.find_all(nodes.Compare):
+        sides = [compare.expr, *(operand.expr for operand in compare.ops)]
+        if any(_is_about(side, names) for side in sides):
+            found += [word for side in sides for word in _texts(side)]
+    return tuple(dict.fromkeys(found))
+
+
+def _aliases(tree: nodes.Template, name: str) -> frozenset[str]:
+    names = {name}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_about(assign.node, frozenset(names)):
+            names.add(assign.target.name)
+    return frozenset(names)
+
+
+def _is_about(node: nodes.Node | None, names: frozenset[str]) -> bool:
+    """The variable itself, through filters, defaults and either/or."""
+    match node:
+        case nodes.Name(name=name):
+            return name in names
+        case nodes.Filter(node=inner):
+            return _is_about(inner, names)
+        case nodes.Call(node=nodes.Getattr(node=inner)):  # reasoning_effort.lower()
+            return _is_about(inner, names)
+        case nodes.CondExpr(expr1=one, expr2=other) | nodes.Or(left=one, right=other):
+            return _is_about(one, names) or _is_about(other, names)
+    return False
+
+
+def _texts(node: nodes.Node) -> Iterator[str]:
+    match node:
+        case nodes.Const(value=str(text)):
+            yield text
+        case nodes.List(items=items) | nodes.Tuple(items=items):
+            for item in items:
+                yield from _texts(item)

@@ -1,0 +1,48 @@
+"""What this server keeps, by the operator's options: the store, and the runs that write to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.api.responses.interrupted import response_epitaph
+from gateway.api.resume.numbering import stream_epitaph
+from gateway.store.runs import Runs
+from gateway.store.store import Store
+from protocol.config.gateway import NO_STORE, GatewayConfig
+
+RESPONSE = "response"
+"""A run that is a response made in the background."""
+STREAM = "stream"
+"""One that is a stream which can be picked up again."""
+EPITAPHS = {RESPONSE: response_epitaph, STREAM: stream_epitaph}
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Persistence:
+    """window_s  how long a resumable stream is kept for its client"""
+
+    store: Store
+    runs: Runs
+    window_s: float
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> Persistence | None:
+        """None where nothing is to be kept."""
+        if config.response_store in ("", NO_STORE):
+            return None
+        store = Store(
+            config.response_store,
+            EPITAPHS,
+            max_bytes=config.response_store_mib << 20,
+            max_age_s=config.response_store_days * DAY_S,
+        )
+        return cls(store, Runs(store, config.resume_s), config.resume_s)
+
+    @property
+    def is_busy(self) -> bool:
+        """Something goes on that has no client."""
+        return bool(len(self.runs))
+
+    def close(self) -> None:
+        self.store.close()

@@ -1,0 +1,217 @@
+"""`tidegate bench`: from the command line to figures."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from tools.bench import datasets
+from tools.bench.answers import BenchAnswer
+from tools.bench.client import OPTIONAL, BenchClient, StampedLoop, fields_taken
+from tools.bench.config import BenchConfig, BenchLoad, turns
+from tools.bench.load import body_of, run_load
+from tools.bench.page import page
+from tools.bench.report import ratios, table, warnings
+from tools.bench.stats import BenchRun, Summary, summarize
+from tools.failure import Failure
+from tools.flags import add_flags, build
+from tools.http.conversation import no_server
+from tools.http.web import KEY_VARIABLE, WebServer
+from tools.processes.servers import add_server, server_url
+
+DESCRIPTION = """\
+Put a load on a server and tell how long its clients wait: ours, or any that speaks the OpenAI API.
+"""
+
+EXAMPLES = """\
+examples:
+  tidegate bench --concurrency 1,8,32 --html curve.html     latency against throughput
+  tidegate bench --rate 2,4 --slo-ttft-ms 500               arrivals at random, and goodput
+  tidegate bench --dataset shared-prefix --warm-up 0        what the prefix cache is worth
+  tidegate bench --api chat --dataset file --file prompts.jsonl
+  tidegate bench --vs http://127.0.0.1:8001                 two servers in turn, and ratios
+  tidegate bench step MODEL                                 one step of the worker, without a server
+"""
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+SEEDS = 1 << 32
+ERRORS_EXIT = 1
+
+
+@dataclass(slots=True)
+class BenchTarget:
+    """A server under test. runs: of each load, in the order of the loads."""
+
+    url: str
+    model: str
+    client: BenchClient
+    taken: frozenset[str] = frozenset()
+    runs: list[list[BenchRun]] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("server", nargs="?", metavar="URL", help="the same as --url URL")
+    add_server(parser)
+    add_flags(parser, BenchConfig, title="the benchmark")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit code 1 if a request failed."""
+    try:
+        if options.server and (options.url or options.port):
+            raise Failure("URL, --url and --port all name the server: give one", exit_code=2)
+        options.url = options.url or options.server
+        config = build(BenchConfig, vars(options), url=server_url(options))
+    except ValueError as error:
+        raise Failure(str(error), exit_code=2) from None
+    seed = config.seed or random.SystemRandom().randrange(1, SEEDS)
+    with asyncio.Runner(loop_factory=StampedLoop) as runner:
+        targets = runner.run(_measure(config, seed))
+    servers = [
+        [
+            summarize(target.url, load, runs, config)
+            for load, runs in zip(config.loads, target.runs, strict=True)
+        ]
+        for target in targets
+    ]
+    _tell(config, seed, targets, servers)
+    return ERRORS_EXIT if any(s.errors for summaries in servers for s in summaries) else 0
+
+
+async def _measure(config: BenchConfig, seed: int) -> list[BenchTarget]:
+    key = os.environ.get(KEY_VARIABLE, "")
+    own = _target(config, config.url, key)
+    targets = [own, *(_target(config, url, "") for url in config.vs)]  # the key is no one else's
+    try:
+        await _measure_all(targets, config, seed)
+    finally:
+        for target in targets:
+            target.client.close()
+        await asyncio.sleep(0)  # closing is the loop's to do
+    return targets
+
+
+async def _measure_all(targets: list[BenchTarget], config: BenchConfig, seed: int) -> None:
+    probe = datasets.probe(config, seed)
+    for target in targets:
+        everything = body_of(probe, config, target.model, frozenset(OPTIONAL))
+        target.taken = await fields_taken(target.client, everything)
+        target.runs = [[] for _ in config.loads]
+    for round_number, load_number, order in turns(config):
+        load = config.loads[load_number]
+        run_number = round_number * len(config.loads) + load_number
+        for server in order:
+            target = targets[server]
+            bodies = (
+                body_of(ask, config, target.model, target.taken)
+                for ask in datasets.asks(config, seed, run_number)
+            )
+            with _bar(config, load, target.url) as seen:
+                done = await run_load(target.client, bodies, load, config, seed, seen)
+            target.runs[load_number].append(done)
+
+
+def _target(config: BenchConfig, url: str, key: str) -> BenchTarget:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, StampedLoop)
+    headers = dict(_header(line) for line in config.header)
+    if key:
+        headers.setdefault("Authorization", f"Bearer {key}")
+    server = WebServer(url, headers.get("Authorization", "").removeprefix("Bearer "))
+    model = config.model or server.first_model()
+    if model is None:
+        raise no_server(server)
+    client = BenchClient(
+        server.url, PATHS[config.api], headers, loop.clock, wait_s=config.timeout_s
+    )
+    return BenchTarget(server.url, model, client)
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
+
+
+@contextlib.contextmanager
+def _bar(config: BenchConfig, load: BenchLoad, url: str) -> Iterator[Any]:
+    """A progress bar, where a person watches; its function to call with each answer."""
+    with tqdm(
+        desc=f"{url}, {load}",
+        total=config.num_requests(load),
+        unit="req",
+        leave=False,
+        disable=None,
+    ) as bar:
+        failed = itertools.count(1)
+
+        def seen(answer: BenchAnswer) -> None:
+            if answer.error:
+                bar.set_postfix(errors=next(failed), refresh=False)
+            bar.update()
+
+        yield seen
+
+
+# ---- what is told
+
+
+def _tell(
+    config: BenchConfig, seed: int, targets: list[BenchTarget], servers: list[list[Summary]]
+) -> None:
+    print(facts(config, seed))
+    for target, summaries in zip(targets, servers, strict=True):
+        print(f"\n{target.url}  {target.model}\n\n{table(summaries)}")
+    for other in servers[1:]:
+        print(f"\n{servers[0][0].server} : {other[0].server}\n\n{ratios(servers[0], other)}")
+    refused = [f"{t.url} does not know ignore_eos" for t in targets if "ignore_eos" not in t.taken]
+    told = [line for summaries in servers for summary in summaries for line in warnings(summary)]
+    if told or refused:
+        print("\n" + "\n".join([*refused, *told]), file=sys.stderr)
+    if config.json:
+        described = {"config": msgspec.to_builtins(config), "seed": seed}
+        servers_told = [msgspec.to_builtins(summaries) for summaries in servers]
+        _write(config.json, json.dumps({**described, "servers": servers_told}, indent=1) + "\n")
+    if config.html:
+        _write(config.html, page("Latency against throughput", facts(config, seed), servers))
+
+
+def facts(config: BenchConfig, seed: int) -> str:
+    """Of which requests the figures are, in one line."""
+    what = {
+        "random": f"random prompts of {config.input_tokens} tokens",
+        "shared-prefix": f"prompts of {config.prefix_tokens} shared and {config.input_tokens} "
+        "random tokens",
+        "file": f"prompts of {config.file}",
+    }[config.dataset]
+    if config.dataset != "file" and not config.sends_ids:
+        what = what.replace("tokens", "words")
+    spread = f" (both vary by {config.spread:.0%})" if config.spread else ""
+    objectives = [
+        f"{name} {value:g} ms"
+        for name, value in (("TTFT", config.slo_ttft_ms), ("TPOT", config.slo_tpot_ms))
+        if value
+    ]
+    aims = f"; objectives: {', '.join(objectives)}" if objectives else ""
+    return (
+        f"{config.api}, {what}, answers of {config.output_tokens} tokens{spread}; seed {seed}{aims}"
+    )
+
+
+def _write(name: str, text: str) -> None:
+    try:
+        Path(name).expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"cannot write {name}: {error}") from None

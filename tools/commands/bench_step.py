@@ -1,0 +1,118 @@
+"""`tidegate bench step`: what one step of the worker costs, and where its time goes.
+
+The worker's room is started as a process and measures itself; here its figures become a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from protocol.bench import PARTS, StepBench, StepBenchLine, StepBenchReady, StepTiming
+from protocol.config.worker import WorkerConfig
+from tools.bench.report import aligned
+from tools.commands.models import resolve
+from tools.failure import Failure
+from tools.flags import add_flags, build
+from tools.models.catalogue import DEFAULT
+from tools.models.fetch import home
+from tools.processes.children import last_words
+
+DESCRIPTION = """\
+Time one step of the worker by batch size and context length: all of it, and the share of its parts.
+No server is needed; none should run meanwhile.
+"""
+
+EXAMPLES = """\
+examples:
+  tidegate bench step --batch 1,8,32 --context 128,1024
+  tidegate bench step model.gguf --new-tokens 256 --batch 1 --context 0       a prompt
+  tidegate bench step model.gguf --dtype float32 --threads 1
+"""
+
+FIXED = frozenset(
+    {"max_slots", "max_len", "kv_blocks", "kv_memory_gib", "poison_slots", "kv_mover"}
+)
+"""Options of a worker that follow from the steps, or do not matter to them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT,
+        metavar="MODEL",
+        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
+        f"(default {DEFAULT})",
+    )
+    parser.add_argument("--json", default="", metavar="FILE", help="a file to write all figures to")
+    add_flags(parser, StepBench, title="the steps")
+    add_flags(parser, WorkerConfig, title="the worker", without=FIXED)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        model = str(resolve(options.model, home()))
+        worker = build(WorkerConfig, {**vars(options), **dict.fromkeys(FIXED)}, model=model)
+        config = build(StepBench, vars(options), worker=worker)
+    except ValueError as error:
+        raise Failure(str(error), exit_code=2) from None
+    lines = measured(config)
+    ready = next(lines)
+    assert isinstance(ready, StepBenchReady)
+    print(
+        f"{ready.model}, {ready.dtype}, {ready.device}, {ready.threads} threads; {_asked(config)}\n"
+    )
+    timings = [line for line in lines if isinstance(line, StepTiming)]
+    print(table(timings))
+    if options.json:
+        Path(options.json).write_bytes(msgspec.json.encode([ready, *timings]) + b"\n")
+    return 0
+
+
+def measured(config: StepBench) -> Iterator[StepBenchLine]:
+    """What the worker's room tells, as it tells it. Raises Failure with its last words."""
+    told = msgspec.json.encode(config).decode()
+    command = [sys.executable, "-P", "-m", "worker.debug.benchmark", "--config", told]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            for line in process.stdout:
+                yield msgspec.json.decode(line, type=StepBenchLine)
+        finally:
+            if process.poll() is None and sys.exc_info()[0] is not None:
+                process.terminate()
+        complaint = process.stderr.read()
+    if process.returncode:
+        raise Failure(last_words(complaint.splitlines()) or f"code {process.returncode}")
+
+
+def table(timings: Sequence[StepTiming]) -> str:
+    """A row per kind of step. Shares are of the time of its parts."""
+    heads = ["context", "batch", "step ms", "best", "p90", "tokens/s", *PARTS]
+    rows = [[str(timing.context), *_cells(timing)] for timing in timings]
+    return aligned([heads, *rows])
+
+
+def _cells(timing: StepTiming) -> list[str]:
+    times = (f"{s * 1e3:.1f}" for s in (timing.step_s, timing.best_s, timing.p90_s))
+    whole = sum(timing.parts_s.values())
+    tokens_per_s = timing.batch * timing.new_tokens / timing.step_s
+    shares = (f"{timing.parts_s[part] / whole:.0%}" for part in PARTS)
+    return [str(timing.batch), *times, f"{tokens_per_s:,.0f}", *shares]
+
+
+def _asked(config: StepBench) -> str:
+    tokens = "token" if config.new_tokens == 1 else "tokens"
+    return (
+        f"{config.new_tokens} new {tokens} per request, {config.sampling}, "
+        f"median of {config.steps} steps"
+    )

@@ -1,0 +1,176 @@
+"""`tidegate engine`: one engine of a cluster and its worker, without a gateway.
+
+options -> configs -> the lock of its address -> the model's path -> the watch loop
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.client import Engine
+from protocol.config.engine import EngineConfig
+from protocol.config.serve import SoloConfig
+from protocol.config.worker import WorkerConfig
+from protocol.errors import EngineNotReady
+from protocol.log_lines import LogStyle
+from protocol.sockets import local_address, run_directory
+from tools.commands.models import resolve
+from tools.commands.serve import (
+    check_installation,
+    check_key,
+    check_kv_disk,
+    engine_command,
+    log_limits,
+)
+from tools.failure import Failure
+from tools.flags import add_flags, build
+from tools.http.web import ServerReadiness
+from tools.models.catalogue import DEFAULT
+from tools.models.fetch import home
+from tools.models.preflight import check_models
+from tools.processes import run_lock
+from tools.processes.children import Child
+from tools.processes.topology import check_reachable, in_cluster, with_model
+from tools.processes.watch import supervise
+from tools.terminal import Terminal, log_style
+
+DESCRIPTION = """\
+Start one engine of a cluster, with its worker, for gateways on any host: `tidegate serve --prefill
+... --decode ...`. One with the role prefill computes prompts, one with the role decode goes on from
+them. All hosts need the same cluster key, the same model and the same --dtype and --block-tokens.
+Ctrl-C stops it after open requests have finished; pressed twice, at once.
+"""
+
+EXAMPLES = """\
+example, over three hosts that have the same cluster.key (tidegate key cluster.key):
+  a$ tidegate engine --role prefill --address tcp://0.0.0.0:5600 --kv-address tcp://a:5601 \\
+       --cluster-key cluster.key
+  b$ tidegate engine --role decode --address tcp://0.0.0.0:5600 --cluster-key cluster.key
+  c$ tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
+"""
+
+ROOMS = (
+    ("this command", SoloConfig),
+    ("the engine", EngineConfig),
+    ("the worker", WorkerConfig),
+)
+ASK_S = 1.0
+TAKEN = ("an engine already runs at this address ({})", "--address")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT,
+        metavar="MODEL",
+        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
+        f"(default {DEFAULT})",
+    )
+    for title, config in ROOMS:
+        add_flags(parser, config, title=title)
+
+
+def plan(
+    options: Mapping[str, Any], style: LogStyle = "text"
+) -> tuple[SoloConfig, EngineConfig, Path]:
+    """The configs that the options make, and the engine's directory; the model is still as the user
+    named it. Raises Failure, with the exit code of a usage error, where options contradict."""
+    try:
+        solo = build(SoloConfig, options)
+        directory = directory_of(solo.address)
+        address = f"ipc://{directory / 'worker.sock'}"
+        worker = build(
+            WorkerConfig, options, model=options["model"], address=address, log_format=style
+        )
+        engine = build(EngineConfig, options, worker=worker, address=solo.address, log_format=style)
+    except ValueError as error:
+        raise Failure(str(error), exit_code=2) from None
+    if engine.role == "prefill" and not solo.kv_address:
+        raise Failure("--role prefill needs --kv-address: who goes on fetches there", exit_code=2)
+    if solo.kv_address:
+        check_reachable(solo.kv_address, "--kv-address")
+    return solo, in_cluster(engine, solo.cluster_key, solo.kv_address), directory
+
+
+def directory_of(address: str) -> Path:
+    """The private directory of the engine at `address`: a short name, whatever the address is."""
+    name = hashlib.sha256(address.encode()).hexdigest()[:12]
+    return run_directory(0).parent / f"engine-{name}"
+
+
+class _Watched:
+    """The engine, as its clients find it."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._address = local_address(engine.address)
+        self._key = engine.cluster_key
+
+    def readiness(self) -> ServerReadiness | None:
+        try:
+            with Engine(
+                self._address, name="tidegate engine", wait_s=ASK_S, cluster_key=self._key
+            ) as engine:
+                return ServerReadiness(is_ready=True, model=engine.model.name)
+        except EngineNotReady:
+            return None
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    terminal = Terminal(log_style(options.log_format))
+    solo, engine, directory = plan(vars(options), terminal.style)
+    check_installation(["torch"])
+    check_key(engine.cluster_key)
+    check_kv_disk(engine.worker.kv_disk)
+    with run_lock.holding(directory, TAKEN) as lock:
+        draft = engine.worker.draft_model
+        path = resolve(engine.worker.model, home(), terminal.progress)
+        draft_path = resolve(draft, home(), terminal.progress) if draft else None
+        engine = with_model(engine, path, draft_path)
+        log_limits(check_models([engine.worker]).plans, terminal)
+        return _serve(solo, engine, lock, started, terminal)
+
+
+def _serve(
+    solo: SoloConfig, engine: EngineConfig, lock: int, started: float, terminal: Terminal
+) -> int:
+    def started_it(children: Sequence[Child]) -> None:
+        terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
+
+    def ready(model: str | None) -> None:
+        run_lock.describe(lock, run_lock.LockFacts(url=engine.address, model=model or ""))
+        terminal.show(_welcome(engine, model, time.monotonic() - started))
+
+    run_lock.describe(lock, run_lock.LockFacts(url=engine.address))
+    return supervise(
+        [engine_command("engine", engine, lock)],
+        _Watched(engine),
+        terminal,
+        start_timeout_s=solo.start_timeout_s,
+        drain_s=solo.drain_s,
+        max_restarts=solo.max_restarts,
+        on_started=started_it,
+        on_listening=lambda: None,
+        on_ready=ready,
+    )
+
+
+def _welcome(engine: EngineConfig, model: str | None, seconds: float) -> str:
+    does = {
+        "prefill": "computes prompts for other engines",
+        "decode": "goes on from prompts that others computed",
+        "both": "computes prompts for others, and answers",
+    }[engine.role]
+    fetched = f"\n  K/V is fetched from {engine.worker.kv_address}" * engine.worker.kv_export
+    return f"""
+This engine serves {model} at {engine.address}  (ready in {seconds:.1f} s)
+  role {engine.role}: it {does}{fetched}
+
+Ctrl-C stops it.
+"""

@@ -1,0 +1,149 @@
+"""`tidegate profile`: a trace of a running server's worker, and the CPU of each of its processes.
+
+It asks the engine, not the gateway, so it works while HTTP is down. CPU is read from /proc while
+the worker records: of the server's own process and of all that descend from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from protocol.client import Engine
+from protocol.errors import EngineNotReady, ServingError
+from protocol.messages import Profiled
+from protocol.process_state import PROC, all_stats, families, name_of
+from protocol.sockets import engine_address
+from tools.bench.report import aligned
+from tools.failure import Failure
+from tools.processes.servers import add_server, local_server
+
+DESCRIPTION = """\
+Record what the worker of a running server does in its next steps, as a Chrome trace, and how much
+CPU each process takes meanwhile. It waits until there are steps: put a load on the server.
+Recording makes steps slower. Ctrl-C ends it early, and no trace is told of.
+"""
+
+EXAMPLES = """\
+examples:
+  tidegate profile                        50 steps, into ./profile
+  tidegate profile --steps 10 --directory /var/tmp/traces --port 8001
+  then open the file at https://ui.perfetto.dev or in chrome://tracing
+"""
+
+WAIT_S = 3.0
+SAMPLE_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSample:
+    """seconds of CPU by process id, at `at` (seconds since 1970)"""
+
+    at: float
+    cpu_s: Mapping[int, float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+    parser.add_argument(
+        "--steps", type=int, default=50, metavar="N", help="how many (default %(default)s)"
+    )
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        default=60.0,
+        metavar="X",
+        help="give up when they have not been made by then (default %(default)s)",
+    )
+    parser.add_argument(
+        "--directory",
+        default="profile",
+        metavar="DIRECTORY",
+        help="where the trace is written, on the server's machine; made if need be, and nobody "
+        "else may be able to enter it (default %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    server = local_server(options)
+    directory = str(Path(options.directory).expanduser().absolute())
+    try:
+        with (
+            Engine(engine_address(server.port), name="profile", wait_s=WAIT_S) as engine,
+            Sampler(server.pid) as sampler,
+        ):
+            profiled = engine.profile(options.steps, directory, wait_s=options.wait_s)
+    except EngineNotReady as error:
+        raise Failure(f"the engine is not ready: {error}") from None
+    except TimeoutError as error:
+        raise Failure(f"{error}: does the server have anything to do?") from None
+    except ServingError as error:
+        raise Failure(str(error)) from None
+    print(told(profiled, sampler))
+    return 0
+
+
+class Sampler:
+    """Reads the CPU times of a process and its descendants, again and again while inside."""
+
+    def __init__(self, root: int, proc: Path = PROC) -> None:
+        self.samples: list[CpuSample] = []
+        self.names: dict[int, str] = {}
+        self._root, self._proc = root, proc
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            found = descendants(self._root, self._proc)
+            self.samples.append(CpuSample(time.time(), found))
+            for pid in found.keys() - self.names.keys():
+                self.names[pid] = name_of(pid, self._proc)
+            if self._stop.wait(SAMPLE_EVERY_S):
+                return
+
+
+def descendants(root: int, proc: Path) -> dict[int, float]:
+    """Seconds of CPU that `root` and all below it have used, by process id."""
+    stats = all_stats(proc)
+    found = families({root} & stats.keys(), {pid: stat.parent for pid, stat in stats.items()})
+    return {pid: stats[pid].cpu_s for pid in sorted(found)}
+
+
+def shares(samples: list[CpuSample], began: float, ended: float) -> dict[int, float]:
+    """Cores that each process kept busy between the last sample before `began` and the first after
+    `ended`; of processes that were there all the time."""
+    before = [sample for sample in samples if sample.at <= began] or samples[:1]
+    after = [sample for sample in samples if sample.at >= ended] or samples[-1:]
+    if not before or after[0].at <= before[-1].at:
+        return {}
+    first, last = before[-1], after[0]
+    seconds = last.at - first.at
+    return {
+        pid: (used - first.cpu_s[pid]) / seconds
+        for pid, used in last.cpu_s.items()
+        if pid in first.cpu_s
+    }
+
+
+def told(profiled: Profiled, sampler: Sampler) -> str:
+    found = shares(sampler.samples, profiled.began, profiled.ended)
+    rows = [["process", "pid", "CPU, cores"]]
+    rows += [[sampler.names[pid], str(pid), f"{share:.2f}"] for pid, share in found.items()]
+    return (
+        f"{profiled.steps} steps in {profiled.ended - profiled.began:.2f} s: {profiled.file}\n\n"
+        f"{aligned(rows)}"
+    )

@@ -1,0 +1,408 @@
+"""`tidegate serve`: from the command line to running processes.
+
+    options -> configs -> the run directory's lock -> the model's path -> commands -> the watch loop
+
+Which engines there are is decided by `tools.processes.topology`, and what to do while they run by
+`tools.processes.supervisor`; this file puts the pieces together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol import api_keys, card_file
+from protocol.cluster_key import read_cluster_key, write_cluster_key
+from protocol.config.engine import EngineConfig
+from protocol.config.gateway import GatewayConfig
+from protocol.config.serve import ServeConfig
+from protocol.config.worker import WorkerConfig
+from protocol.exit_codes import ExitCode
+from protocol.log_lines import LogStyle
+from protocol.preflight import ModelPlan
+from protocol.sockets import engine_address, run_directory
+from tools.commands.models import resolve
+from tools.failure import Failure
+from tools.flags import add_flags, build
+from tools.http.web import KEY_VARIABLE, WebServer, local_url
+from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.models.fetch import home
+from tools.models.preflight import ModelCheck, check_models, limit
+from tools.processes import run_lock
+from tools.processes.children import Child, Command, last_words
+from tools.processes.supervisor import STOP_S
+from tools.processes.topology import Engines, check_reachable, engines_of, wired, with_model
+from tools.processes.watch import supervise
+from tools.terminal import Terminal, log_style
+
+DESCRIPTION = """\
+Serve a model over the OpenAI API (HTTP) and over ZeroMQ. Ctrl-C stops the server after open
+requests have finished; pressed twice, at once.
+"""
+
+EXAMPLES = f"""\
+examples:
+  tidegate serve                                  the default model, {DEFAULT}, on port 8000
+  tidegate serve ~/models/qwen3-4b                a Hugging Face directory (safetensors)
+  tidegate serve model.gguf --port 8001           a GGUF file, on another port
+  tidegate serve --max-len 4096 --max-slots 16    less memory: shorter and fewer requests
+  tidegate serve --served-name small --gateways 2
+  tidegate serve --render-only DIRECTORY          no engine: render, derender, tokenize
+  tidegate serve --split                          two engines: one computes prompts, one answers
+  tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
+                                                  the same over hosts: see tidegate engine --help
+"""
+
+ROOMS = (
+    ("the gateway", GatewayConfig),
+    ("the engine", EngineConfig),
+    ("the worker", WorkerConfig),
+    ("the supervisor", ServeConfig),
+)
+NEEDED = {"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch": "worker"}
+"""Libraries that a child would miss at once -> the extra that brings them."""
+COMPUTES = frozenset({"torch"})
+"""Those that only a server with an engine needs."""
+ENGINE_TELLS: dict[int, int] = {
+    code: code for code in ExitCode if code not in (ExitCode.OK, ExitCode.FAILED)
+}
+GATEWAY_TELLS: dict[int, int] = {4: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL}
+"""4: gunicorn's code for an application that cannot be made, as an option is wrong."""
+CHECKED = (
+    *("api_keys", "chat_template", "default_chat_template_kwargs", "default_sampling"),
+    *("tool_format", "reasoning_format", "otlp_traces_endpoint", "cors_origin", "allowed_host"),
+)
+"""Options of the gateway whose values only its own code can check."""
+CHECK_TIMEOUT_S = 60
+CARD_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is to be started; nothing of it has happened yet.
+
+    key   our own, where the server has keys: with it we ask what it serves
+    """
+
+    engine: EngineConfig  # as the options describe one
+    gateway: GatewayConfig
+    serve: ServeConfig
+    directory: Path
+    key: str = ""
+
+    @property
+    def engines(self) -> Engines:
+        return engines_of(self.serve, self.engine, self.directory)
+
+    @property
+    def url(self) -> str:
+        return local_url(self.gateway.host, self.gateway.port)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
+        f"(default {DEFAULT})",
+    )
+    for title, config in ROOMS:
+        add_flags(parser, config, title=title)
+
+
+def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
+    """The configs that the options make; `worker.model` is still as the user named it.
+
+    style   of the log lines of all processes
+
+    Raises Failure, with the exit code of a usage error, where options contradict each other.
+    """
+    try:
+        gateway = build(GatewayConfig, options, log_format=style)
+        key = api_keys.new_key() if gateway.has_keys else ""
+        gateway = _with_digests(gateway, key)
+        directory = run_directory(gateway.port)
+        address = engine_address(gateway.port)
+        worker_address = f"ipc://{directory / 'worker.sock'}"
+        model = options["model"] or DEFAULT
+        worker = build(WorkerConfig, options, model=model, address=worker_address, log_format=style)
+        engine = build(EngineConfig, options, worker=worker, address=address, log_format=style)
+        serve = build(ServeConfig, options)
+        engines = engines_of(serve, engine, directory)
+        gateway = wired(gateway, serve, engine, engines)
+    except ValueError as error:
+        raise Failure(str(error), exit_code=2) from None
+    has_name = worker.model in CATALOGUE and bool(engines or options["model"] or serve.render_only)
+    names = gateway.served_name or ([worker.model] if has_name else [])
+    store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
+    if serve.kv_address:
+        check_reachable(serve.kv_address, "--kv-address")
+    gateway = msgspec.structs.replace(
+        gateway,
+        served_name=names,
+        response_store=store,
+        metrics_directory=str(directory / run_lock.METRICS),
+    )
+    return Plan(engine, gateway, serve, directory, key)
+
+
+def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
+    """With the digests of its keys in their place, and that of our own: the gateway needs no more.
+    Raises ValueError for what can be no key."""
+    for given in config.api_key:
+        api_keys.check_key(given)
+    digests = [api_keys.digest_of(given) for given in config.api_key]
+    own = api_keys.digest_of(key) if key else ""
+    return msgspec.structs.replace(
+        config, api_key=[], api_key_digests=digests, supervisor_digest=own
+    )
+
+
+def commands(plan: Plan, *, lock: int) -> list[Command]:
+    """How to start the children, in the order in which a drain stops them.
+
+    `-P` keeps the working directory out of sys.path, so that a folder of the user's cannot pass for
+    one of our rooms. gunicorn puts it back, so the gateway works in the run directory, where only
+    sockets are.
+    """
+    python = [sys.executable, "-P", "-m"]
+    conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
+    gateway = Command(
+        "gateway",
+        [*python, "gunicorn", conf, "gateway.app:create_app()"],
+        environment={"TIDEGATE_GATEWAY": msgspec.json.encode(plan.gateway).decode()},
+        directory=plan.directory,
+        keeps_open=[lock],
+        stands_for=ExitCode.GATEWAY_LOST,
+        tells=GATEWAY_TELLS,
+        revives=True,
+        survivors_s=STOP_S,
+        log_format=plan.gateway.log_format,
+    )
+    engines = [engine_command(name, engine, lock) for name, engine in plan.engines.items()]
+    return [gateway, *engines]
+
+
+def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
+    config = msgspec.json.encode(engine).decode()
+    arguments = [sys.executable, "-P", "-m", "engine_core", "--config", config]
+    return Command(
+        name,
+        arguments,
+        keeps_open=[lock],
+        stands_for=ExitCode.ENGINE_LOST,
+        tells=ENGINE_TELLS,
+        log_format=engine.log_format,
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    own = os.environ.pop(KEY_VARIABLE, "")  # our children need its digest alone
+    given = [*(options.api_key or []), *([own] if own else [])]
+    terminal = Terminal(log_style(options.log_format))
+    wanted = plan({**vars(options), "api_key": given}, terminal.style)
+    check_installation(NEEDED if wanted.engines else NEEDED.keys() - COMPUTES)
+    check_key(wanted.serve.cluster_key)
+    if wanted.engines:
+        check_kv_disk(wanted.engine.worker.kv_disk)
+    _check_gateway(wanted.gateway)
+    with run_lock.holding(wanted.directory) as lock:
+        run_lock.check_port_is_free(wanted.gateway.host, wanted.gateway.port)
+        if wanted.serve.split:
+            _make_key(wanted.directory / run_lock.RUN_KEY)
+        _describe(lock, wanted, wanted.gateway.served_name)
+        return _serve(_with_model_path(wanted, terminal), lock, started, terminal)
+
+
+def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
+    """Write down where the server is, and the first of its model's names, for other tools."""
+    model = next(filter(None, names), "")
+    run_lock.describe(lock, run_lock.LockFacts(url=plan.url, model=model))
+
+
+def _make_key(file: Path) -> None:
+    """For this run; the directory is ours alone."""
+    file.unlink(missing_ok=True)
+    write_cluster_key(str(file))
+
+
+def check_key(path: str) -> None:
+    """Raises Failure where a key is named that cannot be used."""
+    try:
+        read_cluster_key(path)
+    except ValueError as error:
+        raise Failure(str(error), exit_code=ExitCode.USAGE) from None
+
+
+def check_kv_disk(path: str) -> None:
+    """Make the folder for K/V on disk. Raises Failure if there can be none."""
+    try:
+        if path:
+            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"--kv-disk {path}: cannot create this folder: {error.strerror}"
+        raise Failure(why, exit_code=ExitCode.USAGE) from None
+    if path and not os.access(path, os.W_OK | os.X_OK):
+        raise Failure(f"--kv-disk {path}: not writable", exit_code=ExitCode.USAGE)
+
+
+def _check_gateway(config: GatewayConfig) -> None:
+    """Let the gateway's own code check its options before anything is started. Raises Failure.
+
+    That costs the time of its imports, so it is left out if all such options have their defaults.
+    """
+    default = GatewayConfig()
+    if all(getattr(config, name) == getattr(default, name) for name in CHECKED):
+        return
+    environment = {**os.environ, "TIDEGATE_GATEWAY": msgspec.json.encode(config).decode()}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "gateway.check"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=CHECK_TIMEOUT_S,
+    )
+    if done.returncode == ExitCode.USAGE:
+        raise Failure(last_words(done.stderr.splitlines()), exit_code=ExitCode.USAGE)
+
+
+def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
+    """Return the plan with the path of the model in place of its name, fetched if need be. Raises
+    Failure if the model cannot be served."""
+    render_only = plan.serve.render_only
+    if not plan.engines and not render_only:
+        return plan
+    say = terminal.progress
+    path = resolve(plan.engine.worker.model, home(), say, text_only=render_only)
+    draft = "" if render_only else plan.engine.worker.draft_model
+    engine = with_model(plan.engine, path, resolve(draft, home(), say) if draft else None)
+    found = replace(plan, engine=engine)
+    with ModelCheck(plan.gateway) as check:
+        if render_only:
+            file = _write_card(engine.worker, plan.directory / run_lock.CARD_FILE)
+            gateway = check.run(card_file.read(file).card)
+            return replace(found, gateway=msgspec.structs.replace(gateway, card=str(file)))
+        models = check_models([each.worker for each in found.engines.values()])
+        assert models.card is not None
+        gateway = check.run(models.card)
+    log_limits(models.plans, terminal)
+    return replace(found, gateway=gateway)
+
+
+def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
+    """Log once what shortens requests."""
+    for said in dict.fromkeys(limit(plan) for plan in plans):
+        if said is not None:
+            terminal.log(said)
+
+
+def _write_card(worker: WorkerConfig, file: Path) -> Path:
+    """What the gateway has to know of the model, which the worker's room alone can read."""
+    model, sampling = worker.model, worker.recommended_sampling
+    command = [sys.executable, "-P", "-m", "worker.startup.card", model, str(file)]
+    command += [f"--max-len={worker.max_len}"]
+    command += [f"--recommended-sampling={msgspec.json.encode(sampling).decode()}"]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CARD_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise Failure(f"reading {model} took more than {CARD_TIMEOUT_S} s") from None
+    if done.returncode:
+        words = last_words(done.stderr.splitlines()) or f"{model} cannot be read"
+        raise Failure(words, exit_code=ExitCode.BAD_MODEL)
+    return file
+
+
+def _serve(plan: Plan, lock: int, started: float, terminal: Terminal) -> int:
+    has_model = bool(plan.engines or plan.serve.render_only)
+
+    def started_all(children: Sequence[Child]) -> None:
+        all_of_them = ", ".join(f"{child.name} started (pid {child.pid})" for child in children)
+        terminal.log(all_of_them + f"; model {plan.engine.worker.model}" * has_model)
+
+    def ready(model: str | None) -> None:
+        _describe(lock, plan, [model])
+        terminal.show(_welcome(plan, model, time.monotonic() - started))
+
+    return supervise(
+        commands(plan, lock=lock),
+        WebServer(plan.url, plan.key, waits_for_all=plan.serve.split),
+        terminal,
+        start_timeout_s=plan.serve.start_timeout_s,
+        drain_s=plan.gateway.drain_s,
+        max_restarts=plan.serve.max_restarts,
+        on_started=started_all,
+        on_listening=lambda: terminal.log(
+            "gateway answers" + ("; the model is loading" if plan.engines else "")
+        ),
+        on_ready=ready,
+    )
+
+
+def _welcome(plan: Plan, model: str | None, seconds: float) -> str:
+    if plan.serve.render_only:
+        return f"""
+Tidegate renders for {model} at {plan.url}, without an engine  (ready in {seconds:.1f} s)
+
+Ctrl-C stops it.
+"""
+    header = f""" -H "Authorization: Bearer ${KEY_VARIABLE}" \\\n   """ if plan.key else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return f"""
+Tidegate serves {model} at {plan.url}  (ready in {seconds:.1f} s)
+
+  curl {plan.url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\
+    -d '{body}'
+
+  tidegate chat --url {plan.url}
+{_where(plan)}
+
+Ctrl-C stops it.
+"""
+
+
+def _where(plan: Plan) -> str:
+    """Which engines there are, and how to speak to them without HTTP."""
+    if not plan.gateway.decode:
+        return f"  ZeroMQ: {plan.gateway.engine}"
+    whose = {}
+    if plan.serve.split:
+        whose = {c.address: f" ({c.worker.threads} threads)" for c in plan.engines.values()}
+    lines = [f"  prompts computed by {a}{whose.get(a, '')}" for a in plan.gateway.prefill]
+    lines += [f"  answers computed by {a}{whose.get(a, '')}" for a in plan.gateway.decode]
+    if plan.serve.split:
+        lines.append(f"  ZeroMQ: {plan.engine.address}")
+    return "\n".join(lines)
+
+
+def check_installation(libraries: Iterable[str]) -> None:
+    for library in libraries:
+        extra = NEEDED[library]
+        if importlib.util.find_spec(library) is None:
+            raise Failure(f"{library} is not installed; try: pip install 'tidegate[{extra}]'")
+
+
+def _folder_of(room: str) -> Path:
+    """Where a room lies, without importing it."""
+    spec = importlib.util.find_spec(room)
+    if spec is None or spec.origin is None:
+        raise Failure(f"the {room} package is not installed")
+    return Path(spec.origin).parent

@@ -1,0 +1,1 @@
+"""HTTP as the tools need it."""

@@ -1,0 +1,142 @@
+"""HTTP as the tools need it: small GETs and one streamed POST, with the standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tools.failure import Failure
+
+KEY_VARIABLE = "TIDEGATE_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReadiness:
+    """
+    model  the name of what is served, once it is
+    lives  of its engines, each another when an engine was started again
+    """
+
+    is_ready: bool
+    model: str | None = None
+    lives: frozenset[str] = frozenset()
+
+
+class WebServer:
+    """A server at `url` ("http://host:port", perhaps with a path in front of all others).
+
+    key             sent with every request; "": none
+    waits_for_all   it is ready only when all engines that it knows of are
+    """
+
+    def __init__(self, url: str, key: str = "", *, waits_for_all: bool = False) -> None:
+        self._waits_for_all = waits_for_all
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise Failure(f"--url {url!r} is no http:// or https:// address", exit_code=2)
+        self.url = parts.geturl().rstrip("/")
+        self._secure = parts.scheme == "https"
+        self._address = (parts.hostname, _port(parts, url))
+        self._path = parts.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        host, port = self._address
+        return kind(host, port, timeout=timeout_s)
+
+    def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, bytes] | None:
+        """(status, body), or None where nobody answers."""
+        connection = self.connect(timeout_s)
+        try:
+            connection.request("GET", self._path + path, headers=self._headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def post(
+        self, connection: http.client.HTTPConnection, path: str, body: Any
+    ) -> http.client.HTTPResponse:
+        """The response, its body not read yet."""
+        connection.request(
+            "POST",
+            self._path + path,
+            json.dumps(body).encode(),
+            {
+                "Content-Type": "application/json",
+                "Accept": "text/event-stream",
+                **self._headers,
+            },
+        )
+        return connection.getresponse()
+
+    def readiness(self) -> ServerReadiness | None:
+        """None where nobody answers."""
+        answer = self.get("/readyz", timeout_s=1.0)
+        if answer is None:
+            return None
+        status, body = answer
+        if status != http.client.OK or (self._waits_for_all and not _are_all_ready(body)):
+            return ServerReadiness(is_ready=False)
+        return ServerReadiness(is_ready=True, model=self.first_model(), lives=_lives(body))
+
+    def first_model(self) -> str | None:
+        """The name of the model it serves; None where nobody answers as a model server would.
+        Raises Failure where it wants a key, or another one."""
+        answer = self.get("/v1/models")
+        if answer is not None and answer[0] == http.client.UNAUTHORIZED:
+            raise Failure(f"{self.url} wants an API key: --api-key or ${KEY_VARIABLE}")
+        if answer is None or answer[0] != http.client.OK:
+            return None
+        try:
+            return str(json.loads(answer[1])["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            return None
+
+
+def _are_all_ready(body: bytes) -> bool:
+    """`body` is what /readyz tells."""
+    return all(engine["ready"] for engine in _several(body))
+
+
+def _lives(body: bytes) -> frozenset[str]:
+    engines = _several(body) or [json.loads(body).get("engine", {})]
+    return frozenset(engine["epoch"] for engine in engines if engine.get("epoch"))
+
+
+def _several(body: bytes) -> list[dict[str, Any]]:
+    """Each engine of a server that has several."""
+    facts = json.loads(body)
+    return [*facts.get("prefill", []), *facts.get("decode", [])]
+
+
+def local_url(host: str, port: int) -> str:
+    """Where a program on this machine reaches a server that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def hang_up(connection: http.client.HTTPConnection) -> None:
+    """End a conversation in the middle of an answer, so that the server sees it at once."""
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _port(parts: Any, url: str) -> int | None:
+    try:
+        port: int | None = parts.port
+    except ValueError:
+        raise Failure(
+            f"--url {url!r}: the port must be a number from 0 to 65535", exit_code=2
+        ) from None
+    return port

@@ -1,0 +1,1 @@
+"""Model names: the catalogue, downloads, and the check before a start."""

@@ -1,0 +1,114 @@
+"""Whether models can be served here: checked before a server starts.
+
+The rooms check it, each in a process of its own: the worker's room reads the model's files, without
+torch; the gateway's room tries the tokenizer and the formats of answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Self
+
+import msgspec
+
+from protocol.config.gateway import GatewayConfig
+from protocol.config.worker import WorkerConfig
+from protocol.exit_codes import ExitCode
+from protocol.model_card import ModelCard
+from protocol.preflight import ModelPlan, Preflight
+from tools.failure import Failure
+from tools.processes.children import last_words
+
+TIMEOUT_S = 120
+MODEL_CHECK_TIMEOUT_S = 300
+"""More than the gateway's room gives a tokenizer before it refuses it."""
+
+
+def preflight(workers: Sequence[WorkerConfig]) -> Preflight:
+    """Return what is known of the workers of one server. Raises Failure if that cannot be asked."""
+    configs = msgspec.json.encode(workers).decode()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "worker.startup.preflight", configs],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise Failure(f"reading the model's files took more than {TIMEOUT_S} s") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").splitlines()
+        raise Failure(f"reading the model's files failed: {last_words(lines)}")
+    return msgspec.json.decode(done.stdout, type=Preflight)
+
+
+def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
+    """Return a plan for each worker, and the card of the model. Raises Failure, in one line with a
+    remedy, if one of them could not serve its model."""
+    found = preflight(workers)
+    if found.error:
+        raise Failure(f"{found.error}; {found.remedy}", exit_code=ExitCode.BAD_MODEL)
+    return found
+
+
+class ModelCheck:
+    """A check of a model by the gateway's room. Its process starts with the `with` statement, so it
+    gets ready while the model's files are read, and is killed at the end if it still runs."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+
+    def __enter__(self) -> Self:
+        config = msgspec.json.encode(self._config).decode()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gateway.model_check"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TIDEGATE_GATEWAY": config},
+        )
+        return self
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def run(self, card: ModelCard) -> GatewayConfig:
+        """Return the config with the digest of the tokenizer that was tried. Raises Failure, in one
+        line with a remedy, if a gateway could not serve the model."""
+        try:
+            said, errors = self._process.communicate(
+                msgspec.json.encode(card), timeout=MODEL_CHECK_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            why = f"checking the model's tokenizer took more than {MODEL_CHECK_TIMEOUT_S} s"
+            raise Failure(why) from None
+        code = self._process.returncode
+        if code in (ExitCode.USAGE, ExitCode.BAD_MODEL):
+            raise Failure(said.decode(errors="replace").strip(), exit_code=code)
+        if code:
+            lines = errors.decode(errors="replace").splitlines()
+            why = last_words(lines) or f"exit code {code}"
+            raise Failure(f"checking the model's tokenizer failed: {why}")
+        tried = hashlib.sha256(card.tokenizer).hexdigest()
+        return msgspec.structs.replace(self._config, tried_tokenizer=tried)
+
+
+def limit(plan: ModelPlan) -> str | None:
+    """Return why requests may not be as long as the model was made for; None if they may."""
+    if plan.max_len < plan.context_tokens:
+        return (
+            f"requests are limited to {plan.max_len:,} of the model's "
+            f"{plan.context_tokens:,} tokens (--max-len, --kv-memory-gib)"
+        )
+    if plan.window is not None:
+        return f"requests are limited to the model's attention window of {plan.window:,} tokens"
+    return None

@@ -1,0 +1,1 @@
+"""Starting, watching and finding the processes of a server."""

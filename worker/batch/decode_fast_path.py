@@ -1,0 +1,119 @@
+"""The step that most steps are, in one compiled call: every row computes one position and samples
+behind it. What it reads and writes of the slots is what the general way does (batch.py, the model,
+sampler.py, SlotTable.append_tokens), which is its twin: the same tokens, the same bits.
+
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from protocol.steps import StepPlan
+from worker.batch.batch import BatchRows, Ints
+from worker.kernels import structs
+from worker.kernels.native import address
+from worker.kv.cache import KVCache
+from worker.models.base import StepModel
+from worker.models.llama import Llama
+from worker.models.llama_native import PassMemory, WholePass
+from worker.sampling.sampler import TokenChoice
+from worker.slots.table import SlotTable
+
+
+def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
+    """Whether every row is one position, and sampled, and a draft model has nothing to do."""
+    return len(rows.sampled) == plan.num_decodes == len(rows.slots) and plan.follow_starts is None
+
+
+@dataclass(slots=True)
+class DecodeCall:
+    """What is told of a step of R rows, all but which rows; and the memory it works in, flat:
+    hidden [R * hidden], logits [R * V]."""
+
+    step: structs.CDecode
+    memory: PassMemory
+    hidden: Tensor
+    logits: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.step.forward.tokens)
+
+
+class DecodeFastPath:
+    """For one model, its slots and its cache."""
+
+    def __init__(self, whole: WholePass, slots: SlotTable, cache: KVCache) -> None:
+        self._whole = whole
+        self._slots = slots
+        self._cache = cache
+        self._call: DecodeCall | None = None
+
+    @classmethod
+    def of(cls, model: StepModel, slots: SlotTable, cache: KVCache) -> Self | None:
+        """None where the model is not computed in one call."""
+        if not isinstance(model, Llama) or model.whole is None:
+            return None
+        return cls(model.whole, slots, cache)
+
+    def is_for(self, plan: StepPlan, rows: BatchRows) -> bool:
+        return is_plain(plan, rows) and self._whole.is_for(len(rows.slots))
+
+    def __call__(
+        self, slots: Ints, starts: Ints, *, choose: bool
+    ) -> tuple[Tensor, TokenChoice | None]:
+        """Compute the positions `starts` [R] of these slots [R]: logits [R, V] float32, valid until
+        the next call; and, if asked to choose, the likeliest tokens, which now stand behind.
+
+        The slots are some of the table's. Raises ValueError where a position is none.
+        """
+        table, count = self._slots, len(slots)
+        max_tokens = table.fields["token_ids"].width
+        if starts.min() < 0 or starts.max() >= max_tokens - 1:
+            raise ValueError(f"a row goes beyond {max_tokens} tokens")
+        call = self._call
+        if call is None or call.num_rows != count:
+            call = self._call = self._prepared(count)
+        step = call.step
+        self._whole.meet(self._cache)
+        step.slots, step.starts = slots.ctypes.data, starts.ctypes.data
+        choice = _no_choice(count) if choose else None
+        step.tokens, step.finite = (
+            (None, None) if choice is None else map(address, (choice.tokens, choice.finite))
+        )
+        library = self._whole.kernels.library
+        bad = library.decode(self._whole.numbers, torch.get_num_threads(), byref(step))
+        if bad >= 0:
+            raise ValueError(f"slot {slots[bad]} holds a token that is none of {self._whole.vocab}")
+        return call.logits.view(count, -1), choice
+
+    def _prepared(self, count: int) -> DecodeCall:
+        whole, table, memory = self._whole, self._slots, PassMemory()
+        logits = torch.empty(count * whole.head.weight.outputs)
+        hidden = torch.empty(count * whole.head.weight.inputs)
+        forward = whole.forward(count, self._cache, memory)
+        forward.x = address(hidden)
+        forward.rows.block_tokens = self._cache.block_tokens
+        step = structs.CDecode(
+            forward=forward,
+            head=whole.head,
+            token_ids=address(table["token_ids"]),
+            lens=address(table["len"]),
+            block_table=address(table["block_table"]),
+            max_tokens=table.fields["token_ids"].width,
+            max_blocks=table.fields["block_table"].width,
+            vocab=whole.vocab,
+            logits=address(logits),
+        )
+        return DecodeCall(step, memory, hidden, logits)
+
+
+def _no_choice(count: int) -> TokenChoice:
+    """To be filled."""
+    return TokenChoice(torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.bool))

@@ -1,0 +1,1 @@
+"""Traces and measurements of a running worker."""

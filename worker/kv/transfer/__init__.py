@@ -1,0 +1,1 @@
+"""K/V blocks sent to and fetched from other workers."""

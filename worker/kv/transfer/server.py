@@ -1,0 +1,166 @@
+"""The end that has the content: a thread that answers other workers, and keeps nothing of them.
+
+It reads blocks while steps run; that is harmless, for nobody writes into blocks under a lease, and
+what was read of blocks that are under none any more is never called right (exports.py).
+
+A chunk is gathered when it is asked for. Those of a reader that does not take them stay in its
+connection's queue, which is as long as the window: beyond, nothing is made ready for it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Sequence
+from threading import Thread
+
+import zmq
+
+from protocol import wire
+from protocol.arrays import UInt8
+from protocol.errors import WireError
+from protocol.kv import KVEndpoint
+from protocol.kv_peers import (
+    WINDOW,
+    FromExporter,
+    FromReader,
+    KVChunk,
+    KVDone,
+    KVExpired,
+    KVLive,
+    KVOpen,
+    KVOpened,
+    KVRead,
+    KVUnlike,
+    Offer,
+    ZmqOffer,
+)
+from worker.kv.blocks import CacheBlocks
+from worker.kv.movers.nixl import Agent
+from worker.kv.movers.zmq import cuts_of
+from worker.kv.report_queue import ReportQueue
+from worker.kv.transfer.exports import Exports
+from worker.sampling.logprob_columns import int32
+
+log = logging.getLogger(__name__)
+
+SEND_QUEUE = WINDOW + 2
+"""Per reader: chunks, and the words before and after them."""
+HELP_MS = 1
+
+
+class KVServer:
+    """Answers until `close`.
+
+    socket   a ROUTER with a queue of SEND_QUEUE; used, and closed, by the thread alone
+    offers   the ways by which these blocks can be had
+    helper   what must be lent a hand while somebody reads; see movers/nixl.py
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: KVEndpoint,
+        blocks: CacheBlocks,
+        offers: Sequence[Offer],
+        exports: Exports,
+        news: ReportQueue,
+        *,
+        helper: Agent | None = None,
+    ) -> None:
+        self.num_dropped = 0  # messages that make no sense, and answers that nobody takes
+        self._socket = socket
+        self._endpoint = endpoint
+        self._blocks = blocks
+        self._offers = list(offers)
+        self._chunk_bytes = next((o.chunk_bytes for o in offers if isinstance(o, ZmqOffer)), 0)
+        self._exports = exports
+        self._news = news
+        self._helper = helper
+        self._decoder: wire.Decoder[FromReader] = wire.Decoder(FromReader)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = Thread(target=news.guard(self._run), name="kv server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        os.close(self._stop)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        with self._socket:
+            while self._stop not in (ready := dict(poller.poll(self._patience_ms()))):
+                if ready:
+                    self._hear()
+                if self._helper is not None:
+                    self._helper.help()
+        log.info("kv server stopped; messages dropped: %d", self.num_dropped)
+
+    def _patience_ms(self) -> int | None:
+        is_needed = self._helper is not None and self._exports.is_being_read
+        return HELP_MS if is_needed else None
+
+    def _hear(self) -> None:
+        """One message, and its answer."""
+        reader, *frames = self._socket.recv_multipart()
+        try:
+            answer = self._answer(self._decoder.decode(frames))
+        except WireError as error:
+            self.num_dropped += 1
+            log.debug("a message of no sense: %s", error)
+            return
+        if answer is not None:
+            self._send(reader, answer)
+
+    def _answer(self, message: FromReader) -> FromExporter | None:
+        match message:
+            case KVOpen():
+                return self._open(message)
+            case KVRead():
+                return self._chunk(message)
+            case KVDone(lease=lease, reader=reader, is_read=is_read):
+                parting = self._exports.part(lease, reader)
+                if parting.is_taken:
+                    self._news.add_taken(lease)
+                if not is_read:
+                    return None
+                return KVLive() if parting.is_live else KVExpired()
+
+    def _open(self, message: KVOpen) -> FromExporter:
+        if message.layout != self._endpoint.layout:
+            log.warning("refused a reader with a cache of %s", message.told)
+            return KVUnlike(reason=f"the peer's cache is of {self._endpoint.told}")
+        try:
+            ids = self._exports.open(message.lease, message.reader, message.first, message.count)
+        except ValueError as error:
+            return KVUnlike(reason=str(error))
+        if ids is None:
+            return KVExpired()
+        return KVOpened(blocks=int32(ids), offers=self._offers)
+
+    def _chunk(self, message: KVRead) -> FromExporter:
+        """Raises WireError where there is no such chunk."""
+        ids = self._exports.opened(message.lease, message.reader)
+        if ids is None:
+            return KVExpired()
+        if not self._chunk_bytes:
+            raise WireError("chunks are not offered")
+        try:
+            cut = cuts_of(self._blocks, len(ids), self._chunk_bytes)[message.chunk]
+        except IndexError as error:
+            raise WireError(str(error)) from None
+        pieces = self._blocks.gather(cut.first_row, cut.end_row, ids[cut.first : cut.end])
+        return KVChunk(chunk=message.chunk, crc32=zlib.crc32(pieces.data), data=UInt8(pieces))
+
+    def _send(self, reader: bytes, answer: FromExporter) -> None:
+        """Or not at all, where the reader is gone or takes nothing."""
+        try:
+            self._socket.send_multipart([reader, *wire.encode(answer)], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self.num_dropped += 1

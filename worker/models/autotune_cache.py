@@ -1,0 +1,119 @@
+"""Which form of weights is faster from how many rows on: measured on one layer, and remembered.
+
+A server measures for a few tenths of a second at its first start, and finds the table in a file at
+the next ones. The file is named by all that the times depend on; one that cannot be read, or that
+is another's, is written anew.
+
+What is measured is CPU time, of all threads: others may have the cores meanwhile, and then a clock
+on the wall says a hundred times what is true.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter, process_time
+
+import msgspec
+import torch
+from torch import Tensor
+
+from worker.layers.linear import Linear
+from worker.models.autotune import RowTime
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LEAST_TURNS, MOST_TURNS = 2, 5
+BUDGET_S = 0.3
+"""Of all turns together: each number of rows has its part, and LEAST_TURNS at least."""
+COLD_ROWS = 32
+"""Up to so many rows it counts that a step finds none of its weights in the caches ..."""
+COLD_BYTES = 1 << 26
+"""... which are filled with other things before each turn."""
+
+
+class KeptTimes(msgspec.Struct, frozen=True):
+    """A file's content. `of`: what was measured, and where."""
+
+    of: list[str]
+    table: list[RowTime]
+
+
+def row_times(
+    of: Sequence[str],
+    packed: Sequence[Linear],
+    read_dense: Callable[[], Sequence[Linear]] | None,
+    inputs: Sequence[Tensor],
+    folder: Path | None,
+) -> list[RowTime]:
+    """A layer's table. `inputs`: of each linear [max(ROWS), in]; `read_dense` is called if there is
+    no file; `folder`: where files are, None: nowhere."""
+    path = None if folder is None else folder / f"{_digest(of)}.json"
+    if path is not None and (table := _read(path, of)) is not None:
+        return table
+    table = measure(packed, read_dense() if read_dense is not None else None, inputs)
+    if path is not None:
+        _write(path, KeptTimes(list(of), table))
+    return table
+
+
+@torch.inference_mode()
+def measure(
+    packed: Sequence[Linear], dense: Sequence[Linear] | None, inputs: Sequence[Tensor]
+) -> list[RowTime]:
+    """The forms in turn, and the best turn of each."""
+    forms = [packed] if dense is None else [packed, dense]
+    other = torch.zeros(COLD_BYTES, dtype=torch.uint8)
+    table = []
+    for rows in ROWS:
+        parts = [each[:rows] for each in inputs]
+        cold = other if rows <= COLD_ROWS else other[:0]
+        until = perf_counter() + BUDGET_S / len(ROWS)
+        took: list[list[float]] = []
+        while len(took) < LEAST_TURNS or (len(took) < MOST_TURNS and perf_counter() < until):
+            took.append([_seconds(form, parts, cold) for form in forms])
+        best = [min(times) for times in zip(*took, strict=True)]
+        table.append(RowTime(rows, best[0], best[1] if dense is not None else None))
+    return table
+
+
+def _seconds(linears: Sequence[Linear], inputs: Sequence[Tensor], cold: Tensor) -> float:
+    """As if all threads had been at work all the time."""
+    cold.add_(1)
+    started = process_time()
+    for linear, x in zip(linears, inputs, strict=True):
+        linear(x)
+    return (process_time() - started) / torch.get_num_threads()
+
+
+def _digest(of: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(of).encode()).hexdigest()[:32]
+
+
+def _read(path: Path, of: Sequence[str]) -> list[RowTime] | None:
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=KeptTimes)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:  # a ValidationError is a DecodeError
+        log.warning("measuring anew: %s: %s", path, error)
+        return None
+    is_whole = tuple(time.rows for time in kept.table) == ROWS
+    return kept.table if kept.of == list(of) and is_whole else None
+
+
+def _write(path: Path, kept: KeptTimes) -> None:
+    """Whole or not at all: several workers may start at once. Without it they measure again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(kept))
+        os.replace(name, path)
+    except OSError as error:
+        log.warning("what was measured is not kept: %s", error)

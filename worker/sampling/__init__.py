@@ -1,0 +1,1 @@
+"""Logits to sampled tokens and their log-probabilities."""

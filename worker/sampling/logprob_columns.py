@@ -1,0 +1,74 @@
+"""Columns of logprobs on their way from the device to the message that tells them.
+
+What is known on the host stays there, the rest are tensors wherever they were computed: to queue
+their copies needs none of their contents, so nobody waits. `told` reads them.
+
+Legend as in protocol.steps.Logprobs, whose fields these are: N tokens, K most likely ones, A named
+ones, D of the N told twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from protocol.arrays import Float32, Int32
+from protocol.steps import Logprobs
+
+Ints = NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """possible [N]: how many of the K are no impossible tokens; counts [N]: how many were asked."""
+
+    rows: Ints
+    counts: Ints
+    possible: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+    asked_counts: Ints | None = None
+    asked: Tensor | None = None
+    drawn_at: Ints | None = None
+    drawn: Tensor | None = None
+
+    def moved(self, copy: Callable[[Tensor], Tensor]) -> LogprobColumns:
+        """The same, each tensor as `copy` gives it."""
+        moved: dict[str, Any] = {
+            name: copy(value)
+            for name in self.__slots__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **moved)
+
+    def told(self) -> Logprobs:
+        """The message, of tensors that are in host memory and may be read."""
+        return Logprobs(
+            rows=int32(self.rows),
+            counts=int32(np.minimum(self.counts, self.possible.numpy())),
+            ids=int32(self.ids.numpy()),
+            logprobs=float32(self.logprobs.numpy()),
+            ranks=int32(self.ranks.numpy()),
+            top_ids=int32(self.top_ids.numpy()),
+            top_logprobs=float32(self.top_logprobs.numpy()),
+            asked_counts=None if self.asked_counts is None else int32(self.asked_counts),
+            asked=None if self.asked is None else float32(self.asked.numpy()),
+            drawn_at=None if self.drawn_at is None else int32(self.drawn_at),
+            drawn=None if self.drawn is None else float32(self.drawn.numpy()),
+        )
+
+
+def int32(values: NDArray[np.generic]) -> Int32:
+    return Int32(values.astype(np.int32).tobytes(), values.shape)
+
+
+def float32(values: NDArray[np.generic]) -> Float32:
+    return Float32(values.astype(np.float32).tobytes(), values.shape)

@@ -1,0 +1,232 @@
+"""Logprobs: how likely a token was, for rows that ask.
+
+Of one of two distributions, or of both: the model's own, before any parameter of the request, and
+the one that the token was drawn from, after all of them. At most CHUNK rows of logits are held at a
+time. The normaliser is a sum of integers (weights.py): the bits of a logprob do not depend on a
+row's neighbours. Nothing here waits for the device: what comes out are columns still to be read.
+
+Legend: N scored tokens, V vocabulary, K most likely tokens told per row, D of the N told twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from protocol.sampling import MAX_LOGPROBS
+from worker.batch.batch import Sampled, StepBatch
+from worker.sampling.exact_probs import relative, rows_at_once, scale_bits, weigh
+from worker.sampling.features import LOGPROBS, PROMPT_LOGPROBS
+from worker.sampling.logprob_columns import LogprobColumns
+from worker.sampling.sampler import drawn_from
+from worker.slots.fields import LOGPROBS_OF
+from worker.slots.staging import upload, upload_one
+from worker.slots.table import SlotTable
+
+CHUNK = 64
+"""Rows of logits held at once: 64 x 150,000 x 4 bytes is 40 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of N tokens: logprobs [N] float32, ranks [N] int64 (1: most likely). Of the K most likely:
+    top_ids [N, K] int64, top_logprobs [N, K] float32, best first, equal ones by id. Of those that
+    somebody named: asked [N, A] float32."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+    asked: Tensor
+
+
+def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None = None) -> Scores:
+    """logits [N, V] float32, -inf where impossible; tokens [N] int64; num_top up to MAX_LOGPROBS;
+    asked_ids [N, A] int64."""
+    peaks = logits.amax(-1)
+    vocab = logits.shape[1]
+    mass = weigh(relative(logits, peaks), vocab).sum(-1)
+    normaliser = peaks.double() + (mass * 2.0 ** -scale_bits(vocab)).log_()
+    chosen = logits.gather(1, tokens[:, None])
+    ranks = (logits > chosen).sum(-1) + 1
+    top, top_ids = _most_likely(logits, num_top)
+    asked = logits[:, :0] if asked_ids is None else logits.gather(1, asked_ids)
+    return Scores(
+        (chosen.squeeze(1) - normaliser).float(),
+        ranks,
+        top_ids,
+        (top - normaliser[:, None]).float(),
+        (asked - normaliser[:, None]).float(),
+    )
+
+
+def sampled_logprobs(
+    logits: Tensor, processed: Tensor, tokens: Tensor, slots: SlotTable, sampled: Sampled
+) -> LogprobColumns | None:
+    """Of the tokens [S] just sampled, for rows that asked; None if none did.
+
+    logits [S, V] are the model's own, processed [S, V] what parameters have made of them
+    """
+    if not sampled.extras & LOGPROBS:
+        return None
+    counts = slots.host("num_logprobs")[sampled.host_slots].numpy()
+    rows = np.flatnonzero(counts >= 0)
+    if not len(rows):
+        return None
+    (of,) = upload([rows], slots.device)
+    kinds = slots.host("logprobs_of")[sampled.host_slots].numpy()[rows]
+    is_drawn = kinds == LOGPROBS_OF.index("sampling")
+
+    def logits_of(start: int, stop: int) -> Tensor:
+        some, part = rows[start:stop], logits.index_select(0, of[start:stop])
+        return _with_drawn(part, is_drawn[start:stop], some, processed, slots, sampled)
+
+    asked_ids, chosen = _asked_ids(slots, sampled, rows), tokens.index_select(0, of)
+    scored = _scored(rows, counts[rows], chosen, logits_of, asked_ids)
+    if asked_ids is not None:
+        asked_counts = slots.host("num_asked")[sampled.host_slots].numpy()[rows]
+        scored = replace(scored, asked_counts=asked_counts)
+    both = np.flatnonzero(kinds == LOGPROBS_OF.index("both"))
+    if not len(both):
+        return scored
+    told = _told_ids(scored, asked_ids, both)
+    values = _drawn(told, rows[both], processed, slots, sampled)
+    return replace(scored, drawn_at=both, drawn=values)
+
+
+def prompt_logprobs(
+    hidden: Tensor, project: Callable[[Tensor], Tensor], slots: SlotTable, batch: StepBatch
+) -> LogprobColumns | None:
+    """Of prompt tokens that follow a computed position, for rows that asked; None without any.
+
+    hidden [T, hidden] of the step; project turns some of its rows into logits.
+    """
+    if not batch.sampled.extras & PROMPT_LOGPROBS:
+        return None
+    rows = batch.rows
+    counts = slots.host("num_prompt_logprobs").numpy()[rows.slots]
+    prompt_len = slots.host("prompt_len").numpy()[rows.slots].astype(np.int64)
+    # Position p predicts token p + 1: the last prompt position predicts what is not prompt.
+    scored = np.where(counts >= 0, (prompt_len - 1 - rows.starts).clip(0, rows.counts), 0)
+    if not scored.any():
+        return None
+    row_of = np.repeat(np.arange(len(scored)), scored)
+    nth = np.arange(len(row_of)) - (scored.cumsum() - scored)[row_of]
+    at = (rows.ends - rows.counts)[row_of] + nth
+    target = rows.slots[row_of] * slots.fields["token_ids"].width + rows.starts[row_of] + nth + 1
+    positions, target_items = upload([at, target], slots.device)
+    tokens = slots["token_ids"].view(-1).index_select(0, target_items).long()
+    return _scored(
+        row_of,
+        counts[row_of],
+        tokens,
+        lambda a, b: project(hidden.index_select(0, positions[a:b])),
+    )
+
+
+def _with_drawn(
+    part: Tensor,
+    is_drawn: NDArray[np.bool_],
+    rows: NDArray[np.int64],
+    processed: Tensor,
+    slots: SlotTable,
+    sampled: Sampled,
+) -> Tensor:
+    """The model's logits `part` [n, V] of sampled rows [n], where not is_drawn [n]; else what the
+    row drew from."""
+    at = np.flatnonzero(is_drawn)
+    if len(at):
+        filtered = _drawn_from(processed, slots, sampled, rows[at])
+        part.index_copy_(0, upload_one(torch.from_numpy(at), slots.device), filtered)
+    return part
+
+
+def _told_ids(scored: LogprobColumns, asked_ids: Tensor | None, at: NDArray[np.int64]) -> Tensor:
+    """[D, 1 + K + A]: of the scored rows `at` the token chosen, the likely ones, the named ones."""
+    (of,) = upload([at], scored.ids.device)
+    parts = [scored.ids[:, None], scored.top_ids]
+    if asked_ids is not None:
+        parts.append(asked_ids)
+    return torch.cat(parts, 1).index_select(0, of)
+
+
+def _drawn(
+    ids: Tensor, rows: NDArray[np.int64], processed: Tensor, slots: SlotTable, sampled: Sampled
+) -> Tensor:
+    """Of the tokens ids [D, I], the first of which was chosen, in what these rows [D] drew from."""
+    parts = []
+    for start in range(0, len(rows), CHUNK):
+        some = slice(start, start + CHUNK)
+        filtered = _drawn_from(processed, slots, sampled, rows[some])
+        size = rows_at_once(filtered.device)
+        pairs = zip(torch.split(filtered, size), torch.split(ids[some], size), strict=True)
+        parts += [score(part, told[:, 0], 0, told).asked for part, told in pairs]
+    return torch.cat(parts)
+
+
+def _drawn_from(
+    processed: Tensor, slots: SlotTable, sampled: Sampled, rows: NDArray[np.int64]
+) -> Tensor:
+    return drawn_from(processed, slots, sampled, torch.from_numpy(rows))
+
+
+def _asked_ids(slots: SlotTable, sampled: Sampled, rows: NDArray[np.int64]) -> Tensor | None:
+    """The ids [N, A] that the requests of these sampled rows named; 0 beyond a row's own list, and
+    None where there are none."""
+    host_slots = sampled.host_slots[torch.from_numpy(rows)]
+    longest = int(slots.host("num_asked")[host_slots].max())
+    if not longest:
+        return None
+    at = upload_one(host_slots, slots.device)
+    ids = slots["asked_ids"][:, :longest].index_select(0, at).long()
+    places = torch.arange(longest, device=slots.device)
+    return torch.where(places < slots["num_asked"].index_select(0, at)[:, None], ids, 0)
+
+
+def _most_likely(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Values and ids of the num_top greatest logits. The same for any num_top: always the first of
+    MAX_LOGPROBS, in falling order, equal ones in rising order of id."""
+    if not num_top:
+        return logits[:, :0], torch.empty_like(logits[:, :0], dtype=torch.int64)
+    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))
+    ids, by_id = ids.sort(-1)
+    values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values[:, :num_top], ids.gather(1, by_value)[:, :num_top]
+
+
+def _scored(
+    rows: NDArray[np.int64],
+    counts: NDArray[np.int32],
+    tokens: Tensor,
+    logits_of: Callable[[int, int], Tensor],
+    asked_ids: Tensor | None = None,
+) -> LogprobColumns:
+    """Scores of tokens [N]; logits_of(a, b) are the logits of tokens [a, b)."""
+    num_top, size = int(counts.max()), rows_at_once(tokens.device)
+    asked = tokens.new_empty(len(tokens), 0) if asked_ids is None else asked_ids
+    parts = []
+    for start in range(0, len(rows), CHUNK):
+        some = slice(start, start + CHUNK)
+        logits = logits_of(start, min(start + CHUNK, len(rows)))
+        pieces = (torch.split(each, size) for each in (logits, tokens[some], asked[some]))
+        parts += [
+            score(piece, chosen, num_top, named)
+            for piece, chosen, named in zip(*pieces, strict=True)
+        ]
+    top_logprobs = torch.cat([part.top_logprobs for part in parts])
+    return LogprobColumns(
+        rows=rows,
+        counts=counts,
+        possible=top_logprobs.isfinite().sum(-1),
+        ids=tokens,
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        ranks=torch.cat([part.ranks for part in parts]),
+        top_ids=torch.cat([part.top_ids for part in parts]),
+        top_logprobs=top_logprobs,
+        asked=None if asked_ids is None else torch.cat([part.asked for part in parts]),
+    )

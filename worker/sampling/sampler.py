@@ -1,0 +1,253 @@
+"""Choosing the next token from processed logits.
+
+Greedy rows (temperature 0) take the argmax, the lowest id among equals; nothing is exponentiated or
+sorted for them. Other rows, in this order and each on what the former left:
+
+    temperature -> top_k -> top_p -> min_p -> draw
+
+    top_k   the k most likely tokens, and all that are as likely as the k-th
+    top_p   the fewest most likely tokens that hold top_p of the mass, and all as likely as the last
+    min_p   tokens at least min_p times as likely as the most likely one
+    draw    inverse of the cumulative distribution in vocabulary order, at u = hash(seed, position)
+
+Every filter is a lower bound on a token's share (its probability relative to the most likely
+token's), so together they are one comparison. A row's token depends on its own logits, parameters,
+seed and position alone, never on its neighbours: sums are over integers (weights.py), and where the
+work is grouped, it is by a row's own parameters.
+
+Legend: S rows, V vocabulary, N rows of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.batch.batch import Sampled
+from worker.sampling.exact_probs import relative, rows_at_once, weigh
+from worker.sampling.features import DRAW
+from worker.sampling.randomness import uniform
+from worker.slots.staging import upload_one
+from worker.slots.table import SlotTable
+
+DIGIT_BITS = 10
+SHIFTS = (20, 10, 0)
+"""Three digits of ten bits are a share as an integer: shares are not above 1, whose bits are below
+2**30, and shares that are not negative rise as their bits do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """tokens [S] int64; finite [S] bool: False where logits were NaN or infinite; token 0."""
+
+    tokens: Tensor
+    finite: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Parameters of N rows that draw, [N] each: on the device, and the filters on the host as well.
+
+    top_k 0, top_p 1 and min_p 0 are off;   u float64 in [0, 1)
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    u: Tensor
+    host_top_k: Tensor
+    host_top_p: Tensor
+    host_min_p: Tensor
+
+    def split(self, size: int) -> Iterator[Draws]:
+        """The same, `size` rows at a time."""
+        columns = (torch.split(getattr(self, name), size) for name in self.__slots__)
+        return (Draws(*values) for values in zip(*columns, strict=True))
+
+
+def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> TokenChoice:
+    """One token for each row of logits [S, V] float32."""
+    if not sampled.extras & DRAW:
+        return _checked(*logits.max(-1))
+    is_greedy = slots.host("temperature")[sampled.host_slots] == 0
+    greedy, drawing = _where(is_greedy), _where(~is_greedy)
+    if not len(drawing):
+        return _checked(*logits.max(-1))
+    if not len(greedy):
+        return _draw_rows(logits, slots, sampled, drawing)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+    for rows in (greedy, drawing):
+        of = upload_one(rows, logits.device)
+        part = logits.index_select(0, of)
+        choice = (
+            _checked(*part.max(-1)) if rows is greedy else _draw_rows(part, slots, sampled, rows)
+        )
+        tokens.index_copy_(0, of, choice.tokens)
+        finite.index_copy_(0, of, choice.finite)
+    return TokenChoice(tokens, finite)
+
+
+def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+    """logits [N, V] float32, peaks [N] their maxima -> tokens [N] int64."""
+    size = rows_at_once(logits.device)
+    if len(logits) > size:
+        parts = zip(
+            torch.split(logits, size), torch.split(peaks, size), draws.split(size), strict=True
+        )
+        return torch.cat([draw(*part) for part in parts])
+    shares = relative(logits, peaks, draws.temperature)
+    weights = weigh(shares, shares.shape[1])
+    bound = keep_from(shares, draws)
+    if bound is not None:
+        weights.masked_fill_(shares < bound[:, None], 0)
+    return _invert(weights, draws.u)
+
+
+def drawn_from(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> Tensor:
+    """What `rows` [N], which index the step's sampled rows on the host, draw from: logarithms
+    [N, V] of the shares that `draw` sees, -inf where a filter leaves a token out. For processed
+    logits [S, V]; greedy rows draw from nothing."""
+    draws, device = _draws(slots, sampled, rows, logits.device), logits.device
+    part = logits.index_select(0, upload_one(rows, device))
+    size = rows_at_once(device)
+    pairs = zip(torch.split(part, size), draws.split(size), strict=True)
+    return torch.cat([_filtered(*pair) for pair in pairs])
+
+
+def _filtered(logits: Tensor, draws: Draws) -> Tensor:
+    gaps = (logits - logits.amax(-1)[:, None]).div_(draws.temperature[:, None])
+    shares = gaps.exp()
+    bound = keep_from(shares, draws)
+    return gaps if bound is None else gaps.masked_fill_(shares < bound[:, None], float("-inf"))
+
+
+def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
+    """The least share [N] that is kept, of shares [N, V]; None where no row filters."""
+    by_count = _where((draws.host_top_k > 0) & (draws.host_top_k < shares.shape[1]))
+    by_mass = _where(draws.host_top_p < 1)
+    if not len(by_count) and not len(by_mass) and not bool((draws.host_min_p > 0).any()):
+        return None
+    bound = torch.zeros_like(draws.min_p)
+    if len(by_count):
+        of = upload_one(by_count, shares.device)
+        most = int(draws.host_top_k[by_count].max())
+        bound.index_copy_(0, of, _kth(_rows(shares, of), draws.top_k[of].long(), most))
+    if len(by_mass):
+        of = upload_one(by_mass, shares.device)
+        part = _rows(shares, of)
+        if len(by_count):
+            part = part.masked_fill(part < bound[of][:, None], 0)
+        bound.index_copy_(0, of, _nucleus(part, draws.top_p[of]))
+    return torch.maximum(bound, draws.min_p)
+
+
+# ---- the pieces
+
+
+def _draw_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> TokenChoice:
+    """logits [N, V] of `rows` [N], which index the step's sampled rows, on the host."""
+    peaks = logits.amax(-1)
+    return _checked(peaks, draw(logits, peaks, _draws(slots, sampled, rows, logits.device)))
+
+
+def _draws(slots: SlotTable, sampled: Sampled, rows: Tensor, device: torch.device) -> Draws:
+    of = upload_one(rows, device)
+    host_at, at, position = sampled.host_slots[rows], sampled.slots[of], sampled.known[of]
+    return Draws(
+        temperature=slots["temperature"][at],
+        top_k=slots["top_k"][at],
+        top_p=slots["top_p"][at],
+        min_p=slots["min_p"][at],
+        u=uniform(slots["seed"][at], position),
+        host_top_k=slots.host("top_k")[host_at],
+        host_top_p=slots.host("top_p")[host_at],
+        host_min_p=slots.host("min_p")[host_at],
+    )
+
+
+def _checked(peaks: Tensor, tokens: Tensor) -> TokenChoice:
+    """A row's maximum is NaN if any logit is, and infinite if one is or if nothing is possible."""
+    finite = peaks.isfinite()
+    return TokenChoice(torch.where(finite, tokens, 0), finite)
+
+
+def _kth(shares: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """The top_k[n]-th greatest share of each row; `most` is the greatest top_k."""
+    best = shares.topk(most).values
+    return best.gather(1, (top_k - 1)[:, None]).squeeze(1)
+
+
+def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
+    """The greatest bound [N] such that what is not below it holds at least top_p of the row's mass:
+    a value of the row, found exactly, so both ways find the same. On a GPU sorting is cheap, and
+    looking for digits would wait for the device.
+    """
+    weights = weigh(shares, shares.shape[1])
+    mass = weights.sum(-1)
+    target = (mass * top_p.double()).ceil_().to(torch.int64).clamp_(min=1).minimum(mass)
+    return (bound_by_digits if shares.device.type == "cpu" else bound_by_order)(
+        shares, weights, target
+    )
+
+
+def bound_by_order(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """The share [N] where falling shares [N, V] together weigh target [N]."""
+    best, order = shares.sort(-1, descending=True)
+    totals = weights.gather(1, order).cumsum(-1)
+    at = torch.searchsorted(totals, target[:, None]).clamp_(max=shares.shape[1] - 1)
+    return best.gather(1, at).squeeze(1)
+
+
+def bound_by_digits(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """The same without sorting: its bits are found a digit at a time, from the highest, by what the
+    shares weigh that have a digit in this place, and all higher ones in common with the bound. Rows
+    that are not finite get any bound."""
+    size = 1 << DIGIT_BITS
+    keys = shares.contiguous().view(torch.int32)
+    digits = (keys >> SHIFTS[0]).clamp_(0, size - 1)
+    totals = torch.zeros(len(keys), size, dtype=torch.int64)
+    totals.scatter_add_(1, digits.long(), weights)
+    bits, target = _digit(totals, target)
+    kept = _where((digits == bits.int()[:, None]).view(-1))
+    rows = kept // keys.shape[1]
+    keys, weights = (each.view(-1).index_select(0, kept) for each in (keys, weights))
+    for shift in SHIFTS[1:]:
+        digits = (keys >> shift).bitwise_and_(size - 1)
+        totals.zero_().view(-1).scatter_add_(0, rows * size + digits, weights)
+        chosen, target = _digit(totals, target)
+        bits = bits * size + chosen
+        kept = _where(digits == chosen.index_select(0, rows))
+        rows, keys, weights = (each.index_select(0, kept) for each in (rows, keys, weights))
+    return bits.int().view(torch.float32)
+
+
+def _digit(totals: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """totals [N, digits]: what the shares with each digit weigh -> each row's greatest digit [N]
+    such that those with it or a greater one weigh target [N]; and what of it the greater ones
+    leave."""
+    falling = totals.flip(1).cumsum(1)
+    at = torch.searchsorted(falling, target[:, None]).clamp_(max=totals.shape[1] - 1)
+    before = torch.where(at > 0, falling.gather(1, (at - 1).clamp_(min=0)), 0)
+    return totals.shape[1] - 1 - at.squeeze(1), target - before.squeeze(1)
+
+
+def _invert(weights: Tensor, u: Tensor) -> Tensor:
+    """The first token where the running total of weights [N, V] exceeds u [N] times their sum."""
+    totals = weights.cumsum(-1)
+    point = (totals[:, -1] * u).to(torch.int64)
+    tokens = torch.searchsorted(totals, point[:, None], right=True).squeeze(1)
+    return tokens.clamp_(max=weights.shape[1] - 1)
+
+
+def _rows(matrix: Tensor, of: Tensor) -> Tensor:
+    """The rows `of` (ascending, distinct) of a matrix; not copied where they are all of them."""
+    return matrix if len(of) == len(matrix) else matrix.index_select(0, of)
+
+
+def _where(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1)

@@ -1,0 +1,1 @@
+"""Slots: the per-request buffers that outlive a step."""

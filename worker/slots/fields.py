@@ -1,0 +1,207 @@
+"""The table of all per-slot buffers: the one list where a request's state is declared.
+
+To add a field is to say what becomes of the rest of its row (`rest`); everything else follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+import numpy as np
+import torch
+
+from protocol.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+    LogprobsOf,
+    SamplingParams,
+)
+from protocol.steps import NULL_BLOCK, SlotInit
+from worker.sampling.features import features_of
+from worker.slots.staging import integers
+from worker.slots.table import RestPolicy, SlotField, Value
+
+MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32
+"""The request's own and the model's end tokens."""
+NO_LOGPROBS = -1
+LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
+"""A slot holds the place of its request's `logprobs_of` in here."""
+
+SAMPLED = ("SlotTable.append_tokens",)
+EXTENDED = ("SlotTable.stage_items",)
+
+
+def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
+    """max_len tokens and max_blocks blocks are the most that one request can have."""
+    return (*_tokens_and_blocks(max_len, max_blocks), *_numbers(), *_lists())
+
+
+def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
+    """Token p of a request is token_ids[slot, p], whoever wrote it: prompt, sampler, another life.
+
+    generation is the device's copy of what SlotTable keeps on the host, for work that is in flight
+    when its slot changes hands.
+    """
+    return (
+        SlotField(
+            name="token_ids",
+            dtype=torch.int32,
+            shape=(max_len,),
+            rest=RestPolicy.GUARDED,
+            guard="len",
+            init=lambda init: integers(init.tokens.data),
+            written_by=SAMPLED + EXTENDED,
+        ),
+        SlotField(
+            name="len",
+            dtype=torch.int32,
+            rest=RestPolicy.FILL,
+            init=lambda init: len(init.tokens),
+            written_by=SAMPLED + EXTENDED,
+        ),
+        SlotField(
+            name="block_table",
+            dtype=torch.int32,
+            shape=(max_blocks,),
+            rest=RestPolicy.FILL,
+            fill=NULL_BLOCK,
+            init=lambda init: integers(init.blocks.data),
+            written_by=EXTENDED,
+        ),
+        _scalar("prompt_len", torch.int32, lambda init: init.prompt_tokens, host=True),
+        _scalar("generation", torch.int64, lambda init: init.generation),
+    )
+
+
+def _numbers() -> tuple[SlotField, ...]:
+    """min_len: tokens, prompt included, before which no stop token may be chosen."""
+    return (
+        _parameter("temperature"),
+        _parameter("top_p"),
+        _parameter("min_p"),
+        _parameter("frequency_penalty"),
+        _parameter("presence_penalty"),
+        _parameter("repetition_penalty"),
+        _scalar("top_k", torch.int32, lambda init: max(init.params.top_k, 0), host=True),
+        _scalar("seed", torch.int64, lambda init: init.seed),
+        _scalar("extras", torch.int32, features_of, host=True),
+        _scalar(
+            "min_len",
+            torch.int32,
+            lambda init: init.prompt_tokens + init.params.min_tokens,
+            host=True,
+        ),
+        _scalar("num_logprobs", torch.int32, lambda init: _num_logprobs(init.params), host=True),
+        _scalar(
+            "logprobs_of",
+            torch.int32,
+            lambda init: LOGPROBS_OF.index(init.params.logprobs_of),
+            host=True,
+        ),
+        _scalar(
+            "num_prompt_logprobs",
+            torch.int32,
+            lambda init: _or_none(init.params.prompt_logprobs),
+            host=True,
+        ),
+    )
+
+
+def _lists() -> tuple[SlotField, ...]:
+    """Lists of any length up to a bound, each behind its count."""
+    return (
+        _scalar("num_bias", torch.int32, lambda init: len(init.params.logit_bias), host=True),
+        SlotField(
+            name="bias_ids",
+            dtype=torch.int32,
+            shape=(MAX_LOGIT_BIAS,),
+            rest=RestPolicy.GUARDED,
+            guard="num_bias",
+            init=lambda init: np.array(list(init.params.logit_bias), np.int64),
+        ),
+        SlotField(
+            name="bias_values",
+            dtype=torch.float32,
+            shape=(MAX_LOGIT_BIAS,),
+            rest=RestPolicy.GUARDED,
+            guard="num_bias",
+            init=lambda init: np.array(list(init.params.logit_bias.values()), np.float64),
+        ),
+        _scalar("num_stop_ids", torch.int32, lambda init: len(init.stop_ids), host=True),
+        SlotField(
+            name="stop_ids",
+            dtype=torch.int32,
+            shape=(MAX_STOP_IDS,),
+            rest=RestPolicy.GUARDED,
+            guard="num_stop_ids",
+            init=lambda init: np.array(init.stop_ids, np.int64),
+        ),
+        *_ids("allowed", MAX_ALLOWED_TOKEN_IDS, lambda params: params.allowed_token_ids or []),
+        *_ids("asked", MAX_LOGPROB_TOKEN_IDS, lambda params: params.logprob_token_ids),
+        *_bad_words(),
+    )
+
+
+def _bad_words() -> tuple[SlotField, ...]:
+    """All sequences one after the other, and where each ends."""
+    return (
+        *_ids("bad", MAX_BAD_TOKENS, lambda params: [t for word in params.bad_words for t in word]),
+        _scalar("num_bad_words", torch.int32, lambda init: len(init.params.bad_words), host=True),
+        _scalar(
+            "longest_bad_word",
+            torch.int32,
+            lambda init: max(map(len, init.params.bad_words), default=0),
+            host=True,
+        ),
+        SlotField(
+            name="bad_ends",
+            dtype=torch.int32,
+            shape=(MAX_BAD_SEQUENCES,),
+            rest=RestPolicy.GUARDED,
+            guard="num_bad_words",
+            init=lambda init: np.cumsum(
+                [len(word) for word in init.params.bad_words], dtype=np.int64
+            ),
+        ),
+    )
+
+
+def _ids(name: str, most: int, of: Callable[[SamplingParams], list[int]]) -> tuple[SlotField, ...]:
+    """A list of token ids, `{name}_ids`, behind its count, `num_{name}`."""
+    return (
+        _scalar(f"num_{name}", torch.int32, lambda init: len(of(init.params)), host=True),
+        SlotField(
+            name=f"{name}_ids",
+            dtype=torch.int32,
+            shape=(most,),
+            rest=RestPolicy.GUARDED,
+            guard=f"num_{name}",
+            init=lambda init: np.array(of(init.params), np.int64),
+        ),
+    )
+
+
+def _scalar(
+    name: str, dtype: torch.dtype, init: Callable[[SlotInit], Value], *, host: bool = False
+) -> SlotField:
+    return SlotField(name=name, dtype=dtype, rest=RestPolicy.FILL, init=init, host=host)
+
+
+def _parameter(name: str) -> SlotField:
+    """A float that SamplingParams has under the same name."""
+    assert name in SamplingParams.__struct_fields__
+    return _scalar(name, torch.float32, lambda init: getattr(init.params, name), host=True)
+
+
+def _num_logprobs(params: SamplingParams) -> int:
+    """Who asks for the logprobs of tokens of its own also gets those of the chosen ones."""
+    return 0 if params.logprobs is None and params.logprob_token_ids else _or_none(params.logprobs)
+
+
+def _or_none(count: int | None) -> int:
+    return NO_LOGPROBS if count is None else count

@@ -1,0 +1,325 @@
+"""Slots: every buffer of the worker that outlives a step and belongs to one request.
+
+The law: a request's state enters through `bind`, from one declared table of fields, and every item
+of its row that can ever be read is written by that entry. There is one entry for all requests,
+whether fresh, resumed after preemption or arriving with their prompt computed elsewhere; so nothing
+that an earlier occupant left in the row can reach a later one. Only SlotTable makes tensors of one
+row a slot.
+
+Writes are staged on the host and applied by `flush`, in order and in one batch: no value is ever
+written one by one, and the host never waits for the device.
+
+Legend: N slots bound since the last flush.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from protocol.steps import SlotInit
+from worker.slots.staging import Words, upload
+
+Value = int | float | Words
+Derive = Callable[["SlotTable", Tensor], None]
+
+
+class RestPolicy(Enum):
+    """What happens to the part of a row that `init` does not write. There is no default."""
+
+    FILL = auto()
+    """It is set to `fill`: the whole row is known after binding."""
+    GUARDED = auto()
+    """It keeps what it held; every reader is bounded by a count, the FILL field `guard`."""
+    DERIVED = auto()
+    """There is no init: the row is computed from other fields after they were written."""
+
+
+class Poison(Enum):
+    """What tests put into rows that nobody owns, as (integer, float): leaks then show."""
+
+    ZEROS = (0, 0.0)
+    PLAUSIBLE = (1, 7.25)
+    WILD = (-1_000_000_007, float("nan"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotField:
+    """One per-slot buffer, [slots, *shape] of `dtype`.
+
+    shape      () for a scalar, (width,) for a row
+    init       the value of a scalar, or a prefix of the row (int64 or float64)
+    written_by the operations that may write it after binding; empty: constant while bound
+    host       a twin in host memory, to decide which work a step needs (scalars, constant)
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    rest: RestPolicy
+    init: Callable[[SlotInit], Value] | None = None
+    fill: int | float = 0
+    guard: str | None = None
+    derive: Derive | None = None
+    written_by: tuple[str, ...] = ()
+    host: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.shape) > 1:
+            raise ValueError(f"slot field {self.name}: rows have at most one dimension")
+        if (self.rest is RestPolicy.GUARDED) != (self.guard is not None):
+            raise ValueError(f"slot field {self.name}: GUARDED, and only GUARDED, needs a guard")
+        if self.rest is RestPolicy.GUARDED and not self.shape:
+            raise ValueError(f"slot field {self.name}: a scalar has no rest to guard")
+        if (self.rest is RestPolicy.DERIVED) != (self.derive is not None):
+            raise ValueError(f"slot field {self.name}: DERIVED, and only DERIVED, needs a derive")
+        if (self.rest is RestPolicy.DERIVED) == (self.init is not None):
+            raise ValueError(f"slot field {self.name}: init is for fields that are not DERIVED")
+        if self.host and (self.shape or self.written_by or self.init is None):
+            raise ValueError(
+                f"slot field {self.name}: a host twin is a scalar that only bind writes"
+            )
+
+    @property
+    def width(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """A slot in the life of one occupant. What arrives late carries one to be checked."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """A staged write: field.flatten()[index[i]] = values[i]; values of eight bytes each."""
+
+    field: SlotField
+    index: NDArray[np.int64]
+    values: Words
+
+    def without(self, slot: int) -> SlotWrite:
+        kept = self.index // self.field.width != slot
+        return SlotWrite(self.field, self.index[kept], self.values[kept])
+
+
+class SlotTable:
+    """The buffers of all fields, and who occupies which row."""
+
+    def __init__(
+        self,
+        fields: Iterable[SlotField],
+        max_slots: int,
+        device: torch.device,
+        *,
+        poison: Poison | None = None,
+    ) -> None:
+        self.fields = {field.name: field for field in fields}
+        self.max_slots = max_slots
+        self.device = device
+        self._poison = poison
+        self._tensors = {f.name: self._new(f, device) for f in self.fields.values()}
+        self._host = {f.name: self._twin(f) for f in self.fields.values() if f.host}
+        self._occupants: dict[int, int] = {}
+        self._generations: dict[int, int] = {}
+        self._binds: dict[int, SlotInit] = {}
+        self._items: list[SlotWrite] = []
+        self._check_guards()
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The buffer on the device, [slots, *shape]. Valid for slots whose binding was flushed."""
+        return self._tensors[name]
+
+    def host(self, name: str) -> Tensor:
+        """The twin of a `host` field in host memory, [slots]."""
+        return self._host[name]
+
+    def tensors(self) -> list[Tensor]:
+        """Every per-slot tensor there is."""
+        return [*self._tensors.values(), *self._host.values()]
+
+    # ---- who is where
+
+    def bind(self, init: SlotInit) -> SlotRef:
+        """Give a free slot to a request: the only way in. Applied by the next flush.
+
+        Raises ValueError where the plan contradicts the table: slot taken or unknown, generation
+        not newer than the last one, or a value longer than its row.
+        """
+        slot = init.slot
+        if not 0 <= slot < self.max_slots:
+            raise ValueError(f"slot {slot} of {self.max_slots}")
+        if slot in self._occupants:
+            raise ValueError(f"slot {slot} is bound already")
+        if init.generation <= self._generations.get(slot, -1):
+            raise ValueError(f"slot {slot}: generation {init.generation} is not new")
+        self._check_widths(init)
+        self._occupants[slot] = self._generations[slot] = init.generation
+        self._binds[slot] = init
+        return SlotRef(slot, init.generation)
+
+    def release(self, slot: int, generation: int) -> bool:
+        """Free a slot; False, and nothing happens, if its generation is another by now."""
+        if self._occupants.get(slot) != generation:
+            return False
+        del self._occupants[slot]
+        self._binds.pop(slot, None)
+        self._items = [write.without(slot) for write in self._items]
+        if self._poison is not None:
+            self._overwrite(slot, self._poison)
+        return True
+
+    def occupant(self, slot: int) -> SlotRef:
+        """Who holds the slot now. Raises ValueError if nobody does."""
+        if slot not in self._occupants:
+            raise ValueError(f"slot {slot} is free")
+        return SlotRef(slot, self._occupants[slot])
+
+    def is_current(self, ref: SlotRef) -> bool:
+        return self._occupants.get(ref.slot) == ref.generation
+
+    # ---- staged writes
+
+    def stage_items(
+        self,
+        name: str,
+        slots: NDArray[np.int64],
+        indexes: NDArray[np.int64],
+        values: NDArray[np.int64],
+    ) -> None:
+        """Stage table[name][slots[i], indexes[i]] = values[i], for bound slots, each item once."""
+        if not len(slots):
+            return
+        field = self.fields[name]
+        free = set(slots.tolist()) - self._occupants.keys()
+        if free or indexes.min() < 0 or indexes.max() >= field.width:
+            raise ValueError(f"writes to {name} of free slots {sorted(free)} or beyond its width")
+        self._items.append(SlotWrite(field, slots * field.width + indexes, values))
+
+    def flush(self) -> None:
+        """Apply what was staged: rows of new occupants, then items, then what derives from them."""
+        inits = list(self._binds.values())
+        writes = self._resets(inits) + self._items
+        if not writes:
+            return
+        columns = [column for write in writes for column in (write.index, write.values)]
+        slots, *moved = upload([_column(self._binds), *columns], self.device)
+        if inits:
+            for field in self.fields.values():
+                if field.rest is RestPolicy.FILL and field.shape:
+                    self._fill(field, slots)
+        for write, index, values in zip(writes, moved[::2], moved[1::2], strict=True):
+            self._apply(write, index, values)
+        if inits:
+            for field in self.fields.values():
+                if field.derive is not None:
+                    self._derive(field, slots)
+        self._binds.clear()
+        self._items.clear()
+
+    def append_tokens(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """The sampler's write, on the device: tokens [S] now stand at positions [S] int64, and the
+        slots [S], each there once, end with them."""
+        flat = self["token_ids"].view(-1)
+        index = slots * self.fields["token_ids"].width + positions
+        flat.index_copy_(0, index, tokens.to(flat.dtype))
+        self["len"].index_copy_(0, slots, (positions + 1).to(self["len"].dtype))
+
+    def _resets(self, inits: Sequence[SlotInit]) -> list[SlotWrite]:
+        """What binding writes, field by field, for all new occupants."""
+        if not inits:
+            return []
+        return [_reset(field, inits) for field in self.fields.values() if field.init is not None]
+
+    def _fill(self, field: SlotField, slots: Tensor) -> None:
+        """Reset whole rows of the new occupants' slots [N]."""
+        self[field.name].index_fill_(0, slots, field.fill)
+
+    def _derive(self, field: SlotField, slots: Tensor) -> None:
+        """Compute rows of the new occupants' slots [N] from what was written to other fields."""
+        assert field.derive is not None
+        field.derive(self, slots)
+
+    def _apply(self, write: SlotWrite, index: Tensor, values: Tensor) -> None:
+        """index, values: the write's own, on the device. A host twin is written alike."""
+        tensor, field = self[write.field.name], write.field
+        tensor.view(-1).index_copy_(0, index, values.to(field.dtype))
+        twin = self._host.get(field.name)
+        if twin is not None and twin is not tensor:
+            twin[torch.from_numpy(write.index)] = torch.from_numpy(write.values).to(field.dtype)
+
+    # ---- construction and checks
+
+    def _new(self, field: SlotField, device: torch.device) -> Tensor:
+        shape = (self.max_slots, *field.shape)
+        if self._poison is None:
+            return torch.zeros(shape, dtype=field.dtype, device=device)
+        return torch.full(shape, _poison_of(field, self._poison), dtype=field.dtype, device=device)
+
+    def _twin(self, field: SlotField) -> Tensor:
+        tensor = self._tensors[field.name]
+        return tensor if tensor.device.type == "cpu" else self._new(field, torch.device("cpu"))
+
+    def _overwrite(self, slot: int, poison: Poison) -> None:
+        for field in self.fields.values():
+            value = _poison_of(field, poison)
+            self[field.name][slot : slot + 1].fill_(value)
+            if field.host:
+                self.host(field.name)[slot : slot + 1].fill_(value)
+
+    def _check_guards(self) -> None:
+        for field in self.fields.values():
+            guard = self.fields.get(field.guard) if field.guard else None
+            if field.guard and (guard is None or guard.shape or guard.rest is not RestPolicy.FILL):
+                raise ValueError(
+                    f"slot field {field.name}: guard must be a FILL scalar of the table"
+                )
+
+    def _check_widths(self, init: SlotInit) -> None:
+        for field in self.fields.values():
+            if field.shape and field.init is not None:
+                size = np.size(field.init(init))
+                if size > field.width:
+                    raise ValueError(
+                        f"{size} items do not fit {field.name} of {field.width} a slot"
+                    )
+
+
+def _poison_of(field: SlotField, poison: Poison) -> int | float:
+    integer, floating = poison.value
+    return floating if field.dtype.is_floating_point else integer
+
+
+def _column(values: Iterable[int]) -> NDArray[np.int64]:
+    return np.fromiter(values, np.int64)
+
+
+def _reset(field: SlotField, inits: Sequence[SlotInit]) -> SlotWrite:
+    """The scalars, or the prefixes of the rows, with which the field's rows begin."""
+    assert field.init is not None
+    prefixes = [np.atleast_1d(np.asarray(field.init(init))) for init in inits]
+    starts = np.array([init.slot * field.width for init in inits])
+    return SlotWrite(field, _ragged(starts, prefixes), _words(field, np.concatenate(prefixes)))
+
+
+def _words(field: SlotField, values: Words) -> Words:
+    if field.dtype.is_floating_point:
+        return values.astype(np.float64)
+    return values.astype(np.int64)
+
+
+def _ragged(starts: NDArray[np.int64], prefixes: Sequence[Words]) -> NDArray[np.int64]:
+    """starts[i] + 0, 1, ... len(prefixes[i]) - 1, for all i."""
+    lens = np.array([prefix.size for prefix in prefixes])
+    before = np.cumsum(lens) - lens
+    index: NDArray[np.int64] = np.repeat(starts - before, lens) + np.arange(lens.sum())
+    return index

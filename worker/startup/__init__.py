@@ -1,0 +1,1 @@
+"""From a config to a worker that is ready: device, memory, model card."""

@@ -1,0 +1,233 @@
+"""A worker put together from its config: device, model, memory, slots, and one step to warm it up.
+
+The only file that knows all the parts. What is discovered on the way (context, blocks) is told in
+WorkerReady and written back into no config.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from protocol.arrays import Int32, UInt8
+from protocol.config.worker import WorkerConfig
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams
+from protocol.steps import SlotInit, StepPlan, WorkerReady
+from worker.attention.base import Attention
+from worker.attention.select import select_attention
+from worker.draft.model import DraftModel
+from worker.kernels.base import Kernels
+from worker.kernels.select import select_kernels
+from worker.kv.cache import KVCache, block_bytes
+from worker.kv.transfer.shared_memory import SharedMemory
+from worker.loading.errors import UnusableModel
+from worker.loading.vocabulary import check_draft
+from worker.models.config import LlamaConfig
+from worker.models.load import LoadedModel, load_model
+from worker.registry import rows_for
+from worker.slots.fields import slot_fields
+from worker.slots.table import Poison, SlotField, SlotTable
+from worker.startup import device as devices
+from worker.startup import machine, malloc
+from worker.startup.memory import free_bytes
+from worker.startup.memory_plan import kv_budget
+from worker.startup.timing import StartupTiming
+from worker.step import Runner
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 2
+"""A prefill row, so that both a chunk and its decode step have run before the first request."""
+
+
+def assemble(config: WorkerConfig, phases: StartupTiming) -> tuple[Runner, WorkerReady]:
+    """Everything up to the first plan. Raises UnusableModel, saying why in one line."""
+    devices.set_threads(_threads(config))
+    device = devices.choose_device(config.device)
+    cpu_flags = machine.cpu_flags()
+    dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
+    kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
+    loaded, draft = _load(config, phases, dtype, device, kernels)
+    with phases("reserve memory"):
+        models = [loaded.config] if draft is None else [loaded.config, draft.config]
+        shapes = [_cache_shape(model, config) for model in models]
+        budget = kv_budget(
+            config,
+            context_tokens=loaded.card.context_tokens,
+            block_bytes=sum(block_bytes(*shape, dtype) for shape in shapes),
+            free_bytes=free_bytes(device),
+            window=loaded.config.window,
+        )
+        shared = _shared_memory(config, device, budget.num_blocks * block_bytes(*shapes[0], dtype))
+        caches = [
+            KVCache(shape[0], budget.num_blocks, *shape[1:], dtype, device, shared=memory)
+            for shape, memory in zip(shapes, (shared, None), strict=False)
+        ]
+        fields = slot_fields(budget.max_len, -(-budget.max_len // config.block_tokens))
+        attention = _attention(loaded, config, dtype)
+        drafting = None
+        if draft is not None:
+            own = _attention(draft, config, dtype)
+            drafting = DraftModel(draft.model, caches[1], own, loaded.card.vocab_size)
+        slots = _slot_table(fields, config, device, loaded.model, caches, attention, drafting)
+    with phases("warm up"):
+        spare = SlotTable(fields, 1, device)
+        runner = Runner(loaded.model, spare, caches[0], attention, drafting=drafting)
+        _warm_up(runner, caches, budget.max_len)
+    malloc.keep_pages()  # loading is over: what it needed for a moment has gone back
+    log.info(
+        "model %s dtype=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d max_len=%d",
+        loaded.card.name,
+        loaded.card.dtype,
+        device,
+        loaded.model.kernels.name,
+        loaded.card.weights_bytes >> 20,
+        torch.get_num_threads(),
+        budget.num_blocks,
+        budget.max_len,
+    )
+    ready = WorkerReady(
+        model=_advised(loaded.card, config),
+        max_len=budget.max_len,
+        max_slots=config.max_slots,
+        block_tokens=config.block_tokens,
+        num_blocks=budget.num_blocks,
+        phases=phases.told,
+        draft_cost=None if draft is None else _cost(draft.card, loaded.card),
+        step_costs=loaded.step_costs,
+    )
+    return Runner(loaded.model, slots, caches[0], attention, drafting=drafting), ready
+
+
+def _advised(card: ModelCard, config: WorkerConfig) -> ModelCard:
+    """Return `card` with the catalogue's sampling defaults where the model's files give none."""
+    defaults = card.defaults.over(config.recommended_sampling)
+    return msgspec.structs.replace(card, defaults=defaults)
+
+
+def _load(
+    config: WorkerConfig,
+    phases: StartupTiming,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """The model, and the one that guesses for it."""
+    load = partial(
+        load_model,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        weights=config.weights,
+        measurements=Path(config.measurements) if config.measurements else None,
+    )
+    with phases("load weights"):
+        loaded = load(config.model)
+    if not config.draft_model:
+        return loaded, None
+    with phases("load the draft model"):
+        draft = load(config.draft_model)
+        check_draft(draft.card, loaded.card)
+    return loaded, draft
+
+
+def _attention(loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype) -> Attention:
+    """By the kernels that fit the model."""
+    return select_attention(config.block_tokens, dtype=dtype, kernels=loaded.model.kernels)
+
+
+def _cost(draft: ModelCard, model: ModelCard) -> float:
+    """A few tokens take the time in which the weights are read."""
+    return draft.weights_bytes / model.weights_bytes
+
+
+def _shared_memory(
+    config: WorkerConfig, device: torch.device, num_bytes: int
+) -> SharedMemory | None:
+    """For the model's cache, where other workers may map it; None where it is as any other."""
+    if not config.kv_export or config.kv_mover not in ("auto", "shm"):
+        return None
+    if device.type == "cpu":
+        return SharedMemory(num_bytes)
+    if config.kv_mover == "shm":
+        raise UnusableModel(
+            f"kv_mover is shm, but the KV cache is on device {device}; serve with --kv-mover auto"
+        )
+    return None
+
+
+def _slot_table(
+    fields: Iterable[SlotField], config: WorkerConfig, device: torch.device, *others: object
+) -> SlotTable:
+    """Poisoned, it has as many rows as none of the `others` has of anything: see registry.py."""
+    if config.poison_slots == "off":
+        return SlotTable(fields, config.max_slots, device)
+    rows = rows_for(config.max_slots, others)
+    return SlotTable(fields, rows, device, poison=Poison[config.poison_slots.upper()])
+
+
+def _threads(config: WorkerConfig) -> int:
+    return machine.choose_threads(
+        config.threads, cores=machine.allowed_cores(), quota=machine.cpu_quota()
+    )
+
+
+def _cache_shape(model: LlamaConfig, config: WorkerConfig) -> tuple[int, int, int, int]:
+    """Layers, tokens of a block, key/value heads, head dim."""
+    return model.num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
+
+
+def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
+    """A prompt and, where there is room, one token after it, where nobody's is yet. A second cache
+    is the draft model's, which follows."""
+    prompt = min(WARM_UP_TOKENS, max_len)
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens)
+    follows = len(caches) > 1
+    init = SlotInit(
+        slot=0,
+        generation=0,
+        tokens=Int32.of([0] * prompt),
+        prompt_tokens=prompt,
+        num_computed=0,
+        blocks=Int32.of(range(1, blocks + 1)),
+        seed=0,
+        stop_ids=[],
+        params=params,
+    )
+    samples = prompt < max_len
+    plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, follows=follows)
+    runner.step(plan)
+    if prompt + 1 < max_len:
+        runner.step(_one_row(start=prompt, count=1, bind=[], samples=True, follows=follows))
+    for cache in caches:
+        cache.zero(torch.arange(1, blocks + 1, device=cache.k.device))
+
+
+def _one_row(
+    *, start: int, count: int, bind: list[SlotInit], samples: bool, follows: bool
+) -> StepPlan:
+    none = Int32.of([])
+    return StepPlan(
+        step=0,
+        release=none,
+        bind=bind,
+        block_slots=none,
+        block_indexes=none,
+        block_ids=none,
+        zero_blocks=none,
+        row_slots=Int32.of([0]),
+        row_starts=Int32.of([start]),
+        row_tokens=Int32.of([count]),
+        row_samples=UInt8.of([samples]),
+        num_decodes=int(count == 1),
+        follow_starts=Int32.of([start]) if follows else None,
+        follow_tokens=Int32.of([count]) if follows else None,
+        wanted=Int32.of([0]) if follows else None,
+    )

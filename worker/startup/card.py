@@ -1,0 +1,122 @@
+"""`python -P -m worker.startup.card MODEL FILE`: the card of a model that nobody here computes.
+
+For a gateway without an engine. Only what concerns text is read, so any architecture will do, the
+weights may be missing, and torch is not needed: a GGUF file, or a directory with tokenizer.json.
+The card's digest is of that text alone, and is not the one that an engine with the weights tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol import card_file
+from protocol.card_file import CardFile
+from protocol.model_card import ModelCard, sampling_defaults
+from worker.loading.directory_text import directory_text, token_ids
+from worker.loading.errors import REMEDY, UnusableModel
+from worker.loading.fields import Fields, read_json
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.gguf_text import gguf_text
+from worker.loading.text import TextFacts
+
+UNKNOWN_CONTEXT = 1 << 20
+"""Where the files do not say what the model was made for."""
+
+
+def text_card(path: Path) -> ModelCard:
+    """Raises UnusableModel, saying in a line what is missing or damaged."""
+    if not path.exists():
+        raise UnusableModel(f"{path} does not exist")
+    return _directory_card(path) if path.is_dir() else _gguf_card(path)
+
+
+def _directory_card(path: Path) -> ModelCard:
+    config: dict[str, Any] = {}
+    if (path / "config.json").is_file():
+        config = read_json(path / "config.json")
+    settings = path / "tokenizer_config.json"
+    tokenizer_config = read_json(settings) if settings.is_file() else {}
+    text = directory_text(path, Fields(config, "config.json"))
+    described = Fields({**config, **(config.get("text_config") or {})}, "config.json")
+    highest = max(token_ids(read_json(path / "tokenizer.json")).values(), default=-1)
+    context = described.integer("max_position_embeddings", 0)
+    return card_of_text(
+        path.resolve().name,
+        (config.get("architectures") or [""])[0],
+        text,
+        vocab_size=described.integer("vocab_size", 0) or highest + 1,
+        context_tokens=context or _made_for(tokenizer_config.get("model_max_length")),
+    )
+
+
+def _made_for(length: Any) -> int:
+    """`model_max_length`, which is astronomic where nobody knows."""
+    return length if isinstance(length, int) and 0 < length < UNKNOWN_CONTEXT else UNKNOWN_CONTEXT
+
+
+def _gguf_card(path: Path) -> ModelCard:
+    fields = Fields(GGUFFile(path).metadata, str(path))
+    architecture = fields.text("general.architecture")
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise UnusableModel(f"{path} has no vocabulary")
+    return card_of_text(
+        path.stem,
+        architecture,
+        gguf_text(fields, len(tokens)),
+        vocab_size=len(tokens),
+        context_tokens=fields.integer(f"{architecture}.context_length", UNKNOWN_CONTEXT),
+    )
+
+
+def card_of_text(
+    name: str, architecture: str, text: TextFacts, *, vocab_size: int, context_tokens: int
+) -> ModelCard:
+    """Return a card with no facts about weights; its digest is of the text alone."""
+    return ModelCard(
+        name=name,
+        architecture=architecture,
+        digest=hashlib.sha256(text.tokenizer + repr(text.eos_token_ids).encode()).hexdigest(),
+        vocab_size=vocab_size,
+        context_tokens=context_tokens,
+        tokenizer=text.tokenizer,
+        eos_token_ids=text.eos_token_ids,
+        bos_token_id=text.bos_token_id,
+        pad_token_id=text.pad_token_id,
+        special_tokens=text.special_tokens,
+        chat_template=text.chat_template,
+        tool_use_template=text.tool_use_template,
+        response_template=text.response_template,
+        defaults=text.defaults,
+        license=text.license,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="worker.startup.card")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--max-len", type=int, default=0)
+    parser.add_argument("--recommended-sampling", type=sampling_defaults, default="")
+    options = parser.parse_args()
+    try:
+        card = text_card(options.model)
+        defaults = card.defaults.over(options.recommended_sampling)
+        card = msgspec.structs.replace(card, defaults=defaults)
+    except UnusableModel as error:
+        print(f"{error.message}; {error.remedy or REMEDY}", file=sys.stderr)
+        return 1
+    card_file.write(
+        options.file, CardFile(card=card, max_len=options.max_len or card.context_tokens)
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""`python -P -m worker.startup.facts`: the facts and defaults of a worker on this machine, as JSON.
+
+It calls the functions that a worker calls when it starts, so both have the same results.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import torch
+
+from protocol.facts import MachineFacts
+from worker.startup import device as devices
+from worker.startup import machine
+from worker.startup.memory import free_bytes
+
+TELLING_FLAGS = frozenset(
+    {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
+    | {"neon", "asimd", "sve", "bf16", "i8mm"}
+)
+"""Of all CPU features, those on which speed or precision depend; the second line is ARM's."""
+
+
+def machine_facts() -> MachineFacts:
+    device = devices.choose_device("auto")
+    flags = machine.cpu_flags()
+    dtype = devices.choose_dtype("auto", device, cpu_flags=flags)
+    cores, quota = machine.allowed_cores(), machine.cpu_quota()
+    return MachineFacts(
+        torch=str(torch.__version__),
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        device_id=devices.identity_of(device) or "",
+        dtype=str(dtype).removeprefix("torch."),
+        cpu=machine.cpu_model(),
+        cpu_flags=sorted(flags & TELLING_FLAGS),
+        cores=cores,
+        quota=quota,
+        threads=machine.choose_threads(0, cores=cores, quota=quota),
+        free_bytes=free_bytes(device),
+    )
+
+
+def main() -> int:
+    sys.stdout.write(msgspec.json.encode(machine_facts()).decode() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

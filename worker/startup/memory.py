@@ -1,0 +1,14 @@
+"""The memory that is free on a device now. What is done with it is in memory_plan.py."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.startup.machine import free_host_bytes
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated, on the device or in this container."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return free_host_bytes()

@@ -1,0 +1,140 @@
+"""`python -P -m worker.startup.preflight CONFIGS`: checks whether workers can serve their models.
+
+CONFIGS is a JSON list of WorkerConfig, of all the workers of one server. Headers are read and
+memory is planned; no weight is read, and torch is not imported, so a refusal takes a moment. The
+answer is a `Preflight`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from protocol.config.worker import WorkerConfig
+from protocol.model_card import ModelCard
+from protocol.preflight import ModelPlan, Preflight
+from worker.kernels.library import is_compiled, runnable
+from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
+from worker.loading.header import ModelHeader, read_header
+from worker.loading.vocabulary import check_draft
+from worker.startup import cuda_driver, machine
+from worker.startup.card import card_of_text
+from worker.startup.memory_plan import PlannedModel, is_packed, plan_memory
+
+CPU = "cpu"
+
+
+def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
+    """Plan all workers, one after the other: what one takes, the next has not."""
+    taken: defaultdict[str, int] = defaultdict(int)
+    plans, cards = [], []
+    try:
+        for config in configs:
+            header = read_header(Path(config.model))
+            cards.append(_card(header))
+            plan = _plan(config, header, taken)
+            taken[plan.device] += plan.weights_bytes + plan.kv_bytes + plan.work_bytes
+            taken[CPU] += plan.tier_bytes
+            plans.append(plan)
+    except UnusableModel as error:
+        return Preflight(
+            error=error.message,
+            remedy=error.remedy or REMEDY,
+            is_memory=isinstance(error, NotEnoughMemory),
+        )
+    return Preflight(plans=plans, card=next(iter(cards), None))
+
+
+def _card(header: ModelHeader) -> ModelCard:
+    return card_of_text(
+        header.name,
+        header.config.architecture,
+        header.text,
+        vocab_size=header.vocab_size,
+        context_tokens=header.config.context_tokens,
+    )
+
+
+def _plan(config: WorkerConfig, header: ModelHeader, taken: defaultdict[str, int]) -> ModelPlan:
+    headers = [header]
+    if config.draft_model:
+        headers.append(read_header(Path(config.draft_model)))
+        check_draft(headers[1], headers[0])
+    device, free_bytes = choose_device(config.device)
+    flags = machine.cpu_flags()
+    has_kernels = has_compiled_kernels(config, device, flags)
+    return plan_memory(
+        config,
+        [_planned(header, config, has_kernels=has_kernels) for header in headers],
+        device=device,
+        dtype=machine.dtype_name(config.dtype, is_gpu=device != CPU, cpu_flags=flags),
+        free_bytes=free_bytes - taken[device],
+        host_bytes=machine.free_host_bytes() - taken[CPU],
+    )
+
+
+def _planned(header: ModelHeader, config: WorkerConfig, *, has_kernels: bool) -> PlannedModel:
+    packs = is_packed(header.config, config.weights, has_kernels=has_kernels)
+    return PlannedModel(header.name, header.config, header.kinds, packs)
+
+
+def choose_device(wanted: str) -> tuple[str, int]:
+    """Return the name of a worker's device, and its free memory. Raises UnusableModel if there is
+    no such device, as `worker.startup.device.choose_device` does with torch."""
+    version, build = machine.torch_build()
+    if wanted == CPU or (wanted == "auto" and not build):
+        return CPU, machine.free_host_bytes()
+    remedy = "serve with --device cpu"
+    if not build:
+        raise UnusableModel(
+            f"device {wanted} was requested, but the installed torch ({version}) supports "
+            "only CPUs",
+            remedy=f"{remedy}, or install a CUDA build of torch",
+        )
+    if build == "hip":  # torch alone can tell, when it loads
+        return ("cuda:0" if wanted in ("auto", "cuda") else wanted), sys.maxsize
+    devices = cuda_driver.free_bytes_of_devices()
+    if wanted == "auto" and not devices:
+        return CPU, machine.free_host_bytes()
+    index = int(wanted.partition(":")[2] or 0)
+    if index >= len(devices):
+        raise UnusableModel(
+            f"device {wanted} was requested, but the driver shows {len(devices)} CUDA devices",
+            remedy=f"{remedy}, or check nvidia-smi and CUDA_VISIBLE_DEVICES",
+        )
+    return f"cuda:{index}", devices[index]
+
+
+def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str]) -> bool:
+    """Return whether compiled kernels serve. Raises UnusableModel if others were asked for than
+    there are."""
+    if device != CPU or config.kernels == "torch":
+        return False
+    sets = [each for each in runnable(flags) if config.kernels in ("auto", each.name)]
+    if not sets:
+        raise UnusableModel(
+            f"this processor cannot run kernels {config.kernels!r}",
+            remedy="serve with --kernels auto",
+        )
+    if not is_compiled(sets) and config.kernels != "auto":
+        raise UnusableModel(
+            f"kernels {config.kernels!r} are not compiled",
+            remedy="reinstall with a C++ compiler, or serve with --kernels auto",
+        )
+    return is_compiled(sets)
+
+
+def main() -> int:
+    logging.disable()  # the worker says it again when it loads
+    configs = msgspec.json.decode(sys.argv[1], type=list[WorkerConfig])
+    sys.stdout.write(msgspec.json.encode(preflight(configs)).decode() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
