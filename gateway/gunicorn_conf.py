@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from gunicorn.errors import AppImportError
-from gunicorn.glogging import GatewayLogger as GunicornLogger
+from gunicorn.glogging import Logger as GunicornLogger
 from gunicorn.workers.ggevent import GeventWorker
 
 from protocol.config.gateway import GatewayConfig
