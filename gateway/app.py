@@ -131,7 +131,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
 def _listeners(service: Service) -> list[Callable[[RequestRecord], None]]:
     """Who hears of the request at hand when it is over."""
     logs = service.config.log_requests and request.endpoint not in QUIET
-    hear: list[Callable[[RequestRecord], None]] = [access_log.tell] if logs else []
+    hear: list[Callable[[RequestRecord], None]] = [access_log.log_request] if logs else []
     if service.tracing is not None:
         carrier = {name: request.headers[name] for name in HEADERS if name in request.headers}
         hear.append(partial(service.tracing.tell, carrier))

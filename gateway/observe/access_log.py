@@ -1,6 +1,6 @@
-"""One line per request, however it ended: numbers and names, nothing of what people wrote.
+"""The access log: one line per request, however it ended, without any content.
 
-As text it is short, for people; as JSON (--log-format json) it has all that is known.
+The text format is short, for people. The JSON format (--log-format json) has every field.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ log = logging.getLogger("gateway.access")
 _DIGITS = 6
 
 
-def tell(record: RequestRecord) -> None:
-    log.info("%s", _AccessLine(record), extra={FIELDS: fields_of(record)})
+def log_request(record: RequestRecord) -> None:
+    log.info("%s", _AccessLine(record), extra={FIELDS: log_fields(record)})
 
 
 class _AccessLine:
-    """Made where it is read: a log as JSON has no need of it."""
+    """A line that is formatted only if it is printed. The JSON format does not use it."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
 
     def __str__(self) -> str:
-        return line_of(self._record)
+        return text_line(self._record)
 
 
-def line_of(record: RequestRecord) -> str:
+def text_line(record: RequestRecord) -> str:
     parts = [record.method, record.path, str(record.status), f"id={record.request_id}"]
     if record.key:
         parts.append(f"key={record.key}")
@@ -43,8 +43,8 @@ def line_of(record: RequestRecord) -> str:
     return " ".join(parts)
 
 
-def fields_of(record: RequestRecord) -> dict[str, Any]:
-    """Flat, and times in seconds; docs/metrics.md says what they are."""
+def log_fields(record: RequestRecord) -> dict[str, Any]:
+    """Return the fields of a JSON line: flat, times in seconds. docs/metrics.md lists them."""
     fields: dict[str, Any] = {
         "request_id": record.request_id,
         "method": record.method,
@@ -56,10 +56,10 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
     }
     if record.key:
         fields["key"] = record.key
-    return fields | (_fields_of_answer(record.answer) if record.answer is not None else {})
+    return fields | (_answer_fields(record.answer) if record.answer is not None else {})
 
 
-def _fields_of_answer(answer: AnswerRecord) -> dict[str, Any]:
+def _answer_fields(answer: AnswerRecord) -> dict[str, Any]:
     fields = msgspec.structs.asdict(answer)
     fields |= msgspec.structs.asdict(fields.pop("times"))
     fields["finishes"] = [choice.finish for choice in fields.pop("choices")]

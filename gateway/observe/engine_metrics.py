@@ -1,6 +1,6 @@
-"""What engines tell of themselves with each heartbeat, as Prometheus series.
+"""The statistics of the engines, as of their last heartbeats, as Prometheus series.
 
-Any process of a gateway tells the same; where there are several engines, their series have the
+Every gateway process exports the same values. If there are several engines, their series have the
 labels `role` and `address`.
 """
 
@@ -17,7 +17,7 @@ from protocol.stats import EngineStats
 
 
 class EngineCollector(Collector):
-    """lines: to the engines; none where the server has none"""
+    """Exports the statistics of all engines. `lines` returns an empty list without an engine."""
 
     def __init__(self, lines: Callable[[], Sequence[ClientLine]]) -> None:
         self._lines = lines
@@ -33,19 +33,19 @@ class EngineCollector(Collector):
         for line, label in zip(lines, labels, strict=True):
             up.add_metric(label, float(line.engine.is_ready))
         yield up
-        told = [(label, line.engine.stats) for line, label in zip(lines, labels, strict=True)]
-        yield from engine_series([(label, stats) for label, stats in told if stats], names)
+        found = [(label, line.engine.stats) for line, label in zip(lines, labels, strict=True)]
+        yield from engine_series([(label, stats) for label, stats in found if stats], names)
 
 
 def engine_series(
-    told: Sequence[tuple[list[str], EngineStats]], names: list[str]
+    engines: Sequence[tuple[list[str], EngineStats]], names: list[str]
 ) -> Iterator[Metric]:
-    """told: (label values, what the engine says of itself), of those that have spoken"""
-    if not told:
+    """Yield the series of `engines`: (label values, statistics) of each that sent any."""
+    if not engines:
         return
     for series in ENGINE_SERIES:
         family = series.family(names)
-        for label, stats in told:
+        for label, stats in engines:
             value = getattr(stats, series.field)
             if series.label:
                 for key, count in sorted(value.items()):
@@ -54,30 +54,30 @@ def engine_series(
                 family.add_metric(label, value)
         yield family
     usage = GaugeMetricFamily("tidegate_engine_kv_usage_ratio", _USAGE, labels=names)
-    for label, stats in told:
+    for label, stats in engines:
         held = stats.total_blocks - stats.free_blocks
         usage.add_metric(label, held / stats.total_blocks if stats.total_blocks else 0.0)
     yield usage
 
 
-_UP = "1 while the engine takes requests"
-_USAGE = "Of all KV blocks, the share that requests or leases hold"
+_UP = "1 while the engine accepts requests"
+_USAGE = "Share of the KV blocks held by requests or leases"
 
 
 class EngineSeries(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of `EngineStats` as a series. Members are given by name: all of them are texts."""
+    """One field of `EngineStats` as a series."""
 
-    #: Of `EngineStats`. A counter's field begins with `num_`, or is `busy_s`.
+    #: Field of `EngineStats`. A counter's field begins with `num_`, or is `busy_s`.
     field: str
-    #: Without `tidegate_engine_`, and without the `_total` of a counter.
+    #: Without the prefix `tidegate_engine_` and a counter's suffix `_total`.
     name: str
     help: str
-    #: Of a field that is a mapping: the name of the label that its keys are.
+    #: If the field is a mapping: the label whose values are the mapping's keys.
     label: str = ""
     is_counter: bool = True
 
     def family(self, labels: Sequence[str]) -> GaugeMetricFamily | CounterMetricFamily:
-        """Return the series without samples; `labels` are those that all of an engine have."""
+        """Return the series without samples. `labels` are common to all series of an engine."""
         kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
         own = [self.label] if self.label else []
         return kind(f"tidegate_engine_{self.name}", self.help, labels=[*labels, *own])
@@ -92,45 +92,43 @@ def _counter(name: str, *, help: str, label: str = "", field: str = "") -> Engin
 
 
 ENGINE_SERIES = (
-    _gauge("draining", help="1 while the engine takes nothing new"),
+    _gauge("draining", help="1 while the engine finishes its requests and accepts no new ones"),
     _gauge("running", help="Requests that hold a slot"),
-    _gauge("waiting", help="Requests that wait for a slot"),
-    _gauge("waiting_tokens", help="Prompt tokens of the requests that wait"),
-    _gauge("free_blocks", help="KV blocks that are free or may be reused"),
-    _gauge("total_blocks", help="KV blocks in all"),
+    _gauge("waiting", help="Requests waiting for a slot"),
+    _gauge("waiting_tokens", help="Prompt tokens of waiting requests"),
+    _gauge("free_blocks", help="KV blocks that are free or reusable"),
+    _gauge("total_blocks", help="KV blocks in total"),
     _gauge("clients", help="Connected clients"),
-    _gauge("fetching", help="K/V fetches that are under way"),
+    _gauge("fetching", help="K/V fetches in progress"),
     _gauge("leases", help="Prompts whose K/V is kept for other engines"),
-    _gauge("leased_blocks", help="KV blocks that are kept for other engines"),
-    _gauge(
-        "tier_blocks", help="KV blocks that the tier holds and that can be loaded", label="tier"
-    ),
-    _gauge("tier_bytes", help="Bytes that the tier holds", label="tier"),
+    _gauge("leased_blocks", help="KV blocks kept for other engines"),
+    _gauge("tier_blocks", help="KV blocks in the tier that can be loaded", label="tier"),
+    _gauge("tier_bytes", help="Bytes stored in the tier", label="tier"),
     _counter("steps", help="Steps computed"),
     _counter("accepted", help="Requests accepted"),
     _counter("refused", help="Requests refused"),
     _counter("refused_early", help="Requests rejected by a gateway from a cached engine refusal"),
     _counter("prompt_tokens", help="Prompt tokens of accepted requests"),
     _counter("cached_tokens", help="Prompt tokens found in the prefix cache"),
-    _counter("computed_tokens", help="Positions computed, guesses included"),
-    _counter("fetched_tokens", help="Prompt tokens whose K/V came from elsewhere"),
-    _counter("fetched_bytes", help="Bytes of K/V that came from elsewhere"),
+    _counter("computed_tokens", help="Positions computed, draft tokens included"),
+    _counter("fetched_tokens", help="Prompt tokens whose K/V was fetched from another engine"),
+    _counter("fetched_bytes", help="Bytes of K/V fetched from other engines"),
     _counter("generated_tokens", help="Tokens sampled"),
-    _counter("preemptions", help="Requests that gave their blocks back to be computed again"),
-    _counter("draft_tokens", help="Tokens that were guessed ahead, to be verified"),
-    _counter("accepted_tokens", help="Guessed tokens that are in answers"),
-    _counter("wire_errors", help="Frames that were no message"),
-    _counter("busy_seconds", help="Time spent waiting for workers' results", field="busy_s"),
-    _counter("finished", help="Requests ended, by reason", label="reason"),
+    _counter("preemptions", help="Preemptions: requests that gave up their slot and blocks"),
+    _counter("draft_tokens", help="Draft tokens verified"),
+    _counter("accepted_tokens", help="Draft tokens accepted"),
+    _counter("wire_errors", help="Malformed messages received"),
+    _counter("busy_seconds", help="Time spent waiting for the worker's results", field="busy_s"),
+    _counter("finished", help="Requests finished, by reason", label="reason"),
     _counter("fetches_failed", help="K/V fetches that failed, by kind", label="kind"),
     _counter(
         "timeouts",
-        help="Requests that were too late: waiting in the queue, or running",
+        help="Requests that exceeded a time limit, in the queue or running",
         label="where",
     ),
     _counter(
         "leases_ended",
-        help="Prompts that were kept for other engines, by what ended that",
+        help="Ended leases of prompts kept for other engines, by cause",
         label="cause",
     ),
     _counter(
@@ -141,19 +139,19 @@ ENGINE_SERIES = (
     ),
     _counter(
         "tier_blocks_dropped",
-        help="KV blocks that the tier had no room or time for",
+        help="KV blocks not stored because the tier was full or too slow",
         label="tier",
         field="num_tier_dropped",
     ),
     _counter(
         "tier_blocks_loaded",
-        help="KV blocks loaded instead of computed",
+        help="KV blocks loaded from the tier",
         label="tier",
         field="num_tier_loaded",
     ),
     _counter(
         "tier_blocks_failed",
-        help="KV blocks that were gone, or damaged",
+        help="KV blocks that could not be loaded: missing or damaged",
         label="tier",
         field="num_tier_failed",
     ),

@@ -1,4 +1,4 @@
-"""The log of a gateway, gunicorn's lines included: the words of exceptions are the operator's."""
+"""Log format of a gateway, gunicorn's lines included, with exception messages redacted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from protocol.log_lines import LineFormatter, LogStyle
 
 
 def formatter(style: LogStyle, *, shows_content: bool) -> LineFormatter:
-    """Return one that leaves out the words of exceptions, unless `shows_content`."""
+    """Return a formatter that omits the messages of exceptions, unless `shows_content`."""
     return LineFormatter("gateway", style, None if shows_content else Redacted())
 
 
 def set_up(style: LogStyle, *, shows_content: bool) -> None:
-    """Format the lines of gunicorn and of the gateway alike; both go to stderr."""
+    """Send the lines of gunicorn and of the gateway to stderr in one format."""
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(style, shows_content=shows_content))
     for name in ("gunicorn.error", "gateway"):

@@ -1,7 +1,6 @@
-"""All series that a gateway process counts, each declared once: name, meaning, labels, buckets.
+"""The metrics that a gateway process counts, each declared once: name, help, labels, buckets.
 
-Docs: docs/metrics.md, which is checked against this. What engines tell of themselves is in
-engine_metrics.py.
+A test checks docs/metrics.md against this file. The metrics of engines are in engine_metrics.py.
 """
 
 from __future__ import annotations
@@ -22,32 +21,34 @@ SHARE_BUCKETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """How a series is told. A counter's name is told with `_total` behind it.
+    """Declaration of one metric."""
 
-    buckets  upper bounds, of a histogram
-    many     of a gauge: what the values of several processes make together
-    """
-
+    #: A counter is exported with the suffix `_total`.
     name: str
-    about: str
+    help: str
     labels: Sequence[str] = ()
+    #: Upper bounds of a histogram's buckets.
     buckets: Sequence[float] = ()
-    many: str = ""
+    #: How prometheus_client combines a gauge's values of several processes.
+    multiprocess_mode: str = ""
 
     def make(self, kind: type[Any], registry: CollectorRegistry) -> Any:
-        more: dict[str, Any] = {"buckets": self.buckets} if self.buckets else {}
-        if self.many:
-            more["multiprocess_mode"] = self.many
-        return kind(self.name, self.about, self.labels, registry=registry, **more)
+        """Register and return the metric; `kind` is Counter, Gauge or Histogram."""
+        options: dict[str, Any] = {"buckets": self.buckets} if self.buckets else {}
+        if self.multiprocess_mode:
+            options["multiprocess_mode"] = self.multiprocess_mode
+        return kind(self.name, self.help, self.labels, registry=registry, **options)
 
 
 class Series:
-    """Made from its annotations, in their order."""
+    """The gateway's metrics. They are created from the annotations, in this order."""
 
     open_answers: Annotated[
         Gauge,
         MetricSpec(
-            "tidegate_open_answers", "Inference requests being answered now", many="livesum"
+            "tidegate_open_answers",
+            "Inference requests in progress",
+            multiprocess_mode="livesum",
         ),
     ]
     requests: Annotated[
@@ -55,28 +56,35 @@ class Series:
     ]
     ends: Annotated[
         Counter,
-        MetricSpec("tidegate_request_ends", "HTTP requests, without probes", labels=("end",)),
+        MetricSpec(
+            "tidegate_request_ends",
+            "HTTP requests by how they ended, without health checks and scrapes",
+            labels=("end",),
+        ),
     ]
     prompt_tokens: Annotated[
-        Counter, MetricSpec("tidegate_prompt_tokens", "Tokens of accepted prompts")
+        Counter, MetricSpec("tidegate_prompt_tokens", "Prompt tokens of accepted requests")
     ]
     cached_tokens: Annotated[
-        Counter, MetricSpec("tidegate_cached_tokens", "Of these, tokens found in a cache")
+        Counter,
+        MetricSpec("tidegate_cached_tokens", "Prompt tokens found in a cache"),
     ]
     generated_tokens: Annotated[
         Counter,
         MetricSpec(
-            "tidegate_generated_tokens", "Tokens generated for clients, as far as they were read"
+            "tidegate_generated_tokens",
+            "Generated tokens, up to the end of the answer or the disconnect of its client",
         ),
     ]
     finishes: Annotated[
-        Counter, MetricSpec("tidegate_answers", "Answers by how they ended", labels=("finish",))
+        Counter,
+        MetricSpec("tidegate_answers", "Inference requests by finish reason", labels=("finish",)),
     ]
     choices: Annotated[
         Counter,
         MetricSpec(
             "tidegate_choices",
-            "Choices of accepted answers, by how they ended",
+            "Choices of accepted requests, by finish reason",
             labels=("finish",),
         ),
     ]
@@ -84,7 +92,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_time_to_first_token_seconds",
-            "From the beginning of a request to its first token",
+            "Time from the start of a request to its first token",
             buckets=WAIT_BUCKETS,
         ),
     ]
@@ -92,7 +100,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_time_per_output_token_seconds",
-            "Of a choice, the mean time between two of its tokens",
+            "Mean time between two tokens of a choice",
             buckets=TOKEN_BUCKETS,
         ),
     ]
@@ -100,7 +108,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_request_seconds",
-            "From the beginning of an accepted inference request to its end",
+            "Time from the start of an accepted inference request to its end",
             labels=("route",),
             buckets=REQUEST_BUCKETS,
         ),
@@ -109,7 +117,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_stage_seconds",
-            "Where the time of accepted requests went",
+            "Time that accepted requests spent in each stage",
             labels=("stage",),
             buckets=WAIT_BUCKETS,
         ),
@@ -118,7 +126,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_inference_seconds",
-            "Of an accepted request: prefill, decode and what was computed again",
+            "Time that accepted requests spent in prefill and decode, recomputation included",
             buckets=REQUEST_BUCKETS,
         ),
     ]
@@ -126,7 +134,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_request_prompt_tokens",
-            "Per accepted request: tokens of prompts",
+            "Prompt tokens per accepted request",
             buckets=COUNT_BUCKETS,
         ),
     ]
@@ -134,7 +142,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_request_generated_tokens",
-            "Per accepted request: tokens generated",
+            "Generated tokens per accepted request",
             buckets=COUNT_BUCKETS,
         ),
     ]
@@ -142,7 +150,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_request_max_tokens",
-            "Per accepted request: max_tokens, where it was given",
+            "max_tokens of each choice of an accepted request, if the request set it",
             buckets=COUNT_BUCKETS,
         ),
     ]
@@ -150,7 +158,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_request_choices",
-            "Per accepted request: choices asked for",
+            "Choices per accepted request",
             buckets=CHOICE_BUCKETS,
         ),
     ]
@@ -158,7 +166,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_draft_acceptance",
-            "Of the tokens that were guessed ahead for a request, the share that is in its answers",
+            "Share of a request's draft tokens that were accepted",
             buckets=SHARE_BUCKETS,
         ),
     ]
@@ -166,7 +174,7 @@ class Series:
         Histogram,
         MetricSpec(
             "tidegate_disconnect_to_free_seconds",
-            "From noticing that a client has gone until the engine has its slots and blocks back",
+            "Time from a client's disconnect to the release of its slots and blocks in the engine",
             buckets=WAIT_BUCKETS,
         ),
     ]
@@ -174,14 +182,14 @@ class Series:
         Counter,
         MetricSpec(
             "tidegate_handovers",
-            "Requests whose prompt one engine computed and another went on from",
+            "Requests whose prompt a prefill engine computed and a decode engine continued",
         ),
     ]
     fallbacks: Annotated[
         Counter,
         MetricSpec(
             "tidegate_handover_fallbacks",
-            "Requests whose prompt the decode engine computed although another should have",
+            "Requests whose prompt was computed by the decode engine as a fallback, by cause",
             labels=("cause",),
         ),
     ]
@@ -189,11 +197,11 @@ class Series:
         Counter,
         MetricSpec(
             "tidegate_gateway_wire_errors",
-            "Messages of an engine that made no sense, and were dropped",
+            "Malformed messages from an engine, dropped by the gateway",
         ),
     ]
 
     def __init__(self, registry: CollectorRegistry) -> None:
         for attribute, declared in get_type_hints(Series, include_extras=True).items():
-            kind, told = get_args(declared)
-            setattr(self, attribute, told.make(kind, registry))
+            kind, spec = get_args(declared)
+            setattr(self, attribute, spec.make(kind, registry))

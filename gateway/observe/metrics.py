@@ -1,11 +1,12 @@
-"""What a gateway counts, as Prometheus text. Names and meanings: docs/metrics.md.
+"""The metrics of a gateway, as Prometheus text. docs/metrics.md lists their names and meanings.
 
-All but two gauges are sums over the records of requests (record.py), taken in one place, `count`,
-when a request is over: so they agree with the access log, aborts, refusals and failures included.
+All but `tidegate_open_answers` and those that callers increment directly are sums over
+`RequestRecord`s, added in one place, `count`, when a request ends. So they agree with the access
+log, including aborted, refused and failed requests.
 
-Series add up over all processes on the port: with more than one, `gunicorn_conf` names a directory
-in PROMETHEUS_MULTIPROC_DIR before this module is imported, prometheus_client keeps the values in
-files there, and whichever process is scraped reads all of them.
+A scrape returns the sums over all processes on the port. If there is more than one process,
+`gunicorn_conf` sets PROMETHEUS_MULTIPROC_DIR before this module is imported. prometheus_client then
+keeps the values in files in that directory, and the scraped process reads all of them.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ STAGES = {
     "decode": "decode_s",
     "preempted": "preempted_s",
 }
-"""Label of `tidegate_stage_seconds` -> field of Times; beside these there is "tokenize"."""
+"""Label of `tidegate_stage_seconds` -> field of Times. The label "tokenize" has no field there."""
 
 
 class Metrics(Series):
-    """lines       to the engines, whose last words on themselves are told
-    model_name  as the API calls the model; "" before it is known
+    """Counts requests and renders `/metrics`.
+
+    lines       returns the connections to the engines, whose last statistics are exported
+    model_name  returns the first served name of the model; "" before it is known
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Metrics(Series):
     # ---- counting
 
     def count(self, record: RequestRecord) -> None:
-        """A request that is over, once."""
+        """Count a request, once, after its end."""
         self.requests.labels(record.route, str(record.status)).inc()
         if not record.is_probe:
             self.ends.labels(record.end).inc()
@@ -91,28 +94,29 @@ class Metrics(Series):
     def _count_times(self, answer: AnswerRecord) -> None:
         self.stage_s.labels("tokenize").observe(answer.tokenize_s)
         if all(choice.times is None for choice in answer.choices):
-            return  # it ended before the engine had told any
+            return  # it ended before the engine reported any times
         times: Times = answer.times
         for stage, field in STAGES.items():
             self.stage_s.labels(stage).observe(getattr(times, field))
         self.inference_s.observe(times.prefill_s + times.decode_s)
 
-    # ---- telling
+    # ---- exporting
 
     def text(self) -> bytes:
+        """Return the body of `/metrics`."""
         if os.environ.get(MULTIPROCESS_DIRECTORY):
-            everybody = CollectorRegistry()
-            MultiProcessCollector(everybody)  # type: ignore[no-untyped-call]
+            source = CollectorRegistry()
+            MultiProcessCollector(source)  # type: ignore[no-untyped-call]
         else:
-            everybody = self._registry
-        ours = [*everybody.collect(), *self._engines.collect()]
-        told = CollectorRegistry()
-        told.register(_Collected([*ours, *aliased(ours, self._model_name())]))
-        return generate_latest(told)
+            source = self._registry
+        ours = [*source.collect(), *self._engines.collect()]
+        exported = CollectorRegistry()
+        exported.register(_Collected([*ours, *aliased(ours, self._model_name())]))
+        return generate_latest(exported)
 
 
 class _Collected(Collector):
-    """Collected once: to read what all processes counted takes a while."""
+    """Metrics that were collected already. Reading the files of all processes twice is slow."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics

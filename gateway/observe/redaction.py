@@ -1,8 +1,7 @@
-"""Log lines without what people wrote.
+"""Exceptions in logs, without their messages.
 
-What an exception says may quote the value that it is about, which may be a part of a prompt. Where
-it was raised does not. So a log has the frames and the kinds of exceptions, and not their words,
-unless the operator wants them (--log-content).
+The message of an exception may quote part of a prompt. Its traceback does not. So the log has the
+frames and types of exceptions, and their messages only with --log-content.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ _ExceptionInfo: TypeAlias = (
 
 class Redacted(logging.Formatter):
     def formatException(self, ei: _ExceptionInfo) -> str:
-        return "" if ei[1] is None else "".join(told(ei[1])).rstrip()
+        return "" if ei[1] is None else "".join(redacted_lines(ei[1])).rstrip()
 
 
-def told(error: BaseException) -> list[str]:
-    """Lines: the causes first, as Python tells them, each without its words."""
+def redacted_lines(error: BaseException) -> list[str]:
+    """Return the traceback of `error` without messages, its causes first."""
     lines = []
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
-        lines = [*told(cause), "then:\n"]
+        lines = [*redacted_lines(cause), "then:\n"]
     frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return [*lines, *frames, f"{kind} (its words are left out; --log-content has them)\n"]
+    return [*lines, *frames, f"{kind} (message omitted; --log-content shows it)\n"]

@@ -1,12 +1,12 @@
-"""The names that dashboards, routers and autoscalers made for vLLM ask for: our series, said again.
+"""vLLM's metric names, as aliases of our series, for dashboards, routers and autoscalers.
 
-Every alias is made of the samples of one of our own series when `/metrics` is read. So it costs
-nothing while requests are answered and cannot say anything else. They are always there: who does
-not ask for them loses some bytes per scrape, and who does needs no switch.
+Every alias is computed from the samples of one of our series when `/metrics` is read. So it costs
+nothing per request and always agrees with its source. The aliases are always exported: they need
+no switch and cost some bytes per scrape.
 
-Each has `model_name`, the first served name, and `engine`, the place of the engine it is about;
-what is summed over a gateway's requests is engine "0". The labels of ours that the other name does
-not have are summed over.
+Each alias has the labels `model_name`, the first served name, and `engine`, the index of its
+engine. Sums over a gateway's requests have engine "0". Labels that vLLM's metric lacks are summed
+over.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ Labels = dict[str, str]
 
 
 class Alias(msgspec.Struct, frozen=True):
-    """names   without `vllm:`, and without the ending that the kind of series brings
-    source  our series
-    only    of this, the samples with these labels
-    keeps   our label -> what they call it, and their values for those of ours that they call
-            otherwise
-    """
+    """vLLM's names of one of our series."""
 
+    #: Without the prefix `vllm:` and the suffix of the metric type.
     names: Sequence[str]
+    #: Name of our series.
     source: str
+    #: Labels that a sample must have to be included.
     only: Mapping[str, str] = {}
+    #: Our label -> vLLM's label, and vLLM's values for those of ours that differ.
     keeps: Mapping[str, tuple[str, Mapping[str, str]]] = {}
 
 
@@ -85,7 +84,7 @@ ALIASES = (
 
 
 def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
-    """All that can be said of `ours`. model_name "": it is not known yet, and nothing can."""
+    """Yield all aliases of `ours`; none if `model_name` is "", which means not known yet."""
     if not model_name:
         return
     known = {metric.name: metric for metric in ours}
@@ -95,21 +94,21 @@ def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
                 yield renamed(metric, PREFIX + name, alias, {"model_name": model_name})
 
 
-def renamed(metric: Metric, name: str, alias: Alias, more: Labels) -> Metric:
-    """`metric` under another name, summed over the labels that the other has not."""
-    engine = _numbering()
+def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
+    """Return `metric` under another name, summed over the labels that the alias lacks."""
+    engine = _engine_numbering()
     sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
     for sample in metric.samples:
         if any(sample.labels.get(label) != value for label, value in alias.only.items()):
             continue
         if sample.name.endswith("_created"):
             continue
-        labels = more | {"engine": engine(sample.labels)} | _kept(alias, sample)
-        ending = sample.name.removeprefix(metric.name)
-        sums[name + ending, tuple(labels.items())] += sample.value
-    told = Metric(name, metric.documentation, metric.type)
-    told.samples = [Sample(full, dict(labels), value) for (full, labels), value in sums.items()]
-    return told
+        labels = extra | {"engine": engine(sample.labels)} | _kept(alias, sample)
+        suffix = sample.name.removeprefix(metric.name)
+        sums[name + suffix, tuple(labels.items())] += sample.value
+    found = Metric(name, metric.documentation, metric.type)
+    found.samples = [Sample(full, dict(labels), value) for (full, labels), value in sums.items()]
+    return found
 
 
 def _kept(alias: Alias, sample: Sample) -> Labels:
@@ -119,8 +118,11 @@ def _kept(alias: Alias, sample: Sample) -> Labels:
     return kept
 
 
-def _numbering() -> Callable[[Labels], str]:
-    """Engines are numbered as they come; without an address there is but one."""
+def _engine_numbering() -> Callable[[Labels], str]:
+    """Return a function from labels to an engine index, in order of first use.
+
+    Samples without the label `address` belong to the only engine.
+    """
     known: dict[str, int] = {}
 
     def number(labels: Labels) -> str:

@@ -69,7 +69,7 @@ def test_an_exception_is_told_with_its_words_only_where_they_are_wanted(
 
 def test_a_request_is_its_fields(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="gateway.access"):
-        access_log.tell(RECORD)
+        access_log.log_request(RECORD)
     (line,) = caplog.records
     told = as_json(line)
     assert told["event"] == "request"
