@@ -29,11 +29,11 @@ test: $(VENV)/.installed-test
 
 # The whole table; `make test` runs a few of its cells.
 torture: $(VENV)/.installed-test
-	@$(BIN)/python -m tests.support.torture $(ARGS)
-	@$(BIN)/python -m tests.support.kill_storm
-	@$(BIN)/python -m tests.support.torture_templates
-	@$(BIN)/python -m tests.support.memory_slope
-	@$(BIN)/python -m tests.support.torture_attacks
+	@$(BIN)/python -m tests.torture.signals $(ARGS)
+	@$(BIN)/python -m tests.torture.kill_storm
+	@$(BIN)/python -m tests.torture.templates
+	@$(BIN)/python -m tests.benchmarks.memory_slope
+	@$(BIN)/python -m tests.torture.attacks
 
 check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check $(ARGS)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from tests.benchmarks.perplexity import EXACT, PROSE, of_logprobs, perplexity, tokens_of
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
-from tests.support.perplexity import EXACT, PROSE, of_logprobs, perplexity, tokens_of
 from tests.support.replica import load
 
 NUM_TOKENS = 320

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kill_storm import ABORTED, FAILED, end_of_stream, storm
-from tests.support.memory_slope import measure
-from tests.support.small_requests import FINISHED, LEFT, REFUSED
-from tests.support.torture import (
+from tests.benchmarks.memory_slope import measure
+from tests.benchmarks.small_requests import FINISHED, LEFT, REFUSED
+from tests.torture.kill_storm import ABORTED, FAILED, end_of_stream, storm
+from tests.torture.signals import (
     CELLS,
     DECODE,
     ENGINE,
@@ -38,7 +38,7 @@ from tests.support.torture import (
     fate_of,
     write_model,
 )
-from tests.support.torture_templates import TemplateTarget
+from tests.torture.templates import TemplateTarget
 
 SLACK = 5.0
 """The machine that tests us may have little time for us; the command asserts what is promised."""

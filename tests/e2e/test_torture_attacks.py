@@ -11,9 +11,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from tests.support.torture import write_model
-from tests.support.torture_attacks import AttackTarget
-from tests.support.torture_witness import AttackerResult, Witnessed
+from tests.torture.attacks import AttackTarget
+from tests.torture.signals import write_model
+from tests.torture.witnesses import AttackerResult, Witnessed
 
 SOME = (
     "token ids",

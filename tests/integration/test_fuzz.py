@@ -1,14 +1,14 @@
 """Nonsense near to sense, on every ZeroMQ socket and every POST route: a bounded part of it.
 
-All of it: `python -m tests.support.fuzz --frames 1000000 --bodies 100000`.
+All of it: `python -m tests.torture.fuzz --frames 1000000 --bodies 100000`.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.fuzz.bodies import bodies
-from tests.support.fuzz.sockets import TARGETS
+from tests.torture.fuzz.bodies import bodies
+from tests.torture.fuzz.sockets import TARGETS
 
 FRAMES, BODIES, SEED = 1_500, 400, 20
 ELSEWHERE = {"engine-worker", "worker-engine"}

@@ -1,11 +1,11 @@
 """Peers that are killed leave nobody spinning, and no message is missed: a bounded part of it.
 
-All of it: `python -m tests.support.spin`.
+All of it: `python -m tests.torture.spin`.
 """
 
 from __future__ import annotations
 
-from tests.support.spin import (
+from tests.torture.spin import (
     IDLE_CPU,
     clients_killed,
     engines_killed,

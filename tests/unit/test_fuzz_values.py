@@ -8,8 +8,8 @@ from random import Random
 
 from protocol import messages, wire
 from protocol.messages import Drain
-from tests.support.fuzz.frames import Nonsense
-from tests.support.fuzz.values import changed
+from tests.torture.fuzz.frames import Nonsense
+from tests.torture.fuzz.values import changed
 
 VALUE = {"a": [1, 2.5, "x", None, True], "b": {"c": []}}
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.support.memory_slope import FLAT, trend_of
+from tests.benchmarks.memory_slope import FLAT, trend_of
 
 REQUESTS = range(50_000, 100_000, 1_000)
 

@@ -1,5 +1,5 @@
 """More work than there is time for, on a simulated clock: what is refused, what is done, and what a
-flood of one account does to another. With real processes: `python -m tests.support.overload`."""
+flood of one account does to another. With real processes: `python -m tests.benchmarks.overload`."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from array import array
 import msgspec
 import pytest
 
-from tests.support.peers.measure import Turns
-from tests.support.peers.plan import PREFIX, Pace, loads, turns
-from tests.support.peers.told import Comparison, Figures, picture, table
+from tests.benchmarks.peers.measure import Turns
+from tests.benchmarks.peers.plan import PREFIX, Pace, loads, turns
+from tests.benchmarks.peers.report import Comparison, Figures, picture, table
 from tools.bench.answers import BenchAnswer, UsageTold
 from tools.bench.stats import BenchRun
 

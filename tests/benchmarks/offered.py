@@ -1,0 +1,246 @@
+"""Open-loop load: sends requests at a fixed rate from a process of its own.
+
+The load generator must not share a process with what it measures. This one does nothing else, in as
+few steps as possible, and reports how late it was itself.
+
+    python -m tests.benchmarks.offered PORT PER_S BEGIN UNTIL PROMPT ANSWER SEED
+
+Prints an `Offered` as JSON. BEGIN and UNTIL are times of time.monotonic, which all processes of a
+machine share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+NAMES = ("alice", "bob")
+REFUSED = 429
+
+
+def key_of(name: str) -> str:
+    return f"tg-{name:x<43}"
+
+
+@dataclass(frozen=True)
+class OfferedLoad:
+    """What each request is: tokens of its prompt, and of its answer."""
+
+    prompt: int
+    answer: int
+
+
+@dataclass
+class OfferedResult:
+    """One request. `sent_at`: before it connects; `tokens`: of prompt and answer, if that is whole;
+    `error`: of the connection."""
+
+    sent_at: float
+    status: int = 0
+    status_at: float = 0.0
+    retry_after: str = ""
+    first_at: float = 0.0
+    ended_at: float = 0.0
+    tokens: int = 0
+    error: str = ""
+
+
+def request_of(draw: random.Random, name: str, prompt: int, answer: int) -> bytes:
+    """Of the token endpoint. No two prompts begin alike."""
+    ids = [10 + draw.randrange(40_000) for _ in range(prompt)]
+    sampling = {"max_tokens": answer, "ignore_eos": True, "temperature": 0}
+    body = json.dumps({"token_ids": ids, "sampling_params": sampling})
+    head = (
+        "POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Authorization: Bearer {key_of(name)}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return (head + body).encode()
+
+
+class OfferedClient:
+    """Each request has a connection of its own."""
+
+    def __init__(self, port: int, seed: int = 0) -> None:
+        self._port = port
+        self._random = random.Random(seed)
+
+    async def ask(self, name: str, prompt: int, answer: int) -> OfferedResult:
+        request = request_of(self._random, name, prompt, answer)
+        told = OfferedResult(time.monotonic())
+        try:
+            await self._exchange(request, told)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            told.error = repr(error)
+        told.ended_at = time.monotonic()
+        told.tokens = prompt + answer if told.status == 200 and not told.error else 0
+        return told
+
+    async def _exchange(self, request: bytes, told: OfferedResult) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            writer.write(request)
+            told.status = int((await reader.readuntil(b"\r\n")).split()[1])
+            told.status_at = time.monotonic()
+            headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            told.retry_after = next(
+                (line[13:] for line in headers.splitlines() if line.startswith("retry-after: ")), ""
+            )
+            if await reader.read(1):
+                told.first_at = time.monotonic()
+            await reader.read()
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+async def closed_loop(
+    ask: Callable[[], Awaitable[OfferedResult]], streams: int, until: float
+) -> list[OfferedResult]:
+    """So many at once, each asking anew when it was answered; who is refused comes back soon."""
+    told: list[OfferedResult] = []
+
+    async def one() -> None:
+        while time.monotonic() < until:
+            told.append(await ask())
+            if told[-1].status != 200:
+                await asyncio.sleep(0.25)
+
+    await asyncio.gather(*(one() for _ in range(streams)))
+    return told
+
+
+class OfferedCrowd:
+    """Many connections at once, each for one request, for as little CPU as Python can: who offers
+    shares the machine with the server, and what is measured is the server."""
+
+    def __init__(self, port: int) -> None:
+        self.told: list[OfferedResult] = []
+        self._address = ("127.0.0.1", port)
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._selector.get_map())
+
+    def send(self, request: bytes, tokens: int) -> None:
+        """`tokens`: of prompt and answer, if it is answered."""
+        told = OfferedResult(time.monotonic(), tokens=tokens)
+        self.told.append(told)
+        try:
+            sock = socket.create_connection(self._address, timeout=1.0)
+            sock.sendall(request)
+        except OSError as error:
+            self._fail(told, error)
+            return
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, (told, bytearray()))
+
+    def hear(self, until: float) -> None:
+        """What comes until then (time.monotonic)."""
+        while (left_s := until - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left_s):
+                self._read(key)
+            if not self.num_open:
+                time.sleep(max(0.0, until - time.monotonic()))
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        told, got = key.data
+        sock = key.fileobj
+        assert isinstance(sock, socket.socket)
+        try:
+            data = sock.recv(1 << 16)
+        except OSError as error:
+            self._fail(told, error)
+            data = b""
+        if data:
+            if not got:
+                told.status_at = time.monotonic()
+            got += data
+            return
+        self._selector.unregister(sock)
+        sock.close()
+        told.ended_at = time.monotonic()
+        if not told.error:
+            _read_answer(bytes(got), told)
+
+    def _fail(self, told: OfferedResult, error: OSError) -> None:
+        told.error, told.tokens, told.ended_at = repr(error), 0, time.monotonic()
+
+
+def _read_answer(answer: bytes, told: OfferedResult) -> None:
+    """The whole of it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    if not body:
+        told.error, told.tokens = f"no answer: {lines[0]!r}", 0
+        return
+    told.status = int(lines[0].split()[1])
+    told.tokens = told.tokens if told.status == 200 else 0
+    fields = dict(line.lower().split(": ", 1) for line in lines[1:])
+    told.retry_after = fields.get("retry-after", "")
+
+
+@dataclass
+class Offered:
+    """late   by how many seconds each was sent after it was due
+    cpu_s  what it took to offer them
+    """
+
+    told: list[OfferedResult]
+    late: list[float]
+    cpu_s: float
+
+
+def offer(
+    port: int, per_s: float, begin: float, until: float, load: OfferedLoad, seed: int
+) -> Offered:
+    """So many per second, whatever becomes of them; until all have ended."""
+    draw, names, crowd = random.Random(seed), itertools.cycle(NAMES), OfferedCrowd(port)
+    dues = [begin + place / per_s for place in range(int((until - begin) * per_s))]
+    requests = [request_of(draw, next(names), load.prompt, load.answer) for _ in dues]
+    before, late = time.process_time(), []
+    for due, request in zip(dues, requests, strict=True):
+        crowd.hear(due)
+        late.append(time.monotonic() - due)
+        crowd.send(request, load.prompt + load.answer)
+    while crowd.num_open:
+        crowd.hear(time.monotonic() + 0.1)
+    return Offered(crowd.told, late, time.process_time() - before)
+
+
+async def offered_elsewhere(
+    port: int, per_s: float, begin: float, until: float, load: OfferedLoad, seed: int
+) -> Offered:
+    """By another process. Raises RuntimeError if that fails."""
+    words = [str(word) for word in (port, per_s, begin, until, load.prompt, load.answer, seed)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.benchmarks.offered", *words, stdout=asyncio.subprocess.PIPE
+    )
+    told, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the process that offers ended with {process.returncode}")
+    return msgspec.json.decode(told, type=Offered)
+
+
+def main() -> None:
+    port, per_s, begin, until, prompt, answer, seed = sys.argv[1:]
+    load = OfferedLoad(int(prompt), int(answer))
+    offered = offer(int(port), float(per_s), float(begin), float(until), load, int(seed))
+    sys.stdout.buffer.write(msgspec.json.encode(offered))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Ten times more than a server can do, and one key that asks for all of it.
+
+A measurement, not a test: `python -m tests.benchmarks.overload` starts `tidegate serve` with the
+default model and two keys, finds what it can do at most (a closed loop), offers ten times as many
+requests per second for a minute, and then lets one key flood it with long prompts while another
+asks now and then. Told are: how long refusals take, what is done beside what can be done, memory
+while it goes on, and the other key's time to its first token, alone and beside the flood, in turns.
+What does not hold of what is promised is said at the end, and the exit status is 1.
+
+The load comes from a process of its own (offered.py). On a machine that others use, times say
+little; so the flood is also told in tokens that the engine computed between a request and its first
+token, which depends on nobody. `--seconds`, `--times N`: shorter or surer. The laws themselves are
+tests/unit/test_overload.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+
+import psutil
+
+from protocol.api_keys import KeyEntry, digest_of
+from tests.benchmarks.offered import (
+    NAMES,
+    REFUSED,
+    Offered,
+    OfferedClient,
+    OfferedLoad,
+    OfferedResult,
+    closed_loop,
+    key_of,
+    offered_elsewhere,
+)
+from tests.support.engine_view import EngineView
+from tests.support.server import Server
+from tools.commands.keys import with_key, write
+
+FACTOR = 10
+USUAL, SMALL = OfferedLoad(256, 128), OfferedLoad(64, 16)
+"""As people ask; and so small that it is much of the work to refuse nine of ten."""
+STREAMS = 48
+CLOSED = f"a closed loop of {STREAMS}"
+START_S = 4.0
+"""For the processes that offer to be there."""
+FLOOD_PROMPT, FLOOD_ANSWER, FLOOD_STREAMS = 1500, 32, 48
+LENGTHS = (8, 16, 32, 64, 256, 1024)
+MIB = 1 << 20
+OPTIONS = ["--max-slots", "16", "--max-waiting", "64", "--max-len", "2048", "--poison-slots", "off"]
+
+MOST_REFUSAL_S = 0.05
+LEAST_GOODPUT = 0.9
+MOST_TIMES = 2.0
+FLAT, FLAT_BYTES = 0.03, 8 * MIB
+"""Memory that grows by less, between the second quarter of the overload and the last, is flat."""
+
+
+@dataclass
+class Laws:
+    """What is promised, and which of it does not hold."""
+
+    broken: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, law: str) -> None:
+        if not holds:
+            self.broken.append(law)
+
+
+@dataclass(frozen=True)
+class OverloadProcess:
+    name: str
+    process: psutil.Process
+
+    @property
+    def rss(self) -> int:
+        return int(self.process.memory_info().rss)
+
+    @property
+    def cpu_s(self) -> float:
+        return float(sum(self.process.cpu_times()[:2]))
+
+
+def processes_of(server: Server) -> list[OverloadProcess]:
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    return [
+        OverloadProcess(_name(child), child)
+        for child in found
+        if "resource_tracker" not in _name(child)
+    ]
+
+
+def _name(process: psutil.Process) -> str:
+    words = [word for word in process.cmdline() if not word.startswith("-")]
+    return next((Path(w).name for w in words[1:] if "python" not in w), process.name())[:24]
+
+
+def done_per_s(told: Sequence[OfferedResult], begun: float, until: float) -> tuple[float, float]:
+    """(tokens, requests) per second, of those that came to their end in that time."""
+    done = [one for one in told if one.tokens and begun <= one.ended_at <= until]
+    seconds = until - begun
+    return sum(one.tokens for one in done) / seconds, len(done) / seconds
+
+
+def spread(seconds: Sequence[float]) -> str:
+    cuts = quantiles((second * 1e3 for second in seconds), n=100)
+    return f"p50 {cuts[49]:.1f} ms, p99 {cuts[98]:.1f} ms, most {max(seconds) * 1e3:.1f} ms"
+
+
+async def overload(server: Server, load: OfferedLoad, seconds: float, laws: Laws) -> None:
+    """What can be done is measured before and after."""
+    print(f"\nprompts of {load.prompt} tokens, answers of {load.answer}")
+    peaks = [await most(server, load, seconds)]
+    before, requests_per_s = peaks[0]
+    print(f"at most        {before:.0f} tokens/s, {requests_per_s:.1f} requests/s ({CLOSED})")
+    begin = time.monotonic() + START_S
+    until = begin + seconds / 6 + seconds
+    offered, seen = await asyncio.gather(
+        offered_elsewhere(server.port, FACTOR * requests_per_s, begin, until, load, seed=1),
+        watched(server, until - seconds, until),
+    )
+    peaks.append(await most(server, load, seconds))
+    peak = sum(tokens for tokens, _ in peaks) / len(peaks)
+    goodput, _ = done_per_s(offered.told, until - seconds, until)
+    per_s = len(offered.told) / (until - begin)
+    print(f"offered        {per_s:.1f} requests/s for {until - begin:.0f} s")
+    print(f"done           {goodput:.0f} tokens/s, {goodput / peak:.2f} of the most")
+    print(f"at most, after {peaks[1][0]:.0f} tokens/s")
+    law = f"goodput is {LEAST_GOODPUT} of the most, with prompts of {load.prompt}"
+    laws.expect(goodput >= LEAST_GOODPUT * peak, law)
+    tell_refusals(offered, laws)
+    print(f"who offered    {offered.cpu_s / (until - begin):.2f} cores")
+    for name, one in seen.items():
+        quarter = len(one.sizes) // 4
+        early, late = median(one.sizes[quarter : 2 * quarter]), median(one.sizes[3 * quarter :])
+        sizes = f"{early / MIB:.1f} -> {late / MIB:.1f} MiB"
+        print(f"{name:24} {sizes:>22}, {one.cores:.2f} cores")
+        laws.expect(late - early <= max(FLAT * early, FLAT_BYTES), f"the memory of {name} is flat")
+
+
+async def most(server: Server, load: OfferedLoad, seconds: float) -> tuple[float, float]:
+    """(tokens, requests) per second, as many as can be done: of requests that end while others go
+    on."""
+    client, names = OfferedClient(server.port), itertools.cycle(NAMES)
+
+    def ask() -> Awaitable[OfferedResult]:
+        return client.ask(next(names), load.prompt, load.answer)
+
+    begin = time.monotonic() + seconds / 6
+    until = begin + seconds
+    tokens, requests = done_per_s(await closed_loop(ask, STREAMS, until), begin, until)
+    if not requests:
+        sys.exit(f"nothing was done within {seconds:.0f} s: more --seconds are needed")
+    return tokens, requests
+
+
+@dataclass
+class OverloadWatch:
+    """Resident bytes, a few times a second; and how many cores it kept busy."""
+
+    sizes: list[int] = field(default_factory=list)
+    cores: float = 0.0
+
+
+async def watched(server: Server, begin: float, until: float) -> dict[str, OverloadWatch]:
+    processes = {f"{one.name} {one.process.pid}": one for one in processes_of(server)}
+    seen = {name: OverloadWatch() for name in processes}
+    await asyncio.sleep(begin - time.monotonic())
+    before = {name: one.cpu_s for name, one in processes.items()}
+    while time.monotonic() < until:
+        for name, one in processes.items():
+            seen[name].sizes.append(one.rss)
+        await asyncio.sleep(0.25)
+    for name, one in processes.items():
+        seen[name].cores = (one.cpu_s - before[name]) / (until - begin)
+    return seen
+
+
+def tell_refusals(offered: Offered, laws: Laws) -> None:
+    told = offered.told
+    refused = [one for one in told if one.status == REFUSED]
+    others = {one.error or one.status for one in told if one.error or one.status != 200} - {REFUSED}
+    waits = [float(one.retry_after) for one in refused if one.retry_after]
+    took = [one.status_at - one.sent_at for one in refused]
+    print(f"refused        {len(refused)} of {len(told)}; any other status: {others or 'none'}")
+    laws.expect(not others, "nothing but 200 and 429")
+    laws.expect(len(waits) == len(refused) > 0, "Retry-After on each refusal")
+    if len(took) < 2:
+        laws.expect(False, "enough refusals to tell how long they take")
+        return
+    print(f"  told after   {spread(took)}")
+    print(f"  our lateness {spread(offered.late)} (of the process that timed them)")
+    print(f"  Retry-After  on {len(waits)} of them, {min(waits):.0f} to {max(waits):.0f} s")
+    in_time = quantiles(took, n=100)[98] <= MOST_REFUSAL_S
+    laws.expect(in_time, f"99 of 100 refusals within {MOST_REFUSAL_S * 1e3:.0f} ms")
+
+
+async def first_token(client: OfferedClient, view: EngineView, length: int) -> tuple[float, int]:
+    """(seconds, tokens that the engine computed meanwhile), until Bob's first token."""
+    before = view.stats().num_computed_tokens
+    told = await client.ask("bob", length, 1)
+    assert told.status == 200, f"not answered: {told.status} {told.error}"
+    return told.first_at - told.sent_at, view.stats().num_computed_tokens - before
+
+
+async def flood(server: Server, times: int, laws: Laws) -> None:
+    """Bob alone and beside the flood, in turns."""
+    client, view = OfferedClient(server.port), EngineView(server.address)
+    alone: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}
+    beside: dict[int, list[tuple[float, int]]] = {length: [] for length in LENGTHS}
+    for _ in range(times):
+        for length in LENGTHS:
+            alone[length].append(await first_token(client, view, length))
+        flooding = asyncio.ensure_future(_flood(client))
+        await asyncio.sleep(4.0)
+        for length in LENGTHS:
+            beside[length].append(await first_token(client, view, length))
+            await asyncio.sleep(1.0)
+        flooding.cancel()
+        with suppress(asyncio.CancelledError):
+            await flooding
+        await asyncio.to_thread(view.wait_until_free, 120.0)
+    view.close()
+    print(f"\nwhile {FLOOD_STREAMS} requests of {FLOOD_PROMPT} tokens are open of another key")
+    for length in LENGTHS:
+        before, after = alone[length], beside[length]
+        solo_s, flood_s = (median(s for s, _ in pairs) for pairs in (before, after))
+        solo, flooded = (median(count for _, count in pairs) for pairs in (before, after))
+        print(
+            f"prompt of {length:5}  {solo_s * 1e3:6.0f} -> {flood_s * 1e3:6.0f} ms, "
+            f"{flood_s / solo_s:.2f} times; computed until then "
+            f"{solo:.0f} -> {flooded:.0f} tokens, {flooded / solo:.2f} times"
+        )
+        law = f"a prompt of {length} waits at most {MOST_TIMES:.0f} times as long beside it"
+        laws.expect(flood_s <= MOST_TIMES * solo_s, law)
+
+
+async def _flood(client: OfferedClient) -> list[OfferedResult]:
+    def ask() -> Awaitable[OfferedResult]:
+        return client.ask("alice", FLOOD_PROMPT, FLOOD_ANSWER)
+
+    return await closed_loop(ask, FLOOD_STREAMS, time.monotonic() + 3600)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--times", type=int, default=9)
+    parser.add_argument("options", nargs="*", help="of tidegate serve, after --")
+    wanted, laws = parser.parse_args(), Laws()
+    with tempfile.TemporaryDirectory() as folder:
+        keys, text = Path(folder) / "keys.toml", ""
+        for name in NAMES:
+            text = with_key(text, name, KeyEntry(digest=digest_of(key_of(name))))
+        write(keys, text)
+        with Server(*OPTIONS, "--api-keys", str(keys), *wanted.options) as server:
+            for load in (USUAL, SMALL):
+                asyncio.run(overload(server, load, wanted.seconds, laws))
+            asyncio.run(flood(server, wanted.times, laws))
+    for law in laws.broken:
+        print(f"does not hold: {law}")
+    sys.exit(bool(laws.broken))
+
+
+if __name__ == "__main__":
+    main()

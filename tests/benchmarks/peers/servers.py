@@ -1,0 +1,146 @@
+"""The servers that are compared: how each is started, when it is ready, and how it is stopped.
+
+Each is given what its own documentation recommends for a CPU, and all cores that we may run on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.benchmarks.peers.plan import STREAMS
+from tests.support.processes import free_port
+from tools.http.web import WebServer
+
+MAX_LEN = 4096
+START_TIMEOUT_S = 600.0
+STOP_S = 30.0
+LAST_CHARS = 3000
+FIRST, PLAIN, VLLM, LLAMA_CPP = "Tidegate", "Tidegate without prefix cache", "vLLM", "llama.cpp"
+
+
+class NoStart(Exception):
+    """A server did not become ready; the message has the last that it printed."""
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """command     "{port}" in it is replaced
+    ready_path  answers 200 when the server is ready
+    per_stream  requests that it is asked per stream, see plan.Pace
+    has_curve   takes part in all loads, else in that of the shared beginning alone
+    """
+
+    name: str
+    command: Sequence[str]
+    ready_path: str
+    per_stream: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    has_curve: bool = True
+
+
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def tidegate(gguf: Path, options: Sequence[str]) -> list[Competitor]:
+    """With its prefix cache, and without one."""
+    command = [sys.executable, "-P", "-m", "tools", "serve", str(gguf), "--port", "{port}"]
+    command += ["--max-len", str(MAX_LEN), "--max-slots", str(max(STREAMS)), *options]
+    return [
+        Competitor(FIRST, command, "/readyz", 2.0),
+        Competitor(PLAIN, [*command, "--no-prefix-cache"], "/readyz", 1.0, has_curve=False),
+    ]
+
+
+def vllm(venv: Path, model: Path) -> Competitor:
+    """Its CPU build, bound to our cores; with tcmalloc and its own OpenMP first where they are."""
+    first = [
+        library
+        for library in (ctypes.util.find_library("tcmalloc_minimal"), venv / "lib/libiomp5.so")
+        if library is not None and (isinstance(library, str) or library.exists())
+    ]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),
+        "LD_PRELOAD": ":".join(map(str, first)),
+    }
+    command = [str(venv / "bin" / "vllm"), "serve", str(model), "--port", "{port}"]
+    command += ["--dtype", "bfloat16", "--max-model-len", str(MAX_LEN)]
+    return Competitor(VLLM, command, "/health", 2.0, environment)
+
+
+def llama_cpp(binary: Path, gguf: Path) -> Competitor:
+    """`llama-server`, with as many places as there will be streams, which share one cache."""
+    places, threads = str(max(STREAMS)), str(len(cores()))
+    command = [str(binary), "--model", str(gguf), "--port", "{port}", "--parallel", places]
+    command += ["--kv-unified", "--ctx-size", str(max(STREAMS) * 512), "--threads", threads]
+    return Competitor(LLAMA_CPP, command, "/health", 1.0)
+
+
+@contextlib.contextmanager
+def running(who: Competitor) -> Iterator[tuple[str, float]]:
+    """(URL, seconds from start to ready). Raises NoStart."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [word.format(port=port) for word in who.command]
+    with tempfile.TemporaryFile() as said:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **who.environment},
+            start_new_session=True,
+        )
+        try:
+            server = WebServer(url)
+            while (answer := server.get(who.ready_path, 1.0)) is None or answer[0] != 200:
+                waited = time.perf_counter() - began
+                if process.poll() is not None or waited > START_TIMEOUT_S:
+                    said.seek(0)
+                    words = said.read().decode(errors="replace")[-LAST_CHARS:]
+                    raise NoStart(f"{who.name} is not ready after {waited:.0f} s:\n{words}")
+                time.sleep(0.02)
+            yield url, time.perf_counter() - began
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask, then end it with all that it has started."""
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def write_bf16(gguf: Path, directory: Path) -> None:
+    """The same weights, dequantised, as a Hugging Face directory in bfloat16."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from tests.support.reference import load_reference
+
+    exact, tokenizer = load_reference(gguf)
+    config = exact.config
+    del config.quantization_config  # a model "quantised with gguf" is not written
+    config.dtype = torch.bfloat16
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(exact.state_dict())
+    model.to(dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,124 @@
+"""How well the model guesses a text: perplexity, in every form in which we hold its weights.
+
+    python -m tests.benchmarks.perplexity [--model FILE.gguf] [--text FILE] [--llama-cpp PYTHON]
+
+prints one line per dtype, kernels and form of weights, beside float32 on dense weights and torch's
+operations. The text is read in one go, each token after all that come before it: the engine and the
+worker's runner compute it as the prompt of a request that asks for `prompt_logprobs`. With
+`--llama-cpp`, the Python of an environment that has llama-cpp-python, the same token ids are put to
+llama.cpp with the same file (llama_cpp_logprobs.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from protocol.config.worker import KernelSet, WeightForm
+from protocol.sampling import SamplingParams
+from tests.support.model import smollm2_gguf
+from tests.support.replica import Replica, load
+from worker.kernels.select import select_kernels
+from worker.models.load import LoadedModel
+from worker.startup.machine import cpu_flags
+
+PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
+"""1,300 words, written for this purpose: no model has seen them."""
+THEIRS = Path(__file__).with_name("llama_cpp_logprobs.py")
+THEIR_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the weights are held and computed with."""
+
+    dtype: torch.dtype
+    kernels: KernelSet
+    weights: WeightForm
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}, kernels {self.kernels}, weights {self.weights}"
+
+    def load(self, model: Path) -> LoadedModel:
+        kernels = select_kernels(self.kernels, torch.device("cpu"), cpu_flags=cpu_flags())
+        return load(model, self.dtype, kernels=kernels, weights=self.weights)
+
+
+EXACT = Form(torch.float32, "torch", "dense")
+FORMS = [
+    EXACT,
+    Form(torch.float32, "auto", "dense"),
+    Form(torch.float32, "auto", "packed"),
+    Form(torch.bfloat16, "torch", "dense"),
+    Form(torch.bfloat16, "auto", "dense"),
+    Form(torch.bfloat16, "auto", "packed"),
+]
+
+
+def perplexity(loaded: LoadedModel, tokens: Sequence[int]) -> float:
+    """Of all tokens but the first, each after all before it."""
+    replica = Replica(loaded, max_slots=1, num_blocks=len(tokens) // 16 + 3)
+    number = replica.add(tokens, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    replica.run()
+    told = [entry.logprob for output in replica.outputs[number] for entry in output.prompt_logprobs]
+    assert len(told) == len(tokens) - 1
+    return of_logprobs(told)
+
+
+def of_logprobs(logprobs: Sequence[float]) -> float:
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def tokens_of(loaded: LoadedModel, text: str) -> list[int]:
+    ids: list[int] = Tokenizer.from_buffer(loaded.card.tokenizer).encode(text).ids
+    return ids
+
+
+def of_llama_cpp(python: str, model: Path, tokens: Sequence[int]) -> float:
+    """The same by llama.cpp, in a process of its own environment."""
+    asked = json.dumps({"model": str(model), "tokens": list(tokens)})
+    done = subprocess.run(
+        [python, str(THEIRS)], input=asked, text=True, capture_output=True, timeout=THEIR_TIMEOUT_S
+    )
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp: {done.stderr.strip()[-2000:]}")
+    return of_logprobs(json.loads(done.stdout))
+
+
+def measured(model: Path, text: str, llama_cpp: str) -> Iterator[tuple[str, int, float]]:
+    """(what computed it, tokens of the text, its perplexity); what is exact comes first."""
+    tokens: list[int] = []
+    for form in FORMS:
+        loaded = form.load(model)
+        tokens = tokens or tokens_of(loaded, text)
+        yield str(form), len(tokens), perplexity(loaded, tokens)
+    if llama_cpp:
+        yield "llama.cpp", len(tokens), of_llama_cpp(llama_cpp, model, tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.perplexity")
+    parser.add_argument("--model", type=Path, help="a GGUF file (default: the default model)")
+    parser.add_argument("--text", type=Path, default=PROSE)
+    parser.add_argument("--llama-cpp", default="", metavar="PYTHON")
+    options = parser.parse_args()
+    model, text = options.model or smollm2_gguf(), options.text.read_text(encoding="utf-8")
+    exact = 0.0
+    for name, count, value in measured(model, text, options.llama_cpp):
+        if not exact:
+            exact = value
+            print(f"{model.name}, {options.text.name}, {count} tokens")
+        print(f"{name:44} {value:9.4f}  {value / exact - 1:+8.3%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

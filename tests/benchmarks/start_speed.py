@@ -1,0 +1,48 @@
+"""Where the time of a start goes: `tidegate serve` with the default model, files in the page cache.
+
+    python -m tests.benchmarks.start_speed [--starts N]
+
+Of each start: seconds to ready as the server tells them, the phases of its worker, and the CPU time
+that each process had taken by then, which does not grow while others have the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import psutil
+
+from tests.support.server import Server
+
+PHASES = re.compile(r"engine ready: .*\((.*)\)$")
+
+
+def name_of(process: psutil.Process) -> str:
+    """The module it runs: its name alone says python."""
+    words = process.cmdline()
+    return words[words.index("-m") + 1] if "-m" in words else process.name()
+
+
+def one_start() -> None:
+    with Server("--poison-slots", "off") as server:
+        main = psutil.Process(server.process.pid)
+        spent = [
+            (name_of(each), each.cpu_times()) for each in (main, *main.children(recursive=True))
+        ]
+        phases = [found[1] for line in server.err if (found := PHASES.search(line))]
+        cpu = ", ".join(f"{name} {times.user + times.system:.2f}" for name, times in spent)
+        total = sum(times.user + times.system for _, times in spent)
+        print(f"ready in {server.ready_s:.1f} s; {phases[0] if phases else 'no phases told'}")
+        print(f"    CPU {total:.2f} s: {cpu}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.start_speed")
+    parser.add_argument("--starts", type=int, default=5)
+    for _ in range(parser.parse_args().starts):
+        one_start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""How long the worker waits between steps, one and two steps in flight, 1 and 8 streams.
+
+A measurement, not a test: `python -m tests.benchmarks.step_gaps` starts `tidegate serve` with the
+default model for each case and prints what its worker says when it stops. Streams are asked for
+over ZeroMQ, so that no HTTP process takes part in it.
+"""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+from protocol.client import Engine
+from protocol.sampling import SamplingParams
+from tests.support.server import Server
+
+STREAMS = (1, 8)
+STEPS_IN_FLIGHT = (1, 2)
+TOKENS = 250
+PROMPT = list(range(100, 116))
+
+
+def measure(streams: int, steps_in_flight: int) -> str:
+    """The worker's own words."""
+    options = ("--steps-in-flight", str(steps_in_flight), "--max-len", "1024", "--max-slots", "16")
+    with Server(*options, "--poison-slots", "off") as server:
+        with Engine(server.address) as engine, ThreadPoolExecutor(streams) as pool:
+            list(pool.map(lambda n: answer(engine, n), range(streams)))
+        server.signal(signal.SIGTERM)
+        server.end()
+        (line,) = [line for line in server.err if "gaps between them" in line]
+    return line.partition("stopped; ")[2]
+
+
+def answer(engine: Engine, number: int) -> int:
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=number)
+    return len(engine.generate([*PROMPT, number], params).tokens())
+
+
+def main() -> None:
+    for streams in STREAMS:
+        for steps_in_flight in STEPS_IN_FLIGHT:
+            told = measure(streams, steps_in_flight)
+            print(f"{streams} streams, {steps_in_flight} in flight: {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

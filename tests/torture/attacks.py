@@ -1,0 +1,235 @@
+"""What one client can do to all others over the network: huge and malformed bodies, requests that
+are no HTTP, ZeroMQ clients that never read. Real processes, `tidegate serve` with a tiny model.
+
+    python -m tests.torture.attacks [--attack "token ids"] [--at-once 16]
+
+While an attack goes on, other clients stream answers, one after the other, and /livez is asked all
+the time. Each attack must be refused in words, no stream may be lost, /livez must answer in time,
+and no process may grow. The command prints a row for each attack and ends with 1 if there is any
+complaint. `make torture` runs all; tests/e2e/test_torture_attacks.py runs a few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import requests
+import zmq
+
+from protocol import wire
+from protocol.arrays import Int32
+from protocol.messages import PROTOCOL_VERSION, Generate, GetStatus, Hello, Message, Ping
+from protocol.sampling import SamplingParams
+from tests.support.http import connect, exchange, read_body, read_head
+from tests.support.processes import rss_mib
+from tests.support.server import Server
+from tests.torture.signals import write_model
+from tests.torture.table import print_table
+from tests.torture.witnesses import Witnessed, Witnesses, run_attacker
+
+MODULE = "tests.torture.attacks"
+FLAT_MIB = 96
+"""What a process may have grown by: it was new, and pools keep some pages."""
+BODY_BYTES = 16 << 20
+NUM_WITNESSES, WITNESS_TOKENS = 3, 100
+NUM_UNREAD = 2000
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+HI = b'"messages":[{"role":"user","content":"hi"}]'
+
+
+@dataclass(frozen=True, slots=True)
+class AttackBody:
+    """A body of BODY_BYTES of one unit; its answer has one of these statuses."""
+
+    path: str
+    head: bytes
+    unit: bytes
+    tail: bytes
+    statuses: tuple[int, ...] = (400,)
+
+    def send(self, port: int, _address: str) -> None:
+        count = (BODY_BYTES - len(self.head) - len(self.tail)) // len(self.unit)
+        data = self.head + self.unit * count + self.tail
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was not read
+            status, _, told = exchange(port, self.path, data)
+            assert status in self.statuses, (status, told[:200])
+            assert status == 200 or "error" in json.loads(told)
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Bytes that are no request, many times."""
+
+    data: bytes
+    statuses: tuple[int, ...] = (400,)
+    num_times: int = 20
+
+    def send(self, port: int, _address: str) -> None:
+        for _ in range(self.num_times):
+            with connect(port) as client, client.makefile("rb") as file:
+                client.sendall(self.data)
+                status, headers = read_head(file)
+                assert status in self.statuses, status
+                assert "error" in json.loads(read_body(file, headers))
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A ZeroMQ client that greets the engine, says the same again and again, and never reads."""
+
+    message: Message
+
+    def send(self, _port: int, address: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.RCVHWM, 1)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(address)
+            socket.send_multipart(wire.encode(Hello(protocol=PROTOCOL_VERSION, name="unread")))
+            for _ in range(NUM_UNREAD):
+                if not socket.poll(1000, zmq.POLLOUT):
+                    return  # nobody is there any more
+                with contextlib.suppress(zmq.Again):
+                    socket.send_multipart(wire.encode(self.message), zmq.NOBLOCK)
+            time.sleep(1)
+
+
+Attack = AttackBody | Raw | Unread
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+ATTACKS: dict[str, Attack] = {
+    "token ids": AttackBody(GENERATE, b'{"sampling_params":{},"token_ids":[', b"1,", b"1]}"),
+    "stop token ids": AttackBody(
+        GENERATE, b'{"token_ids":[1],"sampling_params":{"stop_token_ids":[', b"1,", b"1]}}"
+    ),
+    "detokenize": AttackBody("/detokenize", b'{"tokens":[', b"1,", b"1]}"),
+    "a prompt of ids": AttackBody(COMPLETIONS, b'{"prompt":[', b"1,", b"1]}"),
+    "prompts of ids": AttackBody(COMPLETIONS, b'{"prompt":[', b"[1],", b"[1]]}"),
+    "an unknown field": AttackBody(CHAT, b"{" + HI + b',"x":[', b"[],", b"[]]}"),
+    "tools": AttackBody(CHAT, b"{" + HI + b',"tools":[', b"{},", b"{}]}"),
+    "biases": AttackBody(CHAT, b"{" + HI + b',"logit_bias":{', b'"1":1,', b'"2":1}}'),
+    "derender: ids": AttackBody(
+        CHAT + "/derender", b'{"chat_request":{' + HI + b'},"prompt_token_ids":[', b"1,", b"1]}"
+    ),
+    "derender: strings": AttackBody(
+        CHAT + "/derender", b'{"chat_request":{' + HI + b'},"x":[', b'{"a":"b"},', b"1]}"
+    ),
+    "a text": AttackBody(COMPLETIONS, b'{"prompt":"', b"Hello, world. ", b'"}'),
+    "an escaped text": AttackBody(COMPLETIONS, b'{"prompt":"', b"\\u00e9", b'"}'),
+    "text without effect": AttackBody(
+        COMPLETIONS, b'{"prompt":"w5","max_tokens":1,"x":"', b"Hello, world. ", b'"}', (200,)
+    ),
+    "blanks": AttackBody(COMPLETIONS, b'{"prompt":"w5","max_tokens":1', b" ", b"}", (200,)),
+    "digits": AttackBody(COMPLETIONS, b'{"prompt":"w5","max_tokens":', b"1", b"}"),
+    "a chunk without a size": Raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
+    "a chunk without an end": Raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}xx"),
+    "a compressed body": Raw(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 0\r\n\r\n", (415,)),
+    "no request": Raw(b"tell me a story\r\n\r\n"),
+    "a long line": Raw(b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n", (400, 414)),
+    "many headers": Raw(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n", (400, 431)),
+    "unread welcomes": Unread(Hello(protocol=PROTOCOL_VERSION, name="unread")),
+    "unread views": Unread(GetStatus(request=1, most=10_000)),
+    "unread pongs": Unread(Ping()),
+    "unread answers": Unread(
+        Generate(
+            request=1,
+            prompt=Int32.of([5] * 64),
+            params=SamplingParams(max_tokens=64, ignore_eos=True, logprobs=20, prompt_logprobs=20),
+        )
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttackResult:
+    """What came of an attack. `failure`: why the attacker complains; "" if it was refused."""
+
+    name: str
+    failure: str
+    witnessed: Witnessed
+
+    def complaints(self, slack: float | None = 1.0) -> list[str]:
+        """Return what is wrong. `slack` stretches what is promised; None: times do not count."""
+        found = [f"not refused: {self.failure}"] if self.failure else []
+        return found + self.witnessed.complaints(slack)
+
+    def cells(self) -> tuple[str, ...]:
+        seen = self.witnessed
+        livez_ms = f"{seen.livez_ms:.0f}"
+        return (self.name, livez_ms, *seen.sizes(), str(seen.num_streams), str(len(seen.lost)))
+
+
+COLUMNS = {
+    "attack": 24,
+    "/livez ms": 10,
+    "gateway MiB": 14,
+    "engine MiB": 14,
+    "streams": 8,
+    "lost": 0,
+}
+
+
+class AttackTarget(Server):
+    """A server with a tiny model, which `strike` attacks while other clients stream answers."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__("--max-slots", "8", "--token-budget", "64", model=str(model))
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        facts = requests.get(self.url + "/readyz", timeout=5).json()
+        self._pids = {name: int(facts[name]["pid"]) for name in ("gateway", "engine")}
+        return self
+
+    def strike(self, name: str, at_once: int) -> AttackResult:
+        witnesses = Witnesses(
+            self.url,
+            self._pids["gateway"],
+            self._sizes,
+            lambda client: client.ask(3, WITNESS_TOKENS),
+            num_streams=NUM_WITNESSES,
+            flat_mib=FLAT_MIB,
+        )
+        options = ("--attack", name, "--at-once", str(at_once))
+        server = ("--port", str(self.port), "--address", self.address)
+        with witnesses as witnessed:
+            attacker = run_attacker(MODULE, *options, *server)
+        return AttackResult(name, attacker.failure, witnessed)
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: rss_mib(pid) for name, pid in self._pids.items()}
+
+
+def send(name: str, at_once: int, port: int, address: str) -> None:
+    """Be the attacker. Raises AssertionError if an answer is not what it must be."""
+    with ThreadPoolExecutor(at_once) as pool:
+        for each in [pool.submit(ATTACKS[name].send, port, address) for _ in range(at_once)]:
+            each.result()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--attack", choices=ATTACKS, action="append")
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--slack", type=float, default=1.0, help="stretches what is promised")
+    parser.add_argument("--port", type=int, help="be the attacker of this server")
+    parser.add_argument("--address", default="", help="of its engine")
+    said = parser.parse_args()
+    if said.port:
+        send(said.attack[0], said.at_once, said.port, said.address)
+        return 0
+    with tempfile.TemporaryDirectory() as folder, AttackTarget(write_model(Path(folder))) as target:
+        target.strike("token ids", 1)  # pools are filled once
+        rows = (target.strike(name, said.at_once) for name in said.attack or ATTACKS)
+        return print_table(COLUMNS, rows, said.slack)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

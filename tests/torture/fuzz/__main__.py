@@ -1,0 +1,43 @@
+"""`python -m tests.torture.fuzz`: every socket and every route, and what came of it, as a table.
+
+Ends with code 1, after all others have had their turn, where one was not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from functools import partial
+
+from tests.torture.fuzz.bodies import bodies
+from tests.torture.fuzz.sockets import TARGETS
+from tests.torture.fuzz.workers import worker_engine
+
+FRAMES_PER_WORKER = 50_000
+"""A worker ends with the first message that makes no sense, and takes seconds to start: of these
+there are fewer."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture.fuzz", description=__doc__)
+    parser.add_argument("--frames", type=int, default=10_000, help="for each ZeroMQ socket")
+    parser.add_argument("--bodies", type=int, default=1_000, help="for all POST routes together")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=[*TARGETS, "bodies"], action="append")
+    options = parser.parse_args()
+    runs = {name: partial(target, options.frames) for name, target in TARGETS.items()}
+    runs["worker-engine"] = partial(worker_engine, -(-options.frames // FRAMES_PER_WORKER))
+    runs["bodies"] = partial(bodies, options.bodies)
+    failures = 0
+    for name in options.only or runs:
+        try:
+            print(runs[name](options.seed), flush=True)
+        except Exception:  # the others have their turn; the code tells
+            failures += 1
+            print(f"{name} failed, with seed {options.seed}:\n{traceback.format_exc()}", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""The sockets of the engine and of the gateway, sent nonsense by whoever can connect to it.
+
+Each function sends about `count` messages and raises AssertionError unless the process lives, has
+answered all the while, has refused exactly what makes no sense, has not grown, and afterwards still
+does what it is for, rightly.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import deque
+from itertools import islice
+from random import Random
+
+import msgspec
+import requests
+import zmq
+
+from protocol import messages, sockets, steps
+from protocol.client import Engine
+from protocol.cluster_key import ClusterKey
+from protocol.messages import (
+    AbortByLabel,
+    Aborted,
+    Drain,
+    EngineStopped,
+    Ping,
+    Pong,
+    Profile,
+    Refused,
+    Welcome,
+)
+from tests.support.gateway_process import GatewayProcess
+from tests.support.processes import eventually
+from tests.support.raw_client import RawClient
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.tiny_engine import tiny_engine
+from tests.torture.fuzz.frames import BATCH, Frames, Nonsense, batches
+from tests.torture.fuzz.outcome import PATIENCE_S, Outcome, watched
+
+LAST = 1 << 40
+
+
+# ---- the engine
+
+
+def engine_clients(count: int, seed: int) -> Outcome:
+    """By a client. One more is there all the time, and gets its answers."""
+    outcome = Outcome("engine, from clients")
+    with tiny_engine() as (program, address), Engine(address) as polite:
+        before = wire_errors(address)
+        with watched(outcome, lambda: program.process.pid) as is_warm:
+            nonsense = Nonsense(messages.ToEngine, Random(seed), never=(Drain, Profile))
+            for number, batch in enumerate(batches(nonsense, count, outcome)):
+                say_to_engine(address, batch)
+                answers_rightly(polite)
+                if number == count // BATCH // 10:
+                    is_warm()
+        outcome.counted = wire_errors(address) - before
+        assert outcome.counted == outcome.senseless, outcome
+        assert eventually(lambda: polite.stats.running == 0, within_s=PATIENCE_S)
+        assert polite.stats.free_blocks == polite.stats.total_blocks
+    return outcome
+
+
+def say_to_engine(address: str, batch: list[Frames], key: ClusterKey | None = None) -> None:
+    """As a client that has greeted; whatever it hears is well-formed, and its last question is
+    answered after all of it."""
+    client = RawClient(address, key)
+    client.socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+    client.greet()
+    for frames in batch:
+        client.socket.send_multipart(frames)
+    client.say(AbortByLabel(request=LAST, names=["nobody"]))
+    while client.hear() != Aborted(request=LAST, unknown=["nobody"]):
+        pass
+    client.close()
+
+
+def wire_errors(address: str, key: ClusterKey | None = None) -> int:
+    client = RawClient(address, key)
+    client.greet()
+    client.say(Ping())
+    pong = client.hear_all(Pong)
+    assert isinstance(pong, Pong)
+    client.close()
+    return pong.stats.num_wire_errors
+
+
+def answers_rightly(engine: Engine) -> None:
+    bias = {7: 100.0}
+    answer = engine.generate([3, 4], max_tokens=3, logit_bias=bias, ignore_eos=True)
+    assert answer.tokens() == [7, 7, 7]
+
+
+def engine_worker(count: int, seed: int) -> Outcome:
+    """By somebody who connects where its worker does. Whatever it says, sense or not, is refused:
+    the worker is another."""
+    outcome = Outcome("engine, from strangers")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tiny_engine() as (program, address), Engine(address) as polite:
+        socket = sockets.connect_dealer(context, address + ".worker")
+        before = wire_errors(address)
+        with watched(outcome, lambda: program.process.pid) as is_warm:
+            nonsense = Nonsense(steps.FromWorker, Random(seed))
+            for number, batch in enumerate(batches(nonsense, count, outcome)):
+                for frames in batch:
+                    socket.send_multipart(frames)
+                answers_rightly(polite)
+                if number == count // BATCH // 10:
+                    is_warm()
+            assert eventually(
+                lambda: wire_errors(address) == before + outcome.sent, within_s=PATIENCE_S
+            )
+        outcome.counted = outcome.sent
+        answers_rightly(polite)
+        socket.close(linger=0)
+    context.term()
+    return outcome
+
+
+# ---- the gateway
+
+
+LOSING = (EngineStopped, Refused, Welcome, Pong)
+"""By these, whole, an engine's requests are lost, or it is another one."""
+
+
+class NoisyEngine(ScriptedEngine):
+    """A scripted engine that also says, between its own words, what is in `noise`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.noise: deque[Frames] = deque()
+        self._gateways: set[bytes] = set()
+
+    def _round(self) -> None:
+        for _ in range(min(len(self.noise), 50)):
+            frames = self.noise.popleft()
+            for gateway in self._gateways:
+                self._socket.send_multipart([gateway, *frames])
+        super()._round()
+
+    def _send(self, client: bytes, message: msgspec.Struct) -> None:
+        self._gateways.add(client)
+        super()._send(client, message)
+
+
+def gateway(count: int, seed: int) -> Outcome:
+    """By its engine, while chats are open: each of them ends, and no process does."""
+    outcome = Outcome("gateway, from its engine")
+    with tempfile.TemporaryDirectory() as folder, NoisyEngine(f"ipc://{folder}/engine") as engine:
+        config = {"engine": engine.address, "response_store": "none", "log_requests": False}
+        with GatewayProcess(**config) as process:
+            process.await_ready()
+            with watched(outcome, lambda: _served_by(process)) as is_warm:
+                wild = Nonsense(messages.ToClient, Random(seed))
+                calm = Nonsense(messages.ToClient, Random(seed + 1), never=LOSING)
+                while outcome.sent < count:
+                    for nonsense in [calm] * 19 + [wild]:
+                        _disturb(process, engine, nonsense, outcome, count)
+                    assert eventually(lambda: _says_hello(process), within_s=PATIENCE_S)
+                    if outcome.sent >= count // 10:
+                        is_warm()
+                assert eventually(
+                    lambda: _counted(process) >= outcome.senseless, within_s=PATIENCE_S
+                )
+            outcome.counted = _counted(process)
+            assert outcome.counted == outcome.senseless, outcome
+            engine.lose_clients()
+    return outcome
+
+
+def _disturb(
+    process: GatewayProcess, engine: NoisyEngine, nonsense: Nonsense, outcome: Outcome, count: int
+) -> None:
+    for batch in islice(batches(nonsense, count, outcome), 1):
+        engine.noise += batch
+        outcome.told[f"answers of {_chat(process).status_code}"] += 1
+        assert eventually(lambda: not engine.noise, within_s=PATIENCE_S)
+
+
+def _chat(process: GatewayProcess) -> requests.Response:
+    body = {"messages": [{"role": "user", "content": "hi"}], "timeout_s": 5}
+    return requests.post(process.url + "/v1/chat/completions", json=body, timeout=PATIENCE_S)
+
+
+def _says_hello(process: GatewayProcess) -> bool:
+    answer = _chat(process)
+    if answer.status_code != 200:
+        return False
+    return bool(answer.json()["choices"][0]["message"]["content"] == "Hello, world!")
+
+
+def _served_by(process: GatewayProcess) -> int:
+    return int(requests.get(process.url + "/readyz", timeout=20).json()["gateway"]["pid"])
+
+
+def _counted(process: GatewayProcess) -> int:
+    text = requests.get(process.url + "/metrics", timeout=20).text
+    found = re.search(r"^tidegate_gateway_wire_errors_total (\S+)$", text, re.MULTILINE)
+    return int(float(found[1])) if found else 0

@@ -1,0 +1,100 @@
+"""Messages of one direction, changed: mostly in their structure, else in their bytes or frames.
+
+`Nonsense` draws them, and knows of each whether its receiver must refuse it: it asks a decoder of
+that direction, so what a process counts can be compared with what was sent, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from random import Random
+from typing import Any, get_args
+
+import msgpack
+
+from protocol import wire
+from protocol.errors import WireError
+from protocol.messages import Message
+from tests.support.samples import MESSAGES
+from tests.torture.fuzz.outcome import Outcome
+from tests.torture.fuzz.values import changed, damaged
+
+Frames = list[bytes]
+
+
+class Nonsense:
+    """direction   the union of messages that the receiver understands
+    never       kinds that must not arrive whole: they would rightly end what is tested
+    """
+
+    def __init__(self, direction: Any, chance: Random, never: tuple[type[Message], ...] = ()):
+        self._chance = chance
+        self._never = never
+        self._decoder: wire.Decoder[Message] = wire.Decoder(direction)
+        kinds = get_args(direction)
+        own = [m for m in MESSAGES if type(m) in kinds]
+        strange = [m for m in MESSAGES if type(m) not in kinds]
+        self._own = [_as_bytes(m) for m in own]
+        self._strange = [_as_bytes(m) for m in strange]
+
+    def __iter__(self) -> Iterator[tuple[Frames, Message | None]]:
+        """Frames, and what their receiver reads in them; None: they make no sense."""
+        while True:
+            frames = self._frames()
+            message = self._read(frames)
+            if not isinstance(message, self._never):
+                yield frames, message
+
+    def _read(self, frames: Frames) -> Message | None:
+        try:
+            return self._decoder.decode(frames)
+        except WireError:
+            return None
+
+    def _frames(self) -> Frames:
+        chance = self._chance
+        frames = list(chance.choice(self._own if chance.random() < 0.9 else self._strange))
+        for _ in range(chance.choice([1, 1, 2, 3])):
+            frames = self._changed(frames) or [b""]
+        return frames
+
+    def _changed(self, frames: Frames) -> Frames:
+        chance = self._chance
+        what = chance.random()
+        if what < 0.55:
+            return [_restructured(frames[0], chance), *frames[1:]]
+        at = chance.randrange(len(frames))
+        if what < 0.9:
+            return [*frames[:at], damaged(frames[at], chance), *frames[at + 1 :]]
+        if what < 0.94:
+            return [*frames[:at], *frames[at + 1 :]]
+        if what < 0.98:
+            return [*frames[:at], chance.randbytes(chance.choice([0, 1, 9, 5000])), *frames[at:]]
+        return frames * chance.choice([2, 70])
+
+
+BATCH = 250
+
+
+def batches(nonsense: Nonsense, count: int, outcome: Outcome) -> Iterator[list[Frames]]:
+    """Up to so many messages in all; the outcome knows of each before it is sent."""
+    told = iter(nonsense)
+    while outcome.sent < count:
+        batch = list(islice(told, min(BATCH, count - outcome.sent)))
+        outcome.sent += len(batch)
+        outcome.senseless += sum(message is None for _, message in batch)
+        yield [frames for frames, _ in batch]
+
+
+def _as_bytes(message: Message) -> Frames:
+    return [bytes(frame) for frame in wire.encode(message)]
+
+
+def _restructured(frame: bytes, chance: Random) -> bytes:
+    """Its map, changed; where there is none any more, its bytes."""
+    try:
+        value = msgpack.unpackb(frame[1:], strict_map_key=False)
+        return frame[:1] + msgpack.packb(changed(value, chance))
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
+        return damaged(frame, chance)

@@ -1,0 +1,162 @@
+"""The sockets of a worker, sent nonsense by whoever can connect to it.
+
+Each function sends about `count` messages and raises AssertionError unless the process lives, has
+answered all the while, has refused exactly what makes no sense, has not grown, and afterwards still
+does what it is for, rightly.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import zmq
+
+from protocol import kv_peers, sockets, steps, wire
+from protocol.config.worker import WorkerConfig
+from protocol.kv import KVFetched, PeerSource
+from protocol.steps import Trace, WorkerFailed, WorkerReady
+from tests.support.kv_worker import Peer, Shape, Worker
+from tests.support.processes import Program, eventually
+from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.torture.fuzz.frames import BATCH, Nonsense, batches
+from tests.torture.fuzz.outcome import PATIENCE_S, Outcome, watched
+
+SHAPE = Shape(seed=5)
+LEASE, OTHER_LEASE = b"l" * 16, b"the lease of others"
+
+
+def kv_server(count: int, seed: int) -> Outcome:
+    """By a worker that wants K/V. Another one gets what it asks for afterwards."""
+    outcome = Outcome("worker, from readers")
+    with _kv_place() as (context, address), Peer(SHAPE, address, "zmq") as peer:
+        peer.export(LEASE, [1, 2, 3, 4, 5, 6, 7, 8], readers=1000)
+        peer.export(OTHER_LEASE, [9, 10])
+        socket = sockets.connect_dealer(context, address)
+        with watched(outcome, lambda: peer.pid) as is_warm:
+            nonsense = Nonsense(kv_peers.FromReader, Random(seed))
+            for number, batch in enumerate(batches(nonsense, count, outcome)):
+                for frames in batch:
+                    socket.send_multipart(frames)
+                    while socket.poll(0):
+                        socket.recv_multipart()
+                if number == count // BATCH // 10:
+                    is_warm()
+            assert eventually(lambda: peer.num_dropped() >= outcome.senseless, within_s=PATIENCE_S)
+        outcome.counted = peer.num_dropped()
+        with Worker(context, Shape(), WorkerConfig(model="", kv_mover="zmq")) as worker:
+            worker.fetch(1, peer.source(OTHER_LEASE), [3, 4])
+            assert isinstance(worker.end_of(1), KVFetched)
+            whole = SHAPE.cache().rows
+            assert worker.cache.rows[:, 3:5].equal(whole[:, 9:11])
+        socket.close(linger=0)
+    return outcome
+
+
+def kv_reader(count: int, seed: int) -> Outcome:
+    """By the worker whose K/V it wants: every transfer ends, and in nothing but a failure."""
+    outcome = Outcome("worker, from its source")
+    with _kv_place() as (context, address):
+        router = sockets.bind_router(context, address)
+        stop = threading.Event()
+        source = PeerSource(address=address, lease=LEASE, first=0)
+        nonsense = Nonsense(kv_peers.FromExporter, Random(seed))
+        teller = threading.Thread(target=_tell_nonsense, args=(router, nonsense, outcome, stop))
+        teller.start()
+        try:
+            with Worker(context, Shape(), WorkerConfig(model="", kv_mover="auto")) as worker:
+                job = 0
+                while outcome.sent < count:
+                    job += 1
+                    worker.fetch(job, source, [1, 2], timeout_s=0.5)
+                    end = worker.end_of(job, PATIENCE_S)
+                    assert not isinstance(end, KVFetched)
+                    outcome.told[end.kind] += 1
+                    outcome.counted += 1
+        finally:
+            stop.set()
+            teller.join()
+            router.close(linger=0)
+    return outcome
+
+
+def _tell_nonsense(
+    router: zmq.Socket[bytes], nonsense: Nonsense, outcome: Outcome, stop: threading.Event
+) -> None:
+    """A few messages of nonsense to whoever says anything."""
+    told = iter(nonsense)
+    while not stop.is_set():
+        if not router.poll(20):
+            continue
+        reader, *_ = router.recv_multipart()
+        for frames, message in islice(told, 3):
+            outcome.sent += 1
+            outcome.senseless += message is None
+            try:
+                router.send_multipart([reader, *frames])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                break  # it has left: it had heard enough
+
+
+@contextmanager
+def _kv_place() -> Iterator[tuple[zmq.Context[zmq.Socket[bytes]], str]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tempfile.TemporaryDirectory() as folder:
+        sockets.make_private(Path(folder) / "run")
+        yield context, f"ipc://{folder}/run/kv"
+    context.term()
+
+
+def worker_engine(count: int, seed: int) -> Outcome:
+    """By its engine, which it trusts: what makes no sense ends it, in words and with code 1.
+
+    count   of workers
+    """
+    outcome = Outcome("worker, from its engine")
+    told = iter(Nonsense(steps.ToWorker, Random(seed), never=(Trace,)))
+    with _kv_place() as (context, address):
+        model = write_tiny_llama(Path(address.removeprefix("ipc://")).parent)
+        router = sockets.bind_router(context, address)
+        for _ in range(count):
+            config = WorkerConfig(model=str(model), address=address, dtype="float32", threads=1)
+            settings = msgspec.json.encode(config).decode()
+            with Program(["-P", "-m", "worker", "--config", settings]) as program:
+                outcome.told[_one_life(router, program, told, outcome)] += 1
+        router.close(linger=0)
+    return outcome
+
+
+def _one_life(router: zmq.Socket[bytes], program: Program, told: Any, outcome: Outcome) -> str:
+    decoder: wire.Decoder[steps.FromWorker] = wire.Decoder(steps.FromWorker)
+    assert router.poll(PATIENCE_S * 1000), program.said
+    worker, *frames = router.recv_multipart()
+    assert isinstance(decoder.decode(frames), WorkerReady)
+    last: Any = None
+    while program.process.poll() is None:
+        frames, message = next(told)
+        outcome.sent += 1
+        outcome.senseless += message is None
+        try:
+            router.send_multipart([worker, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # it has just ended
+                raise
+        while router.poll(50):
+            last = decoder.decode(router.recv_multipart()[1:])
+            if isinstance(last, WorkerFailed):
+                break
+        if isinstance(last, WorkerFailed) or message is None:
+            break
+    code = program.end(timeout_s=PATIENCE_S)
+    assert code in (0, 1), program.said
+    outcome.counted += code
+    return f"ends with code {code}"

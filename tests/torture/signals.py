@@ -1,0 +1,387 @@
+"""What becomes of a server and its clients when one of its processes is killed, stopped or asked to
+go: every process, at every moment, by every signal. Real processes, `tidegate serve`.
+
+    python -m tests.torture.signals [--kind split] [--victim worker] [--moment decode] [--signal ..]
+
+A cell of the table is (kind of server, victim, moment, signal). `CELLS` are those that are run.
+What must come of one is `fate_of`; what did is a
+`TortureRow`, and `complaints` says where the two differ. The command prints the rows and ends with
+1 if there is any complaint. `make torture` runs all; tests/e2e/test_torture.py runs a few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product, starmap
+from pathlib import Path
+from typing import Self
+
+import requests
+
+from protocol.exit_codes import KILLED, ExitCode
+from tests.support.processes import Program, descendants_of, eventually, is_alive
+from tests.support.server import Server
+from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.torture.observers import Eye, TortureClient
+from tests.torture.table import print_table
+
+RESTARTS, PLAIN, SPLIT, SPLIT_RESTARTS = KINDS = ("restart", "plain", "split", "split restart")
+OPTIONS = {
+    RESTARTS: ("--restart", "--drain-s", "3"),
+    PLAIN: ("--drain-s", "30"),
+    SPLIT: ("--split", "--drain-s", "30"),
+    SPLIT_RESTARTS: ("--split", "--restart", "--drain-s", "3"),
+}
+"""A server that ends with its first failure has clients whom a drain would let go on for longer."""
+GATEWAY, MASTER, ENGINE, WORKER, SUPERVISOR, PREFILLER, PREFILL_WORKER = VICTIMS = (
+    "gateway process",
+    "gunicorn master",
+    "engine",
+    "worker",
+    "supervisor",
+    "prefill engine",
+    "prefill worker",
+)
+"""In a split, "engine" and "worker" are those that decode."""
+OF_PREFILL = (PREFILLER, PREFILL_WORKER)
+START, IDLE, PREFILL, DECODE = MOMENTS = ("start-up", "idle", "prefill", "decode")
+KILL, STOP, TERM = SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+
+ERROR_WITHIN_S, UNREADY_WITHIN_S = 5.0, 2.0
+"""What is promised, on a machine that has time for us."""
+PROMPT_WORDS, ANSWER_TOKENS, BUDGET = 6000, 4000, 16
+START_S, LIFE_S, ORPHANS_S = 120.0, 90.0, 15.0
+KILLED_BY_KILL = KILLED + signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    victim: str
+    moment: str
+    signal: signal.Signals
+    kind: str = RESTARTS
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What must come of a cell.
+
+    codes        the server's exit code is one of these, without our help; empty: it serves on
+    is_told      open requests end with an error that says why, in time
+    is_unready   /readyz says no, in time
+    breaks       open streams may break off: the process that holds their connections is gone.
+                 Elsewhere each ends with [DONE], finished or after an error
+    """
+
+    codes: frozenset[int] = frozenset()
+    is_told: bool = False
+    is_unready: bool = False
+    breaks: bool = False
+
+
+SERVES_ON = Fate()
+BREAKS = Fate(breaks=True)
+COMES_BACK = Fate(is_told=True, is_unready=True)
+
+
+def ends(*codes: int, is_told: bool = False) -> Fate:
+    return Fate(codes=frozenset(codes), is_told=is_told)
+
+
+FATES = {
+    (GATEWAY, KILL): BREAKS,
+    (GATEWAY, STOP): BREAKS,
+    (GATEWAY, TERM): SERVES_ON,
+    (MASTER, KILL): Fate(is_told=True),
+    (MASTER, STOP): SERVES_ON,
+    (MASTER, TERM): ends(ExitCode.OK),  # it was asked to go, and went
+    (ENGINE, KILL): COMES_BACK,
+    (ENGINE, STOP): COMES_BACK,
+    (ENGINE, TERM): ends(ExitCode.OK),
+    (WORKER, KILL): COMES_BACK,
+    (WORKER, STOP): COMES_BACK,
+    (WORKER, TERM): COMES_BACK,
+    (SUPERVISOR, KILL): ends(-KILL),
+    (SUPERVISOR, STOP): SERVES_ON,
+    (SUPERVISOR, TERM): ends(ExitCode.OK),
+    (PREFILLER, KILL): SERVES_ON,  # what it computed is computed again
+    (PREFILLER, STOP): SERVES_ON,
+    (PREFILLER, TERM): ends(ExitCode.OK),
+    (PREFILL_WORKER, KILL): SERVES_ON,
+    (PREFILL_WORKER, STOP): SERVES_ON,
+    (PREFILL_WORKER, TERM): SERVES_ON,
+}
+AT_START = {
+    (MASTER, KILL): ends(KILLED_BY_KILL),
+    (MASTER, STOP): ends(KILLED_BY_KILL),
+    (MASTER, TERM): ends(ExitCode.OK, KILLED + TERM),
+    (ENGINE, KILL): ends(KILLED_BY_KILL),
+    (ENGINE, STOP): ends(KILLED_BY_KILL),
+    (ENGINE, TERM): ends(ExitCode.OK, KILLED + TERM),
+    (WORKER, KILL): ends(ExitCode.WORKER_LOST),
+    (WORKER, STOP): ends(ExitCode.WORKER_LOST),
+    (WORKER, TERM): ends(ExitCode.WORKER_LOST),
+}
+"""Who never was ready is not started again."""
+WITHOUT_RESTART = {
+    **{(each, KILL): ends(KILLED_BY_KILL, is_told=True) for each in (MASTER, ENGINE, PREFILLER)},
+    **{
+        (each, number): ends(ExitCode.WORKER_LOST, is_told=True)
+        for each, number in product((WORKER, PREFILL_WORKER), (KILL, TERM))
+    },
+}
+"""The first death is the server's end."""
+CELLS = [
+    *starmap(Cell, product(VICTIMS[:5], MOMENTS, SIGNALS)),
+    *(
+        Cell(victim, moment, number, kind)
+        for kind, victims in (
+            (PLAIN, VICTIMS[:4]),
+            (SPLIT, (*VICTIMS[:4], PREFILLER, PREFILL_WORKER)),
+            (SPLIT_RESTARTS, (*VICTIMS[:4], PREFILLER, PREFILL_WORKER)),
+        )
+        for victim, moment, number in product(victims, (PREFILL, DECODE), (KILL, TERM))
+    ),
+]
+
+
+def fate_of(cell: Cell) -> Fate:
+    key = cell.victim, cell.signal
+    found = FATES[key]
+    if cell.moment == START:
+        return AT_START.get(key, found)
+    if found is COMES_BACK and (cell.kind, cell.moment) == (SPLIT_RESTARTS, PREFILL):
+        return Fate(is_unready=True)  # it may be back by the time the prompt has been computed
+    return WITHOUT_RESTART.get(key, found) if cell.kind in (PLAIN, SPLIT) else found
+
+
+@dataclass(slots=True)
+class TortureRow:
+    """What came of a cell. Seconds since the signal; None: it did not happen.
+
+    ends       how the open streams ended, in words; "": one did not
+    end_s      until the last of them had ended
+    again_s    until a new request was answered
+    code       of a server that ended by itself
+    orphans    processes that were left when it had ended
+    """
+
+    cell: Cell
+    ends: list[str] = field(default_factory=list)
+    end_s: float | None = None
+    unready_s: float | None = None
+    why: str = ""
+    again_s: float | None = None
+    code: int | None = None
+    orphans: list[int] = field(default_factory=list)
+
+    def complaints(self, slack: float = 1.0) -> list[str]:
+        """`slack` stretches what is promised, for a machine that is busy."""
+        fate = fate_of(self.cell)
+        found = [f"left behind: {self.orphans}"] if self.orphans else []
+        if fate.codes and self.code not in fate.codes:
+            found.append(f"ended with {self.code}, not with one of {sorted(fate.codes)}")
+        if not fate.codes and self.again_s is None:
+            found.append("did not serve again")
+        if fate.is_unready and not _in_time(self.unready_s, UNREADY_WITHIN_S * slack):
+            found.append(f"unready after {_seconds(self.unready_s)}")
+        if "" in self.ends:
+            found.append("an open stream never ended")
+        for end in filter(None, self.ends):
+            if fate.is_told and not end.startswith("error"):
+                found.append(f"no clear error: {end}")
+            elif end.startswith("broken") and not fate.breaks:
+                found.append(f"a stream broke off: {end}")
+        if fate.is_told and self.ends and not _in_time(self.end_s, ERROR_WITHIN_S * slack):
+            found.append(f"an error after {_seconds(self.end_s)}")
+        return found
+
+    def cells(self) -> tuple[str, ...]:
+        outcome = "serves on" if self.code is None else f"ended with {self.code}"
+        return (
+            *(self.cell.kind, self.cell.victim, self.cell.moment, self.cell.signal.name, outcome),
+            *(_seconds(self.end_s), _seconds(self.unready_s), _seconds(self.again_s)),
+            *(str(len(self.orphans)), "; ".join(dict.fromkeys(self.ends)) or self.why),
+        )
+
+
+COLUMNS = {
+    "kind": 13,
+    "victim": 15,
+    "moment": 8,
+    "signal": 7,
+    "server": 15,
+    "end s": 7,
+    "unready s": 9,
+    "again s": 8,
+    "orphans": 7,
+    "the open streams": 0,
+}
+
+
+def _in_time(seconds: float | None, bound: float) -> bool:
+    return seconds is not None and seconds <= bound
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f}"
+
+
+class TortureScene:
+    """A server with a tiny model, not yet ready. `strike` may come again while it serves on."""
+
+    def __init__(self, model: Path, kind: str = RESTARTS) -> None:
+        options = (*OPTIONS[kind], "--token-budget", str(BUDGET), "--max-slots", "4")
+        self._server = Server(*options, model=str(model))
+        self.url = self._server.url
+        self._family: set[int] = set()
+
+    def __enter__(self) -> Self:
+        Program.__enter__(self._server)
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        for pid in [self._server.process.pid, *self._family]:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        Program.__exit__(self._server, None, None, None)
+
+    @property
+    def said(self) -> str:
+        return self._server.said
+
+    def await_ready(self) -> None:
+        self._server.line_with("ZeroMQ:", timeout_s=START_S)
+
+    def strike(self, cell: Cell) -> TortureRow:
+        """Bring the server to the cell's moment, send the signal, and watch."""
+        row = TortureRow(cell)
+        if cell.moment == START:
+            there = WORKER if cell.victim == SUPERVISOR else cell.victim
+            assert eventually(lambda: self._find(there), within_s=START_S)
+        else:
+            self.await_ready()
+        with (
+            Eye(self.url) as eye,
+            TortureClient(self.url) as first,
+            TortureClient(self.url) as second,
+        ):
+            clients: list[TortureClient] = []
+            if cell.moment in (PREFILL, DECODE):
+                clients.append(first)
+                first.ask(3, ANSWER_TOKENS)
+                assert eventually(first.has_begun, within_s=LIFE_S), self.said
+            if cell.moment == PREFILL:
+                clients.append(second)
+                second.ask(PROMPT_WORDS, ANSWER_TOKENS)
+                assert eventually(eye.sees_chunk, within_s=LIFE_S), self.said
+            if cell.moment != START:
+                assert eventually(lambda: eye.is_ready, within_s=LIFE_S)
+            self._family.update(pid for pid, _ in descendants_of(self._server.process.pid))
+            self._hit(cell, eye, clients, row)
+        return row
+
+    def stop(self, row: TortureRow) -> int:
+        """The server's exit code after a SIGTERM, if it had not ended; what it left goes to the
+        row."""
+        if self._server.process.poll() is None:
+            self._server.signal(signal.SIGCONT)
+            self._server.signal(signal.SIGTERM)
+        code = self._server.end(timeout_s=LIFE_S)
+        eventually(lambda: not self._left(), within_s=ORPHANS_S)
+        row.orphans = self._left()
+        return code
+
+    def _hit(self, cell: Cell, eye: Eye, clients: Sequence[TortureClient], row: TortureRow) -> None:
+        fate = fate_of(cell)
+        struck = time.monotonic()
+        os.kill(self._find(cell.victim), cell.signal)
+        if fate.codes:
+            eventually(lambda: self._server.process.poll() is not None, within_s=LIFE_S)
+            row.code = self._server.process.poll()
+        else:
+            row.again_s = self._again(fate, eye, struck)
+        eventually(lambda: all(client.end for client in clients), within_s=LIFE_S)
+        row.ends = [client.end for client in clients]
+        ended = [client.ended_at for client in clients if client.ended_at is not None]
+        row.end_s = max(ended) - struck if ended else None
+        row.unready_s, row.why = eye.unready_since(struck) if cell.moment != START else (None, "")
+
+    def _again(self, fate: Fate, eye: Eye, struck: float) -> float | None:
+        """What serves on need not have been down; what comes back must have been."""
+        if fate.is_unready:
+            eventually(lambda: eye.unready_since(struck)[0] is not None, within_s=LIFE_S)
+        answered = eventually(self._answers, within_s=LIFE_S)
+        self._family.update(pid for pid, _ in descendants_of(self._server.process.pid))
+        return time.monotonic() - struck if answered else None
+
+    def _answers(self) -> bool:
+        body = {"prompt": "w1 w2", "max_tokens": 2}
+        try:
+            return requests.post(self.url + "/v1/completions", json=body, timeout=5).ok
+        except requests.RequestException:
+            return False
+
+    def _left(self) -> list[int]:
+        return sorted(pid for pid in self._family if is_alive(pid))
+
+    def _find(self, victim: str) -> int:
+        """0: it is not there (yet)."""
+        us = self._server.process.pid
+        if victim == SUPERVISOR:
+            return us
+        if victim in (GATEWAY, MASTER):
+            found = [pid for pid, line in descendants_of(us) if "-m gunicorn" in line]
+            is_second = victim == GATEWAY  # parents come before children
+            return found[is_second] if len(found) > is_second else 0
+        role = '"role":"prefill"'
+        for pid, line in descendants_of(us):
+            if "-m engine_core" in line and (role in line) == (victim in OF_PREFILL):
+                if victim in (ENGINE, PREFILLER):
+                    return pid
+                return next((pid for pid, own in descendants_of(pid) if "-m worker" in own), 0)
+        return 0
+
+
+def torture(cell: Cell, model: Path) -> TortureRow:
+    """One cell, on a server of its own."""
+    with TortureScene(model, cell.kind) as scene:
+        row = scene.strike(cell)
+        scene.stop(row)
+    return row
+
+
+def write_model(folder: Path) -> Path:
+    return write_tiny_llama(folder, max_position_embeddings=16384)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--victim", choices=VICTIMS, action="append")
+    parser.add_argument("--moment", choices=MOMENTS, action="append")
+    parser.add_argument("--signal", choices=[each.name for each in SIGNALS], action="append")
+    parser.add_argument("--slack", type=float, default=1.0, help="stretches what is promised")
+    said = parser.parse_args()
+    cells = [
+        cell
+        for cell in CELLS
+        if cell.kind in (said.kind or KINDS)
+        and cell.victim in (said.victim or VICTIMS)
+        and cell.moment in (said.moment or MOMENTS)
+        and (not said.signal or cell.signal.name in said.signal)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder))
+        return print_table(COLUMNS, (torture(cell, model) for cell in cells), said.slack)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

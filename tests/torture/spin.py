@@ -1,0 +1,304 @@
+"""`python -m tests.torture.spin`: peers that are killed again and again leave nobody spinning, and
+of a million messages none is missed.
+
+    clients of an engine     each is killed in the middle of its answer
+    engines of a gateway     each is killed in the middle of an answer; another takes its place
+    messages to a gateway    its socket's descriptor tells of a message once: whoever does not read
+                             all that is there then waits for ever
+    messages to an engine    each heartbeat is answered
+
+Afterwards whoever was left is idle, and an idle process uses hardly any CPU: of its own time, so
+what else runs on the machine does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from random import Random
+
+import psutil
+import requests
+import zmq
+
+from protocol import sockets, wire
+from protocol.client import Engine
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Generate,
+    Hello,
+    Limits,
+    Output,
+    Outputs,
+    Ping,
+    Pong,
+    ToEngine,
+    Welcome,
+)
+from protocol.stats import EngineStats
+from tests.support.gateway_process import GatewayProcess
+from tests.support.processes import ROOT, Program, descendants_of, eventually
+from tests.support.raw_client import RawClient
+from tests.support.scripted_engine import ScriptedEngine, says, scripted_card
+from tests.support.tiny_engine import tiny_engine
+
+IDLE_CPU = 0.02
+WINDOW_S, TRIES = 2.0, 5
+PATIENCE_S = 120.0
+AT_A_TIME = 10
+LEASE_S = 1.5
+CONTEXT = 65_536
+LIMITS = Limits(
+    max_len=1 << 24,
+    max_slots=8,
+    block_tokens=16,
+    num_blocks=64,
+    token_budget=256,
+    prefix_cache=True,
+)
+
+
+def idle_cpu(pids: Sequence[int]) -> float:
+    """The share of a core that the busiest of these uses: in its best of some windows, since
+    what it was told last may keep it for a moment."""
+    best = dict.fromkeys(pids, float("inf"))
+    for _ in range(TRIES):
+        before = {pid: _cpu_s(pid) for pid in pids}
+        began = time.monotonic()
+        time.sleep(WINDOW_S)
+        took_s = time.monotonic() - began
+        for pid in pids:
+            best[pid] = min(best[pid], (_cpu_s(pid) - before[pid]) / took_s)
+        if max(best.values()) < IDLE_CPU:
+            break
+    return max(best.values())
+
+
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+# ---- peers that are killed
+
+
+def clients_killed(count: int) -> float:
+    """What the engine and its worker use afterwards."""
+    with tiny_engine(context_tokens=CONTEXT, lease_s=LEASE_S) as (program, address):
+        engine = program.process.pid
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            list(pool.map(_live_and_die, [address] * count))
+        with Engine(address) as client:
+            gone = eventually(lambda: client.look().stats.clients == 1, within_s=PATIENCE_S)
+            stats = client.look().stats
+            assert gone, f"{stats.clients} clients are left"
+            assert stats.running == stats.waiting == 0
+            assert stats.num_finished["abort"] == stats.num_accepted - _others(stats)
+        return idle_cpu([engine, *(pid for pid, _ in descendants_of(engine))])
+
+
+def _others(stats: EngineStats) -> int:
+    return sum(count for why, count in stats.num_finished.items() if why != "abort")
+
+
+def _live_and_die(address: str) -> None:
+    with Program(["-m", "tests.torture.spin", "--be-client", address]) as client:
+        client.line_with("hears", timeout_s=PATIENCE_S)
+        client.signal(signal.SIGKILL)
+
+
+def be_client(address: str) -> None:
+    """Until somebody kills us: an answer that has no end."""
+    with Engine(address, wait_s=PATIENCE_S) as engine:
+        for number, _ in enumerate(engine.generate([3], max_tokens=CONTEXT - 8, ignore_eos=True)):
+            if number == 2:
+                print("hears", flush=True)
+    time.sleep(PATIENCE_S)
+
+
+def engines_killed(count: int) -> float:
+    """What the gateway uses afterwards, before the last engine, which lives."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/engine.sock"
+        config = {"engine": address, "response_store": "none", "log_requests": False}
+        with GatewayProcess(**config) as gateway, ThreadPoolExecutor(1) as pool:
+            for _ in range(count):
+                with ScriptedEngine(address, step_s=0.05) as engine:
+                    engine.script = lambda generate: says("on and on " * 500)
+                    gateway.await_ready()
+                    asked = pool.submit(_ask, gateway)
+                    engine.await_generates(1, PATIENCE_S)
+                assert asked.result(PATIENCE_S) in (500, 502, 503), "it was told that it is lost"
+            with ScriptedEngine(address):
+                gateway.await_ready()
+                assert _ask(gateway) == 200
+                pid = requests.get(gateway.url + "/readyz", timeout=20).json()["gateway"]["pid"]
+                return idle_cpu([pid, gateway.process.pid])
+
+
+def _ask(gateway: GatewayProcess) -> int:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+    url = gateway.url + "/v1/chat/completions"
+    return requests.post(url, json=body, timeout=PATIENCE_S).status_code
+
+
+# ---- messages
+
+
+def messages_to_gateway(count: int, seed: int = 1) -> None:
+    """In bursts and with pauses of any length, to the client that gateways use. Raises
+    AssertionError where one is missing, or they are not in their order."""
+    with tempfile.TemporaryDirectory() as folder, _router(f"ipc://{folder}/engine") as router:
+        command = ["-m", "tests.torture.spin", "--be-gateway", f"ipc://{folder}/engine"]
+        with Program([*command, "--messages", str(count)]) as program:
+            _say_all(router, count, Random(seed), program.process.poll)
+            program.line_with("all have come", timeout_s=PATIENCE_S)
+
+
+@contextmanager
+def _router(address: str) -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with sockets.bind_router(context, address) as socket:
+        yield socket
+    context.term()
+
+
+def _say_all(
+    router: zmq.Socket[bytes], count: int, chance: Random, has_ended: Callable[[], object]
+) -> None:
+    """One token a message; each burst is followed by what the other end has said meanwhile."""
+    client, request = _begin(router)
+    said = 0
+    while said < count:
+        for _ in range(min(count - said, chance.choice([1, 1, 2, 63, 64, 65, 128, 1000]))):
+            said += 1
+            finish = "length" if said == count else None
+            output = Output(request=request, tokens=[said], finish=finish)
+            router.send_multipart([client, *wire.encode(Outputs(step=said, outputs=[output]))])
+        _answer_waiting(router)
+        if chance.random() < 0.3:
+            time.sleep(chance.random() * 0.002)
+        assert has_ended() is None
+
+
+def _begin(router: zmq.Socket[bytes]) -> tuple[bytes, int]:
+    """Until somebody has asked for an answer: who, and its number for it."""
+    while True:
+        assert router.poll(PATIENCE_S * 1000)
+        client, message = _hear(router)
+        if isinstance(message, Generate):
+            router.send_multipart([client, *wire.encode(Accepted(request=message.request))])
+            return client, message.request
+        _answer(router, client, message)
+
+
+def _hear(router: zmq.Socket[bytes]) -> tuple[bytes, ToEngine]:
+    decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+    client, *frames = router.recv_multipart()
+    return client, decoder.decode(frames)
+
+
+def _answer_waiting(router: zmq.Socket[bytes]) -> None:
+    while router.poll(0):
+        _answer(router, *_hear(router))
+
+
+def _answer(router: zmq.Socket[bytes], client: bytes, message: ToEngine) -> None:
+    if isinstance(message, Hello):
+        welcome = Welcome(
+            protocol=PROTOCOL_VERSION, epoch="e", model=scripted_card(), limits=LIMITS
+        )
+        router.send_multipart([client, *wire.encode(welcome)])
+    elif isinstance(message, Ping):
+        router.send_multipart([client, *wire.encode(Pong(epoch="e", stats=EngineStats()))])
+
+
+def be_gateway(address: str, count: int) -> None:
+    """Ask for an answer and hear all of it."""
+    import gevent
+    from gevent.event import Event
+
+    from gateway.engine.client import ZmqEngineClient
+    from protocol.messages import Output as Told
+    from protocol.sampling import SamplingParams
+
+    client, ended, heard = ZmqEngineClient(address), Event(), 0
+
+    def hear(report: object) -> None:
+        nonlocal heard
+        if isinstance(report, Told):
+            assert report.error is None, report.error
+            assert report.tokens == list(range(heard + 1, heard + 1 + len(report.tokens)))
+            heard += len(report.tokens)
+            if report.finish is not None:
+                ended.set()
+
+    client.start()
+    while not client.is_ready:
+        gevent.sleep(0.01)
+    client.generate([1], SamplingParams(max_tokens=count), hear)
+    ended.wait()
+    assert heard == count
+    print("all have come", flush=True)
+    client.close()
+
+
+def messages_to_engine(count: int) -> None:
+    """Heartbeats as fast as they go: one answer to each. Raises zmq.Again where one is missing."""
+    with tiny_engine() as (_, address):
+        client = RawClient(address)
+        client.greet()
+        sent = heard = 0
+        while heard < count:
+            for _ in range(min(1000, count - sent)):
+                client.say(Ping())
+                sent += 1
+            heard += isinstance(client.hear(), Pong)
+            while heard < sent and (sent == count or client.socket.poll(0)):
+                heard += isinstance(client.hear(), Pong)
+        assert not client.socket.poll(500), "more answers than questions"
+        client.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture.spin", description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--be-client", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--be-gateway", metavar="ADDRESS", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.be_client:
+        be_client(options.be_client)
+        return 0
+    if options.be_gateway:
+        be_gateway(options.be_gateway, options.messages)
+        return 0
+    return _report(options.kills, options.messages)
+
+
+def _report(kills: int, messages: int) -> int:
+    shares = []
+    for who, kill in (("clients of an engine", clients_killed), ("engines", engines_killed)):
+        began = time.monotonic()
+        shares.append(kill(kills))
+        took_s = time.monotonic() - began
+        print(f"{kills} {who} killed: idle CPU {shares[-1]:.2%} ({took_s:.0f} s)", flush=True)
+    for who, say in (("a gateway", messages_to_gateway), ("an engine", messages_to_engine)):
+        began = time.monotonic()
+        say(messages)
+        rate = messages / (time.monotonic() - began)
+        print(f"{messages:,} messages to {who}: none missed ({rate:,.0f}/s)", flush=True)
+    return int(max(shares) >= IDLE_CPU)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(main())

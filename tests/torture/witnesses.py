@@ -1,0 +1,172 @@
+"""What other clients of a server notice while it is attacked: whether their streams end well, how
+long /livez takes, and how much the server's processes grow.
+
+The attacker runs in a process of its own, so that its threads take no time from the clients here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import requests
+
+from tests.support.processes import ROOT, eventually
+from tests.torture.observers import TortureClient
+
+LIVEZ_MS = 100.0
+"""The most that /livez may take, not counting the wait for a processor."""
+PROBE_EVERY_S = 0.01
+ATTACK_TIMEOUT_S, STREAM_TIMEOUT_S, SHRINK_TIMEOUT_S = 360.0, 90.0, 20.0
+FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Witnessed:
+    """What other clients noticed of an attack.
+
+    flat_mib        a process that has grown by more MiB is complained of
+    livez_ms        the longest time of /livez, without the wait for a processor
+    ends            how each stream ended, as `Client.end` says it
+    before, after   MiB by name of process
+    """
+
+    flat_mib: int
+    livez_ms: float = 0.0
+    ends: list[str] = field(default_factory=list)
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_streams(self) -> int:
+        return self.ends.count(FINISHED)
+
+    @property
+    def lost(self) -> list[str]:
+        return [end for end in self.ends if end != FINISHED]
+
+    def complaints(self, slack: float | None = 1.0) -> list[str]:
+        """Return what is wrong. `slack` stretches LIVEZ_MS; None: times do not count."""
+        found = [f"a stream of another client was lost: {end}" for end in self.lost]
+        if not self.num_streams:
+            found.append("no stream of another client finished")
+        for name, before in self.before.items():
+            if self.after[name] - before > self.flat_mib:
+                found.append(f"{name}: grew from {before} to {self.after[name]} MiB")
+        if slack is not None and self.livez_ms > LIVEZ_MS * slack:
+            found.append(f"/livez took {self.livez_ms:.0f} ms")
+        return found
+
+    def sizes(self) -> list[str]:
+        """Return the cells of a table that show how each process has grown."""
+        return [f"{before} -> {self.after[name]}" for name, before in self.before.items()]
+
+
+class Witnesses:
+    """Clients of a server, which is attacked inside their `with`. Each of `num_streams` streams
+    answers, one after the other and at least one; another requests /livez all the time.
+
+    gateway_pid    the process that answers /livez
+    sizes          returns the MiB of memory of the processes that may not grow, by name
+    start_stream   sends the request of one stream
+    """
+
+    def __init__(
+        self,
+        url: str,
+        gateway_pid: int,
+        sizes: Callable[[], dict[str, int]],
+        start_stream: Callable[[TortureClient], None],
+        *,
+        num_streams: int,
+        flat_mib: int,
+    ) -> None:
+        self._url = url
+        self._gateway_pid = gateway_pid
+        self._sizes = sizes
+        self._start_stream = start_stream
+        self._num_streams = num_streams
+        self._witnessed = Witnessed(flat_mib)
+        self._is_over = threading.Event()
+        self._pool = ThreadPoolExecutor(1 + num_streams)
+        self._running: list[Future[None]] = []
+
+    def __enter__(self) -> Witnessed:
+        self._witnessed.before = self._sizes()
+        jobs = [self._probe, *[self._stream] * self._num_streams]
+        self._running = [self._pool.submit(job) for job in jobs]
+        return self._witnessed
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+        self._pool.shutdown()
+        for job in self._running:
+            job.result()
+        eventually(self._is_flat, within_s=SHRINK_TIMEOUT_S)
+        self._witnessed.after = self._sizes()
+
+    def _probe(self) -> None:
+        with requests.Session() as session:
+            while not self._is_over.wait(PROBE_EVERY_S):
+                started_at, waited_s = time.perf_counter(), self._waited_s()
+                session.get(self._url + "/livez", timeout=60)
+                took_s = time.perf_counter() - started_at - (self._waited_s() - waited_s)
+                self._witnessed.livez_ms = max(self._witnessed.livez_ms, took_s * 1000)
+
+    def _waited_s(self) -> float:
+        """Return how long the gateway and this thread were ready to run without a processor."""
+        threads = (self._gateway_pid, self._gateway_pid), (os.getpid(), threading.get_native_id())
+        files = [Path(f"/proc/{pid}/task/{thread}/schedstat") for pid, thread in threads]
+        return sum(int(file.read_text().split()[1]) for file in files if file.exists()) / 1e9
+
+    def _stream(self) -> None:
+        while True:
+            with TortureClient(self._url) as client:
+                self._start_stream(client)
+                eventually(lambda client=client: client.end, within_s=STREAM_TIMEOUT_S)
+                self._witnessed.ends.append(client.end or "it never ended")
+            if self._is_over.is_set():
+                return
+
+    def _is_flat(self) -> bool:
+        before = self._witnessed.before
+        return all(
+            size - before[name] <= self._witnessed.flat_mib for name, size in self._sizes().items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttackerResult:
+    """What the process of an attacker printed, and the last line of its errors if it failed."""
+
+    printed: str
+    failure: str = ""
+
+    @classmethod
+    def from_process(cls, done: subprocess.CompletedProcess[str]) -> Self:
+        if not done.returncode:
+            return cls(done.stdout)
+        reason = done.stderr.strip().rpartition("\n")[2]
+        return cls(done.stdout, reason or f"the attacker ended with {done.returncode}")
+
+
+def run_attacker(module: str, *options: str) -> AttackerResult:
+    """Run a module with these options in a process of its own until it ends."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", module, *options],
+        check=False,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=ATTACK_TIMEOUT_S,
+    )
+    return AttackerResult.from_process(done)
