@@ -1,13 +1,13 @@
-"""One frozen struct per process: every field described and bounded, defaults written once.
+"""The configs: one frozen struct per process, with each field's type, default, bounds and help.
 
-`tidegate serve` generates its options from these declarations (`wiring=True` fields, which only
-connect processes, are left out), so flags, help and documentation cannot drift from the code.
-What is discovered at run time (how many blocks fit, the real context length) is never written back
-here; it travels in `steps.WorkerReady` and `messages.Welcome`.
+`tidegate serve` generates its options from these declarations, so flags, help and documentation
+cannot drift from the code. Fields with `wiring=True` only connect processes and become no option.
+Facts found at start (number of blocks, real context length) are never written back here; they
+travel in `steps.WorkerReady` and `messages.Welcome`.
 
-    base.py     how a field is described, and what several configs have
-    worker.py   the process that holds the tensors
-    engine.py   the process that decides; it has its workers' config
-    gateway.py  the process that speaks HTTP and text
-    serve.py    the processes that start and watch the others
+    base.py     `about`, which describes a field, and the fields that several configs share
+    worker.py   the worker: model, device, memory
+    engine.py   the engine: scheduling, drafting, K/V transfer; includes its worker's config
+    gateway.py  the gateway: HTTP, authentication, API limits, storage
+    serve.py    the supervisors: `tidegate serve` and `tidegate engine`
 """

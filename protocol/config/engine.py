@@ -1,4 +1,4 @@
-"""What the engine is told: budgets, guessing ahead, K/V that changes hands, and when to give up."""
+"""The engine's config: token budgets, drafting, K/V transfer, queue limits and timeouts."""
 
 from __future__ import annotations
 
@@ -9,41 +9,47 @@ from protocol.config.worker import WorkerConfig
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
-    """The process that decides."""
+    """The process that schedules requests and manages the KV cache."""
 
-    worker: Annotated[WorkerConfig, about("the workers of this replica", wiring=True)]
-    address: Annotated[str, about("where clients find this engine (ZeroMQ)", wiring=True)] = ""
+    worker: Annotated[WorkerConfig, about("config of this engine's workers", wiring=True)]
+    address: Annotated[
+        str, about("address where clients connect to this engine (ZeroMQ)", wiring=True)
+    ] = ""
     log_format: LogFormat = "text"
     token_budget: Annotated[
         int, about("most tokens computed in one step, over all requests", ge=1, le=1 << 20)
     ] = 256
     steps_in_flight: Annotated[
         int,
-        about("steps sent to the worker before the first of them has come back", ge=1, le=2),
+        about(
+            "most steps sent to the worker whose results have not come back; 2 plans the next"
+            " step while one runs",
+            ge=1,
+            le=2,
+        ),
     ] = 2
-    prefix_cache: Annotated[bool, about("reuse computed blocks of equal prompts")] = True
+    prefix_cache: Annotated[
+        bool, about("reuse computed blocks for prompts that start with the same tokens")
+    ] = True
     speculation: Annotated[
         Literal["none", "ngram", "model"],
         about(
-            "guess tokens ahead and verify them; ngram: from what the request has said before; "
-            "model: by the draft model"
+            "draft several tokens ahead and verify them in one step; ngram: from earlier text"
+            " of the same request; model: with the draft model"
         ),
     ] = "none"
     max_drafts: Annotated[
-        int, about("most tokens guessed ahead in one step, per request", ge=1, le=64)
+        int, about("most tokens drafted in one step, per request", ge=1, le=64)
     ] = 8
-    ngram_min: Annotated[
-        int, about("tokens that must be as they were before, to guess what follows", ge=1, le=32)
-    ] = 2
+    ngram_min: Annotated[int, about("shortest n-gram to match", ge=1, le=32)] = 2
     ngram_max: Annotated[
-        int, about("of several such places the one wins where more are, up to so many", ge=1, le=64)
+        int, about("longest n-gram to match; longer matches are preferred", ge=1, le=64)
     ] = 8
     draft_width: Annotated[
         int,
         about(
-            "tokens with which a step takes about twice as long as with none: few guesses are made "
-            "where that many are computed anyway; 0: what a step costs is measured (32 where it "
-            "cannot be)",
+            "tokens in a step that double its time; fewer tokens are drafted as a step comes "
+            "near this size. 0: use the measured cost of steps (32 if it cannot be measured)",
             ge=0,
             le=1 << 16,
         ),
@@ -51,41 +57,59 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     role: Annotated[
         Literal["both", "prefill", "decode"],
         about(
-            "prefill: compute prompts for other engines; decode: go on from such prompts, and "
-            "compute what nobody else has; both"
+            "prefill: compute prompts for other engines; decode: continue prompts computed by"
+            " other engines, and compute all others itself; both: do both"
         ),
     ] = "both"
     cluster_key: SharedKey = ""
     kv_lease_s: Annotated[
-        float, about("K/V that is kept for another engine is given up after so long", ge=1, le=3600)
+        float,
+        about(
+            "drop K/V kept for another engine if it is not fetched or renewed within this "
+            "many seconds",
+            ge=1,
+            le=3600,
+        ),
     ] = 30.0
     kv_timeout_s: Annotated[
-        float, about("K/V that takes longer to fetch has failed", ge=0.1, le=3600)
+        float, about("give up fetching K/V after this many seconds", ge=0.1, le=3600)
     ] = 10.0
     kv_on_failure: Annotated[
         OnFailure,
-        about("what becomes of a request whose K/V cannot be fetched"),
+        about(
+            "what to do with a request whose K/V cannot be fetched: compute its prompt again,"
+            " or end it with an error"
+        ),
     ] = "recompute"
     kv_load_tokens: Annotated[
         int,
         about(
-            "of a prompt that kv-host-gib or kv-disk still has, fewer tokens are computed, and not "
-            "loaded",
+            "shortest run of tokens to load from kv-host-gib or kv-disk; shorter runs are "
+            "computed again",
             ge=1,
             le=1 << 24,
         ),
     ] = 64
     max_waiting: Annotated[
-        int, about("requests that may wait; more are refused with 429", ge=1, le=1 << 20)
+        int,
+        about(
+            "most requests in the queue; further requests are refused with 429", ge=1, le=1 << 20
+        ),
     ] = 1024
     max_waiting_tokens: Annotated[
-        int, about("prompt tokens that may wait; more are refused with 429", ge=1, le=1 << 30)
+        int,
+        about(
+            "most prompt tokens in the queue; further requests are refused with 429",
+            ge=1,
+            le=1 << 30,
+        ),
     ] = 2_000_000
     priority_s: Annotated[
         float,
         about(
-            "of two requests that wait, the more important one goes first if it came less than so "
-            "much later; the closer their priorities, the less",
+            "how far a request's priority can move it in the queue, in seconds of waiting: "
+            "priority p moves it back by p / (1 + |p|) of this, and a negative p moves it "
+            "forward",
             ge=0,
             le=86400,
         ),
@@ -93,45 +117,59 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     grammar_timeout_s: Annotated[
         float,
         about(
-            "a grammar (JSON schema, ...) that takes longer to compile is refused", ge=0.1, le=600
+            "refuse a grammar (JSON schema, regex, ...) that takes longer than this many "
+            "seconds to compile",
+            ge=0.1,
+            le=600,
         ),
     ] = 10.0
     lease_s: Annotated[
         float,
         about(
-            "a client that is connected but sends nothing for this many seconds is dropped;"
-            " one whose connection breaks is dropped at once",
+            "drop a connected client that sends nothing for this many seconds; a client whose"
+            " connection breaks is dropped at once",
             ge=0.5,
             le=3600,
         ),
     ] = 60.0
     step_timeout_s: Annotated[
-        float, about("a worker silent for so long within one step has failed", ge=1, le=86400)
+        float,
+        about(
+            "treat the worker as failed if it is silent for this many seconds during a step",
+            ge=1,
+            le=86400,
+        ),
     ] = 300.0
     stopped_timeout_s: Annotated[
         float,
-        about("a worker that was stopped by a signal for so long is lost", ge=0.5, le=86400),
+        about(
+            "treat the worker as lost if it stays stopped by a signal (SIGSTOP) for this many"
+            " seconds",
+            ge=0.5,
+            le=86400,
+        ),
     ] = 4.0
     journal: Annotated[
         str,
         about(
-            "directory for what `tidegate replay` reads: all that comes to the engine, with token "
-            "ids, which are what people wrote. Default: nothing is kept"
+            "directory for a record of all the engine's input, read by `tidegate replay`; it "
+            "contains the token ids of users' prompts. Default: no journal"
         ),
     ] = ""
     journal_mib: Annotated[
-        int, about("largest file of a journal; the newest four are kept", ge=1, le=1 << 20)
+        int,
+        about("largest size of one journal file; the newest four files are kept", ge=1, le=1 << 20),
     ] = 256
 
     def __post_init__(self) -> None:
         if self.journal and self.cluster_key:
-            raise ValueError("journal: an engine of a cluster, or of --split, has none")
+            raise ValueError("journal cannot be used in a cluster or with --split")
         self._make_absolute("journal")
         if (self.speculation == "model") != bool(self.worker.draft_model):
-            raise ValueError("speculation 'model' and draft_model need one another")
+            raise ValueError("speculation 'model' needs draft_model, and the other way round")
         if not self.prefix_cache and (self.worker.kv_host_gib or self.worker.kv_disk):
             raise ValueError(
-                "kv_host_gib and kv_disk keep what the prefix_cache has found: turn it on"
+                "kv_host_gib and kv_disk extend the prefix cache and need prefix_cache"
             )
         if self.ngram_min > self.ngram_max:
-            raise ValueError(f"ngram_min ({self.ngram_min}) is more than ngram_max")
+            raise ValueError(f"ngram_min ({self.ngram_min}) exceeds ngram_max ({self.ngram_max})")

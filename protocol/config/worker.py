@@ -1,4 +1,4 @@
-"""What the worker is told: the model, where and how it computes, and where K/V is kept."""
+"""The worker's config: the model, its device and kernels, and memory for the KV cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WeightForm = Literal["auto", "packed", "dense"]
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
-    """The process that holds the tensors."""
+    """The process that computes the model: it holds the weights and the KV cache."""
 
     model: Annotated[
         str,
@@ -36,71 +36,90 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             wiring=True,
         ),
     ]
-    address: Annotated[str, about("where the engine awaits this worker (ZeroMQ)", wiring=True)] = ""
+    address: Annotated[
+        str, about("address of the engine's socket for this worker (ZeroMQ)", wiring=True)
+    ] = ""
     log_format: LogFormat = "text"
     draft_model: Annotated[
         str,
         about(
-            "a smaller model with the same tokenizer, named as MODEL is, which guesses ahead for "
-            "--speculation model"
+            "smaller model with the same tokenizer that drafts tokens for --speculation "
+            "model; named like MODEL"
         ),
     ] = ""
     recommended_sampling: Annotated[
         SamplingDefaults,
-        about("the catalogue's advice for this model, where its files give none", wiring=True),
+        about(
+            "sampling parameters recommended by the catalogue, used if the model's files give none",
+            wiring=True,
+        ),
     ] = SamplingDefaults()
-    device: Annotated[Device, about("where to compute; auto: on the first GPU, if any")] = "auto"
+    device: Annotated[
+        Device, about("device to compute on; auto: the first GPU, or the CPU if there is none")
+    ] = "auto"
     share_device: Annotated[
         bool,
         about(
-            "others may compute on the same GPU, if they say so too: see to it that there is "
-            "memory for all; else whoever has a GPU has it alone"
+            "allow other servers on the same GPU if they set this option too; you must make "
+            "sure that the memory is enough for all. Default: exclusive use"
         ),
     ] = False
     dtype: Annotated[
         Dtype,
-        about("of weights and KV cache; auto: bfloat16 where the hardware has it, else float32"),
+        about(
+            "number type of the weights and the KV cache; auto: bfloat16 if the hardware "
+            "supports it, else float32"
+        ),
     ] = "auto"
     threads: Annotated[
-        int, about("CPU threads for tensor work; 0: one per core allowed to us", ge=0, le=1024)
+        int,
+        about(
+            "CPU threads for tensor operations; 0: one for each core this process may use",
+            ge=0,
+            le=1024,
+        ),
     ] = 0
     kernels: Annotated[
         KernelSet,
         about(
-            "what computes on a CPU: our kernels for an instruction set, or torch's; "
-            "auto: the best that is compiled and that the processor has"
+            "CPU kernels: Tidegate's own for one instruction set, or torch's; auto: the best "
+            "ones that are compiled and that the processor supports"
         ),
     ] = "auto"
     weights: Annotated[
         WeightForm,
         about(
-            "packed: as the file has them, quantised or not, for our kernels; dense: as numbers "
-            "of dtype, for torch; auto: packed, and beside them dense for steps of many rows, "
-            "where measuring shows that this is faster and there is room"
+            "packed: keep the weights as stored in the file, quantised or not, for Tidegate's"
+            " kernels; dense: convert them to dtype, for torch; auto: packed, plus a dense "
+            "copy for steps with many rows if that is measured to be faster and memory allows"
         ),
     ] = "auto"
     measurements: Annotated[
         str,
         about(
-            "folder where it is kept how fast this machine computes; none: measured", wiring=True
+            "directory that keeps measurements of this machine's speed; empty: measure at "
+            "every start",
+            wiring=True,
         ),
     ] = ""
-    max_slots: Annotated[int, about("requests computed at once", ge=1, le=4096)] = 64
+    max_slots: Annotated[int, about("most requests computed at the same time", ge=1, le=4096)] = 64
     max_len: Annotated[
         int,
         about(
             "most tokens of prompt and answer together; 0: the model's own limit", ge=0, le=1 << 24
         ),
     ] = 0
-    block_tokens: Annotated[int, about("tokens in one KV block; a power of two", ge=1, le=256)] = 16
+    block_tokens: Annotated[
+        int, about("tokens in one KV cache block; must be a power of two", ge=1, le=256)
+    ] = 16
     kv_blocks: Annotated[
-        int, about("blocks in the KV cache; 0: as many as kv-memory-gib holds", ge=0, le=1 << 24)
+        int, about("blocks in the KV cache; 0: as many as fit in kv-memory-gib", ge=0, le=1 << 24)
     ] = 0
     kv_memory_gib: Annotated[
         float,
         about(
-            "memory for the KV cache; 0: enough for max-slots average requests, "
-            "at most a quarter of what is free",
+            "memory for the KV cache; 0: enough for max-slots average requests, but at most a"
+            " quarter of the free memory",
             ge=0,
             le=1 << 20,
         ),
@@ -108,17 +127,17 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     poison_slots: Annotated[
         Poisoning,
         about(
-            "for tests: what a slot holds while nobody owns it, so that whoever reads what is not "
-            "its own goes visibly wrong; the worker then also looks for per-slot tensors that its "
-            "slot table does not know"
+            "for tests: content of unused slots, so that reading a slot after its request "
+            "ended gives visibly wrong results; the worker also checks for per-slot tensors "
+            "missing from its slot table"
         ),
     ] = "off"
 
     kv_host_gib: Annotated[
         float,
         about(
-            "host memory for blocks that the KV cache has no room for any more, to be loaded again "
-            "instead of computed; 0: none",
+            "host memory for blocks evicted from the KV cache, which are then loaded back "
+            "instead of computed again; 0: none",
             ge=0,
             le=1 << 20,
         ),
@@ -126,24 +145,26 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     kv_disk: Annotated[
         str,
         about(
-            "directory where computed blocks are kept over restarts, readable by its owner only; "
-            "several servers may share it. Default: nothing is kept"
+            "directory that keeps computed blocks across restarts, readable only by its "
+            "owner; several servers may share it. Default: no blocks are kept on disk"
         ),
     ] = ""
     kv_disk_gib: Annotated[
-        float, about("most that kv-disk may hold, of all models together", ge=0.001, le=1 << 24)
+        float,
+        about("most disk space used in kv-disk, by all models together", ge=0.001, le=1 << 24),
     ] = 16.0
     kv_export: Annotated[
-        bool, about("other workers may fetch K/V from this one (kv.py)", wiring=True)
+        bool, about("allow other workers to fetch K/V from this worker (kv.py)", wiring=True)
     ] = False
     kv_address: Annotated[
-        str, about("where other workers ask for K/V of this one (ZeroMQ)", wiring=True)
+        str, about("address where other workers request K/V from this worker (ZeroMQ)", wiring=True)
     ] = ""
     kv_mover: Annotated[
         Literal["auto", "shm", "zmq", "nixl"],
         about(
-            "how K/V travels between workers: shm through shared memory of one host, zmq over any "
-            "ZeroMQ address, nixl where that library is installed; auto: shm where it can, else zmq"
+            "how K/V is moved between workers; shm: shared memory on one host; zmq: any "
+            "ZeroMQ address; nixl: the NIXL library, if installed; auto: shm if possible, "
+            "else zmq"
         ),
     ] = "auto"
     cluster_key: SharedKey = ""

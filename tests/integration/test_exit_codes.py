@@ -50,7 +50,7 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
         (["--default-sampling", "{bad"], "default.sampling"),
         (["--kv-disk", "/dev/null/kv"], "--kv-disk /dev/null/kv: cannot create"),
         (["--cluster-key", "/no/key"], "cluster key /no/key: No such file"),
-        (["--render-only", "--split"], "exclude each other"),
+        (["--render-only", "--split"], "cannot be combined"),
         (["--max-slots", "no"], "--max-slots takes"),
     ],
 )

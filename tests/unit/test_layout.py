@@ -98,9 +98,9 @@ def test_with_a_key_the_one_engine_takes_part_in_a_cluster() -> None:
     ("words", "why"),
     [
         (("--prefill", "tcp://a:1"), "--prefill and --decode"),
-        (("--split", *FAR), "exclude each other"),
-        (("--split", "--render-only"), "exclude each other"),
-        (("--split", *KEYED), "--split makes a key"),
+        (("--split", *FAR), "cannot be combined"),
+        (("--split", "--render-only"), "cannot be combined"),
+        (("--split", *KEYED), "--split makes its own key"),
         (("--kv-address", "tcp://a:1"), "needs --cluster-key"),
         ((*KEYED, "--kv-address", "tcp://0.0.0.0:1"), "names no host"),
     ],
@@ -130,7 +130,7 @@ def test_an_engine_alone_is_where_it_was_told_to_be() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ((), "--cluster-key is missing"),
+        ((), "--cluster-key is required"),
         (("--role", "prefill", *KEYED), "needs --kv-address"),
         (("--kv-address", "tcp://*:1", *KEYED), "names no host"),
     ],

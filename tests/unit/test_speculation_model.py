@@ -255,7 +255,7 @@ def test_guesses_that_were_not_wanted_or_are_missing_are_refused(proposed) -> No
     ("speculation", "draft_model"), [("model", ""), ("none", "x"), ("ngram", "x")]
 )
 def test_a_draft_model_and_its_speculation_need_one_another(speculation, draft_model) -> None:
-    with pytest.raises(ValueError, match="need one another"):
+    with pytest.raises(ValueError, match="needs draft_model"):
         EngineConfig(
             worker=WorkerConfig(model="", draft_model=draft_model), speculation=speculation
         )
