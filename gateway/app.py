@@ -108,7 +108,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
             hear=_listeners(service),
         )
         if gate.answers_preflight(visit):
-            gate.check_manners(visit)
+            gate.check_target(visit)
             return flask.Response(status=204)
         g.caller = gate.admit(visit)
         g.exchange.caller = g.caller.name

@@ -150,7 +150,7 @@ class Service:
             self.trouble()
             if time.monotonic() - looked_at >= KEYS_LOOK_S:
                 looked_at = time.monotonic()
-                self.keys.look()
+                self.keys.poll()
             if not self.is_draining():
                 continue
             draining_since = draining_since or time.monotonic()

@@ -1,1 +1,1 @@
-"""Who may call which route: keys, scopes, hosts and request targets."""
+"""Access control: API keys, scopes, hosts and request targets."""

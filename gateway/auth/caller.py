@@ -1,7 +1,8 @@
-"""Who asks: what is known of the sender of one request, and what it may do.
+"""The caller of one request, and its permissions.
 
-Where the server has keys, a caller is the name of one of them. Where it has none, everybody may
-ask; a key that is sent all the same is not checked, and tells only whose stored things are whose.
+If the server has keys, a caller is the name of one of them. Without keys every request is accepted.
+A key that is sent anyway is not checked; it only separates the stored responses of different
+clients.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from protocol.messages import Account
 
 _BEARER = "bearer "
 SEPARATOR = "/"
-"""No name of a key, and no namespace, has one."""
+"""Never part of a key's name or a namespace."""
 
 
 class CallerHeaders(Protocol):
-    """Of a request: names are taken in any case."""
+    """The headers of a request. Names are case-insensitive."""
 
     def get(self, name: str, default: str, /) -> str: ...
 
 
 def secret_in(headers: CallerHeaders) -> str | None:
-    """`Authorization: Bearer KEY`, or else Anthropic's `x-api-key: KEY`. None: the request has
-    none."""
+    """Return the key of `Authorization: Bearer KEY`, or else of Anthropic's `x-api-key: KEY`."""
     scheme = headers.get("Authorization", "")
     if scheme[: len(_BEARER)].lower() == _BEARER and (key := scheme[len(_BEARER) :].strip()):
         return key
@@ -36,25 +36,24 @@ def secret_in(headers: CallerHeaders) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """name       of its key; "" where the server has none
-    scopes     what it may do
-    owner      what it stores belongs to this
-    sharing    cached prompts are shared only within it
-    account    who pays, and what it may use; None: nobody counts
-    max_n      0: the server's limit alone
-    priority   the least it may ask for; None: any
-    """
+    """The sender of a request."""
 
+    #: Name of its key; "" if the server has no keys.
     name: str
     scopes: frozenset[Scope]
+    #: Owner of the responses and runs that it stores.
     owner: str
+    #: Cached prompts are shared only between callers with the same value.
     sharing: str = ""
+    #: The account that is charged, and its limits; None: usage is not counted.
     account: Account | None = None
+    #: Most choices of a request; 0: only the server's limit applies.
     max_n: int = 0
+    #: Lowest priority value that it may request; None: any.
     priority: int | None = None
 
     @classmethod
-    def of(cls, name: str, entry: KeyEntry) -> Caller:
+    def from_key(cls, name: str, entry: KeyEntry) -> Caller:
         group = f"group:{entry.namespace}" if entry.namespace else f"key:{name}"
         account = Account(
             name=name,
@@ -74,42 +73,45 @@ class Caller:
         )
 
     @classmethod
-    def unknown(cls, headers: CallerHeaders, *, is_local: bool) -> Caller:
-        """Of a server without keys. From elsewhere nobody administers it."""
+    def without_key(cls, headers: CallerHeaders, *, is_local: bool) -> Caller:
+        """Return the caller on a server without keys. Only local callers get the scope `admin`."""
         key = secret_in(headers)
         owner = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
         return cls("", ALL_SCOPES if is_local else ALL_SCOPES - {"admin"}, owner)
 
     def namespace(self, salt: str) -> str:
-        """Of the prefix cache, for a request with this salt."""
+        """Return the prefix cache's namespace for a request with this salt."""
         return self.sharing + SEPARATOR + salt if self.sharing else salt
 
     def labels(self, name: str) -> list[str]:
-        """Of a request of which it is told that it is called so: for whoever may abort anybody's,
-        and for the caller itself."""
+        """Return the labels of a request with the public id `name`.
+
+        An admin aborts by the first label, the caller itself by the last.
+        """
         return [name, self._own(name)] if self.name else [name]
 
-    def sought(self, name: str) -> str:
-        """The label of what it may abort, where it calls it so."""
+    def abort_label(self, name: str) -> str:
+        """Return the label by which this caller may abort the request with the public id `name`."""
         return name if "admin" in self.scopes else self._own(name)
 
     def _own(self, name: str) -> str:
         return self.owner + SEPARATOR + name
 
-    def longest(self, max_len: int) -> int:
-        """Most tokens of prompt and answer together, where the model takes so many."""
+    def context_limit(self, max_len: int) -> int:
+        """Return the most tokens of prompt and answer together; the model's limit is `max_len`."""
         own = self.account.max_len if self.account is not None else 0
         return min(own, max_len) if own else max_len
 
-    def check_wishes(self, n: int, priority: int) -> None:
-        """Raises InvalidRequest, naming the field, for what this key may not ask."""
+    def check_limits(self, n: int, priority: int) -> None:
+        """Raise InvalidRequest, naming the field, if a value exceeds the limits of this key."""
         if self.max_n and n > self.max_n:
-            raise InvalidRequest(f"n: this key may ask for {self.max_n} choices", param="n")
+            raise InvalidRequest(f"n: {n} exceeds this API key's limit of {self.max_n}", param="n")
         if self.priority is not None and priority < self.priority:
             raise InvalidRequest(
-                f"priority: this key may ask for {self.priority} or more", param="priority"
+                f"priority: {priority} is below this API key's minimum of {self.priority}",
+                param="priority",
             )
 
 
-NOBODY = Caller("", frozenset(), "")
-"""Whoever asks for what is open to all."""
+ANONYMOUS = Caller("", frozenset(), "")
+"""The caller of a public route."""

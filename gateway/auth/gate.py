@@ -1,9 +1,13 @@
-"""The one way in. Every request passes `Gate.admit` before a byte of its body is read.
+"""Access control. Every request passes `Gate.admit` before a byte of its body is read.
 
-In this order: the target is spelled as we spell it; the Host and the Origin are ours; then, of the
-endpoint that *matched* (never of a path that is looked at a second time), the scope that it has
-declared, and a key that has it. Where nothing matched, only who has a key hears that: to others
-every route looks alike.
+The checks, in this order:
+
+1. the target is spelled canonically;
+2. the Host and the Origin are allowed;
+3. the key has the scope that the *matched* route declares. The path is not parsed a second time.
+
+If no route matched, a request without a valid key gets 401, not 404, so that it cannot discover
+which routes exist.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.auth.caller import NOBODY, Caller, CallerHeaders, secret_in
+from gateway.auth.caller import ANONYMOUS, Caller, CallerHeaders, secret_in
 from gateway.auth.hosts import HostRule, OriginRule, name_in
 from gateway.auth.keys import Keyring
 from gateway.auth.refusals import Forbidden, MalformedTarget, NoSuchRoute, Unauthenticated
@@ -30,23 +34,21 @@ _NO_HOST_NEEDED: Final = "HTTP/1.0"
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request, before its body.
-
-    target    as it was sent
-    rule      of the route that matched; None: none did
-    peer      the address of who is connected
-    """
+    """A request without its body."""
 
     method: str
+    #: As it was sent.
     target: str
     protocol: str
+    #: Rule of the matched route; None if no route matched.
     rule: str | None
+    #: Address of the connected client.
     peer: str
     headers: CallerHeaders
 
     @property
     def origin(self) -> str:
-        """Of the web page that asks; "" where it is none."""
+        """Origin of the web page that sent the request; "" if it did not come from one."""
         return self.headers.get("Origin", "")
 
     @property
@@ -56,34 +58,34 @@ class Visit:
 
 
 class Gate:
-    """keyring   gives the present keys; None: the server has none"""
+    """Admits or refuses requests. `keyring` returns the current keys; None: there are none."""
 
     def __init__(
         self, config: GatewayConfig, scopes: Scopes, keyring: Callable[[], Keyring | None]
     ) -> None:
-        self._hosts = HostRule.of(config.host, config.allowed_host)
+        self._hosts = HostRule.from_options(config.host, config.allowed_host)
         self._origins = OriginRule(frozenset(origin.lower() for origin in config.cors_origin))
         self._scopes = scopes
         self._keyring = keyring
 
     def admit(self, visit: Visit) -> Caller:
-        """Who it is. Raises a refusal."""
-        self.check_manners(visit)
+        """Return the caller. Raises one of the errors in refusals.py."""
+        self.check_target(visit)
         demand: Demand | None = None
         if visit.rule is not None:
             if not spells(path_in(visit.target), visit.rule):
                 self._caller(visit)
-                raise NoSuchRoute("there is no such path")
+                raise NoSuchRoute("this path does not exist")
             demand = self._scopes.demand(visit.rule, visit.method)
         if demand == "public":
-            return NOBODY
+            return ANONYMOUS
         caller = self._caller(visit)
         if demand is not None and demand not in caller.scopes:
             raise Forbidden(_lacks(caller, demand))
         return caller
 
-    def check_manners(self, visit: Visit) -> None:
-        """What holds whoever asks, and for whatever."""
+    def check_target(self, visit: Visit) -> None:
+        """Check the target, Host and Origin, which do not depend on the route or the caller."""
         if (fault := fault_in(path_in(visit.target))) is not None:
             raise MalformedTarget(fault)
         self._check_host(visit)
@@ -91,8 +93,7 @@ class Gate:
             self._check_origin(visit)
 
     def cors_headers(self, visit: Visit) -> dict[str, str]:
-        """What lets a page read the answer, where its origin is allowed to. The answer to a
-        preflight has more."""
+        """Return the headers that let a page of an allowed origin read the response."""
         if not self._origins.allowed:
             return {}
         headers = {"Vary": "Origin"}
@@ -108,7 +109,7 @@ class Gate:
         }
 
     def answers_preflight(self, visit: Visit) -> bool:
-        """A browser's question whether its page may ask: it comes without a key."""
+        """Return whether this is a preflight of an allowed origin. It carries no key."""
         return visit.is_preflight and self._origins.admits(visit.origin)
 
     def _check_host(self, visit: Visit) -> None:
@@ -117,37 +118,41 @@ class Gate:
             return
         name = name_in(authority)
         if name is None:
-            raise MalformedTarget("the Host header is missing, or no host")
+            raise MalformedTarget("the Host header is missing or malformed")
         if not self._hosts.admits(name):
             raise Forbidden(
-                "this server does not answer to the name in the Host header (--allowed-host)"
+                "the host name in the Host header is not allowed; the server's operator can allow "
+                "it with --allowed-host"
             )
 
     def _check_origin(self, visit: Visit) -> None:
-        """A page of another site can send requests without being able to read the answers, but it
-        cannot have a key. Where there are no keys, only the pages that were allowed may ask."""
+        """Refuse pages of other sites if the server has no keys.
+
+        Such a page cannot read responses but can send requests. With keys, it would need one.
+        """
         own = self._origins.is_own(visit.origin, visit.headers.get("Host", ""))
         if self._keyring() is None and not own and not self._origins.admits(visit.origin):
             raise Forbidden(
-                "this server takes no requests from pages of this origin (--cors-origin)"
+                "requests from web pages of this origin are not allowed; the server's operator can "
+                "allow them with --cors-origin"
             )
 
     def _caller(self, visit: Visit) -> Caller:
         keyring = self._keyring()
         if keyring is None:
-            return Caller.unknown(visit.headers, is_local=is_loopback(visit.peer))
+            return Caller.without_key(visit.headers, is_local=is_loopback(visit.peer))
         secret = secret_in(visit.headers)
         if secret is None:
             raise Unauthenticated(
-                "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+                "an API key is required: Authorization: Bearer KEY, or x-api-key: KEY"
             )
         caller = keyring.find(secret)
         if caller is None:
-            raise Unauthenticated("this API key is not good here")
+            raise Unauthenticated("the API key is invalid")
         return caller
 
 
 def _lacks(caller: Caller, demand: Demand) -> str:
     if not caller.name:
-        return "without keys, only who is on the server's own machine may do this"
+        return "this server has no API keys, so only clients on its own machine may do this"
     return f"this API key lacks the scope {demand!r}"

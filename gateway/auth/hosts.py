@@ -1,9 +1,9 @@
-"""Which names and origins a request may come under.
+"""Allowed host names and origins.
 
-A page of any web site can have its own name resolve to 127.0.0.1 (DNS rebinding); its visitors'
-browsers then take a server on their machine for that site, and hand the page what it says. Such a
-request has the site's name as its Host. So a server that listens on loopback answers to the names
-of loopback alone, to those that its operator allows, and to addresses: those cannot be rebound.
+A web site can make its own name resolve to 127.0.0.1 (DNS rebinding). Its visitors' browsers then
+send requests to a server on their machine and let the site's pages read the responses. Such a
+request has the site's name in its Host header. So a server that listens on loopback accepts only
+loopback names, addresses (which cannot be rebound) and the names that its operator allows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(?::(\d{1,5}
 
 
 def name_in(authority: str) -> str | None:
-    """The name or address in a Host header, in lower case; None where it is malformed."""
+    """Return the name or address in a Host header, in lower case; None if it is malformed."""
     found = _AUTHORITY.fullmatch(authority)
     if found is None or (found[2] and int(found[2]) > 65535):
         return None
@@ -29,14 +29,17 @@ def name_in(authority: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HostRule:
-    """allowed   names, in lower case; None: any"""
+    """Decides which Host headers are accepted. `allowed`: names in lower case; None: any."""
 
     allowed: frozenset[str] | None
 
     @classmethod
-    def of(cls, host: str, allowed: Collection[str]) -> HostRule:
-        """Of who listens on `host`, with names that the operator adds. Elsewhere than on loopback
-        any name is good, unless the operator names some: keys keep strangers out."""
+    def from_options(cls, host: str, allowed: Collection[str]) -> HostRule:
+        """Return the rule of a server that listens on `host`; the operator adds `allowed`.
+
+        A server that does not listen on loopback accepts any name unless the operator lists some:
+        it is protected by keys.
+        """
         if not allowed and not is_loopback(host):
             return cls(None)
         return cls(frozenset(name.rstrip(".").lower() for name in (host, *allowed)))
@@ -49,9 +52,9 @@ class HostRule:
 
 @dataclass(frozen=True, slots=True)
 class OriginRule:
-    """Which web pages may use the server from a visitor's browser.
+    """Decides which web pages may use the server from a visitor's browser.
 
-    allowed   as browsers write them: "https://app.example"; or ANY_ORIGIN
+    allowed   origins as browsers write them, such as "https://app.example"; or ANY_ORIGIN
     """
 
     allowed: frozenset[str]
@@ -61,7 +64,7 @@ class OriginRule:
 
     @staticmethod
     def is_own(origin: str, authority: str) -> bool:
-        """Whether the page was served under the very name that is asked now."""
+        """Return whether the page was served by the host that the request is addressed to."""
         try:
             return urlsplit(origin).netloc.lower() == authority.lower()
         except ValueError:

@@ -1,7 +1,7 @@
-"""The keys that are good now, and how a new version of their file takes the place of the old.
+"""The valid API keys, and reloading them when their file changes.
 
-`Keyring` is a value. `KeyWatch` has the present one: `look` reads the file again when it is another
-than it was. A file that is wrong changes nothing, and is told once.
+`Keyring` is a value. `KeyWatch` holds the current one; `poll` reads the file again if it changed.
+An invalid file changes nothing and is logged once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from protocol.config.gateway import GatewayConfig
 log = logging.getLogger(__name__)
 
 OPTION_NAME, SUPERVISOR_NAME = "api-key", "supervisor"
-"""The name of the key that --api-key gives, those that follow have a number behind it; and of the
-one by which `tidegate serve` asks what its gateway serves."""
+"""Names of the key given by --api-key, with a number appended from the second on, and of the key
+that `tidegate serve` uses to query its gateway."""
 
 
 class Keyring:
     def __init__(self, keys: Mapping[str, KeyEntry]) -> None:
         self._keys = [
-            (bytes.fromhex(entry.digest), Caller.of(name, entry)) for name, entry in keys.items()
+            (bytes.fromhex(entry.digest), Caller.from_key(name, entry))
+            for name, entry in keys.items()
         ]
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def find(self, secret: str) -> Caller | None:
-        """Every key is compared, each in constant time: how long it takes tells nothing about any
-        of them, nor which it was. 0.1 ms for 1,000 keys."""
+        """Return the caller of this key, or None.
+
+        Every key is compared, each in constant time, so the duration reveals nothing about the
+        keys. It takes 0.1 ms for 1,000 keys.
+        """
         digest = bytes.fromhex(api_keys.digest_of(secret))
         found = None
         for known, caller in self._keys:
@@ -44,7 +48,7 @@ class Keyring:
 
 
 def option_keys(config: GatewayConfig) -> dict[str, KeyEntry]:
-    """Those that are in no file. What --api-key gives opens everything."""
+    """Return the keys that are given by options. Keys of --api-key have all scopes."""
     digests = [*config.api_key_digests, *map(api_keys.digest_of, config.api_key)]
     keys = {
         f"{OPTION_NAME}-{place}" if place > 1 else OPTION_NAME: KeyEntry(
@@ -58,41 +62,42 @@ def option_keys(config: GatewayConfig) -> dict[str, KeyEntry]:
 
 
 class KeyWatch:
-    """keyring   those that are good now; None: the server has no keys, and asks for none
+    """Holds the current keys and reloads their file.
 
-    Raises ValueError, in one line, where the file is wrong from the beginning.
+    keyring   the valid keys; None: the server has no keys and requires none
+
+    The constructor raises ValueError, with a message of one line, if the file is invalid.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._path = config.api_keys
         self._options = option_keys(config)
-        self._seen = self._signature()
+        self._loaded = self._signature()
         self.keyring: Keyring | None = self._read() if config.has_keys else None
 
-    def look(self) -> None:
-        """Read the file again if it has changed. Whether it is the same file is asked, too: files
-        are replaced by other files, and mounted secrets by other links."""
+    def poll(self) -> None:
+        """Read the file again if it has changed or was replaced by another file or link."""
         signature = self._signature()
-        if not self._path or signature == self._seen:
+        if not self._path or signature == self._loaded:
             return
-        self._seen = signature
+        self._loaded = signature
         try:
             self.keyring = self._read()
         except ValueError as error:
-            log.error("the keys remain as they were: %s", error)
+            log.error("cannot reload the API keys, the previous keys stay valid: %s", error)
         else:
-            log.info("%d keys read from %s", len(self.keyring), self._path)
+            log.info("reloaded %s: %d API keys are valid", self._path, len(self.keyring))
 
     def _read(self) -> Keyring:
         keys = api_keys.read(self._path) if self._path else {}
-        if twice := keys.keys() & self._options.keys():
-            raise ValueError(f"{self._path}: {min(twice)} is the name of a key of our own")
+        if reserved := keys.keys() & self._options.keys():
+            raise ValueError(f"{self._path}: the key name {min(reserved)!r} is reserved")
         return Keyring({**self._options, **keys})
 
     def _signature(self) -> tuple[int, ...] | None:
-        """None: there is no such file now."""
+        """Return a value that changes with the file; None if the file does not exist."""
         try:
-            told = os.stat(self._path)
+            stat = os.stat(self._path)
         except OSError:
             return None
-        return told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_mode
+        return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_mode

@@ -1,4 +1,4 @@
-"""Why somebody is not let in. Each has a status of its own; `errors.py` knows it."""
+"""Errors of access control. `http/errors.py` maps each to its status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from protocol.errors import RequestError
 
 
 class MalformedTarget(RequestError):
-    """400: what is asked for is written as nobody writes it, or the Host is none."""
+    """400: the request target or the Host header is malformed."""
 
     code = "malformed_request"
 
@@ -18,12 +18,12 @@ class NoSuchRoute(RequestError):
 
 
 class Unauthenticated(RequestError):
-    """401: no key, or none that is good here."""
+    """401: no API key, or an invalid one."""
 
     code = "invalid_api_key"
 
 
 class Forbidden(RequestError):
-    """403: who it is, is known; or where from; and it may not."""
+    """403: the key, host or origin is not allowed to do this."""
 
     code = "forbidden"

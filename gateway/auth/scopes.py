@@ -1,6 +1,6 @@
-"""What each route asks of its callers: the scope that its row of `operations` declares.
+"""The scope that each route requires, as its row of `operations` declares it.
 
-Nothing is open because it was forgotten: a route without a row keeps the server from starting.
+A route without a row keeps the server from starting, so no route is open by mistake.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Literal, Protocol
 from protocol.api_keys import Scope
 
 Demand = Scope | Literal["public"]
-"""What a route declares. "public": anybody may have it."""
+"""The scope that a route requires. "public": no key is required."""
 
 _IMPLIED = {"HEAD": "get"}
 _UNDECLARED = {"HEAD", "OPTIONS"}
-"""Flask adds these methods by itself; OPTIONS tells only which others there are."""
+"""Flask adds these methods itself. OPTIONS only lists the other methods."""
 
 
 class ScopeRow(Protocol):
-    """See `openapi.operation.Operation`."""
+    """See `gateway.http.operation.Operation`."""
 
     @property
     def rule(self) -> str: ...
@@ -30,14 +30,14 @@ class ScopeRow(Protocol):
 
 
 class ScopeRule(Protocol):
-    """See werkzeug."""
+    """See `werkzeug.routing.Rule`."""
 
     rule: str
     methods: set[str] | None
 
 
 class Scopes:
-    """The demands of every route. Raises ValueError where a route of `rules` has declared none."""
+    """The required scopes of all routes. Raises ValueError if a route of `rules` declares none."""
 
     def __init__(self, rules: Iterable[ScopeRule], rows: Iterable[ScopeRow]) -> None:
         self._demands: Mapping[tuple[str, str], Demand] = {
@@ -53,5 +53,5 @@ class Scopes:
             raise ValueError(f"no scope is declared for {', '.join(undeclared)}")
 
     def demand(self, rule: str, method: str) -> Demand | None:
-        """None: any key will do."""
+        """Return the required scope; None: any valid key is enough."""
         return self._demands.get((rule, _IMPLIED.get(method, method.lower())))

@@ -106,9 +106,9 @@ class GenerationRunner:
         self.service = service
         exchange: RequestContext = g.exchange
         caller: Caller = g.caller
-        caller.check_wishes(max(len(ask.choices) for ask in asks), terms.priority)
+        caller.check_limits(max(len(ask.choices) for ask in asks), terms.priority)
         headers = request.headers if is_whole else None
-        patience = RequestTimeouts.of(
+        patience = RequestTimeouts.from_request(
             terms.timeout_s, terms.queue_timeout_s, service.config, headers
         )
         self.answer: ChoiceGroup = service.answer(

@@ -1,7 +1,7 @@
 """Request bytes -> a checked struct. Errors name the field at fault.
 
-Sizes and counts are checked while the body is read, types and bounds while decoding (msgspec),
-nesting after it. Nothing here depends on the meaning of a field.
+Sizes and counts are checked while the body is read, types and bounds while it is decoded (msgspec),
+and nesting after that. This module does not depend on the meaning of any field.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gateway.http.json_size import USUAL_BOUNDS, JsonBounds, JsonCounter, too_mu
 from protocol.errors import InvalidRequest, Overloaded
 
 MAX_DEPTH = 64
-"""Levels of objects and arrays in what a request may hold freely (tools, template arguments)."""
+"""Most nested objects and arrays in a field without a schema (tools, template arguments)."""
 MAX_VALUES = 200_000
-"""Values inside it, on all levels."""
+"""Most values in such a field, on all levels."""
 MAX_LISTED_FIELDS = 16
 MAX_SHOWN_CHARS = 64
 """The most characters of a request's key that an error shows."""
@@ -54,16 +54,16 @@ _WHERE = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _PLACE = re.compile(r"\[\d+\]")
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 _ANY_KEY = "[...]"
-"""A key of a mapping, in msgspec's paths."""
+"""How msgspec's paths write any key of a mapping."""
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyMemory:
-    """Bounds the memory of large bodies that are being read and decoded, first come, first served.
+    """Bounds the memory of the large bodies that are being read and decoded, in order of arrival.
 
-    Other bodies wait unread, in the sockets of their clients.
+    Bodies that wait stay unread in the sockets of their clients.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -71,14 +71,16 @@ class BodyMemory:
         self._waiting: deque[tuple[int, Event]] = deque()
 
     def acquire(self, num_bytes: int, timeout_s: float) -> None:
-        """Raises Overloaded after `timeout_s`."""
+        """Wait for this much memory. Raises Overloaded after `timeout_s`."""
         turn = Event()
         entry = (num_bytes, turn)
         self._waiting.append(entry)
         self._admit()
         try:
             if not turn.wait(timeout_s):
-                raise Overloaded("too many large bodies are being read", retry_after_s=1)
+                raise Overloaded(
+                    "too many requests with large bodies at the same time", retry_after_s=1
+                )
         except BaseException:
             if turn.is_set():
                 self.release(num_bytes)
@@ -99,7 +101,7 @@ class BodyMemory:
 
 
 class BodyReader:
-    """Reads and decodes the JSON bodies of one process. max_bytes: of each"""
+    """Reads and decodes the JSON bodies of one process. Each has at most `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -125,22 +127,22 @@ class BodyReader:
 
     @contextlib.contextmanager
     def read(self, request: Request, bounds: JsonBounds = USUAL_BOUNDS) -> Iterator[bytes]:
-        """Yield the body of a JSON request, to be decoded inside the `with`. A request without a
-        content type is taken to be JSON.
+        """Yield the body of a JSON request. It must be decoded inside the `with`.
 
-        Raises 413 if it is longer than `max_bytes`, 415 if its type is another one, 408
-        if it takes longer than BODY_S, InvalidRequest if it is cut or malformed or holds more than
-        `bounds`, and Overloaded if other large bodies are in the way.
+        A request without a content type is treated as JSON. Raises 413 if the body is longer than
+        `max_bytes`, 415 for another content type, 408 if it takes longer than BODY_S to arrive,
+        InvalidRequest if it is truncated, malformed or exceeds `bounds`, and Overloaded if too many
+        large bodies are being read.
         """
         _check_type(request)
         with contextlib.ExitStack() as held:
             try:
                 with gevent.Timeout(
-                    BODY_S, RequestTimeout(f"the body took longer than {BODY_S} s")
+                    BODY_S, RequestTimeout(f"the body did not arrive within {BODY_S} s")
                 ):
                     data = self._receive(request, bounds, held)
             except (NoMoreData, ClientDisconnected):
-                raise InvalidRequest("the body ended before its announced length") from None
+                raise InvalidRequest("the body is shorter than its Content-Length") from None
             except ParseException:
                 raise InvalidRequest("the body's chunked transfer coding is malformed") from None
             if len(data) > SMALL_BYTES:
@@ -168,8 +170,8 @@ class BodyReader:
                     num_held = self._max_bytes if length is None else length
                     self._memory.acquire(num_held, WAIT_S)
                     held.callback(self._memory.release, num_held)
-                gevent.sleep(0)  # others' turn: a socket that has more does not wait
-        if length is not None and num_bytes < length:  # gunicorn returns what came until then
+                gevent.sleep(0)  # reading a socket that has data never switches greenlets
+        if length is not None and num_bytes < length:  # gunicorn returns a truncated body as it is
             raise ClientDisconnected
         return b"".join(pieces)
 
@@ -184,7 +186,7 @@ def _check_type(request: Request) -> None:
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Raises InvalidRequest; `param` is the path of the field at fault, where it is known."""
+    """Raises InvalidRequest; `param` is the path of the invalid field, if it is known."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -192,11 +194,11 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is no valid JSON: {error}") from None
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
 def _invalid_field(text: str, data: bytes, decoder: msgspec.json.Decoder[Any]) -> InvalidRequest:
-    """From msgspec's words, which end in the path: "Expected `int` >= 1 - at `$.n`"."""
+    """Return the error for msgspec's message, such as "Expected `int` >= 1 - at `$.n`"."""
     where = _WHERE.search(text)
     path = where[2] if where else ""
     message = text[: where.start()] if where else text
@@ -207,7 +209,7 @@ def _invalid_field(text: str, data: bytes, decoder: msgspec.json.Decoder[Any]) -
     if is_inside or (where and where[1]):
         try:
             key = _key_at_fault(text, data, decoder, mapping)
-        except (ValueError, LookupError, RecursionError):  # no JSON after this, or a name twice
+        except (ValueError, LookupError, RecursionError):  # malformed later on, or a duplicate key
             key = None
         if key is not None and _FIELD_NAME.fullmatch(key):
             path = f"{mapping}.{key}{rest}"
@@ -220,7 +222,7 @@ def _invalid_field(text: str, data: bytes, decoder: msgspec.json.Decoder[Any]) -
 def _key_at_fault(
     text: str, data: bytes, decoder: msgspec.json.Decoder[Any], path: str
 ) -> str | None:
-    """Return the key of the mapping at `path` that `decoder` complains about; None: not found.
+    """Return the key of the mapping at `path` that `decoder` rejects; None if it is not found.
 
     msgspec does not name the key. So the mapping is decoded again with fewer of its members, until
     the first is found with which the error is the same. Of the values around the mapping, only
@@ -256,9 +258,9 @@ def _key_at_fault(
 
 
 def check_depth(value: Any, param: str) -> None:
-    """Raises InvalidRequest where `value` is nested too deeply or holds too much.
+    """Raise InvalidRequest if `value` is nested too deeply or has too many values.
 
-    Needs no stack of its own.
+    The check is iterative, so deep nesting cannot exhaust the stack.
     """
     level, count = [value], 0
     for _ in range(MAX_DEPTH):
@@ -278,22 +280,22 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def has_field(data: bytes, name: str) -> bool:
-    """Whether the body's object has it: where two kinds of body share a route."""
+    """Return whether the body has this top-level field, if two kinds of body share a route."""
     return name in decode(data, _top_level)
 
 
 def unknown_fields(data: bytes, kind: type[msgspec.Struct]) -> list[str]:
-    """Names of top-level fields that `kind` does not have: accepted, without effect, and listed.
+    """Return the top-level fields that `kind` does not have. They are accepted and have no effect.
 
-    Only names that are safe in a header, and not more than MAX_LISTED_FIELDS of them. Raises
-    InvalidRequest where a name is no text, which decoding a struct does not notice.
+    Only names that are safe in a header are returned, at most MAX_LISTED_FIELDS. Raises
+    InvalidRequest for a name that is not valid UTF-8, which decoding a struct does not notice.
     """
-    known = _fields_of(kind)
+    known = _field_names(kind)
     names = [name for name in decode(data, _top_level) if name not in known]
     return [name for name in names if _FIELD_NAME.fullmatch(name)][:MAX_LISTED_FIELDS]
 
 
 @cache
-def _fields_of(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """As JSON calls them. To find out takes longer than all else about a request."""
+def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the field names in JSON. Cached: this is slower than decoding a request."""
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))

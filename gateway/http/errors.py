@@ -1,7 +1,7 @@
-"""Errors as HTTP knows them: a status, and what may be said. Each API writes them in its own JSON.
+"""Errors -> HTTP status and the public message. Each API encodes them in its own JSON.
 
-What is the caller's fault is shown as it is. What is ours is shown as a kind and an id; the log has
-the rest under that id. Never a traceback, a path or an address.
+An error that the client caused is shown as it is. Of an internal error the client gets a code and
+an id; the log has the details under that id. A response never has a traceback, path or address.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STATUS: dict[type[ServingError], int] = {
     EngineLost: 503,
     Draining: 503,
 }
-"""What is not here is a failure of ours: 500."""
+"""Other errors are internal: 500."""
 _PLAIN_CODES = {
     404: "not_found",
     405: "method_not_allowed",
@@ -64,7 +64,7 @@ CHALLENGE = 'Bearer realm="tidegate"'
 
 @dataclass(frozen=True, slots=True)
 class HTTPFault:
-    """An error, ready to be told. `retry_after_s` is set with 429 and 503."""
+    """An error as the client sees it. `retry_after_s` is set for 429 and 503."""
 
     status: int
     message: str
@@ -76,18 +76,18 @@ class HTTPFault:
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"WWW-Authenticate": CHALLENGE}
-        if self.code == TimedOut.code:  # as much time would go again: SDKs obey this
+        if self.code == TimedOut.code:  # SDKs obey this; a retry would take as long again
             return {"X-Should-Retry": "false"}
         return {"Retry-After": str(self.retry_after_s)} if self.retry_after_s is not None else {}
 
 
 def fault_of(error: ServingError) -> HTTPFault:
-    """For a status line, or for the last event of a stream. Logs what is not the caller's fault."""
+    """Return the response to `error`, and log it unless the client caused it."""
     status = _STATUS.get(type(error), 500)
     if status == 500:
         return internal_fault(error)
     if not isinstance(error, RequestError):
-        log.info("answered %d: %s", status, error.message)
+        log.info("status %d: %s", status, error.message)
     retry_s = None
     if status in (429, 503):
         retry_s = max(DEFAULT_RETRY_S, math.ceil(error.retry_after_s or 0))
@@ -96,17 +96,17 @@ def fault_of(error: ServingError) -> HTTPFault:
 
 
 def internal_fault(error: BaseException) -> HTTPFault:
-    """A failure of ours: the log has it under an id, the client gets the id."""
+    """Log an internal error under a new id, and return a response with that id."""
     error_id = uuid.uuid4().hex[:12]
     if isinstance(error, ServingError):
         log.error("error %s: %s", error_id, error)
     else:
         log.error("error %s", error_id, exc_info=error)
-    message = f"the server failed to answer this request (error id {error_id})"
+    message = f"internal server error (error id {error_id}); the server's log has the details"
     code = error.code if isinstance(error, ServingError) else "internal_error"
     return HTTPFault(500, message, code=code)
 
 
 def plain_fault(status: int, message: str) -> HTTPFault:
-    """An error of HTTP itself: no such path, wrong method, body too large, wrong content type."""
+    """Return an error of HTTP itself, such as an unknown path or a body that is too large."""
     return HTTPFault(status, message, code=_PLAIN_CODES.get(status))

@@ -1,8 +1,8 @@
-"""Bounds on what a JSON text holds, checked while it arrives and before anything is built of it.
+"""Bounds on the contents of a JSON text, checked while it arrives and before it is decoded.
 
-A megabyte of `1,1,1,` or `[],[],` becomes half a million objects, and decoding it holds up every
-other request of the process. Strings, containers and values are counted here instead, by a few C
-calls per piece, so a body that holds too much is refused after its first part.
+A megabyte of `1,1,1,` or `[],[],` becomes half a million objects, and decoding it delays every
+other request of the process. So strings, containers and values are counted first, with a few C
+calls per piece, and a body that exceeds a bound is refused as soon as it does.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from protocol.errors import InvalidRequest
 
 MAX_STRINGS = 1 << 16
-"""Keys and texts, and also objects and arrays: 65,536 of each take about 20 ms to decode."""
+"""Most keys and strings, and most objects and arrays: 65,536 of each take 20 ms to decode."""
 MAX_VALUES = 200_000
-"""Values beside a prompt's token ids. To decode so many takes about 10 ms."""
+"""Most values besides a prompt's token ids. Decoding 200,000 takes about 10 ms."""
 MAX_TOKEN_IDS = 1 << 20
-"""Token ids in one body, however long the model's context and however many the prompts."""
+"""Most token ids in one body, for any context length and number of prompts."""
 _MAX_WALK = 4096
-"""Strings that are looked at to name the field at fault, one by one."""
+"""Most strings that are examined to find the field that exceeds a bound."""
 _RUN = 256
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _KEY_NAME = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
@@ -41,7 +41,7 @@ USUAL_BOUNDS = JsonBounds()
 
 
 class JsonCounter:
-    """Counts what JSON holds, in pieces of any size. What is no JSON is counted, too."""
+    """Counts the contents of a JSON text, in pieces of any size. The text may be malformed."""
 
     def __init__(self, bounds: JsonBounds) -> None:
         self._bounds = bounds
@@ -52,7 +52,7 @@ class JsonCounter:
         self._num_values = 1
 
     def push(self, piece: bytes) -> str:
-        """Count `piece`; return which bound is exceeded, in words, or an empty string."""
+        """Count `piece`. Return a description of the exceeded bound, or an empty string."""
         parts, self._escape = _parts(self._escape + piece)
         outside = b"".join(parts[self._is_inside :: 2])
         self._is_inside ^= len(parts) % 2 == 0
@@ -70,8 +70,10 @@ class JsonCounter:
 
 
 def too_much(text: bytes, excess: str) -> InvalidRequest:
-    """Return the refusal of a body whose first part is `text` and that holds `excess`. It names the
-    field unless there are so many strings that looking for it would take long."""
+    """Return the error for a body that starts with `text` and exceeds a bound.
+
+    It names the field unless `text` has too many strings to search it quickly.
+    """
     field = open_field(text) if text.count(b'"') <= 3 * MAX_STRINGS else None
     if field is None:
         return InvalidRequest(f"the body has {excess}")

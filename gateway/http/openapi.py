@@ -1,4 +1,4 @@
-"""Operations -> the OpenAPI document. Pure: the same operations, the same document."""
+"""Builds the OpenAPI document from the operations of all routes. Pure."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-"""Either of them. The server may have no keys; then none is needed."""
+"""Either one is enough. A server without keys requires none."""
 _MEANINGS = {
-    400: "The request is wrong; `param` names the field, if it is one.",
-    401: "No key, or none that is good here.",
-    403: "This key may not, or nobody from where this came.",
-    404: "There is no such model, or no such thing.",
-    405: "Not with this method.",
-    409: "Not in this state.",
+    400: "The request is invalid. `param` names the field, if one is at fault.",
+    401: "The API key is missing or invalid.",
+    403: "The API key lacks the scope, or the host or origin is not allowed.",
+    404: "The model or resource does not exist.",
+    405: "The method is not allowed on this path.",
+    409: "The resource's current state does not allow this.",
     413: "The body is too large.",
-    415: "The body is no JSON.",
-    429: "Too much is waiting; `Retry-After` says when to come back.",
-    500: "The server's fault; its log has more under the id that is told.",
-    501: "Not on this server.",
-    503: "Nothing can be served now; `Retry-After` says when to come back.",
+    415: "The body is not JSON.",
+    429: "The server is overloaded or a limit is reached. Retry after `Retry-After` seconds.",
+    500: "Internal server error. The server's log has details under the id in the message.",
+    501: "This server does not support the operation.",
+    503: "The server cannot serve requests now. Retry after `Retry-After` seconds.",
 }
 
 Json = dict[str, Any]
@@ -55,30 +55,30 @@ def document(operations: Iterable[Operation], version: str) -> Json:
 
 
 def path_of(rule: str) -> str:
-    """Flask's `/models/<path:name>` is OpenAPI's `/models/{name}`."""
+    """Return OpenAPI's `/models/{name}` for Flask's `/models/<path:name>`."""
     return _VARIABLE.sub(r"{\1}", rule)
 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
-    """Of every type: its schema, and the components that these refer to."""
+    """Return the schema of every type, and the components that the schemas refer to."""
     types: dict[Any, None] = {}
     for operation in operations:
-        told = [
+        used = [
             *operation.takes,
             *operation.given,
             *operation.errors,
             *operation.otherwise.values(),
         ]
         if operation.streams is not None:
-            told.append(operation.streams.chunk)
-        types.update(dict.fromkeys(told))
+            used.append(operation.streams.chunk)
+        types.update(dict.fromkeys(used))
     found, components = msgspec.json.schema_components(types, ref_template=REFERENCES)
     return dict(zip(types, found, strict=True)), dict(components)
 
 
 def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
     summary, _, description = operation.about.partition("\n")
-    told: Json = {
+    entry: Json = {
         "operationId": _identifier(operation),
         "tags": [operation.tag],
         "summary": summary,
@@ -87,11 +87,11 @@ def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
         "x-scope": operation.scope,
     }
     if operation.scope == "public":
-        told["security"] = []
+        entry["security"] = []
     if description.strip():
-        told["description"] = description.strip()
+        entry["description"] = description.strip()
     if operation.parameters:
-        told["parameters"] = [
+        entry["parameters"] = [
             {
                 "name": parameter.name,
                 "in": parameter.place,
@@ -103,8 +103,8 @@ def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
         ]
     if operation.takes:
         schema = _any_of([schemas[body] for body in operation.takes])
-        told["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
-    return told
+        entry["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return entry
 
 
 def _any_of(schemas: Sequence[Json]) -> Json:
@@ -117,32 +117,32 @@ def _identifier(operation: Operation) -> str:
 
 
 def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
-    well: Json = {TEXT: {"schema": {"type": "string"}}}
+    content: Json = {TEXT: {"schema": {"type": "string"}}}
     if operation.given:
-        well = {JSON: {"schema": _any_of([schemas[kind] for kind in operation.given])}}
-    about = "The answer."
+        content = {JSON: {"schema": _any_of([schemas[kind] for kind in operation.given])}}
+    about = "The response."
     if operation.streams is not None:
         end = operation.streams.ends_with
-        about += " With `stream`: server-sent events, the data of each a chunk"
-        about += f"; the last says `{end}`." if end else "."
-        well[EVENTS] = {"itemSchema": _event(operation, schemas)}
+        about += " With `stream`: server-sent events, each with a chunk as its data"
+        about += f"; the data of the last one is `{end}`." if end else "."
+        content[EVENTS] = {"itemSchema": _event(operation, schemas)}
     refusals = (400, 403) if operation.scope == "public" else (400, 401, 403)
-    told = dict.fromkeys((*operation.statuses, *refusals), operation.errors)
-    told |= {status: (kind,) for status, kind in operation.otherwise.items()}
+    bodies = dict.fromkeys((*operation.statuses, *refusals), operation.errors)
+    bodies |= {status: (kind,) for status, kind in operation.otherwise.items()}
     return {
-        "200": {"description": about, "content": well},
+        "200": {"description": about, "content": content},
         **{
             str(status): {
                 "description": _MEANINGS[status],
                 "content": {JSON: {"schema": _any_of([schemas[kind] for kind in kinds])}},
             }
-            for status, kinds in sorted(told.items())
+            for status, kinds in sorted(bodies.items())
         },
     }
 
 
 def _event(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
-    """One of a stream's, as OpenAPI 3.2 sees it: fields, of which `data` is text that is JSON."""
+    """Return the schema of a stream's event in OpenAPI 3.2: its `data` is a string with JSON."""
     assert operation.streams is not None
     kinds = (operation.streams.chunk, *operation.errors)
     chunk = _any_of([schemas[kind] for kind in kinds])

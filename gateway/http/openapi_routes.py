@@ -1,4 +1,4 @@
-"""/openapi.json, made when it is first asked for."""
+"""The route /openapi.json. The document is built on the first request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gateway.served_model import version
 
 def blueprint() -> Blueprint:
     routes = Blueprint("openapi", __name__)
-    routes.get("/openapi.json", endpoint="document")(tell)
+    routes.get("/openapi.json", endpoint="document")(openapi_document)
     return routes
 
 
 def operations() -> list[Operation]:
-    """Of all APIs. Their modules are for documentation only, so they are not loaded before."""
+    """Return the operations of all APIs. These modules are imported only for documentation."""
     from gateway.api.admin.operations import OPERATIONS as ADMIN
     from gateway.api.anthropic.operations import OPERATIONS as ANTHROPIC
     from gateway.api.openai.operations import OPERATIONS as OPENAI
@@ -37,5 +37,5 @@ def encoded() -> bytes:
     return msgspec.json.encode(document(operations(), version()))
 
 
-def tell() -> Response:
+def openapi_document() -> Response:
     return flask.Response(encoded(), content_type="application/json")

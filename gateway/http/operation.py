@@ -1,4 +1,4 @@
-"""What a route takes and gives, for its documentation: a row of an API's `operations.py`."""
+"""The documentation of one route: a row of an API's `operations.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gateway.auth.scopes import Demand
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """Server-sent events. `chunk` is what the data of one is; `ends_with` what the last one says,
-    where that is no such chunk."""
+    """A stream of server-sent events, each with a `chunk` as its data. If the last event has other
+    data, that is `ends_with`."""
 
     chunk: Any
     ends_with: str = ""
@@ -26,44 +26,44 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """rule       as Flask has it
-    scope      that a key needs for it; "public": anybody may have it
-    about      one line for lists, then what else there is to know
-    takes      the struct of the body; several where the body's fields decide; none: no body
-    gives      the struct of a 200; several where the body's fields decide; None: text
-    streams    what a streamed answer is made of
-    error      the struct of every other answer; several where a header decides
-    statuses   that it answers with, beside 200
-    otherwise  statuses that are answered with something else than an error
-    """
+    """One method of one route."""
 
     method: Literal["get", "post", "delete"]
+    #: Flask's rule.
     rule: str
+    #: The scope that a key needs; "public": no key is required.
     scope: Demand
     tag: str
+    #: The summary in one line, then an optional description.
     about: str
+    #: Structs of the body, several if its fields decide; empty: no body.
     takes: tuple[type, ...] = ()
+    #: Struct of a 200, a tuple if the body's fields decide; None: text.
     gives: Any = None
+    #: The streamed response, if there is one.
     streams: Stream | None = None
+    #: Struct of every error, a tuple if a header decides.
     error: type | tuple[type, ...]
+    #: Statuses besides 200.
     statuses: tuple[int, ...] = ()
+    #: Statuses whose body is not an error.
     otherwise: dict[int, type] = {}
     parameters: tuple[Parameter, ...] = ()
 
     @property
     def errors(self) -> tuple[type, ...]:
-        """All that any other answer may be."""
+        """The structs of an error."""
         return self.error if isinstance(self.error, tuple) else (self.error,)
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """All that a 200 may be."""
+        """The structs of a 200."""
         if self.gives is None:
             return ()
         return self.gives if isinstance(self.gives, tuple) else (self.gives,)
 
 
 INFERENCE = (400, 404, 405, 413, 415, 429, 500, 503)
-"""What a route that asks the engine may answer, beside 200."""
+"""Statuses of a route that uses the engine, besides 200."""
 READING = (404, 405, 500, 503)
-"""What a route without a body may."""
+"""Statuses of a route without a body, besides 200."""

@@ -1,9 +1,9 @@
-"""Server-sent events: how a frame looks, and the response that sends a stream of them.
+"""Server-sent events: the frame, and the response that streams frames.
 
-Where the client's socket can be had (gunicorn, HTTP/1.1), the response takes it over: frames are
-written from the engine client's dispatcher, and gunicorn is told that the request is handled.
-Elsewhere a generator yields the same bytes. Nothing is sent before the view has returned the
-response, so whatever can be refused has been refused with a status of its own.
+If the client's socket is accessible (gunicorn, HTTP/1.1), the response takes it over: frames are
+written directly from the engine client's dispatcher, and gunicorn gets ALREADY_HANDLED. With other
+servers a generator yields the same bytes. Nothing is sent before the view has returned the
+response, so every refusal can still have its own status.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 def frame(data: bytes) -> bytes:
-    """`data` is JSON without line breaks, as msgspec writes it."""
+    """Return an SSE frame. `data` is JSON without line breaks, as msgspec writes it."""
     return b"data: " + data + b"\n\n"
 
 
 class EventStream(flask.Response):
-    """attach      called with the outlet when the stream begins: from then on frames are written
-    abandon     called when the client has gone or does not read; after the end, without need
-    close       called when all is over: sent, cut off or gone
-    closing     asked at the end: whether the connection is to be closed, too
-    keep_alive_s     after so long a silence a comment is sent, unless the outlet is told otherwise
-    send_timeout_s   a client that takes nothing for so long is cut off
+    """A response that streams events.
+
+    attach           called with the outlet when the stream starts; frames are written from then on
+    abandon          called when the client disconnects or stops reading; also after the end
+    close            called when the stream is over, however it ended
+    closing          returns whether to close the connection after the stream
+    keep_alive_s     after this much silence a comment is sent, or the outlet's own keep-alive
+    send_timeout_s   a client that reads nothing for this long is disconnected
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class EventStream(flask.Response):
         }
 
     def hang_up(self) -> None:
-        """The client has gone. May be called from the hub."""
+        """Abandon the stream: the client disconnected. May be called from the hub."""
         self._abandon()
         if self._outlet is not None:
             self._outlet.cut()
@@ -93,15 +95,15 @@ class EventStream(flask.Response):
             outlet.run()
             is_whole = not outlet.is_cut
         finally:
-            if outlet.is_cut:  # noticed by writing, perhaps
+            if outlet.is_cut:  # the disconnect may have been noticed while writing
                 self._abandon()
             self._close()
             if not is_whole or self._closing():
                 with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # gunicorn reads the end, and closes
+                    sock.shutdown(socket.SHUT_RDWR)  # gunicorn then reads EOF and closes
 
     def _head(self) -> bytes:
-        """The response's head as gunicorn would have sent it."""
+        """Return the response's head as gunicorn would send it."""
         headers = Headers(self.headers)
         headers.remove("Content-Length")
         headers["Transfer-Encoding"] = "chunked"

@@ -1,9 +1,8 @@
-"""How long a request may take: as it says itself, as its client's own timeout says, or as the
-operator does. Pure.
+"""Time limits of a request: its own fields, its client's timeout, or the operator's default. Pure.
 
-Clients made by OpenAI's and Anthropic's generator tell, in a header, after how many seconds without
-a byte they hang up. For an answer that is told as a whole that is all the time there is; a stream
-is never silent for so long, so there it says nothing.
+OpenAI's and Anthropic's generated SDKs send, in a header, after how many seconds without a byte
+they disconnect. For a response that is sent as a whole this is the total time available. It does
+not apply to streams, which send keep-alives.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from protocol.config.gateway import GatewayConfig
 from protocol.messages import MAX_TIMEOUT_S
 
 CLIENT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
-"""The first that says a number of seconds counts."""
+"""The first header with a valid number of seconds is used."""
 
 
 class TimeoutHeaders(Protocol):
-    """Of a request: names are taken in any case."""
+    """The headers of a request. Names are case-insensitive."""
 
     def get(self, name: str, default: str, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeouts:
-    """Seconds until an answer must have ended, and been begun; 0: no limit."""
+    """Seconds until an answer must have finished, and must have started; 0: no limit."""
 
     timeout_s: float = 0.0
     queue_timeout_s: float = 0.0
 
     @classmethod
-    def of(
+    def from_request(
         cls,
         timeout_s: float | None,
         queue_timeout_s: float | None,
         config: GatewayConfig,
         headers: TimeoutHeaders | None,
     ) -> RequestTimeouts:
-        """`headers`: of a client that waits for a whole answer."""
+        """Return the limits of a request. `headers` is None for a stream."""
         own_s = config.timeout_s if timeout_s is None else timeout_s
         client_s = 0.0 if headers is None else client_timeout_s(headers)
         return cls(
@@ -54,7 +53,7 @@ UNLIMITED = RequestTimeouts()
 
 
 def client_timeout_s(headers: TimeoutHeaders) -> float:
-    """0: it does not say, or nothing that is a time."""
+    """Return the client's own timeout; 0 if it sends none, or an invalid one."""
     for name in CLIENT_HEADERS:
         try:
             seconds = float(headers.get(name, ""))

@@ -1,8 +1,8 @@
-"""Requests that gunicorn could not parse, or answered with an exception of its own.
+"""Responses to requests that gunicorn could not parse or rejected itself.
 
-They never reach the application. They are answered with our usual JSON errors, which quote nothing
-of the request: a bad request line may hold a prompt, a bad header a key. They are logged and
-counted as every request is, without a method and a path.
+They never reach the application. The response is the usual JSON error and quotes nothing of the
+request: a bad request line may hold a prompt, a bad header a key. Such requests are logged and
+counted like all others, but without method and path.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _FAULTS: dict[type[errors.ParseException], tuple[int, str]] = {
     errors.ChunkMissingTerminator: (400, _CHUNKED),
     errors.InvalidChunkExtension: (400, _CHUNKED),
     errors.LimitRequestLine: (414, "the request line is too long"),
-    errors.ExpectationFailed: (417, "the expectation in the header Expect is not supported"),
-    errors.LimitRequestHeaders: (431, "the headers are too long or too many"),
+    errors.ExpectationFailed: (417, "the value of the Expect header is not supported"),
+    errors.LimitRequestHeaders: (431, "there are too many headers, or they are too long"),
 }
 _CODINGS = ("gzip", "x-gzip", "deflate", "compress", "x-compress", "identity", "br", "zstd")
-"""Transfer codings that an error may name: any other text may be a secret."""
+"""Transfer codings that an error may name. Any other text may be a secret."""
 
 
 def check_transfer_coding(headers: Iterable[tuple[str, str]]) -> None:
-    """Raise UnsupportedTransferCoding for a transfer coding that is not chunked. Names of headers
-    are in capitals, as gunicorn has them."""
+    """Raise UnsupportedTransferCoding for a transfer coding other than chunked. Header names are in
+    upper case, as gunicorn passes them."""
     for name, value in headers:
         if name == "TRANSFER-ENCODING" and (coding := _not_chunked(value)) is not None:
             raise errors.UnsupportedTransferCoding(coding)
@@ -57,10 +57,9 @@ def _not_chunked(value: str) -> str | None:
 
 
 def _unsupported_coding(error: BaseException) -> str | None:
-    """Return the transfer coding because of which a request could not be parsed, if it was that.
+    """Return the transfer coding that made parsing fail; None if there was another reason.
 
-    gunicorn calls a coding that it knows, but that does not stand before chunked, a malformed
-    header.
+    gunicorn reports a coding that it knows as a malformed header if chunked does not follow it.
     """
     try:
         if isinstance(error, errors.InvalidHeader) and error.req is not None:
@@ -73,7 +72,7 @@ def _unsupported_coding(error: BaseException) -> str | None:
 
 
 def fault_of(error: BaseException) -> HTTPFault:
-    """Return what to answer. An exception that is not the client's fault is logged."""
+    """Return the response to `error`, and log it unless the client caused it."""
     if (coding := _unsupported_coding(error)) is not None:
         name = coding if coding in _CODINGS else "this coding"
         return plain_fault(
@@ -90,8 +89,8 @@ def fault_of(error: BaseException) -> HTTPFault:
 
 
 def answer(service: Service, sock: Any, error: BaseException) -> None:
-    """Answer what came on `sock`, which is then to be closed, and count it."""
-    exchange = RequestContext(
+    """Answer and count the request on `sock`, which the caller closes afterwards."""
+    context = RequestContext(
         service.metrics,
         method="-",
         path="-",
@@ -103,12 +102,12 @@ def answer(service: Service, sock: Any, error: BaseException) -> None:
     body = error_body(fault)
     head = (
         f"HTTP/1.1 {fault.status} {http.HTTPStatus(fault.status).phrase}\r\n"
-        f"{REQUEST_ID_HEADER}: {exchange.request_id}\r\n"
+        f"{REQUEST_ID_HEADER}: {context.request_id}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         "Connection: close\r\n\r\n"
     )
-    exchange.close(fault.status)
-    with contextlib.suppress(OSError):  # a client that is gone needs no answer
+    context.close(fault.status)
+    with contextlib.suppress(OSError):  # the client has disconnected
         sock.settimeout(_SEND_S)
         sock.sendall(head.encode() + body)
         linger(sock)

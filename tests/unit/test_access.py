@@ -130,17 +130,17 @@ def test_a_key_ends_its_own_requests_and_an_admins_those_of_all():
     assert boss
     assert watch
     told = user.labels("cmpl-1")
-    assert user.sought("cmpl-1") in told
-    assert boss.sought("cmpl-1") in told
-    assert watch.sought("cmpl-1") not in told
+    assert user.abort_label("cmpl-1") in told
+    assert boss.abort_label("cmpl-1") in told
+    assert watch.abort_label("cmpl-1") not in told
 
 
 def test_what_a_key_may_not_ask_is_refused_with_the_fields_name():
-    caller = Caller.of("a", KeyEntry(digest="0" * 64, max_n=4, priority=-2))
-    caller.check_wishes(4, -2)
+    caller = Caller.from_key("a", KeyEntry(digest="0" * 64, max_n=4, priority=-2))
+    caller.check_limits(4, -2)
     for n, priority, field in ((5, 0, "n"), (1, -3, "priority")):
         with pytest.raises(InvalidRequest) as refused:
-            caller.check_wishes(n, priority)
+            caller.check_limits(n, priority)
         assert refused.value.param == field
 
 
@@ -170,10 +170,10 @@ def test_a_changed_file_is_read_again(keys_file: Path):
     watch = KeyWatch(GatewayConfig(api_keys=str(keys_file)))
     assert opens(watch) == {"alice"}
     rewrite(keys_file, "bob", "carol")
-    watch.look()
+    watch.poll()
     assert opens(watch) == {"bob", "carol"}
     rewrite(keys_file)
-    watch.look()
+    watch.poll()
     assert opens(watch) == set(), "no keys is not: no keys needed"
 
 
@@ -185,12 +185,12 @@ def test_a_broken_file_keeps_the_old_keys_and_says_so_once(
         caplog.clear()
         breaks()
         for _ in range(3):
-            watch.look()
+            watch.poll()
         (line,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-        assert "remain as they were" in line.getMessage()
+        assert "the previous keys stay valid" in line.getMessage()
         assert opens(watch) == {"alice"}
     rewrite(keys_file, "bob")
-    watch.look()
+    watch.poll()
     assert opens(watch) == {"bob"}
 
 
@@ -267,8 +267,8 @@ def test_only_http_1_0_may_leave_the_host_out():
 
 
 def test_a_server_elsewhere_answers_to_the_names_that_were_given_if_any_were():
-    assert HostRule.of("0.0.0.0", []).admits("any.example")
-    named = HostRule.of("0.0.0.0", ["llm.example"])
+    assert HostRule.from_options("0.0.0.0", []).admits("any.example")
+    named = HostRule.from_options("0.0.0.0", ["llm.example"])
     assert named.admits("llm.example")
     assert not named.admits("any.example")
     assert name_in("LLM.example.:443") == "llm.example"

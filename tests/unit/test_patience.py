@@ -43,10 +43,12 @@ def test_the_requests_own_word_goes_before_the_operators_and_nobody_waits_longer
     own: float | None, operator: float, client: str, expected: float
 ) -> None:
     config = GatewayConfig(timeout_s=operator, queue_timeout_s=2.0)
-    found = RequestTimeouts.of(own, None, config, {READ: client})
+    found = RequestTimeouts.from_request(own, None, config, {READ: client})
     assert found == RequestTimeouts(expected, 2.0)
-    assert RequestTimeouts.of(own, 3.0, config, {READ: client}).queue_timeout_s == 3.0
+    assert RequestTimeouts.from_request(own, 3.0, config, {READ: client}).queue_timeout_s == 3.0
 
 
 def test_of_a_client_that_hears_a_stream_no_header_counts() -> None:
-    assert RequestTimeouts.of(None, None, GatewayConfig(), None) == RequestTimeouts(0.0, 0.0)
+    assert RequestTimeouts.from_request(None, None, GatewayConfig(), None) == RequestTimeouts(
+        0.0, 0.0
+    )

@@ -85,7 +85,9 @@ def _translated(body: requests.CountBody) -> MessagesTranslation:
 def _prepare(
     service: Service, translation: MessagesTranslation, model: ServedModel
 ) -> tuple[Preparation, Prompt, list[OutputWarning]]:
-    chat, warnings = fitted(translation.chat, g.caller.longest(model.limits.max_len), model.reading)
+    chat, warnings = fitted(
+        translation.chat, g.caller.context_limit(model.limits.max_len), model.reading
+    )
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(chat, model, trusts_template=trusts)
     g.ignored = listed([*g.ignored, *map(translation.own_name, preparation.ignored)], chat)

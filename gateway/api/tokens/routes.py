@@ -109,7 +109,7 @@ def abort_requests(service: Service) -> Response:
     body = service.bodies.parse(request, abort_decoder)
     service.model()
     caller: Caller = g.caller
-    named = {caller.sought(name): name for name in body.request_ids}
+    named = {caller.abort_label(name): name for name in body.request_ids}
     told = service.engine.abort_named(list(named))
     aborted, unknown = (
         [named[label] for label in labels] for labels in (told.aborted, told.unknown)
