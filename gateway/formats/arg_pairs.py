@@ -29,16 +29,29 @@ Sources: the chat templates of GLM-4.5 to 4.7; for the others, vLLM's published 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
 
 from gateway.formats.argument_types import ORDER, ArgumentsWriter, kinds_of, schema_of
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
+from gateway.formats.arguments_grammar import arguments_form
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.grammar_forms import either, optional, quoted, sequence, several
 from gateway.formats.json_scanner import CallKeys, CallScan
-from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
-from gateway.formats.suffix import suffix_in, suffixed
+from gateway.formats.parser import (
+    CallParser,
+    CallSyntax,
+    FormatParserState,
+    ParserContext,
+    marker_suffix,
+    with_suffix,
+)
+from gateway.formats.plain_values import PlainValues, ValueEnd
+from gateway.formats.schema_cases import SchemaCase, Schemas, anything
+from gateway.formats.value_syntax import Values, json_notation
+from protocol.grammar import Form, LiteralForm, Pattern
 
 MAX_NAME_CHARS = 256
 NAME = re.compile(r"[^\s<>{}\[\]()\"'`,;]{1,256}")
@@ -46,7 +59,7 @@ TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"
          "list": "array", "none": "null"}  # fmt: skip
 
 
-class ArgPairs(SectionSyntax, frozen=True, kw_only=True):
+class ArgPairs(CallSyntax, frozen=True, kw_only=True):
     """open, close       markers around a stretch of calls; none: each call stands alone
     call_open         begins a call
     call_close        ends it
@@ -85,27 +98,27 @@ class ArgPairs(SectionSyntax, frozen=True, kw_only=True):
         return self.open or (self.call_open,)
 
     def fitted(self, vocabulary: Collection[str]) -> Self:
-        if not self.suffixed or not suffix_in(vocabulary):
+        if not self.suffixed or not marker_suffix(vocabulary):
             return self
 
         def fit(marker: Any) -> Any:
             return (
                 tuple(map(fit, marker))
                 if isinstance(marker, tuple)
-                else suffixed(marker, vocabulary)
+                else with_suffix(marker, vocabulary)
             )
 
         names = ("open", "close", "call_open", "call_close", "name_close", "key", "type", "value")
         found = {name: fit(getattr(self, name)) for name in names}
         return msgspec.structs.replace(self, suffixed=False, **found)
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
-        return ArgPairsSection(self, context, teller, state)
+        return ArgPairsParser(self, context, builder, state)
 
 
-class ArgPairsState(MachineState):
+class ArgPairsState(FormatParserState):
     """name       of the call at hand
     text       the name, key or type at hand, as far as it is read
     key        the key of the pair at hand
@@ -127,7 +140,7 @@ class ArgPairsState(MachineState):
     raw: list[str] = []
 
 
-class ArgPairsSection(CallParser):
+class ArgPairsParser(CallParser):
     syntax: ArgPairs
 
     State = ArgPairsState
@@ -172,11 +185,11 @@ class ArgPairsSection(CallParser):
             case "key" | "type":
                 s.text.append(text)
             case "value":
-                s.arguments.text(text, self.teller)
+                s.arguments.text(text, self.builder)
             case "doubt":
                 return self._in_doubt(text)
             case "broken":
-                self.teller.content(text)
+                self.builder.content(text)
             case "opened" | "between":
                 return self._outside_calls(text)
         return ""
@@ -190,7 +203,7 @@ class ArgPairsSection(CallParser):
             self._give_back("a marker of tool calls with no call behind it")
             s.done = True
         elif rest:
-            self.teller.warn(PARSE_FAILED, "text between tool calls")
+            self.builder.warn(PARSE_FAILED, "text between tool calls")
             self._begin("broken")
         return rest
 
@@ -218,14 +231,14 @@ class ArgPairsSection(CallParser):
     def _no_call(self) -> None:
         s = self.s
         self._give_back("a tool call without a name")
-        if self.syntax.open and self.teller.num_calls:
+        if self.syntax.open and self.builder.num_calls:
             self._begin("broken")
         else:
             s.done = True
 
     def _in_json(self, text: str) -> str:
         s = self.s
-        position, status = s.json.scan(text, CallKeys(), self.teller)
+        position, status = s.json.scan(text, CallKeys(), self.builder)
         if s.json.name is None:
             s.raw.append(text[:position])
         if status == "broken":
@@ -248,7 +261,7 @@ class ArgPairsSection(CallParser):
         return rest
 
     def _was_text(self) -> None:
-        self.s.arguments.text("".join(self.s.doubtful), self.teller)
+        self.s.arguments.text("".join(self.s.doubtful), self.builder)
         self._begin("value")
 
     # ---- markers
@@ -290,7 +303,7 @@ class ArgPairsSection(CallParser):
                 self._was_text()
             s.at, s.doubtful = "doubt", [marker]
             return
-        s.arguments.end(self.teller, bare_json=x.bare_json)
+        s.arguments.end(self.builder, bare_json=x.bare_json)
         self._begin("call")
         self.on_marker(marker)
 
@@ -302,27 +315,27 @@ class ArgPairsSection(CallParser):
             self._no_call()
             return
         s.name, s.raw, s.arguments = name, [], ArgumentsWriter()
-        self.teller.begin(name)
+        self.builder.start_call(name)
         self._begin("call")
 
     def _begin_value(self) -> None:
         s = self.s
-        parameters = self.teller.parameters(s.name)
+        parameters = self.builder.parameters(s.name)
         kinds = kinds_of(schema_of(parameters, s.key), parameters)
         written = TYPES.get(s.type, s.type)
         if written in ORDER and (not kinds or (written in kinds and len(kinds) > 1)):
             kinds = (written,)
-        s.arguments.begin(s.key, kinds, self.teller, bare_json=self.syntax.bare_json)
+        s.arguments.begin(s.key, kinds, self.builder, bare_json=self.syntax.bare_json)
         self._begin("value")
 
     def _end_or_open(self, marker: str) -> None:
         s, x = self.s, self.syntax
         if s.at == "name" and s.text:
             self._named()
-        if self.teller.is_open:
+        if self.builder.is_open:
             if s.at != "json":
-                s.arguments.close(self.teller)
-            self.teller.end()
+                s.arguments.close(self.builder)
+            self.builder.end_call()
         elif s.raw and not (marker == x.call_open and s.at == "opened"):
             if marker == x.call_close or marker in x.close:
                 s.raw += [*s.text, marker]
@@ -349,7 +362,7 @@ class ArgPairsSection(CallParser):
         elif s.at in ("value", "doubt"):
             if s.at == "doubt":
                 self._was_text()
-            s.arguments.text(marker, self.teller)
+            s.arguments.text(marker, self.builder)
         elif s.at == "name":
             s.raw += [*s.text, marker]
             s.text = []
@@ -360,10 +373,10 @@ class ArgPairsSection(CallParser):
     def on_end(self, complete: bool) -> None:
         s = self.s
         if not complete:
-            self.teller.drop()
-        elif self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.teller.drop()
+            self.builder.abandon_call()
+        elif self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.builder.abandon_call()
         elif s.raw:
             s.raw += s.text
             self._give_back("a tool call that is not finished")
@@ -381,6 +394,70 @@ K2_HORIZON = ArgPairs(
     value=("<ifm|arg_value>", "</ifm|arg_value>"),
     json_bodies=True,
 )
+
+
+# ---- the grammar of the same syntax
+
+
+ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+
+LINE_BREAK = optional(LiteralForm("\n"))
+
+
+def write_calls(
+    syntax: ArgPairs,
+    opener: str,
+    tools: Sequence[DeclaredTool],
+    many: bool,
+    grammar: GrammarBuilder,
+) -> Form:
+    x = syntax
+    behind = either(_write_call(x, tool, grammar) for tool in tools)
+    if not x.open:
+        return behind
+    calls = several(grammar.rule("call", sequence(x.call_open, behind)), LINE_BREAK, many=many)
+    return sequence(LINE_BREAK, calls, LINE_BREAK, x.close[0])
+
+
+def _write_call(x: ArgPairs, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    if not NAME.fullmatch(tool.name) or len(tool.name) > MAX_NAME_CHARS:
+        raise NotWritable(tool.name, "name", "this format cannot write it")
+    values = Values(json_notation((x.value[1],)), Schemas(tool), grammar)
+    plain = PlainValues(values, ValueEnd(close=x.value[1], bare=x.bare_json))
+
+    def write(key: str | None, schema: Any, path: str) -> Form | None:
+        if key is not None and (key != key.strip() or not key or x.key[1] in key):
+            return None
+        name = ANY_KEY if key is None else key
+        pair = sequence(x.key[0], name, x.key[1], LINE_BREAK)
+        return sequence(pair, _write_value(x, plain, key, schema, path), LINE_BREAK)
+
+    inside = sequence(
+        tool.name + "".join(x.name_close), LINE_BREAK, arguments_form(values, write), x.call_close
+    )
+    if not x.json_bodies:
+        return inside
+    head = '{"name": ' + quoted(tool.name) + ', "arguments": '
+    body = sequence(LINE_BREAK, head, grammar.arguments(tool), "}", LINE_BREAK, x.call_close)
+    return either((inside, body))
+
+
+def _write_value(x: ArgPairs, plain: PlainValues, key: str | None, schema: Any, path: str) -> Form:
+    value = sequence(x.value[0], plain.argument(key, schema, path))
+    if not x.type:
+        return value
+    kinds: dict[str, list[SchemaCase]] = {}
+    cases = plain.schemas.cases(schema, path)
+    for case in [*cases, SchemaCase("integer")] if anything(cases) else cases:
+        kinds.setdefault(case.kind, []).append(case)
+    typed = (
+        sequence(
+            x.type[0] + kind + x.type[1], LINE_BREAK, x.value[0], plain.of(cases, (kind,), path)
+        )
+        for kind, cases in kinds.items()
+    )
+    return either((value, *typed))
+
 
 FORMATS = {
     "glm45": GLM,

@@ -199,25 +199,27 @@ class ArgumentsWriter(msgspec.Struct):
     tail: list[str] = []
 
     def begin(
-        self, key: str, kinds: tuple[str, ...], teller: EventBuilder, *, bare_json: bool = False
+        self, key: str, kinds: tuple[str, ...], builder: EventBuilder, *, bare_json: bool = False
     ) -> None:
         """An argument begins. Without `kinds` it is a string, or with `bare_json` whatever it
         is."""
-        teller.fragment(("{" if self.count == 0 else ", ") + string_json(key) + ": ")
+        builder.arguments_delta(("{" if self.count == 0 else ", ") + string_json(key) + ": ")
         self.count += 1
         self.kinds, self.lead, self.parts, self.tail = list(kinds), True, [], []
         if kinds == ("string",) or not (kinds or bare_json):
             self.mode = "string"
-            teller.fragment('"')
+            builder.arguments_delta('"')
         else:
             self.mode = "nullable" if kinds == ("null", "string") else "typed"
 
-    def raw(self, key: str, value: str, teller: EventBuilder) -> None:
+    def raw(self, key: str, value: str, builder: EventBuilder) -> None:
         """A whole argument, whose value is JSON already."""
-        teller.fragment(("{" if self.count == 0 else ", ") + string_json(key) + ": " + value)
+        builder.arguments_delta(
+            ("{" if self.count == 0 else ", ") + string_json(key) + ": " + value
+        )
         self.count += 1
 
-    def text(self, text: str, teller: EventBuilder, trim: Trim = "nothing") -> None:
+    def text(self, text: str, builder: EventBuilder, trim: Trim = "nothing") -> None:
         """More of the value."""
         if self.lead and text:
             if trim == "newline":
@@ -229,7 +231,7 @@ class ArgumentsWriter(msgspec.Struct):
             return
         if trim != "nothing":
             text = self._without_tail(text, "\n" if trim == "newline" else BLANKS)
-        self._value(text, teller)
+        self._value(text, builder)
 
     def _without_tail(self, text: str, blanks: str) -> str:
         """Put aside what at the end may be markup; what was put aside before is none."""
@@ -244,27 +246,27 @@ class ArgumentsWriter(msgspec.Struct):
             self.tail.append(text[len(solid) :])
         return before + solid
 
-    def _value(self, text: str, teller: EventBuilder) -> None:
+    def _value(self, text: str, builder: EventBuilder) -> None:
         if self.mode == "string":
-            teller.fragment(escaped(text))
+            builder.arguments_delta(escaped(text))
             return
         self.parts.append(text)
         if self.mode == "nullable":
             held = "".join(self.parts)
             if not any(null.startswith(held) for null in ("null", "None")):
                 self.mode, self.parts = "string", []
-                teller.fragment('"' + escaped(held))
+                builder.arguments_delta('"' + escaped(held))
 
-    def end(self, teller: EventBuilder, *, bare_json: bool = False) -> None:
+    def end(self, builder: EventBuilder, *, bare_json: bool = False) -> None:
         """The value is complete."""
         if self.mode == "string":
-            teller.fragment('"')
+            builder.arguments_delta('"')
         elif self.mode:
             text = "".join(self.parts)
-            teller.fragment(typed_json(text, tuple(self.kinds), bare_json=bare_json))
+            builder.arguments_delta(typed_json(text, tuple(self.kinds), bare_json=bare_json))
         self.mode, self.parts, self.tail = "", [], []
 
-    def close(self, teller: EventBuilder) -> None:
+    def close(self, builder: EventBuilder) -> None:
         """No argument follows. Of none at all the teller makes `{}`."""
         if self.count:
-            teller.fragment("}")
+            builder.arguments_delta("}")

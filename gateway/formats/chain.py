@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.formats.events import Content, Event, OutputWarning, Reasoning, ToolCallEnd
-from gateway.formats.parser import FormatParser, Lexicon, Piece, Special
+from gateway.formats.parser import FormatParser, Lexicon, MarkerToken, Piece
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopMatcher
 
@@ -40,14 +40,14 @@ class ParserChain:
         "_thoughts",
         "completed",
         "full",
-        "machine",
         "num_tokens",
+        "parser",
     )
 
     def __init__(
         self,
         detokenizer: Detokenizer,
-        machine: FormatParser,
+        parser: FormatParser,
         stop: StopMatcher | None,
         *,
         parts: bool = True,
@@ -55,18 +55,18 @@ class ParserChain:
         thoughts: bool = True,
         many: bool = True,
     ) -> None:
-        lexicon: Lexicon = machine.context.lexicon
+        lexicon: Lexicon = parser.context.lexicon
         self._detokenizer = detokenizer
         self._pieces: dict[int, Piece] = lexicon.pieces
         if not parts and lexicon.parts:
-            self._pieces = {i: p for i, p in lexicon.pieces.items() if isinstance(p, Special)}
+            self._pieces = {i: p for i, p in lexicon.pieces.items() if isinstance(p, MarkerToken)}
         self._read_by_id = frozenset(self._pieces)
         self._stop = stop
         self._min_tokens = min_tokens if stop is not None else 0
         self._thoughts = thoughts
         self._many = many
         self._is_plain = stop is None and thoughts and many  # all is told, and nothing looked for
-        self.machine = machine
+        self.parser = parser
         self.num_tokens = 0
         self.completed = 0
         self.full = False
@@ -84,7 +84,7 @@ class ParserChain:
         if self._is_plain and self._read_by_id.isdisjoint(ids):  # as nearly always
             self.num_tokens += len(ids)
             text = self._detokenizer.push(ids)
-            return self._counted(self.machine.push(text)) if text else []
+            return self._counted(self.parser.push(text)) if text else []
         unsearched = self._min_tokens - self.num_tokens
         self.num_tokens += len(ids)
         if unsearched <= 0:
@@ -97,7 +97,7 @@ class ParserChain:
     def finish(self, *, complete: bool) -> list[Event]:
         """The rest. `complete`: the model has ended by itself, and was not cut off."""
         search = self._stop is not None and self.num_tokens > self._min_tokens
-        rest = self._text(self._detokenizer.finish()) + self.machine.finish(complete)
+        rest = self._text(self._detokenizer.finish()) + self.parser.finish(complete)
         events = self._told(rest, search=search)
         if search and not self.ended:
             self._flush(events)
@@ -112,12 +112,12 @@ class ParserChain:
             if (piece := self._pieces.get(token_id)) is not None:
                 text = self._detokenizer.push(ids[start:at]) + self._detokenizer.finish()
                 events += self._text(text)
-                events += self.machine.push(piece)
+                events += self.parser.push(piece)
                 start = at + 1
         return events + self._text(self._detokenizer.push(ids[start:]))
 
     def _text(self, text: str) -> list[Event]:
-        return self.machine.push(text) if text else []
+        return self.parser.push(text) if text else []
 
     def _told(self, events: list[Event], *, search: bool) -> list[Event]:
         """What the client is told of `events`; no more than that, once the answer has ended."""

@@ -17,7 +17,7 @@ from gateway.formats.chain import ParserChain
 from gateway.formats.event_builder import DeclaredTool, new_call_id
 from gateway.formats.events import Content, Event, Failed, Finished, OutputDelta, merged
 from gateway.formats.finish import finish_reason
-from gateway.formats.registry import BoundFormat, machine_state
+from gateway.formats.registry import BoundFormat, parser_state
 from gateway.text.detokenizer import DetokenizerState
 from gateway.text.stop import StopMatcher, StopState, compile_stops
 from gateway.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class ParserState(msgspec.Struct, frozen=True):
     finished: bool
     waiting_ids: list[int] = []
     waiting_logprobs: list[TokenLogprobs] = []
-    machine: dict[str, Any] | None = None
+    parser: dict[str, Any] | None = msgspec.field(default=None, name="machine")
     completed_calls: int = 0
     full: bool = False
 
@@ -142,16 +142,16 @@ class ChoiceParser:
         answer, options = self._factory.answer, self._factory.options
         if answer is None:
             return None
-        machine = answer.format.machine(
+        parser = answer.format.parser(
             tools=answer.tools,
             new_id=answer.new_id,
             starts_inside=answer.starts_inside,
             calls_or_text=answer.calls_or_text,
-            state=state.machine if state else None,
+            state=state.parser if state else None,
         )
         chain = ParserChain(
             self._detokenizer,
-            machine,
+            parser,
             self._stop,
             parts=options.skip_special_tokens,
             min_tokens=options.min_tokens,
@@ -172,7 +172,7 @@ class ChoiceParser:
             finished=self.finished,
             waiting_ids=list(self._waiting_ids),
             waiting_logprobs=list(self._waiting_logprobs),
-            machine=machine_state(chain.machine) if chain else None,
+            parser=parser_state(chain.parser) if chain else None,
             completed_calls=chain.completed if chain else 0,
             full=chain.full if chain else False,
         )

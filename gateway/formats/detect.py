@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
-from gateway.formats.suffix import spelt_in, suffix_in
+from gateway.formats.parser import marker_suffix, suffixed_markers
 
 BAR = "\uff5c"
 ANY = ":*"
@@ -145,7 +145,7 @@ def detect(template: str | None, token_id: TokenId, added_tokens: Collection[str
     token_id      of a token by its spelling; None where there is none
     added_tokens  of the vocabulary, in which markers may have a suffix
     """
-    suffix = suffix_in(added_tokens) or suffix_in(spelt_in(template or ""))
+    suffix = marker_suffix(added_tokens) or marker_suffix(suffixed_markers(template or ""))
     tools = _choose(TOOL_RULES, _Evidence(template, token_id, suffix))
     reasoning = _choose(REASONING_RULES, _Evidence(template, token_id, suffix))
     why = f"tool calls: {tools.name or 'none'}, {tools.why}; "

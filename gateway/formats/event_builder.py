@@ -66,7 +66,7 @@ class EventBuilderState(msgspec.Struct):
     arguments: ObjectScan = msgspec.field(default_factory=ObjectScan)
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class BuilderCheckpoint(msgspec.Struct, frozen=True):
     """What `EventBuilder.roll_back` goes back to."""
 
     num_events: int
@@ -96,7 +96,7 @@ class EventBuilder:
         data: dict[str, Any] = msgspec.to_builtins(self.s)
         return data
 
-    def take(self) -> list[Event]:
+    def drain(self) -> list[Event]:
         events, self.out = self.out, []
         if not self._lacks_ids:
             return events
@@ -106,12 +106,12 @@ class EventBuilder:
     def _with_id(self, call: ToolCall) -> ToolCall:
         return call if call.id else ToolCall(call.index, self._new_id(), call.name)
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> BuilderCheckpoint:
         """No call is open."""
         state = msgspec.structs.replace(self.s, blanks=[*self.s.blanks], arguments=ObjectScan())
-        return Checkpoint(len(self.out), state)
+        return BuilderCheckpoint(len(self.out), state)
 
-    def roll_back(self, checkpoint: Checkpoint) -> None:
+    def roll_back(self, checkpoint: BuilderCheckpoint) -> None:
         """Untell all events since then. None of them may have been taken."""
         del self.out[checkpoint.num_events :]
         self.s = checkpoint.state
@@ -131,12 +131,12 @@ class EventBuilder:
         else:
             self._content_with_blanks(text)
 
-    def passes(self, text: str) -> bool:
+    def passes_content(self, text: str) -> bool:
         """`text`, which is not empty, would be told as it stands, and alone."""
         s = self.s
         return not s.blanks and not s.dropping and s.said and text[-1] not in BLANKS
 
-    def passes_thought(self, text: str) -> bool:
+    def passes_reasoning(self, text: str) -> bool:
         """The same of reasoning."""
         s = self.s
         return not s.blanks and not s.dropping and text[-1] not in NEWLINES
@@ -151,7 +151,7 @@ class EventBuilder:
         if len(solid) < len(text):
             s.blanks.append(text[len(solid) :])
 
-    def begin_reasoning(self) -> None:
+    def start_reasoning(self) -> None:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def reasoning(self, text: str) -> None:
@@ -172,7 +172,7 @@ class EventBuilder:
     def end_reasoning(self) -> None:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
-    def mark(self) -> None:
+    def markup(self) -> None:
         """Markup that is neither: blanks before it and newlines behind it are no content."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
@@ -185,7 +185,7 @@ class EventBuilder:
     def warn(self, code: str, message: str) -> None:
         self.out.append(OutputWarning(code, message))
 
-    def give_back(self, text: str, why: str) -> None:
+    def reject_call(self, text: str, why: str) -> None:
         """Text that looked like a call and is none: content, with a warning."""
         self.content(text)
         self.warn(PARSE_FAILED, why)
@@ -215,7 +215,7 @@ class EventBuilder:
         tool = self._tools.get(name) if self._tools else None
         return tool.parameters if tool else None
 
-    def begin(self, name: str, call_id: str | None = None) -> None:
+    def start_call(self, name: str, call_id: str | None = None) -> None:
         """A call begins. `call_id` is the model's own; without one it gets ours."""
         assert not self.s.open, "calls do not nest"
         s = self.s
@@ -226,12 +226,12 @@ class EventBuilder:
         if not self.declares(name):
             self.warn(UNKNOWN_TOOL, f"{name!r} is no tool of this request")
 
-    def fragment(self, text: str) -> None:
+    def arguments_delta(self, text: str) -> None:
         """More of the open call's arguments."""
         if mended := self.s.arguments.push(text):
             self.out.append(ToolArguments(self.s.num_calls - 1, mended))
 
-    def more(self, text: str) -> ToolArguments | None:
+    def fast_arguments(self, text: str) -> ToolArguments | None:
         """What `fragment` would tell of text that only goes on with a JSON string, or with what is
         no JSON anyway; None where it has to be read."""
         at = self.s.arguments.at
@@ -239,7 +239,7 @@ class EventBuilder:
             return ToolArguments(self.s.num_calls - 1, text)
         return None
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """The open call is complete."""
         index, arguments = self.s.num_calls - 1, self.s.arguments
         if rest := arguments.finish():
@@ -249,9 +249,9 @@ class EventBuilder:
         elif not arguments.is_object:
             self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are no JSON object")
         self.out.append(ToolCallEnd(index))
-        self.drop()
+        self.abandon_call()
 
-    def drop(self) -> None:
+    def abandon_call(self) -> None:
         """The open call, if there is one, was cut off: it never ends."""
         self.s.open, self.s.arguments = False, ObjectScan()
 

@@ -21,17 +21,23 @@ templates of Gemma 4 and FunctionGemma.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from gateway.formats.argument_types import kinds_of, schema_of, typed_json
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
+from gateway.formats.arguments_grammar import arguments_form
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.grammar_forms import either, sequence
 from gateway.formats.json_scanner import SPACE, JsonScan, text_of
 from gateway.formats.literal import LiteralWriter
-from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
-from gateway.formats.patterns import past
+from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.schema_cases import Schemas
+from gateway.formats.value_syntax import BARE_KEY, MarkedStrings, Notation, Values
+from gateway.text.markers import match_end
+from protocol.grammar import Form, LiteralForm, Pattern
 
 MAX_NAME_CHARS = 256
 NAME = re.compile(r"(?:call)?\s*:?\s*([^\W\d][\w.\-]*)\s*")
@@ -40,7 +46,7 @@ WORD = re.compile(r"[^,:{}\[\]]*+")
 WORD_IN_PARENTHESES = re.compile(r"[^,:{}\[\]()]*+")
 
 
-class Gemma(SectionSyntax, frozen=True, kw_only=True):
+class Gemma(CallSyntax, frozen=True, kw_only=True):
     """open, close  around a call
     quote        around a string
     """
@@ -55,13 +61,13 @@ class Gemma(SectionSyntax, frozen=True, kw_only=True):
     def openers(self) -> tuple[str, ...]:
         return (self.open,)
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
-        return GemmaSection(self, context, teller, state)
+        return GemmaParser(self, context, builder, state)
 
 
-class GemmaState(MachineState):
+class GemmaState(FormatParserState):
     """head     the text before the bracket, as far as it is read
     name     of the open call
     writer   the object's structure
@@ -86,7 +92,7 @@ class GemmaState(MachineState):
     raw: list[str] = []
 
 
-class GemmaSection(CallParser):
+class GemmaParser(CallParser):
     syntax: Gemma
 
     State = GemmaState
@@ -127,7 +133,7 @@ class GemmaSection(CallParser):
 
     def _in_head(self, text: str) -> str:
         s = self.s
-        end = past(HEAD_CHARS, text)
+        end = match_end(HEAD_CHARS, text)
         s.head += text[:end]
         rest = text[end:]
         named = NAME.fullmatch(s.head)
@@ -135,7 +141,7 @@ class GemmaSection(CallParser):
             s.name, s.raw, s.at, s.round = named[1], [], "value", rest[0] == "("
             s.writer.open("{")
             s.writer.take()  # told with the first key: of no arguments the teller makes `{}`
-            self.teller.begin(s.name)
+            self.builder.start_call(s.name)
             return rest[1:]
         if rest or len(s.head) > MAX_NAME_CHARS:
             s.raw.append(s.head)
@@ -148,12 +154,12 @@ class GemmaSection(CallParser):
         position, word = 0, WORD_IN_PARENTHESES if s.round else WORD
         while position < len(text):
             if not s.word:
-                position = past(SPACE, text, position)
+                position = match_end(SPACE, text, position)
                 if text[position : position + 1] == '"' and s.writer.want in ("key", "value"):
                     self._tell()
                     self._begin_string("quoted")
                     return text[position + 1 :]
-            end = past(word, text, position)
+            end = match_end(word, text, position)
             s.word += [text[position:end]] if end > position else []
             if end == len(text):
                 break
@@ -201,11 +207,11 @@ class GemmaSection(CallParser):
         text = self.s.writer.take()
         if not text or (last and not self._told_any and text == "}"):
             return
-        self.teller.fragment(text if self._told_any else "{" + text)
+        self.builder.arguments_delta(text if self._told_any else "{" + text)
 
     @property
     def _told_any(self) -> bool:
-        return self.teller.has_arguments
+        return self.builder.has_arguments
 
     def _in_string(self, text: str) -> None:
         s = self.s
@@ -223,10 +229,10 @@ class GemmaSection(CallParser):
         return rest
 
     def _tell_broken(self, text: str) -> None:
-        if self.teller.is_open:
-            self.teller.fragment(text)
+        if self.builder.is_open:
+            self.builder.arguments_delta(text)
         else:
-            self.teller.content(text)
+            self.builder.content(text)
 
     # ---- strings
 
@@ -251,7 +257,7 @@ class GemmaSection(CallParser):
 
     def _kinds(self) -> list[str]:
         """The types of the argument at hand, if a string is none of them."""
-        parameters = self.teller.parameters(self.s.name)
+        parameters = self.builder.parameters(self.s.name)
         kinds = kinds_of(schema_of(parameters, self.s.key), parameters)
         return [] if "string" in kinds else list(kinds)
 
@@ -297,7 +303,7 @@ class GemmaSection(CallParser):
 
     def _end_or_open(self, marker: str) -> None:
         s, x = self.s, self.syntax
-        if self.teller.is_open:
+        if self.builder.is_open:
             if s.at in ("value", "quoted"):
                 self._tell_broken("".join(s.word + s.parts))
             self._end_call()
@@ -310,8 +316,8 @@ class GemmaSection(CallParser):
             self.open(marker)
 
     def _end_call(self) -> None:
-        if self.teller.is_open:
-            self.teller.end()
+        if self.builder.is_open:
+            self.builder.end_call()
 
     def on_stray(self, marker: str) -> None:
         if self.s.at == "string":
@@ -324,15 +330,60 @@ class GemmaSection(CallParser):
     def on_end(self, complete: bool) -> None:
         s = self.s
         if not complete:
-            self.teller.drop()
+            self.builder.abandon_call()
         elif s.at == "after":
             self._end_call()
-        elif self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.teller.drop()
+        elif self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.builder.abandon_call()
         elif s.raw:
             s.raw.append(s.head)
             self._give_back("a tool call that is not finished")
+
+
+# ---- the grammar of the same syntax
+
+
+COMMA = LiteralForm(",")
+
+
+def notation(syntax: Gemma) -> Notation:
+    return Notation(
+        name="gemma",
+        strings=MarkedStrings(syntax.quote),
+        bare=True,
+        object=(LiteralForm("{"), LiteralForm("}")),
+        array=(LiteralForm("["), LiteralForm("]")),
+        colon=LiteralForm(":"),
+        comma=COMMA,
+    )
+
+
+def write_calls(
+    syntax: Gemma, opener: str, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    calls = either(_write_call(syntax, tool, grammar) for tool in tools)
+    return sequence("call:", calls, syntax.close)
+
+
+def _write_call(syntax: Gemma, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    named = NAME.fullmatch("call:" + tool.name)
+    if named is None or named[1] != tool.name or len(tool.name) > MAX_NAME_CHARS // 2:
+        raise NotWritable(tool.name, "name", "this format cannot write it")
+    return sequence(tool.name, write_arguments(syntax, tool, grammar))
+
+
+def write_arguments(syntax: Gemma, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    """A call's arguments."""
+    values = Values(notation(syntax), Schemas(tool), grammar)
+
+    def write(key: str | None, schema: Any, path: str) -> Form | None:
+        name = Pattern(BARE_KEY) if key is None else values.key(key)
+        if name is None:
+            return None
+        return sequence(name, ":", values.value(schema, path))
+
+    return sequence("{", arguments_form(values, write, COMMA), "}")
 
 
 FORMATS = {

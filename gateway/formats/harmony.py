@@ -38,26 +38,28 @@ Sources: OpenAI's description of harmony; the response template of Muse's checkp
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import msgspec
 
-from gateway.formats.event_builder import BLANKS, NEWLINES, PARSE_FAILED, EventBuilder
+from gateway.formats.event_builder import BLANKS, NEWLINES, PARSE_FAILED, DeclaredTool, EventBuilder
 from gateway.formats.events import Reasoning
+from gateway.formats.grammar_builder import GrammarBuilder
+from gateway.formats.grammar_forms import ANY_TEXT, AnswerFrame, either, optional, sequence, several
 from gateway.formats.json_scanner import JsonScan
 from gateway.formats.parser import (
     AnswerSyntax,
     CallParser,
-    Context,
     FormatParser,
-    MachineState,
-    Part,
-    SectionSyntax,
+    FormatParserState,
+    MarkerPart,
+    ParserContext,
 )
-from gateway.formats.patterns import past
-from gateway.formats.xml_formats import MUSE_CALLS
+from gateway.formats.xml_parameters import MUSE_CALLS, XmlParameters, write_calls
+from gateway.text.markers import match_end
+from protocol.grammar import Form, Repeat, Until
 
 MAX_HEADER_CHARS = 512
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -81,7 +83,7 @@ def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
 HEADER_START = _header_start()
 
 
-class Messages(AnswerSyntax, frozen=True, kw_only=True):
+class Harmony(AnswerSyntax, frozen=True, kw_only=True):
     """start      begins a message, and its header
     message    ends the header
     ends       end a message
@@ -105,7 +107,7 @@ class Messages(AnswerSyntax, frozen=True, kw_only=True):
     channel: str = ""
     thoughts: str
     user: tuple[str, ...] = ()
-    calls: SectionSyntax | None = None
+    calls: XmlParameters | None = None
     says: tuple[str, ...] = ()
     asks: str = ""
     call_end: str = ""
@@ -118,18 +120,18 @@ class Messages(AnswerSyntax, frozen=True, kw_only=True):
         calls = self.calls.markers() if self.calls else ()
         return (self.start, self.message, *self.ends, *self.in_header, *calls)
 
-    def machine(
+    def parser(
         self,
-        context: Context,
-        teller: EventBuilder,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
         *,
         starts_inside: bool = False,
     ) -> FormatParser:
-        return MessagesMachine(self, context, teller, state, starts_inside=starts_inside)
+        return HarmonyParser(self, context, builder, state, starts_inside=starts_inside)
 
 
-class MessagesState(MachineState):
+class HarmonyState(FormatParserState):
     """header  the header's text so far, its markers included
     body    the kind of the message in whose text the header began; "" between messages
     role    the end of a message's text, which may belong to the next header
@@ -149,15 +151,15 @@ class MessagesState(MachineState):
     spilt: bool = False
 
 
-class MessagesMachine(FormatParser):
-    State = MessagesState
+class HarmonyParser(FormatParser):
+    State = HarmonyState
     UNSCANNED = frozenset({"calls"})
 
     def __init__(
         self,
-        syntax: Messages,
-        context: Context,
-        teller: EventBuilder,
+        syntax: Harmony,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
         *,
         starts_inside: bool = False,
@@ -167,14 +169,16 @@ class MessagesMachine(FormatParser):
         own = dict(state or {})
         inner = own.pop("section", None)
         calls = syntax.calls
-        self.section: CallParser | None = calls.section(context, teller, inner) if calls else None
-        super().__init__(context, teller, own or None)
+        self.call_parser: CallParser | None = (
+            calls.call_parser(context, builder, inner) if calls else None
+        )
+        super().__init__(context, builder, own or None)
         if state is None and starts_inside:
             self._begin_body("reasoning")
             self._follow()
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"section": self.section.state() if self.section else None}
+        return super().state() | {"section": self.call_parser.state() if self.call_parser else None}
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         x = self.syntax
@@ -220,7 +224,7 @@ class MessagesMachine(FormatParser):
         if brace >= 0 and self._begin_bare_call(s.header + text[:brace]):
             return text[brace:]
         behind = s.header.rpartition(">")[2] + text
-        end = past(HEADER_TEXT, behind) if s.body else len(behind)
+        end = match_end(HEADER_TEXT, behind) if s.body else len(behind)
         room = MAX_HEADER_CHARS - len(s.header)
         read = min(end - (len(behind) - len(text)), room)
         s.header += text[:read]
@@ -250,7 +254,7 @@ class MessagesMachine(FormatParser):
         is_between = s.at == "between"
         before: str = s.header
         header = before + text
-        end = past(self._header_between if is_between else HEADER_START, header)
+        end = match_end(self._header_between if is_between else HEADER_START, header)
         rest = header[end:]
         may_call = is_between and rest[:1] == "{" and header.lstrip().startswith(ROLE)
         if may_call and self._begin_bare_call(header[:end]):
@@ -281,17 +285,17 @@ class MessagesMachine(FormatParser):
         s = self.s
         if s.at == "reasoning":
             if s.first and s.last == s.at and text.strip(NEWLINES):
-                self.teller.out.append(Reasoning("\n"))
+                self.builder.out.append(Reasoning("\n"))
                 s.first = False
-            self.teller.reasoning(text)
+            self.builder.reasoning(text)
             return
         if s.first and s.last == s.at and text:
-            self.teller.content("\n")
+            self.builder.content("\n")
             s.first = False
-        self.teller.content(text)
+        self.builder.content(text)
 
     def _argument_text(self, text: str) -> None:
-        self.teller.fragment(text)
+        self.builder.arguments_delta(text)
         value = self.s.value
         start = 0 if value.kind else len(text) - len(text.lstrip(BLANKS))
         while start < len(text) and (value.depth or value.quoted or not value.kind):
@@ -306,8 +310,8 @@ class MessagesMachine(FormatParser):
             if not text:
                 return
             self.s.spilt = True
-            self.teller.warn(PARSE_FAILED, "a message for a tool that is no call")
-        self.teller.content(text)
+            self.builder.warn(PARSE_FAILED, "a message for a tool that is no call")
+        self.builder.content(text)
 
     # ---- markers
 
@@ -367,7 +371,7 @@ class MessagesMachine(FormatParser):
         elif not recipient or recipient in x.user:
             thoughts = self._channel(header).startswith(x.thoughts)
             self._begin_body("reasoning" if thoughts else "content")
-        elif recipient.startswith(FUNCTIONS) or self.teller.declares(recipient):
+        elif recipient.startswith(FUNCTIONS) or self.builder.declares(recipient):
             self._begin_call(recipient.removeprefix(FUNCTIONS))
         else:
             self._begin_body("reasoning")
@@ -384,7 +388,7 @@ class MessagesMachine(FormatParser):
         name = recipient.removeprefix(FUNCTIONS)
         if not x.channel or not recipient or recipient in x.user:
             return False
-        if len(header) > MAX_HEADER_CHARS or not self.teller.declares(name):
+        if len(header) > MAX_HEADER_CHARS or not self.builder.declares(name):
             return False
         self.s.header = ""
         self._begin_call(name)
@@ -399,47 +403,47 @@ class MessagesMachine(FormatParser):
         s = self.s
         s.at, s.header, s.first, s.spilt = kind, "", True, False
         if kind == "reasoning":
-            self.teller.begin_reasoning()
+            self.builder.start_reasoning()
 
     def _begin_call(self, name: str) -> None:
         self.s.at, self.s.value = "call", JsonScan()
-        self.teller.begin(name)
+        self.builder.start_call(name)
 
     def _end_body(self) -> None:
         s = self.s
         self._end_text()
         if s.at == "reasoning":
-            self.teller.end_reasoning()
+            self.builder.end_reasoning()
         elif s.at == "call":
-            self.teller.end()
+            self.builder.end_call()
         s.last, s.at = s.at, "between"
 
     # ---- calls of a syntax of their own
 
     def _open_calls(self, marker: str) -> None:
-        assert self.section is not None
+        assert self.call_parser is not None
         self.s.at = "calls"
-        self.section.open(marker)
+        self.call_parser.open(marker)
         self._leave_if_done()
 
-    def on_part(self, part: Part) -> str:
+    def on_part(self, part: MarkerPart) -> str:
         return self._in_calls(part) if self.s.at == "calls" else ""
 
-    def _in_calls(self, piece: str | Part) -> str:
-        assert self.section is not None
-        rest = self.section.read(piece)
+    def _in_calls(self, piece: str | MarkerPart) -> str:
+        assert self.call_parser is not None
+        rest = self.call_parser.read(piece)
         self._leave_if_done()
         return rest
 
     def _leave_if_done(self) -> None:
-        assert self.section is not None
-        if self.section.s.done:
+        assert self.call_parser is not None
+        if self.call_parser.s.done:
             self.s.at = "tool"
 
     def on_stray(self, marker: str) -> None:
         if self.s.at == "calls":
-            assert self.section is not None
-            self.section.read_token(marker)
+            assert self.call_parser is not None
+            self.call_parser.read_token(marker)
             self._leave_if_done()
         elif self.s.at == "header" and self.s.body and marker in self.syntax.ends:
             self._no_header()
@@ -458,8 +462,8 @@ class MessagesMachine(FormatParser):
     def on_end(self, complete: bool) -> None:
         s = self.s
         if s.at == "calls":
-            assert self.section is not None
-            self.section.end(complete)
+            assert self.call_parser is not None
+            self.call_parser.end(complete)
         elif s.at == "call":
             self._end_last_call(complete)
         elif s.at in ("start", "header", "between") and complete and s.header.strip(BLANKS):
@@ -467,16 +471,16 @@ class MessagesMachine(FormatParser):
         if s.at in ("content", "reasoning"):
             self._end_text()
         if "reasoning" in (s.at, s.body):
-            self.teller.end_reasoning()
-        self.teller.finish()
+            self.builder.end_reasoning()
+        self.builder.finish()
 
     def _end_last_call(self, complete: bool) -> None:
         """The marker behind a call is mostly the one that ends the answer, and may be left out."""
-        if complete and self.teller.s.arguments.is_object:
-            self.teller.end()
+        if complete and self.builder.s.arguments.is_object:
+            self.builder.end_call()
         elif complete:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
-        self.teller.drop()
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+        self.builder.abandon_call()
 
 
 def _recipient(header: str) -> str:
@@ -493,8 +497,83 @@ def _role_start(text: str) -> int:
     return len(text) - next((n for n in sizes if text.endswith(ROLE[:n])), 0)
 
 
+# ---- the grammar of the same syntax
+
+
+ASSISTANT = "assistant"
+JSON = "json"
+
+
+def answer_frame(syntax: Harmony) -> AnswerFrame:
+    return AnswerFrame(
+        opens=_reasoning_head(syntax),
+        closes=syntax.ends[0] + _message_start(syntax),
+        before=_content_heads(syntax)[0],
+    )
+
+
+def write_required(
+    syntax: Harmony, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    if syntax.calls is None:
+        return _write_json_calls(syntax, tools, many, grammar)
+    opener = syntax.calls.openers()[0]
+    stretch = write_calls(syntax.calls, opener, tools, many, grammar)
+    recipient = either(sequence(tool.name) for tool in tools)
+    head = sequence(" to=", recipient, syntax.message + opener)
+    return sequence(head, stretch, optional(sequence(syntax.ends[0])))
+
+
+def write_strict(
+    syntax: Harmony, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    """Any messages to oneself and to the user; the last is one to the user, or calls."""
+    ends = [end for end in syntax.ends if end != syntax.call_end]
+    heads = either(map(sequence, (_reasoning_head(syntax), *_content_heads(syntax))))
+    others = Repeat(sequence(heads, either(map(Until, ends)), _message_start(syntax)))
+    last = optional(either(map(sequence, ends)))
+    answer = sequence(either(map(sequence, _content_heads(syntax))), ANY_TEXT, last)
+    calls = grammar.rule("calls", write_required(syntax, tools, many, grammar))
+    return sequence(others, either((answer, calls)))
+
+
+def _write_json_calls(
+    syntax: Harmony, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    call = grammar.rule("call", either(_write_json_call(syntax, tool, grammar) for tool in tools))
+    end = syntax.call_end
+    calls = several(call, end + _message_start(syntax), many=many)
+    return sequence(calls, optional(sequence(end)))
+
+
+def _write_json_call(syntax: Harmony, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    """The recipient stands in the channel when models write, and before it in some templates."""
+    recipient, channel = f" to={FUNCTIONS}{tool.name}", syntax.channel + syntax.asks
+    head = either(map(sequence, (channel + recipient, recipient + channel)))
+    kind = optional(sequence(syntax.in_header[-1]))
+    return sequence(head, " ", kind, JSON + syntax.message, grammar.arguments(tool))
+
+
+def _message_start(syntax: Harmony) -> str:
+    """What begins a message, up to where the prompt leaves the first one to the model."""
+    return syntax.start + ASSISTANT
+
+
+def _reasoning_head(syntax: Harmony) -> str:
+    return _head(syntax, syntax.thoughts)
+
+
+def _content_heads(syntax: Harmony) -> tuple[str, ...]:
+    """The heads of messages to the user; that of the answer proper is the first."""
+    return tuple(_head(syntax, whom) for whom in syntax.says or syntax.user)
+
+
+def _head(syntax: Harmony, whom: str) -> str:
+    return (syntax.channel or " to=") + whom + syntax.message
+
+
 FORMATS = {
-    "openai": Messages(
+    "openai": Harmony(
         ends=("<|end|>", "<|return|>", "<|call|>"),
         in_header=("<|channel|>", "<|constrain|>"),
         channel="<|channel|>",
@@ -504,7 +583,7 @@ FORMATS = {
         asks="commentary",
         call_end="<|call|>",
     ),
-    "muse_glimmer": Messages(
+    "muse_glimmer": Harmony(
         ends=("<|eom|>", "<|eot|>"),
         thoughts="self",
         user=("user",),

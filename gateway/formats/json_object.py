@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gateway.formats.patterns import past
+from gateway.text.markers import match_end
 
 MAX_DEPTH = 500
 
@@ -125,7 +125,7 @@ class ObjectScan(msgspec.Struct):
     # ---- strings
 
     def _string(self, text: str, position: int, out: list[str]) -> int:
-        end = past(PLAIN, text, position)
+        end = match_end(PLAIN, text, position)
         out.append(text[position:end])
         if end == len(text):
             return end
@@ -185,7 +185,7 @@ class ObjectScan(msgspec.Struct):
 
     def _between(self, text: str, position: int, out: list[str]) -> int:
         """Blanks, and one character outside strings, words and numbers that is none."""
-        end = past(BLANKS, text, position)
+        end = match_end(BLANKS, text, position)
         if self.held:
             self.held += text[position:end]
         else:

@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.formats.event_builder import EventBuilder
 from gateway.formats.json_object import PLAIN, mended_object
-from gateway.formats.patterns import past
+from gateway.text.markers import match_end
 
 Status = Literal["more", "end", "broken"]
 """The value goes on; it has ended; here is what cannot be JSON."""
@@ -175,29 +175,29 @@ class CallScan(msgspec.Struct):
             and PLAIN.fullmatch(text) is not None
         )
 
-    def scan(self, text: str, keys: CallKeys, teller: EventBuilder) -> tuple[int, Status]:
+    def scan(self, text: str, keys: CallKeys, builder: EventBuilder) -> tuple[int, Status]:
         """Read on; (where it stopped, why). "end" is behind the closing brace: the call has been
         told and ended, if it has a name."""
         position = 0
         while position < len(text):
             if self.phase in ("in_key", "in_value"):
-                position, status = self._in_value(text, position, keys, teller)
+                position, status = self._in_value(text, position, keys, builder)
                 if status != "end":
                     return position, status
                 continue
-            position = past(SPACE, text, position)
+            position = match_end(SPACE, text, position)
             if position == len(text):
                 break
-            if not self._structural(text[position], teller):
+            if not self._structural(text[position], builder):
                 return position, "broken"
             if self.phase not in ("in_key", "in_value"):
                 position += 1
             if self.phase == "end":
-                self._finish(keys, teller)
+                self._finish(keys, builder)
                 return position, "end"
         return position, "more"
 
-    def _structural(self, char: str, teller: EventBuilder) -> bool:
+    def _structural(self, char: str, builder: EventBuilder) -> bool:
         """One character between keys and values; whether it may stand here."""
         if self.phase == "open":
             self.phase, self.nested = "key", self.nested + 1
@@ -213,7 +213,7 @@ class CallScan(msgspec.Struct):
         self.phase, self.value, self.parts = "in_value", JsonScan(), []
         self.tells = char == "{" and self.role == "arguments" and self.name is not None
         if self.tells:
-            self._begin(teller)
+            self._begin(builder)
         return char not in ",:}]"
 
     def _expect_key(self, char: str) -> bool:
@@ -227,64 +227,64 @@ class CallScan(msgspec.Struct):
         return True
 
     def _in_value(
-        self, text: str, start: int, keys: CallKeys, teller: EventBuilder
+        self, text: str, start: int, keys: CallKeys, builder: EventBuilder
     ) -> tuple[int, Status]:
         position, status = self.value.scan(text, start)
         if self.tells:
-            teller.fragment(text[start:position])
+            builder.arguments_delta(text[start:position])
         else:
             self.parts.append(text[start:position])
-        if status == "end" and not self._complete(keys, teller):
+        if status == "end" and not self._complete(keys, builder):
             return position, "broken"
         return position, status
 
-    def _complete(self, keys: CallKeys, teller: EventBuilder) -> bool:
+    def _complete(self, keys: CallKeys, builder: EventBuilder) -> bool:
         """A key or value is complete; whether it makes sense."""
         raw = "".join(self.parts)
         if self.phase == "in_key":
-            return self._key(text_of(raw), keys, teller)
+            return self._key(text_of(raw), keys, builder)
         self.phase = "key"
         match self.role:
             case "name":
                 name = text_of(raw)
                 if name is None:
                     return False
-                self._named(name, keys, teller)
+                self._named(name, keys, builder)
             case "id":
                 self.call_id = text_of(raw)
             case "arguments" if not self.tells:
-                self._arguments(raw, teller)
+                self._arguments(raw, builder)
         return True
 
-    def _key(self, key: str | None, keys: CallKeys, teller: EventBuilder) -> bool:
+    def _key(self, key: str | None, keys: CallKeys, builder: EventBuilder) -> bool:
         if key is None:
             return False
         self.phase, self.role = "colon", keys.role(key)
         if keys.name_is_key:
-            self._finish(keys, teller)
+            self._finish(keys, builder)
             self.told = self.argued = False
-            self._named(key, keys, teller)
+            self._named(key, keys, builder)
         elif self.role == "name" and self.name is not None:
             self.role = "again"
         elif self.role == "arguments":
             self.role, self.argued = "again" if self.argued else self.role, True
         return self.role != "other" or not keys.strict or key in keys.also
 
-    def _named(self, name: str, keys: CallKeys, teller: EventBuilder) -> None:
+    def _named(self, name: str, keys: CallKeys, builder: EventBuilder) -> None:
         self.name = name
         if not keys.strict:
-            self._begin(teller)
+            self._begin(builder)
         if self.waiting is not None:
-            self._begin(teller)
-            teller.fragment(self.waiting)
+            self._begin(builder)
+            builder.arguments_delta(self.waiting)
             self.waiting = None
 
-    def _begin(self, teller: EventBuilder) -> None:
+    def _begin(self, builder: EventBuilder) -> None:
         if not self.told and self.name is not None:
             self.told = True
-            teller.begin(self.name, self.call_id)
+            builder.start_call(self.name, self.call_id)
 
-    def _arguments(self, raw: str, teller: EventBuilder) -> None:
+    def _arguments(self, raw: str, builder: EventBuilder) -> None:
         """Arguments that were not told as they came."""
         inner = text_of(raw)
         if raw == "null":
@@ -294,15 +294,15 @@ class CallScan(msgspec.Struct):
         if self.name is None:
             self.waiting = raw
         else:
-            self._begin(teller)
-            teller.fragment(raw)
+            self._begin(builder)
+            builder.arguments_delta(raw)
 
-    def _finish(self, keys: CallKeys, teller: EventBuilder) -> None:
+    def _finish(self, keys: CallKeys, builder: EventBuilder) -> None:
         """The object is complete."""
-        if keys.strict and self.name is not None and teller.declares(self.name, surely=True):
-            self._begin(teller)
+        if keys.strict and self.name is not None and builder.declares(self.name, surely=True):
+            self._begin(builder)
         if self.told:
-            teller.end()
+            builder.end_call()
 
 
 def text_of(raw: str) -> str | None:

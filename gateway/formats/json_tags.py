@@ -18,19 +18,23 @@ marker that is ordinary text as well (`soft`) that is nothing to warn of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
 from gateway.formats.events import Event
+from gateway.formats.grammar_builder import ANY_OBJECT, GrammarBuilder
+from gateway.formats.grammar_forms import either, optional, quoted, repeated, sequence, several
 from gateway.formats.json_scanner import SPACE, CallKeys, CallScan
-from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
-from gateway.formats.patterns import past
+from gateway.formats.named_json import CALL_ID_FORM
+from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.text.markers import match_end
+from protocol.grammar import Form, Pattern
 
 
-class JsonTags(SectionSyntax, frozen=True, kw_only=True):
+class JsonTags(CallSyntax, frozen=True, kw_only=True):
     """open       markers that begin a stretch; of two at one place the first wins. One that ends
                with `[` or `{` is the beginning of the JSON as well
     start      these begin a stretch only where nothing has been said
@@ -84,13 +88,13 @@ class JsonTags(SectionSyntax, frozen=True, kw_only=True):
             return ""
         return dict(self.paired).get(opener, self.close[0])
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
-        return JsonTagsSection(self, context, teller, state)
+        return JsonTagsParser(self, context, builder, state)
 
 
-class JsonTagsState(MachineState):
+class JsonTagsState(FormatParserState):
     """opener  what has begun this stretch
     call    the call at hand
     array   the stretch is an array
@@ -106,7 +110,7 @@ class JsonTagsState(MachineState):
     calls: int = 0
 
 
-class JsonTagsSection(CallParser):
+class JsonTagsParser(CallParser):
     syntax: JsonTags
 
     State = JsonTagsState
@@ -135,7 +139,7 @@ class JsonTagsSection(CallParser):
     def more(self, text: str) -> Event | None:
         s = self.s
         if s.at == "call" and s.call.passes(text):
-            return self.teller.more(text)
+            return self.builder.fast_arguments(text)
         return None
 
     def on_text(self, text: str) -> str:
@@ -145,7 +149,7 @@ class JsonTagsSection(CallParser):
             case "broken":
                 self._tell_broken(text)
                 return ""
-        start = past(SPACE, text)
+        start = match_end(SPACE, text)
         if self.s.raw:
             self.s.raw.append(text[:start])
         return self._next(text[start:]) if start < len(text) else ""
@@ -170,7 +174,7 @@ class JsonTagsSection(CallParser):
 
     def _in_call(self, text: str) -> str:
         s = self.s
-        position, status = s.call.scan(text, self.syntax.keys, self.teller)
+        position, status = s.call.scan(text, self.syntax.keys, self.builder)
         if s.call.told:
             s.raw.clear()
         else:
@@ -207,7 +211,7 @@ class JsonTagsSection(CallParser):
         elif s.at == "after" and not self.syntax.is_closed(s.opener):
             s.done = True
         else:
-            self.teller.warn(PARSE_FAILED, "text between tool calls")
+            self.builder.warn(PARSE_FAILED, "text between tool calls")
             s.raw.clear()
             self._break()
         return text
@@ -217,25 +221,25 @@ class JsonTagsSection(CallParser):
     def _break(self) -> None:
         """It lasts up to a marker; where none will come, it ends here."""
         self.s.at = "broken"
-        if not self.teller.is_open and not self.syntax.is_closed(self.s.opener):
+        if not self.builder.is_open and not self.syntax.is_closed(self.s.opener):
             self._give_back("a tool call that cannot be read")
             self.s.done = True
 
     def _tell_broken(self, text: str) -> None:
-        if self.teller.is_open:
-            self.teller.fragment(text)
+        if self.builder.is_open:
+            self.builder.arguments_delta(text)
         elif self.s.raw:
             self.s.raw.append(text)
         else:
-            self.teller.content(text)
+            self.builder.content(text)
 
     def _give_back(self, why: str) -> None:
         text = "".join(self.s.raw)
         self.s.raw.clear()
         if self.s.opener in self.syntax.soft:
-            self.teller.content(text)
+            self.builder.content(text)
         else:
-            self.teller.give_back(text, why)
+            self.builder.reject_call(text, why)
 
     # ---- markers
 
@@ -248,8 +252,8 @@ class JsonTagsSection(CallParser):
         if s.at == "call" and s.call.quoted:
             self._in_call(marker)
             return
-        if self.teller.is_open:
-            self.teller.end()
+        if self.builder.is_open:
+            self.builder.end_call()
         elif "".join(s.raw).strip(BLANKS + ","):
             s.raw.append(marker if marker in self.syntax.close else "")
             self._give_back("a tool call that cannot be read")
@@ -264,10 +268,10 @@ class JsonTagsSection(CallParser):
 
     def on_end(self, complete: bool) -> None:
         if not complete:
-            self.teller.drop()
-        elif self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.teller.drop()
+            self.builder.abandon_call()
+        elif self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.builder.abandon_call()
         elif "".join(self.s.raw).strip(BLANKS + ","):
             self._give_back("a tool call that is not finished")
 
@@ -289,6 +293,113 @@ LLAMA = JsonTags(
     separator=";",
     keys=CallKeys(arguments=PARAMETERS, strict=True),
 )
+
+
+# ---- the grammar of the same syntax
+
+
+FREE_BLANKS = Pattern(r"[ \n]{0,8}")
+CALL_NUMBER = Pattern("[0-9]{1,3}")
+
+
+def write_calls(
+    syntax: JsonTags,
+    opener: str,
+    tools: Sequence[DeclaredTool],
+    many: bool,
+    grammar: GrammarBuilder,
+) -> Form:
+    begun, opener = opener, _without_bound_marker(syntax, opener)
+    bound = dict(syntax.bound).get(begun, "")
+    before, behind = ("\n", "\n") if opener in syntax.lines else (syntax.before, syntax.behind)
+    closer = syntax.closer(opener)
+    before, behind = bound + before, behind + closer if closer else ""
+    call = grammar.rule("call", either(_write_call(syntax, tool, grammar) for tool in tools))
+    if syntax.array:
+        bracket = "" if opener.endswith("[") else "["
+        calls = several(call, sequence(",", FREE_BLANKS), many=many)
+        return sequence(before + bracket, FREE_BLANKS, calls, FREE_BLANKS, "]" + behind)
+    first: Form = call
+    if opener.endswith("{"):
+        first = either(_write_call(syntax, tool, grammar, begun="{") for tool in tools)
+    if syntax.separator:
+        more = sequence(f"{syntax.separator} ", call)
+        first = sequence(first, repeated(more, many=many))
+    return sequence(before, first, behind)
+
+
+def _without_bound_marker(syntax: JsonTags, opener: str) -> str:
+    """The opener alone, where it stands with the marker that it needs behind it."""
+    return next((first for first, marker in syntax.bound if opener == first + marker), opener)
+
+
+def _write_call(
+    syntax: JsonTags, tool: DeclaredTool, grammar: GrammarBuilder, begun: str = ""
+) -> Form:
+    """One object; `begun` is what the opener has written of it."""
+    keys, name, arguments = syntax.keys, quoted(tool.name), grammar.arguments(tool)
+    if keys.name_is_key:
+        return sequence(f"{{{name}: ".removeprefix(begun), arguments, "}")
+    number: tuple[Form | str, ...] = ()
+    if syntax.number:
+        number = (f'{quoted(syntax.number)}: "', CALL_NUMBER, '", ')
+    return sequence(
+        "{".removeprefix(begun),
+        *number,
+        f"{quoted(keys.name[0])}: {name}, {quoted(keys.arguments[0])}: ",
+        arguments,
+        *([_write_id(keys.id[0])] if keys.id else []),
+        "}",
+    )
+
+
+def _write_id(key: str) -> Form:
+    return optional(sequence(f', {quoted(key)}: "', CALL_ID_FORM, '"'))
+
+
+# ---- calls that begin like any JSON
+
+
+def write_json_values(
+    syntax: JsonTags, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    """Calls without a marker, written like any JSON, for an answer that may be other JSON instead.
+
+    The grammar's lexer reads the longest text it knows. If calls were spelt exactly here, it would
+    read `{"name": ` of every other object as the beginning of a call.
+    """
+    if syntax.array:
+        calls = [_call_schema(syntax, tool, f"#/items/anyOf/{n}") for n, tool in enumerate(tools)]
+        most = {} if many else {"maxItems": 1}
+        return grammar.json({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+    call = grammar.rule("call", either(grammar.json(_call_schema(syntax, tool)) for tool in tools))
+    return several(call, f"{syntax.separator} ", many=many and bool(syntax.separator))
+
+
+def _call_schema(syntax: JsonTags, tool: DeclaredTool, place: str = "#") -> Mapping[str, Any]:
+    """`place`: where it stands in the whole schema."""
+    name, arguments = syntax.keys.name[0], syntax.keys.arguments[0]
+    parameters = {**(tool.parameters or {}), **ANY_OBJECT}
+    moved = _moved(parameters, f"{place}/properties/{arguments}")
+    return {
+        "type": "object",
+        "properties": {name: {"const": tool.name}, arguments: moved},
+        "required": [name, arguments],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The same schema at another place of a document, to which its references lead now."""
+    if isinstance(schema, Mapping):
+        return {
+            key: place + value.removeprefix("#")
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, place)
+            for key, value in schema.items()
+        }
+    return [_moved(item, place) for item in schema] if isinstance(schema, list) else schema
+
 
 FORMATS = {
     "hermes": TOOL_CALL,

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from gateway.formats.patterns import past
+from gateway.text.markers import match_end
 
 Status = Literal["more", "end", "broken"]
 
@@ -205,7 +205,7 @@ class PythonScan(msgspec.Struct):
                 if not ok:
                     return position, "broken"
             else:
-                position = past(SPACE, text, position)
+                position = match_end(SPACE, text, position)
                 if position == len(text):
                     break
                 if not self._token(text[position]):
@@ -238,7 +238,7 @@ class PythonScan(msgspec.Struct):
     def _in_held(self, text: str, position: int) -> tuple[int, bool]:
         if self.held[0] in "'\"":
             return self._quotes(text, position), True
-        end = past(WORD, text, position)
+        end = match_end(WORD, text, position)
         self.held += text[position:end]
         if end == len(text):
             return end, len(self.held) <= 4096
@@ -276,7 +276,7 @@ class PythonScan(msgspec.Struct):
             return self._escape(text, position)
         if self.held:
             return self._closing(text, position)
-        end = past(PLAIN[self.quote[0]], text, position)
+        end = match_end(PLAIN[self.quote[0]], text, position)
         if end > position:
             self._tell(text[position:end])
         if end < len(text):

@@ -12,20 +12,27 @@ Ids are nine letters and digits, as Mistral's templates demand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.formats.event_builder import EventBuilder
+from gateway.formats import json_tags, named_json
+from gateway.formats.event_builder import DeclaredTool, EventBuilder
+from gateway.formats.grammar_builder import GrammarBuilder
 from gateway.formats.json_scanner import SPACE, CallKeys
 from gateway.formats.json_tags import JsonTags
-from gateway.formats.named_json import NamedJson
-from gateway.formats.parser import CallParser, Context, MachineState, Part, SectionSyntax
-from gateway.formats.patterns import past
+from gateway.formats.named_json import ID_CHARS, NamedJson
+from gateway.formats.parser import (
+    CallParser,
+    CallSyntax,
+    FormatParserState,
+    MarkerPart,
+    ParserContext,
+)
+from gateway.text.markers import match_end
+from protocol.grammar import Form
 
-ID_CHARS = 9
 
-
-class Mistral(SectionSyntax, frozen=True, kw_only=True):
+class Mistral(CallSyntax, frozen=True, kw_only=True):
     """array, named  the two ways; both begin with the same markers"""
 
     array: JsonTags
@@ -41,13 +48,13 @@ class Mistral(SectionSyntax, frozen=True, kw_only=True):
         letters = "".join(char for char in ours if char.isalnum())
         return letters[-ID_CHARS:].rjust(ID_CHARS, "0")
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
-        return MistralSection(self, context, teller, state)
+        return MistralParser(self, context, builder, state)
 
 
-class MistralState(MachineState):
+class MistralState(FormatParserState):
     """opener  the marker
     blanks  those behind it
     """
@@ -57,29 +64,31 @@ class MistralState(MachineState):
     blanks: list[str] = []
 
 
-class MistralSection(CallParser):
+class MistralParser(CallParser):
     State = MistralState
     UNSCANNED = frozenset({"array", "named"})
 
     def __init__(
         self,
         syntax: Mistral,
-        context: Context,
-        teller: EventBuilder,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         own = dict(state or {})
         self.ways: Mapping[str, CallParser] = {
-            "array": syntax.array.section(context, teller, own.pop("array", None)),
-            "named": syntax.named.section(context, teller, own.pop("named", None)),
+            "array": syntax.array.call_parser(context, builder, own.pop("array", None)),
+            "named": syntax.named.call_parser(context, builder, own.pop("named", None)),
         }
-        super().__init__(syntax, context, teller, own or None)
+        super().__init__(syntax, context, builder, own or None)
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         return {}
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {way: section.state() for way, section in self.ways.items()}
+        return super().state() | {
+            way: call_parser.state() for way, call_parser in self.ways.items()
+        }
 
     @property
     def is_between(self) -> bool:
@@ -96,19 +105,19 @@ class MistralSection(CallParser):
     def on_marker(self, marker: str) -> None:
         raise AssertionError("its table names none")
 
-    def on_part(self, part: Part) -> str:
+    def on_part(self, part: MarkerPart) -> str:
         return "" if self.s.at == "choosing" else self._read_on(part)
 
-    def _read_on(self, piece: str | Part) -> str:
-        section = self.ways[self.s.at]
-        rest = section.read(piece)
-        self.s.done = section.s.done
+    def _read_on(self, piece: str | MarkerPart) -> str:
+        call_parser = self.ways[self.s.at]
+        rest = call_parser.read(piece)
+        self.s.done = call_parser.s.done
         return rest
 
     def on_text(self, text: str) -> str:
         if self.s.at != "choosing":
             return self._read_on(text)
-        start = past(SPACE, text)
+        start = match_end(SPACE, text)
         self.s.blanks.append(text[:start])
         if start < len(text):
             self._choose("array" if text[start] in "[{" else "named")
@@ -117,15 +126,23 @@ class MistralSection(CallParser):
     def on_stray(self, marker: str) -> None:
         if self.s.at == "choosing":
             self._choose("named")
-        section = self.ways[self.s.at]
-        section.read_token(marker)
-        self.s.done = section.s.done
+        call_parser = self.ways[self.s.at]
+        call_parser.read_token(marker)
+        self.s.done = call_parser.s.done
 
     def on_end(self, complete: bool) -> None:
         if self.s.at == "choosing":
             self._choose("named")
-        section = self.ways[self.s.at]
-        section.end(complete)
+        call_parser = self.ways[self.s.at]
+        call_parser.end(complete)
+
+
+def write_calls(
+    syntax: Mistral, opener: str, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    if grammar.lexicon.is_token(syntax.named.name_end[0]):
+        return named_json.write_calls(syntax.named, opener, tools, many, grammar)
+    return json_tags.write_calls(syntax.array, opener, tools, many, grammar)
 
 
 FORMATS = {

@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 
+from gateway.formats.calls_grammar import frame_of
 from gateway.formats.detect import BAR, Detected, detect
-from gateway.formats.grammar.answers import frame_of
-from gateway.formats.grammar.frame import Frame
-from gateway.formats.parser import AnswerSyntax, SectionSyntax
+from gateway.formats.grammar_forms import AnswerFrame
+from gateway.formats.parser import AnswerSyntax, CallSyntax, suffixed_markers
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat, says_inside, start
 from gateway.formats.registry import BoundFormat, Format, bind, format_of, format_of_template
-from gateway.formats.suffix import spelt_in
 from gateway.generation.reasoning_tokens import ThinkingMarks, thinking_marks
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
@@ -76,7 +75,7 @@ class AnswerStart(msgspec.Struct, frozen=True):
     ) -> Grammar:
         """Of an answer that calls no tools: `body` with the markup that the model writes around all
         it says, unless the prompt has written it already. With `calls` it may be those instead."""
-        frame = frame_of(self.bound) if self.bound else Frame()
+        frame = frame_of(self.bound) if self.bound else AnswerFrame()
         return Grammar(
             body=body,
             thinking=self.thinking,
@@ -151,7 +150,7 @@ class ModelOutputFormat:
             self.why = _why(tools, reasoning, found) + self.why
             format = format_of(self.tools, self.reasoning)
         self._tokenizer = tokenizer
-        format = format.fitted([*added, *spelt_in(_templates_of(card) or "")])
+        format = format.fitted([*added, *suffixed_markers(_templates_of(card) or "")])
         if own is None:
             _check_markers(format, tools, reasoning, card, tokenizer)
         self._formats = {True: format, False: _without_calls(format)}
@@ -208,7 +207,7 @@ def _opened_by(prompt_tail: str, format: ReasoningFormat) -> str:
 def _calls_that_end(format: Format) -> tuple[str, ...]:
     """Markers of calls that also end a block of reasoning."""
     ends = format.reasoning is not None and format.reasoning.calls_end_it
-    return format.tools.openers() if ends and isinstance(format.tools, SectionSyntax) else ()
+    return format.tools.openers() if ends and isinstance(format.tools, CallSyntax) else ()
 
 
 def check_names(tools: str, reasoning: str) -> None:

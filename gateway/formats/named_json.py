@@ -19,26 +19,31 @@ A call ends with its JSON. One whose name is not followed by arguments is given 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.grammar_builder import GrammarBuilder
+from gateway.formats.grammar_forms import either, optional, sequence, several
 from gateway.formats.json_scanner import SPACE, JsonScan
-from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
-from gateway.formats.patterns import past
+from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.text.markers import match_end
+from protocol.grammar import Form, Pattern
 
 OPEN_ENDS = ("\n", "{")
 """Ordinary text that may end a name. The brace begins the arguments as well."""
 
+ID_CHARS = 9
+"""Letters and digits of an id that Mistral's templates accept."""
 MAX_NAME_CHARS = 512
 """What is longer is no name; nothing is held back for longer than that."""
 
 WORD = re.compile(r"\s*+[^\s<>{}\[\]()\"'`,;]*+\s*+")
 
 
-class NamedJson(SectionSyntax, frozen=True, kw_only=True):
+class NamedJson(CallSyntax, frozen=True, kw_only=True):
     """section_open   begins a stretch of calls; a call may also stand without
     section_close  ends it
     call_open      begins a call
@@ -83,13 +88,13 @@ class NamedJson(SectionSyntax, frozen=True, kw_only=True):
     def openers(self) -> tuple[str, ...]:
         return self.section_open + self.call_open
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
-        return NamedJsonSection(self, context, teller, state)
+        return NamedJsonParser(self, context, builder, state)
 
 
-class NamedJsonState(MachineState):
+class NamedJsonState(FormatParserState):
     """name   the name so far
     id     the id so far
     raw    text that has not been told, and may have to be given back
@@ -105,7 +110,7 @@ class NamedJsonState(MachineState):
     whole: bool = False
 
 
-class NamedJsonSection(CallParser):
+class NamedJsonParser(CallParser):
     syntax: NamedJson
 
     State = NamedJsonState
@@ -150,12 +155,12 @@ class NamedJsonSection(CallParser):
             case "arguments":
                 return self._in_arguments(text)
             case "broken":
-                self.teller.fragment(text)
+                self.builder.arguments_delta(text)
                 return ""
             case "spilt":
-                self.teller.content(text)
+                self.builder.content(text)
                 return ""
-        start = past(SPACE, text)
+        start = match_end(SPACE, text)
         return self._next(text[start:]) if start < len(text) else ""
 
     def _in_head(self, text: str) -> str:
@@ -184,15 +189,15 @@ class NamedJsonSection(CallParser):
             self._give_back("the marker of tool calls, and no call behind it")
             s.done = True
         else:
-            self.teller.warn(PARSE_FAILED, "text between tool calls")
+            self.builder.warn(PARSE_FAILED, "text between tool calls")
             s.at = "spilt"
         return text
 
     def _in_arguments(self, text: str) -> str:
         position, status = self.s.value.scan(text)
-        self.teller.fragment(text[:position])
+        self.builder.arguments_delta(text[:position])
         if status == "end":
-            self.teller.end()
+            self.builder.end_call()
             self._leave("closing" if self.syntax.call_close else "between")
         elif status == "broken":
             self.s.at = "broken"
@@ -245,15 +250,15 @@ class NamedJsonSection(CallParser):
                 name, call_id = call_id, ""
             name = name.removeprefix("functions.")
         s.raw.clear()
-        self.teller.begin(name, call_id or None)
+        self.builder.start_call(name, call_id or None)
 
     def _call_ended(self, marker: str) -> None:
         """A marker that ends the call, whatever part of it has come."""
         s = self.s
         if s.at in ("name", "id") and s.name.strip(BLANKS):
             self._tell_name()
-        if self.teller.is_open:
-            self.teller.end()
+        if self.builder.is_open:
+            self.builder.end_call()
         elif s.at in ("kind", "name", "id"):
             s.raw.append(marker)
             self._give_back("a tool call without a name")
@@ -269,16 +274,80 @@ class NamedJsonSection(CallParser):
             self._in_arguments(marker)
 
     def on_end(self, complete: bool) -> None:
-        if complete and self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
+        if complete and self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
         elif complete and self.s.at in ("kind", "name", "id"):
             self._give_back("a tool call that is not finished")
-        self.teller.drop()
+        self.builder.abandon_call()
+
+
+def _plamo_begin(region: str) -> str:
+    return f"<|plamo:begin_{region}:plamo|>"
+
+
+def _plamo_end(region: str) -> str:
+    return f"<|plamo:end_{region}:plamo|>"
 
 
 def _bars(words: str) -> str:
     """DeepSeek's markers, which have full-width bars."""
     return f"<\uff5c{words}\uff5c>"
+
+
+# ---- the grammar of the same syntax
+
+
+CALL_ID_FORM = Pattern(f"[a-zA-Z0-9]{{{ID_CHARS}}}")
+CALL_INDEX = Pattern("0|[1-9][0-9]{0,3}")
+"""Of a call in its conversation: the model goes on counting where an earlier answer ended."""
+
+
+def write_calls(
+    syntax: NamedJson,
+    opener: str,
+    tools: Sequence[DeclaredTool],
+    many: bool,
+    grammar: GrammarBuilder,
+) -> Form:
+    call = grammar.rule("call", either(_write_call(syntax, tool, grammar) for tool in tools))
+    if opener not in syntax.section_open:
+        return call
+    first, closer = syntax.call_open[0], syntax.section_close
+    end = closer[syntax.section_open.index(opener)] if closer else ""
+    return sequence(several(sequence(first, call), syntax.between, many=many), end)
+
+
+def _write_call(syntax: NamedJson, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    """What stands behind the marker that begins a call."""
+    return sequence(
+        syntax.kind + _first(syntax.kind_end),
+        *([f"functions.{tool.name}:", CALL_INDEX] if syntax.name_is_id else [tool.name]),
+        *([_write_id(syntax.id_begin[0])] if _has_ids(syntax, grammar) else []),
+        _first(syntax.name_end),
+        write_arguments(syntax, tool, grammar),
+    )
+
+
+def write_arguments(syntax: NamedJson, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    """What stands behind the name, up to the end of the call."""
+    before, behind = syntax.fence or ("", "")
+    return sequence(
+        before + syntax.fenced,
+        grammar.arguments(tool),
+        syntax.fenced + behind + _first(syntax.call_close),
+    )
+
+
+def _has_ids(syntax: NamedJson, grammar: GrammarBuilder) -> bool:
+    return bool(syntax.id_begin) and grammar.lexicon.is_token(syntax.id_begin[0])
+
+
+def _write_id(marker: str) -> Form:
+    return optional(sequence(marker, CALL_ID_FORM))
+
+
+def _first(markers: Sequence[str]) -> str:
+    return markers[0] if markers else ""
 
 
 FORMATS = {
@@ -308,5 +377,17 @@ FORMATS = {
         name_end=("<|tool_call_argument_begin|>",),
         call_close=("<|tool_call_end|>",),
         name_is_id=True,
+    ),
+    "plamo3": NamedJson(
+        section_open=(_plamo_begin("tool_requests"),),
+        section_close=(_plamo_end("tool_requests"),),
+        call_open=(_plamo_begin("tool_request"),),
+        kind_end=(_plamo_begin("tool_name"),),
+        name_end=(_plamo_end("tool_name"),),
+        fence=(
+            _plamo_begin("tool_arguments") + "<|plamo:constrain|>json<|plamo:msg|>",
+            _plamo_end("tool_arguments"),
+        ),
+        call_close=(_plamo_end("tool_request"),),
     ),
 }

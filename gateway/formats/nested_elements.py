@@ -26,7 +26,7 @@ Source: MiniMax-M3's chat template.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -39,8 +39,16 @@ from gateway.formats.argument_types import (
     string_json,
     typed_json,
 )
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
-from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
+from gateway.formats.arguments_grammar import arguments_form
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.grammar_forms import either, optional, sequence, several
+from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.plain_values import CONTAINERS, PlainValues, ValueEnd
+from gateway.formats.schema_cases import SchemaCase, Schemas, anything
+from gateway.formats.string_escapes import signs
+from gateway.formats.value_syntax import Values, json_notation
+from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 MAX_TAG_CHARS = 512
 MAX_DEPTH = 64
@@ -56,7 +64,7 @@ class Element(msgspec.Struct):
     children: list[tuple[str, str]] = []
 
 
-class NestedElements(SectionSyntax, frozen=True, kw_only=True):
+class NestedElements(CallSyntax, frozen=True, kw_only=True):
     """mark     stands before every tag
     stretch  the element around all calls
     """
@@ -70,13 +78,13 @@ class NestedElements(SectionSyntax, frozen=True, kw_only=True):
     def openers(self) -> tuple[str, ...]:
         return (f"{self.mark}<{self.stretch}>",)
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
-        return NestedElementsSection(self, context, teller, state)
+        return NestedElementsParser(self, context, builder, state)
 
 
-class NestedElementsState(MachineState):
+class NestedElementsState(FormatParserState):
     """before     the state before the tag at hand
     tag        its text so far
     name       of the open call
@@ -96,7 +104,7 @@ class NestedElementsState(MachineState):
     raw: list[str] = []
 
 
-class NestedElementsSection(CallParser):
+class NestedElementsParser(CallParser):
     syntax: NestedElements
 
     State = NestedElementsState
@@ -117,7 +125,7 @@ class NestedElementsSection(CallParser):
             case "value":
                 self._value_text(text)
             case "broken":
-                self.teller.content(text)
+                self.builder.content(text)
             case "outside":
                 return self._outside_calls(text)
         return ""
@@ -131,14 +139,14 @@ class NestedElementsSection(CallParser):
             self._give_back("a marker of tool calls with no call behind it")
             s.done = True
         elif rest:
-            self.teller.warn(PARSE_FAILED, "text between tool calls")
+            self.builder.warn(PARSE_FAILED, "text between tool calls")
             s.at = "broken"
         return rest
 
     def _value_text(self, text: str) -> None:
         s = self.s
         if s.plain:
-            s.arguments.text(text, self.teller)
+            s.arguments.text(text, self.builder)
         else:
             s.stack[-1].text.append(text)
 
@@ -173,13 +181,13 @@ class NestedElementsSection(CallParser):
         if s.at == "value":
             self._value_text(text)
         elif s.at == "broken":
-            self.teller.content(text)
+            self.builder.content(text)
         elif s.raw:
             s.raw.append(text)
             self._give_back("a marker of tool calls with no call behind it")
             s.done = True
         elif s.at == "outside":
-            self.teller.give_back(text, "text between tool calls")
+            self.builder.reject_call(text, "text between tool calls")
             s.at = "broken"
 
     def _tag(self, tag: str) -> bool:
@@ -196,19 +204,19 @@ class NestedElementsSection(CallParser):
                 self._end_stretch()
             case "outside" | "broken" if found := INVOKE.fullmatch(tag):
                 s.name, s.raw, s.arguments, s.at = found[1], [], ArgumentsWriter(), "call"
-                self.teller.begin(s.name)
+                self.builder.start_call(s.name)
             case _:
                 return False
         return True
 
     def _end_call(self) -> None:
-        self.s.arguments.close(self.teller)
-        self.teller.end()
+        self.s.arguments.close(self.builder)
+        self.builder.end_call()
         self.s.at = "outside"
 
     def _end_stretch(self) -> None:
         s = self.s
-        if self.teller.is_open:
+        if self.builder.is_open:
             self._end_call()
         elif s.raw:
             s.raw.append(self.syntax.mark + s.tag)
@@ -221,14 +229,14 @@ class NestedElementsSection(CallParser):
         s = self.s
         if not key or key.startswith("/"):
             return False
-        parameters = self.teller.parameters(s.name)
+        parameters = self.builder.parameters(s.name)
         schema = schema_of(parameters, key)
         kinds = kinds_of(schema, parameters)
         s.plain = kinds == ("string",)
         s.stack = [Element(key, schema)]
         s.at = "value"
         if s.plain:
-            s.arguments.begin(key, kinds, self.teller)
+            s.arguments.begin(key, kinds, self.builder)
         return True
 
     def _tag_in_value(self, tag: str) -> bool:
@@ -244,7 +252,7 @@ class NestedElementsSection(CallParser):
             if not ours:
                 self._end_element()
             return not ours
-        schema = child_schema(top.schema, tag, self.teller.parameters(s.name))
+        schema = child_schema(top.schema, tag, self.builder.parameters(s.name))
         s.stack.append(Element(tag, schema))
         return True
 
@@ -252,15 +260,15 @@ class NestedElementsSection(CallParser):
         s = self.s
         element = s.stack.pop()
         if s.plain:
-            s.arguments.end(self.teller)
+            s.arguments.end(self.builder)
             s.at = "call"
             return
-        root = self.teller.parameters(s.name)
+        root = self.builder.parameters(s.name)
         value = element_json(element, root, is_nested=bool(s.stack))
         if s.stack:
             s.stack[-1].children.append((element.name, value))
             return
-        s.arguments.raw(element.name, value, self.teller)
+        s.arguments.raw(element.name, value, self.builder)
         s.at = "call"
 
     def on_stray(self, marker: str) -> None:
@@ -272,10 +280,10 @@ class NestedElementsSection(CallParser):
     def on_end(self, complete: bool) -> None:
         s = self.s
         if not complete:
-            self.teller.drop()
-        elif self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.teller.drop()
+            self.builder.abandon_call()
+        elif self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.builder.abandon_call()
         elif s.at == "tag":
             self._no_tag()
         if s.raw and complete:
@@ -322,6 +330,186 @@ def _object(children: list[tuple[str, str]]) -> str:
 def _member(name: str, values: list[str]) -> str:
     value = values[0] if len(values) == 1 else "[" + ", ".join(values) + "]"
     return f"{string_json(name)}: {value}"
+
+
+# ---- the grammar of the same syntax
+
+
+MAX_UNKNOWN_DEPTH = 3
+"""So deep elements may nest of which nothing is known."""
+LINE_BREAK = optional(LiteralForm("\n"))
+
+
+def write_calls(
+    syntax: NestedElements,
+    opener: str,
+    tools: Sequence[DeclaredTool],
+    many: bool,
+    grammar: GrammarBuilder,
+) -> Form:
+    mark = syntax.mark
+    call = grammar.rule("call", either(_write_call(syntax, tool, grammar) for tool in tools))
+    begun = sequence('<invoke name="', call, "\n", mark)
+    return sequence("\n", mark, several(begun, many=many), f"</{syntax.stretch}>")
+
+
+def _write_call(syntax: NestedElements, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    if not INVOKE.fullmatch(f'invoke name="{tool.name}"'):
+        raise NotWritable(tool.name, "name", "this format cannot write it")
+    elements = _ElementWriter(syntax, tool, grammar)
+    inside = arguments_form(elements.values, elements.argument)
+    return sequence(f'{tool.name}">', LINE_BREAK, syntax.mark, inside, "</invoke>")
+
+
+class _ElementWriter:
+    """The elements of one tool's arguments.
+
+    A mark is written before each tag. So what an element holds ends with a mark, and a mark stands
+    behind every element, for the next tag: what may follow then differs in its first signs.
+    """
+
+    def __init__(self, syntax: NestedElements, tool: DeclaredTool, grammar: GrammarBuilder) -> None:
+        mark = self.mark = syntax.mark
+        name = _any_name(("invoke", syntax.stretch))
+        self.opening, self.closing = Pattern(f"<{name}>"), Pattern(f"</{name}>")
+        self.schemas = Schemas(tool)
+        self.grammar = grammar
+        self.values = Values(json_notation((mark,)), self.schemas, grammar)
+        self.plain = PlainValues(self.values, ValueEnd(close=mark))
+        self._names: dict[str, str] = {}
+
+    def argument(self, key: str | None, schema: Any, path: str) -> Form | None:
+        root = self.schemas.root
+        if key is None:
+            self._must_be_free(schema, path)
+            return sequence(self._any_element(), self.mark)
+        element = self.element(key, schema, schema_of(root, key), path)
+        return None if element is None else sequence(element, self.mark)
+
+    def element(self, name: str, schema: Any, seen: Any, path: str) -> Form | None:
+        """From its opening tag to its closing one; None: it cannot be written. `seen`: the schema
+        that the reader sees."""
+        if not _is_tag(name):
+            return None
+        cases = self.schemas.cases(schema, path)
+        kinds = kinds_of(seen, self.schemas.root)
+        if anything(cases) and not kinds:
+            inside = self._anything()
+        elif any(case.kind in CONTAINERS for case in cases):
+            inside = self._mixed(cases, kinds, seen, path)
+        else:
+            inside = self.plain.value(schema, kinds, path)
+        return sequence(f"<{name}>", inside, f"</{name}>")
+
+    # ---- elements of any name
+
+    def _anything(self, depth: int = MAX_UNKNOWN_DEPTH) -> Form:
+        """Text, or elements, each with text behind it that says nothing."""
+        text = Until(self.mark)
+        if depth == 0:
+            return text
+        child = sequence(self.opening, self._anything(depth - 1), self.closing, text)
+        return self.grammar.define(f"any-element-{depth}", sequence(text, Repeat(child)))
+
+    def _any_element(self) -> Form:
+        return sequence(self.opening, self._anything(), self.closing)
+
+    def _must_be_free(self, schema: Any, path: str) -> None:
+        """A name that comes twice makes a list of the values."""
+        if not anything(self.schemas.cases(schema, path)):
+            self.schemas.refuse(path, "additionalProperties")
+
+    # ---- elements in elements
+
+    def _mixed(
+        self, cases: Sequence[SchemaCase], kinds: Sequence[str], seen: Any, path: str
+    ) -> Form:
+        self.plain.check_kinds(cases, kinds, path)
+        found = {case.kind for case in cases}
+        if found >= set(CONTAINERS):
+            self.schemas.refuse(path, "type", "admits objects and arrays, which look the same")
+        scalars = [case for case in cases if case.kind not in CONTAINERS]
+        containers = [case for case in cases if case.kind in CONTAINERS]
+        empty = "string" not in found
+        children = either(self._container(case, seen, path, empty) for case in containers)
+        if not scalars:
+            return sequence(self.mark, children)
+        strings = [case for case in scalars if case.kind == "string"]
+        text = self.plain.of(scalars, kinds, path, signs("{[("))
+        if any(case.free for case in strings):  # it may be empty; before elements, text is dropped
+            return sequence(text, optional(children))
+        if any(case.values is None or "" in case.values for case in strings):
+            self.schemas.refuse(path, "string", "cannot be limited beside objects and arrays")
+        return either((text, sequence(self.mark, children)))
+
+    def _container(self, case: SchemaCase, seen: Any, path: str, empty: bool) -> Form:
+        """Its elements, and a mark behind each."""
+        if case.values is not None:
+            self.schemas.refuse(path, "enum", "cannot be enforced for objects and arrays")
+        key = f"{case.key()} {empty} {seen!r}"
+        if key not in self._names:
+            self._names[key] = name = self.values.name(case.kind)
+            inside = self._items if case.kind == "array" else self._members
+            self.grammar.define(name, inside(case, seen, path, empty))
+        return GrammarRule(self._names[key])
+
+    def _items(self, case: SchemaCase, seen: Any, path: str, empty: bool) -> Form:
+        limits = case.limits
+        if "prefixItems" in limits:
+            self.schemas.refuse(path, "prefixItems")
+        most, least = limits.get("maxItems"), limits.get("minItems", 0)
+        schema = limits.get("items", True)
+        if schema is False:
+            most = 0
+        least = least if empty else max(least, 1)
+        if most is not None and most < least:
+            self.schemas.refuse(path, "maxItems", "admits too few items")
+        if most == 0:
+            return LiteralForm("")
+        within = child_schema(seen, "item", self.schemas.root)
+        item = self.element("item", schema, within, f"{path}.items")
+        return Repeat(sequence(item or LiteralForm(""), self.mark), least, most)
+
+    def _members(self, case: SchemaCase, seen: Any, path: str, empty: bool) -> Form:
+        if (extra := self.values.extra(case.limits, path)) is not None:
+            schema, least, most = extra
+            self._must_be_free(schema, f"{path}.additionalProperties")
+            least = least if empty else 1
+            return Repeat(sequence(self._any_element(), self.mark), least, most)
+        found: list[tuple[Form, bool]] = []
+        for name, schema, required in self.values.members(case.limits, path):
+            within = child_schema(seen, name, self.schemas.root)
+            member = self.element(name, schema, within, f"{path}.properties.{name}")
+            if member is not None:
+                found.append((sequence(member, self.mark), required))
+            elif required:
+                self.schemas.refuse(path, name, "is no name that this format can write")
+        if not empty and not any(required for _, required in found):
+            return self._at_least_one([member for member, _ in found], path)
+        return sequence(*(form if required else optional(form) for form, required in found))
+
+    def _at_least_one(self, members: Sequence[Form], path: str) -> Form:
+        """Without any, the text alone would be the value."""
+        if not members:
+            self.schemas.refuse(path, "properties", "are none: beside a string it would be one")
+        return self.values.some(members)
+
+
+def _is_tag(name: str) -> bool:
+    forbidden = any(sign in "<>\r\n" for sign in name) or name.startswith("/")
+    return bool(name) and not forbidden and name == name.strip() and len(name) < MAX_TAG_CHARS - 3
+
+
+def _any_name(taken: Sequence[str]) -> str:
+    """Any element's name that begins with none of these, which share no first sign."""
+    firsts = "".join(word[0] for word in taken)
+    ways = [rf"[^\s<>/{firsts}][^\s<>]{{0,63}}"]
+    for word in taken:
+        way = rf"(?:[^\s<>{word[-1]}][^\s<>]{{0,63}})?"
+        for sign in reversed(word[1:-1]):
+            way = rf"(?:[^\s<>{sign}][^\s<>]{{0,63}}|{sign}{way})?"
+        ways.append(word[0] + way)
+    return f"(?:{'|'.join(ways)})"
 
 
 FORMATS = {"minimax_m3": NestedElements(mark="]<]minimax[>[")}

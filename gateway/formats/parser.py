@@ -1,20 +1,24 @@
-"""What all format machines share: pieces in, events out, states and markers as tables.
+"""Base of all format parsers: pieces in, events out, with states and markers as tables.
 
-A machine is in one of its states, and in each looks for the markers that its table names there. It
-is told `on_text` and `on_marker` in the order of the text; how the text was cut into pieces never
-shows. Whatever can no longer be part of a marker is told at once.
+A parser is in one state at a time. In each state it looks for the markers that its table lists for
+that state, and calls `on_text` and `on_marker` in the order of the text. How the text was cut into
+pieces never changes the events. Text is passed on as soon as it can no longer be part of a marker.
 
-A marker that the vocabulary has as one token comes as a `Special` and is recognised by its id
-alone: the same letters spelt by other tokens are text. A marker that is no single token is found in
-the text, by `markers.Scanner`. A special token of which such markers are made comes as a `Part`: it
-has a text inside a marker, and none outside of one. Machines never call the tokenizer.
+A marker can arrive in three ways:
 
-All that a machine remembers is in one struct of plain data, its `State`; so any machine can be put
-on the wire between two pieces and go on elsewhere.
+- If the vocabulary has it as one token, it arrives as a `MarkerToken` and is recognised by its id
+  alone. The same letters spelt by other tokens are text.
+- If it is several ordinary tokens, `markers.Scanner` finds it in the text.
+- A special token that occurs in such a spelt-out marker arrives as a `MarkerPart`. It has text
+  inside a marker and none outside. Parsers never call the tokenizer.
+
+All that a parser remembers is one struct of plain data, its `State`. So it can be serialised
+between two pieces, and another process can continue.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -32,20 +36,20 @@ BLOCK_CHARS = 4096
 a long text full of markers would take quadratic time."""
 
 
-class Special(msgspec.Struct, frozen=True, gc=False):
+class MarkerToken(msgspec.Struct, frozen=True, gc=False):
     """A marker of the active format, as the one token it is."""
 
     token_id: int
     text: str
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class MarkerPart(msgspec.Struct, frozen=True, gc=False):
     """A special token that occurs in markers which are spelt out; no text anywhere else."""
 
     text: str
 
 
-Piece = str | Special | Part
+Piece = str | MarkerToken | MarkerPart
 
 
 class Lexicon:
@@ -62,8 +66,8 @@ class Lexicon:
         self.tokens = dict(tokens or {})
         self.parts = dict(parts or {})
         self.pieces: dict[int, Piece] = {
-            **{token: Part(text) for token, text in self.parts.items()},
-            **{token: Special(token, marker) for token, marker in self.tokens.items()},
+            **{token: MarkerPart(text) for token, text in self.parts.items()},
+            **{token: MarkerToken(token, marker) for token, marker in self.tokens.items()},
         }
         self._by_id = frozenset(self.tokens.values())
         self._sets: dict[tuple[str, ...], MarkerSet | None] = {}
@@ -79,7 +83,7 @@ class Lexicon:
         return self._sets[markers]
 
 
-class Context(msgspec.Struct, frozen=True):
+class ParserContext(msgspec.Struct, frozen=True):
     """What the machines of one request share, and never change.
 
     tools   what the request declared; None: nothing is known, so no name is unknown
@@ -92,12 +96,12 @@ class Context(msgspec.Struct, frozen=True):
     new_id: Callable[[], str] = new_call_id
     calls_or_text: bool = False
 
-    def teller(self, state: Mapping[str, Any] | None = None) -> EventBuilder:
+    def event_builder(self, state: Mapping[str, Any] | None = None) -> EventBuilder:
         """A fresh one, or one that goes on from `state`: one per choice."""
         return EventBuilder(self.tools, self.new_id, state)
 
 
-class MachineState(msgspec.Struct):
+class FormatParserState(msgspec.Struct):
     """Base of every machine's memory: mutable, of plain data.
 
     at    the state it is in; a subclass says where it begins
@@ -122,7 +126,7 @@ class FormatParser(ABC):
                  next in the state that it is in then; it must have read some, changed the state or
                  be done
     on_marker    a marker of this state's table
-    on_part      a `Part` in a state whose text is not searched; by default it has none there.
+    on_part      a `MarkerPart` in a state whose text is not searched; by default it has none there.
                  Returns what it did not read
     on_stray     a marker token that is not in this state's table; it is markup that means nothing
                  here, so by default it is dropped
@@ -132,14 +136,14 @@ class FormatParser(ABC):
     What it has to say it tells its `teller`.
     """
 
-    State: ClassVar[type[MachineState]]
+    State: ClassVar[type[FormatParserState]]
     UNSCANNED: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> None:
         self.context = context
-        self.teller = teller
+        self.builder = builder
         self.s = self._memory(state)
         self._table = self.table()
         self._scanner: Scanner | None = None
@@ -161,7 +165,7 @@ class FormatParser(ABC):
     @abstractmethod
     def on_marker(self, marker: str) -> None: ...
 
-    def on_part(self, part: Part) -> str:
+    def on_part(self, part: MarkerPart) -> str:
         return ""
 
     def on_stray(self, marker: str) -> None:  # noqa: B027  (few formats care)
@@ -175,13 +179,13 @@ class FormatParser(ABC):
     def push(self, piece: Piece) -> list[Event]:
         """What `piece` makes certain."""
         self.read(piece)
-        return self.teller.take()
+        return self.builder.drain()
 
     def finish(self, complete: bool = True) -> list[Event]:
         """The rest. An answer that was cut off (`complete` is false) may end inside a marker, which
         is then not shown: markup is no content."""
         self.end(complete)
-        return self.teller.take()
+        return self.builder.drain()
 
     def state(self) -> dict[str, Any]:
         """Plain data, from which a machine of this class goes on."""
@@ -193,10 +197,10 @@ class FormatParser(ABC):
 
     def read(self, piece: Piece) -> str:
         """Like `push`, but events stay with the teller. Returns what was not read, once done."""
-        if isinstance(piece, Special):
+        if isinstance(piece, MarkerToken):
             self.read_token(piece.text)
             return ""
-        if isinstance(piece, Part):
+        if isinstance(piece, MarkerPart):
             return self._read_part(piece)
         if len(piece) <= BLOCK_CHARS:
             return self._read_text(piece)
@@ -225,7 +229,7 @@ class FormatParser(ABC):
             text = self._step(text, final=False)
         return text
 
-    def _read_part(self, part: Part) -> str:
+    def _read_part(self, part: MarkerPart) -> str:
         if self._scanner is not None:
             return self._read_text(self._step(part.text, final=False, part=True))
         rest = self.on_part(part)
@@ -282,18 +286,18 @@ class CallParser(FormatParser):
     is certain, it may have to be given back.
     """
 
-    syntax: SectionSyntax
+    syntax: CallSyntax
     BETWEEN: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self,
-        syntax: SectionSyntax,
-        context: Context,
-        teller: EventBuilder,
+        syntax: CallSyntax,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.syntax = syntax
-        super().__init__(context, teller, state)
+        super().__init__(context, builder, state)
 
     @property
     def is_between(self) -> bool:
@@ -318,9 +322,9 @@ class CallParser(FormatParser):
         warn of if the text has a form, which may begin like a call."""
         text = "".join(self.s.raw)
         if self.context.calls_or_text:
-            self.teller.content(text)
+            self.builder.content(text)
         else:
-            self.teller.give_back(text, why)
+            self.builder.reject_call(text, why)
         self.s.raw = []
 
 
@@ -338,7 +342,7 @@ class Syntax(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
 
-class SectionSyntax(Syntax, frozen=True, kw_only=True):
+class CallSyntax(Syntax, frozen=True, kw_only=True):
     """Tool calls in stretches between content: the usual case."""
 
     def openers(self) -> tuple[str, ...]:
@@ -355,8 +359,8 @@ class SectionSyntax(Syntax, frozen=True, kw_only=True):
         """The id of a call to which the model gave none, in this format's form."""
         return ours
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
         raise NotImplementedError
 
@@ -369,10 +373,10 @@ class AnswerSyntax(Syntax, frozen=True, kw_only=True):
         """Content stands between markers of its own."""
         return True
 
-    def machine(
+    def parser(
         self,
-        context: Context,
-        teller: EventBuilder,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
         *,
         starts_inside: bool = False,
@@ -385,3 +389,29 @@ def tokens_of(markers: Iterable[str], token_id: Callable[[str], int | None]) -> 
     """token id -> marker, of those that are tokens."""
     found = ((token_id(marker), marker) for marker in markers)
     return {token: marker for token, marker in found if token is not None}
+
+
+# ---- markers with a suffix
+
+SUFFIXED = re.compile(r"<(?:tool_calls?|think)(:[^\s<>]+)>")
+"""A marker with a suffix that only the checkpoint's vocabulary has: `<tool_call:6124c78e>`."""
+
+
+def marker_suffix(vocabulary: Iterable[str]) -> str:
+    """Return the suffix of a vocabulary's markers with its colon, or "" if they have none."""
+    return next((found[1] for token in vocabulary if (found := SUFFIXED.fullmatch(token))), "")
+
+
+def suffixed_markers(text: str) -> list[str]:
+    """Return the markers with a suffix in a text, such as a chat template."""
+    return [found[0] for found in SUFFIXED.finditer(text)]
+
+
+def with_suffix(marker: str, vocabulary: Collection[str]) -> str:
+    """Return `marker`, which ends with ">", as a checkpoint with this vocabulary writes it.
+
+    Most markers of such a checkpoint have the suffix. A marker that the vocabulary has only
+    without the suffix is written without it.
+    """
+    longer = marker.removesuffix(">") + marker_suffix(vocabulary) + ">"
+    return marker if marker in vocabulary and longer not in vocabulary else longer

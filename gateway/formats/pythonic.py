@@ -21,22 +21,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
+from gateway.formats.arguments_grammar import arguments_form
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.grammar_forms import either, sequence, several
 from gateway.formats.literal import PythonScan
-from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
-from gateway.formats.patterns import past
+from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.schema_cases import Schemas
+from gateway.formats.string_escapes import CONTROLS, StringEscapes
+from gateway.formats.value_syntax import HEX, NUMBERED, Notation, QuotedStrings, Values
+from gateway.text.markers import match_end
+from protocol.grammar import Form, Pattern
 
 MAX_NAME_CHARS = 256
 NAME_CHARS = re.compile(r"[\w.\-]*+")
 NAME = re.compile(r"[^\W\d][\w.\-]*+")
 
 
-class Pythonic(SectionSyntax, frozen=True, kw_only=True):
+class Pythonic(CallSyntax, frozen=True, kw_only=True):
     """open      markers that begin a list of calls
     close     markers that end it
     bare      a `[` at the beginning of an answer does so, too
@@ -57,13 +64,13 @@ class Pythonic(SectionSyntax, frozen=True, kw_only=True):
     def start_openers(self) -> tuple[str, ...]:
         return ("[",) if self.bare else ()
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
-        return PythonicSection(self, context, teller, state)
+        return PythonicParser(self, context, builder, state)
 
 
-class PythonicState(MachineState):
+class PythonicState(FormatParserState):
     """word     the name at hand, as far as it is read
     count    arguments of the open call so far
     literal  the value at hand
@@ -81,7 +88,7 @@ class PythonicState(MachineState):
     raw: list[str] = []
 
 
-class PythonicSection(CallParser):
+class PythonicParser(CallParser):
     syntax: Pythonic
 
     State = PythonicState
@@ -146,7 +153,7 @@ class PythonicSection(CallParser):
         """A name, and the character behind it that says what it names."""
         s = self.s
         if not s.word.endswith(" "):
-            end = past(NAME_CHARS, text)
+            end = match_end(NAME_CHARS, text)
             s.word += text[:end]
             text = text[end:]
         rest = text.lstrip(" ")
@@ -164,7 +171,7 @@ class PythonicSection(CallParser):
     def _is_prose(self, name: str) -> bool:
         """Whether a list without a marker begins with `name(`, and no such tool exists."""
         s = self.s
-        return s.bare and s.at == "name" and bool(s.raw) and not self.teller.declares(name)
+        return s.bare and s.at == "name" and bool(s.raw) and not self.builder.declares(name)
 
     def _no_word(self, rest: str) -> str:
         word, self.s.word = self.s.word, ""
@@ -182,14 +189,14 @@ class PythonicSection(CallParser):
                 self._begin_call()
             return
         self._begin_call()
-        self.teller.fragment(("{" if s.count == 0 else ", ") + json.dumps(name) + ": ")
+        self.builder.arguments_delta(("{" if s.count == 0 else ", ") + json.dumps(name) + ": ")
         s.count += 1
         s.at, s.literal = "value", PythonScan()
 
     def _in_value(self, text: str, *, final: bool = False) -> str:
         s = self.s
         position, status = s.literal.scan(text, final=final)
-        self.teller.fragment(s.literal.writer.take())
+        self.builder.arguments_delta(s.literal.writer.take())
         if status == "end":
             s.at = "after"
         elif status == "broken":
@@ -201,14 +208,14 @@ class PythonicSection(CallParser):
         """Report the call at hand, unless that is done."""
         s = self.s
         if s.call:
-            self.teller.begin(s.call)
+            self.builder.start_call(s.call)
             s.call, s.raw = "", []
 
     def _call_ended(self) -> None:
         self._begin_call()
         if self.s.count:
-            self.teller.fragment("}")
-        self.teller.end()
+            self.builder.arguments_delta("}")
+        self.builder.end_call()
         self.s.at = "between"
 
     def _list_ended(self) -> None:
@@ -222,16 +229,16 @@ class PythonicSection(CallParser):
             self._give_back("a list of tool calls that is none")
             s.done = True
             return text
-        if not self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "text between tool calls")
+        if not self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "text between tool calls")
         s.at = "broken"
         return text
 
     def _tell_broken(self, text: str) -> None:
-        if self.teller.is_open:
-            self.teller.fragment(text)
+        if self.builder.is_open:
+            self.builder.arguments_delta(text)
         else:
-            self.teller.content(text)
+            self.builder.content(text)
 
     # ---- markers
 
@@ -242,7 +249,7 @@ class PythonicSection(CallParser):
                 self._in_value(marker)
                 return
             self._in_value("", final=True)
-        if self.teller.is_open:
+        if self.builder.is_open:
             self._cut_short()
         elif s.raw:
             s.raw += [s.word, marker] if marker in x.close else [s.word]
@@ -257,7 +264,7 @@ class PythonicSection(CallParser):
         if self.s.at in ("after", "key") and not self.s.word:
             self._call_ended()
         else:
-            self.teller.end()
+            self.builder.end_call()
 
     def on_stray(self, marker: str) -> None:
         if self.s.at == "value" and self.s.literal.in_string:
@@ -268,15 +275,65 @@ class PythonicSection(CallParser):
     def on_end(self, complete: bool) -> None:
         s = self.s
         if not complete:
-            self.teller.drop()
-        elif self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.teller.drop()
+            self.builder.abandon_call()
+        elif self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.builder.abandon_call()
         elif s.raw:
             s.raw.append(s.word)
             self._give_back("a list of tool calls that is not finished")
         elif s.word:
-            self.teller.content(s.word)
+            self.builder.content(s.word)
+
+
+# ---- the grammar of the same syntax
+
+
+KEYWORD = re.compile(r"[^\W\d]\w*")
+ANY_KEYWORD = Pattern("[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+ESCAPED = rf"{NUMBERED}|\\x{HEX}{{2}}|\\U000[1-9a-fA-F]{HEX}{{4}}"
+
+
+def _quotes(quote: str) -> QuotedStrings:
+    escapes = {"\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", quote: "\\" + quote}
+    return QuotedStrings(quote, StringEscapes(never=CONTROLS, escapes=escapes, numbered=ESCAPED))
+
+
+PYTHON_NOTATION = Notation(
+    name="python", strings=(_quotes('"'), _quotes("'")), words=("None", "True", "False")
+)
+COMMA = Pattern(", ?")
+
+
+def write_calls(
+    syntax: Pythonic,
+    opener: str,
+    tools: Sequence[DeclaredTool],
+    many: bool,
+    grammar: GrammarBuilder,
+) -> Form:
+    call = grammar.rule("call", either(_write_call(tool, grammar) for tool in tools))
+    if not syntax.brackets:
+        return sequence("\n", several(call, "\n", many=many), "\n" + syntax.close[0])
+    calls = several(call, COMMA, many=many)
+    if opener in syntax.open:
+        return sequence("[", calls, "]" + syntax.close[0])
+    return sequence(calls, "]")
+
+
+def _write_call(tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    if not NAME.fullmatch(tool.name) or len(tool.name) >= MAX_NAME_CHARS:
+        raise NotWritable(tool.name, "name", "this format cannot write it")
+    values = Values(PYTHON_NOTATION, Schemas(tool), grammar)
+
+    def write(key: str | None, schema: Any, path: str) -> Form | None:
+        if key is not None and not (KEYWORD.fullmatch(key) and len(key) < MAX_NAME_CHARS):
+            return None
+        return sequence(ANY_KEYWORD if key is None else key, "=", values.value(schema, path))
+
+    return sequence(tool.name + "(", arguments_form(values, write, COMMA), ")")
 
 
 FORMATS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.formats.suffix import suffix_in, suffixed
+from gateway.formats.parser import marker_suffix, with_suffix
 
 OFF = (False, 0, "none", "no_think", "disabled", "off", "false")
 """Values of a template's switch that mean no reasoning."""
@@ -83,10 +83,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     def fitted(self, vocabulary: Collection[str]) -> ReasoningFormat:
         """The same format as a checkpoint with these added tokens writes it."""
-        if not self.suffixed or not suffix_in(vocabulary):
+        if not self.suffixed or not marker_suffix(vocabulary):
             return self
-        open_ = (suffixed(self.open[0], vocabulary), *self.open)
-        close = (suffixed(self.close[0], vocabulary), *self.close)
+        open_ = (with_suffix(self.open[0], vocabulary), *self.open)
+        close = (with_suffix(self.close[0], vocabulary), *self.close)
         return msgspec.structs.replace(
             self,
             suffixed=False,

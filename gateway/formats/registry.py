@@ -16,19 +16,18 @@ from gateway.formats import (
     mistral,
     named_json,
     nested_elements,
-    plamo,
     pythonic,
     response_template_loader,
-    xml_formats,
+    xml_parameters,
     xtml,
 )
 from gateway.formats.event_builder import DeclaredTool, new_call_id
 from gateway.formats.parser import (
     AnswerSyntax,
-    Context,
+    CallSyntax,
     FormatParser,
     Lexicon,
-    SectionSyntax,
+    ParserContext,
     tokens_of,
 )
 from gateway.formats.reasoning import REASONING, WHOLE, ReasoningFormat
@@ -36,23 +35,22 @@ from gateway.formats.response_template import ResponseTemplate
 from gateway.formats.standard import StandardParser
 from gateway.text.tokenizer import Tokenizer
 
-ToolSyntax = SectionSyntax | AnswerSyntax
+ToolSyntax = CallSyntax | AnswerSyntax
 
 TOOLS: Mapping[str, ToolSyntax] = {
     **json_tags.FORMATS,
     **named_json.FORMATS,
     **mistral.FORMATS,
-    **xml_formats.FORMATS,
+    **xml_parameters.FORMATS,
     **nested_elements.FORMATS,
     **arg_pairs.FORMATS,
     **pythonic.FORMATS,
     **gemma.FORMATS,
-    **plamo.FORMATS,
     **harmony.FORMATS,
     **xtml.FORMATS,
 }
 
-READ_WHOLE: Mapping[str, str] = {
+REASONING_OF_ANSWER_SYNTAX: Mapping[str, str] = {
     "openai_gptoss": "openai",
     "kimi_k3": "kimi_k3",
     "muse_glimmer": "muse_glimmer",
@@ -104,7 +102,7 @@ class Format(msgspec.Struct, frozen=True):
     def _texts(self) -> set[str]:
         """All that is looked for, patterns too, in whatever part of the description it stands."""
         tools = self.tools
-        openers = tools.openers() if isinstance(tools, SectionSyntax) else ()
+        openers = tools.openers() if isinstance(tools, CallSyntax) else ()
         if isinstance(tools, ResponseTemplate):  # its anchor stands in the prompt
             tools = msgspec.structs.replace(tools, anchor="")
         return {*_strings(tools), *_strings(self.reasoning), *openers}
@@ -115,7 +113,7 @@ class Format(msgspec.Struct, frozen=True):
         reasoning = self.reasoning.fitted(vocabulary) if self.reasoning else None
         return Format(tools, reasoning)
 
-    def machine(
+    def parser(
         self,
         lexicon: Lexicon,
         *,
@@ -126,14 +124,14 @@ class Format(msgspec.Struct, frozen=True):
         state: Mapping[str, Any] | None = None,
     ) -> FormatParser:
         """A fresh machine for one choice, or one that goes on from `state`."""
-        context = Context(lexicon, tools, self._id_maker(new_id), calls_or_text)
+        context = ParserContext(lexicon, tools, self._id_maker(new_id), calls_or_text)
         own = dict(state or {})
-        teller = context.teller(own.pop("teller", None))
+        builder = context.event_builder(own.pop("teller", None))
         if isinstance(self.tools, AnswerSyntax):
-            return self.tools.machine(context, teller, own or None, starts_inside=starts_inside)
+            return self.tools.parser(context, builder, own or None, starts_inside=starts_inside)
         return StandardParser(
             context,
-            teller,
+            builder,
             own or None,
             reasoning=self.reasoning,
             tools=self.tools,
@@ -141,7 +139,7 @@ class Format(msgspec.Struct, frozen=True):
         )
 
     def _id_maker(self, new_id: Callable[[], str]) -> Callable[[], str]:
-        if not isinstance(self.tools, SectionSyntax):
+        if not isinstance(self.tools, CallSyntax):
             return new_id
         form = self.tools.call_id
         return lambda: form(new_id())
@@ -152,8 +150,8 @@ def format_of(tools: str | None, reasoning: str | None) -> Format:
 
     Raises ValueError, naming those that exist, for a name that does not.
     """
-    if reasoning is not None and reasoning in READ_WHOLE:
-        whole = READ_WHOLE[reasoning]
+    if reasoning is not None and reasoning in REASONING_OF_ANSWER_SYNTAX:
+        whole = REASONING_OF_ANSWER_SYNTAX[reasoning]
         if tools not in (None, whole):
             raise ValueError(
                 f"reasoning format {reasoning!r} is part of tool format {whole!r} and cannot be "
@@ -210,7 +208,7 @@ class BoundFormat(msgspec.Struct, frozen=True):
         format = msgspec.structs.replace(self.format, reasoning=reasoning)
         return msgspec.structs.replace(self, format=format)
 
-    def machine(
+    def parser(
         self,
         *,
         tools: Sequence[DeclaredTool] | None = None,
@@ -220,7 +218,7 @@ class BoundFormat(msgspec.Struct, frozen=True):
         state: Mapping[str, Any] | None = None,
     ) -> FormatParser:
         """See `Format.machine`."""
-        return self.format.machine(
+        return self.format.parser(
             self.lexicon,
             tools=tools,
             new_id=new_id,
@@ -250,6 +248,6 @@ def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
     return token_id if token_id in tokenizer.added_tokens else None
 
 
-def machine_state(machine: FormatParser) -> dict[str, Any]:
+def parser_state(parser: FormatParser) -> dict[str, Any]:
     """What `Format.machine` takes as `state`."""
-    return machine.state() | {"teller": machine.teller.state()}
+    return parser.state() | {"teller": parser.builder.state()}

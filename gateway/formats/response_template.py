@@ -22,7 +22,7 @@ Regions are told as they come, so a field that stands several times is told each
 have the types the tool's schema asks for where the body is text, and else those they have.
 
     outside  between regions
-    text     the same, after text that is the whole answer (`Context.calls_or_text`)
+    text     the same, after text that is the whole answer (`ParserContext.calls_or_text`)
     head     behind the literal that a region's opening begins with
     region   in a region of text
     calls    in a region of tool calls: its syntax reads
@@ -32,33 +32,47 @@ Source: transformers' documentation of response parsing, version 1 of the templa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.formats.event_builder import BLANKS, EventBuilder
+from gateway.formats import gemma, json_tags, named_json, xml_parameters
+from gateway.formats.event_builder import BLANKS, DeclaredTool, EventBuilder
+from gateway.formats.free_text_grammar import FreeText
 from gateway.formats.gemma import Gemma
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.grammar_forms import (
+    AnswerFrame,
+    either,
+    optional,
+    sequence,
+    several,
+    without_prefix,
+)
+from gateway.formats.json_tags import JsonTags
 from gateway.formats.named_json import NamedJson
 from gateway.formats.parser import (
     AnswerSyntax,
     CallParser,
-    Context,
+    CallSyntax,
     FormatParser,
+    FormatParserState,
     Lexicon,
-    MachineState,
-    Part,
-    SectionSyntax,
+    MarkerPart,
+    ParserContext,
 )
 from gateway.formats.reasoning import ReasoningFormat
-from gateway.formats.template_pattern import MAX_HEAD_CHARS, Opening
+from gateway.formats.template_pattern import MAX_HEAD_CHARS, RegionOpening
 from gateway.formats.xml_parameters import XmlParameters
+from protocol.grammar import Form, LiteralForm, Pattern
 
 NAMED, NAME_TOKEN = "<name>", -1
 """A marker that no model writes: it tells the body's syntax which name the opening had."""
 
 
-class Region(msgspec.Struct, frozen=True):
+class TemplateRegion(msgspec.Struct, frozen=True):
     """One field of a template.
 
     kind   "thinking", "content" or "tool_calls"
@@ -69,9 +83,9 @@ class Region(msgspec.Struct, frozen=True):
     """
 
     kind: str
-    open: tuple[Opening, ...] = ()
+    open: tuple[RegionOpening, ...] = ()
     close: tuple[str, ...] = ()
-    calls: SectionSyntax | None = None
+    calls: CallSyntax | None = None
     name: str = ""
 
 
@@ -80,7 +94,7 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
     anchor   what the prompt ends with where an answer begins
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[TemplateRegion, ...]
     anchor: str = ""
 
     def markers(self) -> tuple[str, ...]:
@@ -109,18 +123,18 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
         at_start = any(opening.at_start for opening in thinking.open)
         return ReasoningFormat(open=opens, close=thinking.close, default_inside=at_start)
 
-    def machine(
+    def parser(
         self,
-        context: Context,
-        teller: EventBuilder,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
         *,
         starts_inside: bool = False,
     ) -> FormatParser:
-        return TemplateMachine(self, context, teller, state, starts_inside=starts_inside)
+        return ResponseTemplateParser(self, context, builder, state, starts_inside=starts_inside)
 
 
-class TemplateState(MachineState):
+class ResponseTemplateState(FormatParserState):
     """region  the index of the open one; -1 outside
     head    the text behind the literal of an opening
     literal that literal
@@ -132,15 +146,15 @@ class TemplateState(MachineState):
     literal: str = ""
 
 
-class TemplateMachine(FormatParser):
-    State = TemplateState
+class ResponseTemplateParser(FormatParser):
+    State = ResponseTemplateState
     UNSCANNED = frozenset({"head", "calls"})
 
     def __init__(
         self,
         syntax: ResponseTemplate,
-        context: Context,
-        teller: EventBuilder,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
         *,
         starts_inside: bool = False,
@@ -155,10 +169,10 @@ class TemplateMachine(FormatParser):
         calls = next((r.calls for r in syntax.regions if r.calls), None)
         own = dict(state or {})
         inner = own.pop("section", None)
-        self.section: CallParser | None = None
+        self.call_parser: CallParser | None = None
         if calls is not None:
-            self.section = calls.section(_with_name_token(context), teller, inner)
-        super().__init__(context, teller, own or None)
+            self.call_parser = calls.call_parser(_with_name_token(context), builder, inner)
+        super().__init__(context, builder, own or None)
         if state is None:
             self._begin(starts_inside)
 
@@ -174,7 +188,7 @@ class TemplateMachine(FormatParser):
         self._follow()
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"section": self.section.state() if self.section else None}
+        return super().state() | {"section": self.call_parser.state() if self.call_parser else None}
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         opens = sorted((literal for literal in self._openings if literal), key=len, reverse=True)
@@ -200,9 +214,9 @@ class TemplateMachine(FormatParser):
 
     def _tell(self, kind: str, text: str) -> None:
         if kind == "thinking":
-            self.teller.reasoning(text)
+            self.builder.reasoning(text)
         else:
-            self.teller.content(text)
+            self.builder.content(text)
 
     def _in_head(self, text: str) -> str:
         """Behind an opening's literal, up to where its match ends, or cannot."""
@@ -252,60 +266,60 @@ class TemplateMachine(FormatParser):
         if region.calls:
             self._open_calls(region, (captures or {}).get(region.name, ""))
         elif region.kind == "thinking":
-            self.teller.begin_reasoning()
+            self.builder.start_reasoning()
         else:
-            self.teller.mark()
+            self.builder.markup()
 
     def _leave_region(self) -> None:
         self._end_text()
         self.s.region, self.s.at = -1, "outside"
         if self._outside is not None and self._outside.kind == "thinking":
-            self.teller.begin_reasoning()
+            self.builder.start_reasoning()
 
     def _end_text(self) -> None:
         """Blanks on both sides of a region's text are markup."""
         s = self.s
         region = self._outside if s.region < 0 else self.syntax.regions[s.region]
         if region is not None and region.kind == "thinking":
-            self.teller.end_reasoning()
+            self.builder.end_reasoning()
         elif region is not None and region.kind == "content":
-            self.teller.mark()
+            self.builder.markup()
 
-    def _open_calls(self, region: Region, name: str) -> None:
-        assert self.section is not None
-        section = self.section
-        section.open(self.s.literal)
+    def _open_calls(self, region: TemplateRegion, name: str) -> None:
+        assert self.call_parser is not None
+        call_parser = self.call_parser
+        call_parser.open(self.s.literal)
         match region.calls:
             case NamedJson():
-                section.read(name)
-                section.read_token(NAMED)
+                call_parser.read(name)
+                call_parser.read_token(NAMED)
             case XmlParameters():
-                section.read_token(NAMED)
-                section.read(name + ">")
+                call_parser.read_token(NAMED)
+                call_parser.read(name + ">")
             case Gemma():
-                section.read(name)
+                call_parser.read(name)
         self._leave_if_done()
 
-    def on_part(self, part: Part) -> str:
+    def on_part(self, part: MarkerPart) -> str:
         if self.s.at == "head":
             return self._in_head(part.text)
         return self._in_calls(part) if self.s.at == "calls" else ""
 
-    def _in_calls(self, piece: str | Part) -> str:
-        assert self.section is not None
-        rest = self.section.read(piece)
+    def _in_calls(self, piece: str | MarkerPart) -> str:
+        assert self.call_parser is not None
+        rest = self.call_parser.read(piece)
         self._leave_if_done()
         return rest
 
     def _leave_if_done(self) -> None:
-        assert self.section is not None
-        if self.section.s.done:
+        assert self.call_parser is not None
+        if self.call_parser.s.done:
             self._leave_region()
 
     def on_stray(self, marker: str) -> None:
         if self.s.at == "calls":
-            assert self.section is not None
-            self.section.read_token(marker)
+            assert self.call_parser is not None
+            self.call_parser.read_token(marker)
             self._leave_if_done()
         elif self.s.at == "head":
             self.read(marker)
@@ -313,16 +327,138 @@ class TemplateMachine(FormatParser):
     # ---- the end
 
     def on_end(self, complete: bool) -> None:
-        if self.s.at == "calls" and self.section is not None:
-            self.section.end(complete)
+        if self.s.at == "calls" and self.call_parser is not None:
+            self.call_parser.end(complete)
         elif self.s.at == "head" and complete:
             self._no_opening()
         elif self.s.region >= 0 and self.syntax.regions[self.s.region].kind == "thinking":
-            self.teller.end_reasoning()
-        self.teller.s.blanks = []  # a template's text has no blanks around it
+            self.builder.end_reasoning()
+        self.builder.s.blanks = []  # a template's text has no blanks around it
 
 
-def _with_name_token(context: Context) -> Context:
+def _with_name_token(context: ParserContext) -> ParserContext:
     """For the section alone: no text is ever the mark that we put behind a name."""
     lexicon = Lexicon({**context.lexicon.tokens, NAME_TOKEN: NAMED})
     return msgspec.structs.replace(context, lexicon=lexicon)
+
+
+# ---- the grammar of the same syntax
+
+
+OPTIONAL_WORD = optional(Pattern(" [a-z]{1,16}"))
+BLANKS_FORM = Pattern(r"[ \n]{1,4}")
+NAME_TAG = re.compile(r"<([\w:.-]+)[^<]*\(\?P<")
+"""The tag in which an opening has its name."""
+
+
+def answer_frame(syntax: ResponseTemplate) -> AnswerFrame:
+    thinking, content = (_region(syntax, kind) for kind in ("thinking", "content"))
+    turn = _message_start(syntax)
+    before = _opener(content)
+    return AnswerFrame(
+        opens=_opener(thinking),
+        closes=thinking.close[0] + turn if thinking and thinking.close else "",
+        before=before,
+        after=content.close[0] if content and content.close and before and not turn else "",
+    )
+
+
+def write_required(
+    syntax: ResponseTemplate, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    region = _calls_region(syntax)
+    one = grammar.rule(
+        "region", either(_write_regions(region, region.open[0], tools, many, grammar))
+    )
+    turn = _message_start(syntax)
+    between = either((LiteralForm(turn), BLANKS_FORM)) if turn else BLANKS_FORM
+    return several(one, optional(between), many=many)
+
+
+def write_strict(
+    syntax: ResponseTemplate, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    region = _calls_region(syntax)
+    calls: dict[str, Form] = {}
+    for opening in region.open:
+        found = _write_regions(region, opening, tools, many, grammar)
+        rests = (without_prefix(opening.literal, form) for form in found)
+        calls[opening.literal] = grammar.rule("behind", either(rests))
+    marks = [_message_start(syntax), _opener(_region(syntax, "thinking"))]
+    for other in syntax.regions:
+        if other is not region:
+            marks += [*other.close, *(o.literal for o in other.open if not o.pattern)]
+    return FreeText(calls, filter(None, marks), grammar.lexicon, many=many).anything()
+
+
+def _region(syntax: ResponseTemplate, kind: str) -> TemplateRegion | None:
+    return next((region for region in syntax.regions if region.kind == kind), None)
+
+
+def _calls_region(syntax: ResponseTemplate) -> TemplateRegion:
+    found = _region(syntax, "tool_calls")
+    assert found is not None, "without a region there are no calls"
+    return found
+
+
+def _opener(region: TemplateRegion | None) -> str:
+    """A literal that is all of an opening; "" for none."""
+    openings = region.open if region else ()
+    return next((opening.literal for opening in openings if not opening.pattern), "")
+
+
+def _message_start(syntax: ResponseTemplate) -> str:
+    """What stands before every message but the first; "" where parts are no messages."""
+    thinking, content = (_region(syntax, kind) for kind in ("thinking", "content"))
+    shared = thinking and content and content.open and set(thinking.close) & set(content.close)
+    return syntax.anchor if shared else ""
+
+
+# ---- calls
+
+
+def _write_regions(
+    region: TemplateRegion,
+    opening: RegionOpening,
+    tools: Sequence[DeclaredTool],
+    many: bool,
+    grammar: GrammarBuilder,
+) -> list[Form]:
+    """The region of each tool, or that of all of them."""
+    if isinstance(region.calls, JsonTags):
+        stretch = json_tags.write_calls(region.calls, opening.literal, tools, many, grammar)
+        return [sequence(opening.literal, stretch)]
+    return [_write_named_call(region, opening, tool, grammar) for tool in tools]
+
+
+def _write_named_call(
+    region: TemplateRegion, opening: RegionOpening, tool: DeclaredTool, grammar: GrammarBuilder
+) -> Form:
+    """A call whose name stands in the opening."""
+    try:
+        head = [
+            OPTIONAL_WORD if part is None else LiteralForm(part)
+            for part in opening.written(tool.name)
+        ]
+    except ValueError as error:
+        raise NotWritable(
+            tool.name, "name", f"the model's format cannot write it: {error}"
+        ) from None
+    close = region.close[0] if region.close else ""
+    match region.calls:
+        case NamedJson() as syntax:
+            return sequence(*head, named_json.write_arguments(syntax, tool, grammar))
+        case XmlParameters() as syntax:
+            end = _closing_tag(opening, close) + close
+            return sequence(*head, "\n", xml_parameters.write_arguments(syntax, tool, grammar), end)
+        case Gemma() as syntax:
+            return sequence(*head, gemma.write_arguments(syntax, tool, grammar), close)
+        case _:
+            raise AssertionError(f"no template has calls of {region.calls!r}")
+
+
+def _closing_tag(opening: RegionOpening, close: str) -> str:
+    """Of the tag that has the name, where a template leaves it to what is not looked at."""
+    found = NAME_TAG.search(opening.pattern)
+    tag = f"</{found[1]}>" if found else ""
+    return f"{tag}\n" if tag and tag != close else ""

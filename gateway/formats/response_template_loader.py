@@ -20,9 +20,9 @@ from gateway.formats.gemma import Gemma
 from gateway.formats.json_scanner import CallKeys
 from gateway.formats.json_tags import JsonTags
 from gateway.formats.named_json import NamedJson
-from gateway.formats.parser import SectionSyntax
-from gateway.formats.response_template import NAMED, Region, ResponseTemplate
-from gateway.formats.template_pattern import Opening, closings, openings
+from gateway.formats.parser import CallSyntax
+from gateway.formats.response_template import NAMED, ResponseTemplate, TemplateRegion
+from gateway.formats.template_pattern import RegionOpening, closings, openings
 from gateway.formats.xml_parameters import XmlParameters
 
 KINDS = {
@@ -71,7 +71,7 @@ def load(template: Mapping[str, Any]) -> ResponseTemplate:
             raise ValueError(f"response_template, field {name!r}: {error}") from error
     _check_together(regions)
     if not any(region.kind == "content" for region in regions) and all(r.open for r in regions):
-        regions.append(Region("content"))
+        regions.append(TemplateRegion("content"))
     return ResponseTemplate(regions=tuple(regions), anchor=_anchor(template))
 
 
@@ -84,7 +84,7 @@ def _anchor(template: Mapping[str, Any]) -> str:
     return found
 
 
-def _check_together(regions: Sequence[Region]) -> None:
+def _check_together(regions: Sequence[TemplateRegion]) -> None:
     if sum(not region.open for region in regions) > 1:
         raise ValueError("response_template: more than one field has no opening")
     if sum(region.calls is not None for region in regions) > 1:
@@ -94,7 +94,7 @@ def _check_together(regions: Sequence[Region]) -> None:
         raise ValueError("response_template: two openings begin with the same literal")
 
 
-def _region(name: str, field: Any) -> Region:
+def _region(name: str, field: Any) -> TemplateRegion:
     if name not in KINDS:
         raise ValueError(f"only {sorted(KINDS)} are understood")
     if not isinstance(field, Mapping):
@@ -105,11 +105,11 @@ def _region(name: str, field: Any) -> Region:
     if kind != "tool_calls":
         if field.get("content", "text") != "text" or field.get("transform") is not None:
             raise ValueError("only text can be told while it is written")
-        return Region(kind, opens, closes)
+        return TemplateRegion(kind, opens, closes)
     if not opens:
         raise ValueError("tool calls need an opening")
     calls, capture = _calls(field, opens, closes)
-    return Region(kind, opens, closes, calls, capture)
+    return TemplateRegion(kind, opens, closes, calls, capture)
 
 
 def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -120,12 +120,12 @@ def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(sorted(dict.fromkeys(found), key=len, reverse=True))
 
 
-def _opens(field: Mapping[str, Any]) -> tuple[Opening, ...]:
+def _opens(field: Mapping[str, Any]) -> tuple[RegionOpening, ...]:
     if "open" in field and "open_pattern" in field:
         raise ValueError("`open` and `open_pattern` exclude each other")
     if "open_pattern" in field:
         return openings(str(field["open_pattern"]))
-    return tuple(map(Opening, _literals(field, "open"))) if "open" in field else ()
+    return tuple(map(RegionOpening, _literals(field, "open"))) if "open" in field else ()
 
 
 def _closes(field: Mapping[str, Any]) -> tuple[str, ...]:
@@ -140,8 +140,8 @@ def _closes(field: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _calls(
-    field: Mapping[str, Any], opens: tuple[Opening, ...], closes: tuple[str, ...]
-) -> tuple[SectionSyntax, str]:
+    field: Mapping[str, Any], opens: tuple[RegionOpening, ...], closes: tuple[str, ...]
+) -> tuple[CallSyntax, str]:
     """The syntax of the body, and the capture that is the tool's name."""
     literals = tuple(opening.literal for opening in opens)
     name, arguments = _shape(field)

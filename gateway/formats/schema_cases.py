@@ -21,8 +21,20 @@ import msgspec
 
 from gateway.formats.argument_types import MAX_REFS, ORDER
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.grammar.shapes import NUMERIC, shape_fault
 from gateway.formats.grammar_builder import NotWritable
+
+NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+SHAPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(COUNTS, (int,)),
+    **dict.fromkeys(NUMERIC, (int, float)),
+    **dict.fromkeys(("pattern", "format", "$ref"), (str,)),
+    **dict.fromkeys(("enum", "required", "prefixItems", "allOf", "anyOf", "oneOf"), (list,)),
+    **dict.fromkeys(("items", "additionalProperties"), (Mapping, bool)),
+    "properties": (Mapping,),
+    "type": (str, list),
+}
+"""Keyword -> what its value must be."""
 
 MAX_CASES = 256
 """Of one value: options of options multiply."""
@@ -311,3 +323,22 @@ def _tags_differ(a: Limits, b: Limits, name: str) -> bool:
             return False
         values.append([schema["const"]] if "const" in schema else schema["enum"])
     return not any(same(x, y) for x in values[0] for y in values[1])
+
+
+# ---- the types of the keywords
+
+
+def shape_fault(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(keyword, what is wrong with its value)."""
+    for key, value in schema.items():
+        shape = SHAPES.get(key)
+        if shape is None:
+            continue
+        fits = isinstance(value, shape) and (bool in shape or type(value) is not bool)
+        if not fits:
+            return key, f"cannot be {value!r}"
+        if key in COUNTS and value < 0:
+            return key, "cannot be negative"
+        if key in ("type", "required") and not all(isinstance(each, str) for each in value):
+            return key, "must name strings"
+    return None

@@ -23,16 +23,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.formats.event_builder import Checkpoint, EventBuilder
+from gateway.formats.event_builder import BuilderCheckpoint, EventBuilder
 from gateway.formats.events import Content, Event, Reasoning, ToolCall
 from gateway.formats.parser import (
     CallParser,
-    Context,
+    CallSyntax,
     FormatParser,
-    MachineState,
-    Part,
+    FormatParserState,
+    MarkerPart,
+    ParserContext,
     Piece,
-    SectionSyntax,
 )
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat
 
@@ -52,7 +52,7 @@ TrialPiece = tuple[str, str]
 """A piece of the answer as plain data: one of these three kinds, and its text."""
 
 
-class AnswerState(MachineState):
+class StandardParserState(FormatParserState):
     """thoughts  all reasoning so far, kept only where it may have to be given as content
     heading   the header so far
     marked    a marker has been seen: a text without any has no header either
@@ -73,17 +73,17 @@ class AnswerState(MachineState):
 class StandardParser(FormatParser):
     """See the module's law. `starts_inside`: the prompt has already opened the reasoning."""
 
-    State = AnswerState
+    State = StandardParserState
     UNSCANNED = frozenset({CALLS})
 
     def __init__(
         self,
-        context: Context,
-        teller: EventBuilder,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
         *,
         reasoning: ReasoningFormat | None = None,
-        tools: SectionSyntax | None = None,
+        tools: CallSyntax | None = None,
         starts_inside: bool = False,
     ) -> None:
         self.reasoning = reasoning or NO_REASONING
@@ -91,14 +91,16 @@ class StandardParser(FormatParser):
         self._again: list[TrialPiece] = []  # to be read again; empty between two pushes
         own = dict(state or {})
         inner = own.pop("section", None)
-        self.section: CallParser | None = tools.section(context, teller, inner) if tools else None
-        super().__init__(context, teller, own or None)
+        self.call_parser: CallParser | None = (
+            tools.call_parser(context, builder, inner) if tools else None
+        )
+        super().__init__(context, builder, own or None)
         if state is None:
             self._begin(starts_inside)
 
     def _begin(self, starts_inside: bool) -> None:
         if self.reasoning.prefix:
-            self.teller.content(self.reasoning.prefix)
+            self.builder.content(self.reasoning.prefix)
         if starts_inside and self.reasoning.close:
             self._open_reasoning()
         elif self.reasoning.header:
@@ -106,7 +108,7 @@ class StandardParser(FormatParser):
         self._follow()
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"section": self.section.state() if self.section else None}
+        return super().state() | {"section": self.call_parser.state() if self.call_parser else None}
 
     def table(self) -> Mapping[str, tuple[str, ...]]:
         reasoning = self.reasoning
@@ -138,14 +140,16 @@ class StandardParser(FormatParser):
         """What `text` is told as, where it changes nothing that is remembered; else None."""
         at, scanner = self.s.at, self._scanner
         if at == CALLS:
-            assert self.section is not None
-            return self.section.more(text)
+            assert self.call_parser is not None
+            return self.call_parser.more(text)
         if scanner is not None and not scanner.lets_through(text):
             return None
-        if at == CONTENT and self.teller.passes(text):
+        if at == CONTENT and self.builder.passes_content(text):
             return Content(text)
         is_told_as_it_comes = at == REASONING and not self.reasoning.force_content
-        return Reasoning(text) if is_told_as_it_comes and self.teller.passes_thought(text) else None
+        return (
+            Reasoning(text) if is_told_as_it_comes and self.builder.passes_reasoning(text) else None
+        )
 
     # ---- transitions
 
@@ -154,7 +158,7 @@ class StandardParser(FormatParser):
             case "calls":
                 return self._in_section(text)
             case "content" | "wrapped":
-                self.teller.content(text)
+                self.builder.content(text)
             case "reasoning":
                 self._think(text)
             case "header":
@@ -169,13 +173,13 @@ class StandardParser(FormatParser):
             self.s.at = then
             return text
         if then == CONTENT:
-            self.teller.content(text)
+            self.builder.content(text)
         else:
             self._think(text)
         return ""
 
     def _think(self, text: str) -> None:
-        self.teller.reasoning(text)
+        self.builder.reasoning(text)
         if self.reasoning.force_content:
             self.s.thoughts.append(text)
 
@@ -227,62 +231,62 @@ class StandardParser(FormatParser):
         s.heading += text
         if len(s.heading) > MAX_HEADER_CHARS:
             s.at = CONTENT
-            self.teller.content(s.heading)
+            self.builder.content(s.heading)
 
     def _mark(self, then: str) -> None:
-        self.teller.mark()
+        self.builder.markup()
         self.s.at = then
 
     def _open_reasoning(self) -> None:
-        self.teller.begin_reasoning()
+        self.builder.start_reasoning()
         self.s.at = OPENING
 
     def _close_reasoning(self) -> None:
-        self.teller.end_reasoning()
+        self.builder.end_reasoning()
         self.s.at = START
 
     # ---- tool calls
 
     def _open_section(self, marker: str) -> None:
-        assert self.section is not None
+        assert self.call_parser is not None
         self.s.at = CALLS
-        self.section.open(marker)
+        self.call_parser.open(marker)
         self._leave_if_done()
 
-    def on_part(self, part: Part) -> str:
+    def on_part(self, part: MarkerPart) -> str:
         return self._in_section(part) if self.s.at == CALLS else ""
 
-    def _in_section(self, piece: str | Part) -> str:
-        assert self.section is not None
+    def _in_section(self, piece: str | MarkerPart) -> str:
+        assert self.call_parser is not None
         if self.s.opener:
             return self._try(piece)
-        rest = self.section.read(piece)
+        rest = self.call_parser.read(piece)
         self._leave_if_done()
         return rest
 
     def _section_token(self, marker: str) -> None:
         """Reasoning may begin again where a call is complete, though its stretch is not."""
-        assert self.section is not None
+        assert self.call_parser is not None
         s, reasoning = self.s, self.reasoning
         if s.opener:
             self._try_token(marker)
-        elif s.inside and marker in reasoning.close and self.section.is_between:
-            self.section.end(True)
+        elif s.inside and marker in reasoning.close and self.call_parser.is_between:
+            self.call_parser.end(True)
             s.inside = False
             self._close_reasoning()
-        elif not s.inside and marker in reasoning.open and self.section.is_between:
-            self.section.end(True)
+        elif not s.inside and marker in reasoning.open and self.call_parser.is_between:
+            self.call_parser.end(True)
             s.at = CONTENT
             self._between(marker)
         else:
-            self.section.read_token(marker)
+            self.call_parser.read_token(marker)
             self._leave_if_done()
 
     def _leave_if_done(self) -> None:
-        assert self.section is not None
+        assert self.call_parser is not None
         s = self.s
-        if self.section.s.done:
-            more_calls = self.context.calls_or_text and self.teller.num_calls > 0
+        if self.call_parser.s.done:
+            more_calls = self.context.calls_or_text and self.builder.num_calls > 0
             s.at = REASONING if s.inside else START if more_calls else CONTENT
             if s.inside and self._closes_both():
                 self._close_reasoning()
@@ -297,22 +301,22 @@ class StandardParser(FormatParser):
     # ---- trials: a marker of calls in reasoning
 
     def _open_trial(self, marker: str) -> None:
-        assert self.section is not None
+        assert self.call_parser is not None
         s = self.s
         s.at, s.inside, s.opener, s.trial = CALLS, True, marker, []
-        self.section.open(marker)
+        self.call_parser.open(marker)
 
-    def _try(self, piece: str | Part) -> str:
+    def _try(self, piece: str | MarkerPart) -> str:
         """Text is tried only up to the limit, so how it was cut does not matter."""
-        assert self.section is not None
-        checkpoint = self.teller.checkpoint()
-        if isinstance(piece, Part):
-            rest, later = self.section.read(piece), ""
+        assert self.call_parser is not None
+        checkpoint = self.builder.checkpoint()
+        if isinstance(piece, MarkerPart):
+            rest, later = self.call_parser.read(piece), ""
             self._keep(PART, piece.text)
         else:
             room = MAX_TRIAL_CHARS - self._num_tried()
             now, later = piece[:room], piece[room:]
-            rest = self.section.read(now)
+            rest = self.call_parser.read(now)
             self._keep(TEXT, now)
         if self._is_call(checkpoint):
             return rest + later
@@ -321,13 +325,13 @@ class StandardParser(FormatParser):
         return ""
 
     def _try_token(self, marker: str) -> None:
-        assert self.section is not None
-        checkpoint = self.teller.checkpoint()
+        assert self.call_parser is not None
+        checkpoint = self.builder.checkpoint()
         if marker in self.reasoning.open + self.reasoning.close:  # in no call's head
             self._give_up(checkpoint)
             self._again.append((TOKEN, marker))
         else:
-            self.section.read_token(marker)
+            self.call_parser.read_token(marker)
             self._keep(TOKEN, marker)
             self._is_call(checkpoint)
 
@@ -341,24 +345,24 @@ class StandardParser(FormatParser):
     def _num_tried(self) -> int:
         return sum(len(text) for _, text in self.s.trial)
 
-    def _is_call(self, checkpoint: Checkpoint) -> bool:
+    def _is_call(self, checkpoint: BuilderCheckpoint) -> bool:
         """The first thing that the section has told since then decides, if there is one."""
-        assert self.section is not None
-        s, told = self.s, self.teller.out[checkpoint.num_events :]
-        if told and isinstance(told[0], ToolCall) and self.teller.declares(told[0].name):
+        assert self.call_parser is not None
+        s, told = self.s, self.builder.out[checkpoint.num_events :]
+        if told and isinstance(told[0], ToolCall) and self.builder.declares(told[0].name):
             s.opener, s.trial = "", []
             self._leave_if_done()
             return True
         num_tokens = sum(kind != TEXT for kind, _ in s.trial)
         is_full = self._num_tried() >= MAX_TRIAL_CHARS or num_tokens >= MAX_TRIAL_TOKENS
-        if told or self.section.s.done or is_full:
+        if told or self.call_parser.s.done or is_full:
             self._give_up(checkpoint)
         return False
 
-    def _give_up(self, checkpoint: Checkpoint) -> None:
+    def _give_up(self, checkpoint: BuilderCheckpoint) -> None:
         """The marker was text. What follows it is read again."""
         s = self.s
-        self.teller.roll_back(checkpoint)
+        self.builder.roll_back(checkpoint)
         opener, self._again = s.opener, s.trial
         s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
         self._think(opener)
@@ -392,7 +396,7 @@ class StandardParser(FormatParser):
                     case "token":
                         super().read_token(text)
                     case _:
-                        self._read_part(Part(text))
+                        self._read_part(MarkerPart(text))
                 if self._again:
                     self._again += pieces[place:]
                     break
@@ -403,25 +407,25 @@ class StandardParser(FormatParser):
         is_ended = False
         while self.s.opener and not is_ended:
             is_ended = self._end_trial(complete)
-        if self.s.at == CALLS and self.section is not None and not is_ended:
-            self.section.end(complete)
+        if self.s.at == CALLS and self.call_parser is not None and not is_ended:
+            self.call_parser.end(complete)
         elif self.s.at in (OPENING, REASONING):
-            self.teller.end_reasoning()
+            self.builder.end_reasoning()
         elif self.s.at == HEADER and not self.s.marked:
-            self.teller.content(self.s.heading)
-        if self.reasoning.force_content and not self.teller.s.said:
-            self.teller.content("".join(self.s.thoughts).strip())
-        self.teller.finish()
+            self.builder.content(self.s.heading)
+        if self.reasoning.force_content and not self.builder.s.said:
+            self.builder.content("".join(self.s.thoughts).strip())
+        self.builder.finish()
 
     def _end_trial(self, complete: bool) -> bool:
         """Whether the section has ended with it, as that of a call."""
-        assert self.section is not None
+        assert self.call_parser is not None
         s = self.s
         if not complete:  # perhaps the beginning of a call, so it is not shown
             s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
             return False
-        checkpoint = self.teller.checkpoint()
-        self.section.end(True)
+        checkpoint = self.builder.checkpoint()
+        self.call_parser.end(True)
         if self._is_call(checkpoint):
             return True
         if s.opener:

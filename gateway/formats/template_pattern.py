@@ -38,7 +38,7 @@ ATOM = re.compile(
 CONTROL = {"n": "\n", "t": "\t"}
 
 
-class Opening(msgspec.Struct, frozen=True):
+class RegionOpening(msgspec.Struct, frozen=True):
     """literal  what is searched for
     pattern  matches all of it, the literal included; "" if the literal is all
     until    the literal that ends it; "" if it ends with a group
@@ -81,7 +81,7 @@ class Opening(msgspec.Struct, frozen=True):
         return found.groupdict() if found else None
 
 
-def openings(pattern: str) -> tuple[Opening, ...]:
+def openings(pattern: str) -> tuple[RegionOpening, ...]:
     """The alternatives of `pattern`. ValueError says what is not understood."""
     return tuple(_opening(alternative, pattern) for alternative in alternatives(pattern))
 
@@ -131,9 +131,9 @@ def _closes_at(pattern: str) -> int:
     return -1
 
 
-def _opening(pattern: str, whole: str) -> Opening:
+def _opening(pattern: str, whole: str) -> RegionOpening:
     if pattern in ("^", r"\A"):
-        return Opening(at_start=True)
+        return RegionOpening(at_start=True)
     atoms = _atoms(pattern, whole)
     while atoms and atoms[0].lastgroup == "blank":
         atoms.pop(0)
@@ -145,7 +145,7 @@ def _opening(pattern: str, whole: str) -> Opening:
     if not literal:
         raise ValueError(f"the pattern {whole!r} does not begin with a literal")
     if first == len(letters):
-        return Opening(literal)
+        return RegionOpening(literal)
     behind = next(n for n in range(len(letters), 0, -1) if letters[n - 1] is None)
     until = "".join(letter or "" for letter in letters[behind:])
     last = atoms[-1]["of"] or ""
@@ -153,7 +153,7 @@ def _opening(pattern: str, whole: str) -> Opening:
         raise ValueError(f"the pattern {whole!r} ends with neither a literal nor a group")
     if sum(not (atom["bound"] or _letter(atom)) for atom in atoms) > MAX_REPEATS:
         raise ValueError(f"the pattern {whole!r} has more than {MAX_REPEATS} repetitions")
-    return Opening(literal, "".join(atom[0] for atom in atoms), until, last)
+    return RegionOpening(literal, "".join(atom[0] for atom in atoms), until, last)
 
 
 def _atoms(pattern: str, whole: str) -> list[re.Match[str]]:

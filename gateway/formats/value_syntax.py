@@ -17,11 +17,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.formats.grammar.forms import either, optional, sequence
-from gateway.formats.grammar.strings import Marked, Quotes
 from gateway.formats.grammar_builder import GrammarBuilder
+from gateway.formats.grammar_forms import either, optional, sequence
 from gateway.formats.schema_cases import ANYTHING, Limits, SchemaCase, Schemas
-from gateway.formats.string_escapes import CONTROLS, StringEscapes, signs
+from gateway.formats.string_escapes import CONTROLS, StringEscapes, free_of, signs
 from gateway.formats.string_limits import limited
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
@@ -42,7 +41,7 @@ class Notation(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    strings: Sequence[Quotes] | Marked
+    strings: Sequence[QuotedStrings] | MarkedStrings
     words: tuple[str, str, str] = WORDS
     bare: bool = False
     object: tuple[Form, Form] = (Pattern(r"\{" + BLANKS), Pattern(BLANKS + r"\}"))
@@ -64,7 +63,7 @@ JSON_ESCAPES = {
 def json_notation(avoid: tuple[str, ...]) -> Notation:
     """JSON in whose strings none of these words occurs."""
     spelling = StringEscapes(never=CONTROLS, escapes=JSON_ESCAPES, numbered=f"{NUMBERED}|{PAIR}")
-    quotes = Quotes('"', spelling, avoid)
+    quotes = QuotedStrings('"', spelling, avoid)
     return Notation(name="json", strings=(quotes,))
 
 
@@ -74,10 +73,10 @@ BARE_KEY = r"""[^\s\x00-\x1f,:{}\[\]()"'<>]{1,64}"""
 class Values:
     """Writes the values of one tool in one notation."""
 
-    def __init__(self, notation: Notation, schemas: Schemas, book: GrammarBuilder) -> None:
+    def __init__(self, notation: Notation, schemas: Schemas, grammar: GrammarBuilder) -> None:
         self.notation = notation
         self.schemas = schemas
-        self.book = book
+        self.grammar = grammar
         self._names: dict[str, str] = {}
         self._count = 0
 
@@ -97,7 +96,7 @@ class Values:
             case "boolean":
                 return either((LiteralForm(true), LiteralForm(false)))
             case "integer" | "number":
-                return self.book.json({"type": case.kind, **case.limits})
+                return self.grammar.json({"type": case.kind, **case.limits})
             case "string":
                 return self._string(case.limits, path)
         return self._container(case, path)
@@ -107,14 +106,16 @@ class Values:
     def _string(self, limits: Limits, path: str) -> Form:
         strings = self.notation.strings
         try:
-            if isinstance(strings, Marked):
+            if isinstance(strings, MarkedStrings):
                 careful = StringEscapes(never=signs(strings.mark[0]))
                 text = {"pattern": limited(careful, limits)} if limits else {}
                 return sequence(strings.mark, Until(strings.mark, **text))
             if limits:
                 return Pattern("|".join(one.limited(limits) for one in strings))
             free = Pattern("|".join(one.free() for one in strings))
-            return self.book.define(f"{self.schemas.tool.name}-{self.notation.name}-string", free)
+            return self.grammar.define(
+                f"{self.schemas.tool.name}-{self.notation.name}-string", free
+            )
         except ValueError as fault:
             self.schemas.refuse(path, "string", str(fault))
 
@@ -127,7 +128,7 @@ class Values:
     def _ways(self, value: Any) -> list[str]:
         """All ways of writing it; none, if it cannot be written."""
         strings = self.notation.strings
-        if isinstance(value, str) and not isinstance(strings, Marked):
+        if isinstance(value, str) and not isinstance(strings, MarkedStrings):
             return [text for one in strings if (text := one.text(value)) is not None]
         text = self.constant(value)
         return [] if text is None else [text]
@@ -156,7 +157,7 @@ class Values:
 
     def _text(self, text: str) -> str | None:
         strings = self.notation.strings
-        if isinstance(strings, Marked):
+        if isinstance(strings, MarkedStrings):
             return None if strings.mark in text else strings.mark + text + strings.mark
         return strings[0].text(text)
 
@@ -174,7 +175,7 @@ class Values:
         if key not in self._names:
             self._names[key] = name = self.name(case.kind)
             inside = self._array if case.kind == "array" else self._object
-            self.book.define(name, inside(case.limits, path))
+            self.grammar.define(name, inside(case.limits, path))
         return GrammarRule(self._names[key])
 
     def name(self, hint: str) -> str:
@@ -306,9 +307,49 @@ class Values:
     def _rule(self, hint: str, form: Form) -> Form:
         if isinstance(form, GrammarRule | LiteralForm):
             return form
-        return self.book.define(self.name(hint), form)
+        return self.grammar.define(self.name(hint), form)
 
 
 def joined(forms: Sequence[Form], comma: Form) -> list[Form]:
     """With a comma between each two, and one more if others may follow."""
     return [part for n, form in enumerate(forms) for part in ([comma, form] if n else [form])]
+
+
+class QuotedStrings(msgspec.Struct, frozen=True):
+    """Strings between two signs.
+
+    avoid  words that may not occur in any string, as they would end what it stands in
+    """
+
+    quote: str
+    spelling: StringEscapes
+    avoid: tuple[str, ...] = ()
+
+    def free(self) -> str:
+        inner = free_of(self.avoid, self.spelling) if self.avoid else f"{self.spelling.any()}*"
+        return self._between(inner)
+
+    def limited(self, limits: Limits) -> str:
+        """Raises ValueError naming what cannot be written."""
+        return self._between(limited(self._careful, limits))
+
+    def text(self, text: str) -> str | None:
+        inner = self.spelling.text(text)
+        if inner is None or any(word in inner for word in self.avoid):
+            return None
+        return self.quote + inner + self.quote
+
+    def _between(self, inner: str) -> str:
+        return self.quote + inner + self.quote
+
+    @property
+    def _careful(self) -> StringEscapes:
+        """Without the sign that words to be avoided begin with."""
+        never = signs("".join(word[0] for word in self.avoid))
+        return msgspec.structs.replace(self.spelling, never=[*self.spelling.never, *never])
+
+
+class MarkedStrings(msgspec.Struct, frozen=True):
+    """Strings between two equal markers: they hold everything but the marker."""
+
+    mark: str

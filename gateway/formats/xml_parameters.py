@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  (markers are spelt as the vocabularies have them)
 """Calls as tags, one tag for each argument; values are plain text.
 
     <tool_call>                                     open
@@ -30,7 +31,7 @@ a call's own tag, which is then one only if it names a tool of the request.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,8 +42,15 @@ from gateway.formats.argument_types import (
     kinds_of,
     schema_of,
 )
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
-from gateway.formats.parser import CallParser, Context, MachineState, SectionSyntax
+from gateway.formats.arguments_grammar import arguments_form
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.grammar_forms import either, sequence, several
+from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, ParserContext
+from gateway.formats.plain_values import PlainValues, ValueEnd
+from gateway.formats.schema_cases import SchemaCase, Schemas, anything
+from gateway.formats.value_syntax import Values, json_notation
+from protocol.grammar import Form, LiteralForm, Pattern
 
 MAX_TAG_CHARS = 1024
 """A tag that is longer is none."""
@@ -51,7 +59,7 @@ ATTRIBUTE = re.compile(r'\s*([\w:.-]+)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'=
 PLAIN_NAME = re.compile(r"[^\s<>\"'=]+(?: [^\s<>\"'=]+)*")
 
 
-class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
+class XmlParameters(CallSyntax, frozen=True, kw_only=True):
     """open            markers that begin a stretch; none: a call's tag does
     close           markers that end it
     call_open       a call's tag up to its name
@@ -104,13 +112,13 @@ class XmlParameters(SectionSyntax, frozen=True, kw_only=True):
     def openers(self) -> tuple[str, ...]:
         return self.open + ((self.call_open,) if self.bare or not self.open else ())
 
-    def section(
-        self, context: Context, teller: EventBuilder, state: Mapping[str, Any] | None = None
+    def call_parser(
+        self, context: ParserContext, builder: EventBuilder, state: Mapping[str, Any] | None = None
     ) -> CallParser:
-        return XmlParametersSection(self, context, teller, state)
+        return XmlParametersParser(self, context, builder, state)
 
 
-class XmlParametersState(MachineState):
+class XmlParametersState(FormatParserState):
     """tag        the tag at hand, as far as it is read
     quote      the quote that is open in it
     arguments  of the open call
@@ -131,7 +139,7 @@ class XmlParametersState(MachineState):
     raw: list[str] = []
 
 
-class XmlParametersSection(CallParser):
+class XmlParametersParser(CallParser):
     syntax: XmlParameters
 
     State = XmlParametersState
@@ -167,11 +175,11 @@ class XmlParametersSection(CallParser):
             case "call_tag" | "key_tag":
                 return self._in_tag(text)
             case "value":
-                s.arguments.text(text, self.teller, self.syntax.trim)
+                s.arguments.text(text, self.builder, self.syntax.trim)
             case "doubt":
                 return self._in_doubt(text)
             case "broken":
-                self.teller.content(text)
+                self.builder.content(text)
             case "opened" | "between":
                 return self._outside_calls(text)
         return ""
@@ -187,7 +195,7 @@ class XmlParametersSection(CallParser):
         if s.at == "opened":
             self._give_back("a marker of tool calls with no call behind it")
         elif not s.bare:
-            self.teller.warn(PARSE_FAILED, "text between tool calls")
+            self.builder.warn(PARSE_FAILED, "text between tool calls")
             s.at = "broken"
             return rest
         s.done = True
@@ -251,28 +259,28 @@ class XmlParametersSection(CallParser):
             self._give_back("a tool call that has no name")
             s.done = True
         else:
-            self.teller.give_back(self.syntax.call_open + s.tag, "a tool call that has no name")
+            self.builder.reject_call(self.syntax.call_open + s.tag, "a tool call that has no name")
             s.at, s.done = "broken", s.bare
 
     def _begin_call(self, name: str) -> None:
         s = self.s
-        if s.bare and s.raw and not self.teller.declares(name):
+        if s.bare and s.raw and not self.builder.declares(name):
             s.tag += ">"
             self._no_tag()
             return
         head, _, tail = name.partition(".")
-        if self.syntax.doubled_names and head == tail and not self.teller.declares(name):
+        if self.syntax.doubled_names and head == tail and not self.builder.declares(name):
             name = head
         s.name, s.raw, s.arguments, s.at = name, [], ArgumentsWriter(), "call"
-        self.teller.begin(name)
+        self.builder.start_call(name)
 
     def _begin_value(self, key: str) -> None:
         s = self.s
-        parameters = self.teller.parameters(s.name)
+        parameters = self.builder.parameters(s.name)
         kinds = kinds_of(schema_of(parameters, key), parameters)
         if s.string:
             kinds = ("string",) if s.string == "true" else ()
-        s.arguments.begin(key, kinds, self.teller, bare_json=self._bare_json)
+        s.arguments.begin(key, kinds, self.builder, bare_json=self._bare_json)
         self._begin_doubtless("value")
 
     @property
@@ -294,11 +302,11 @@ class XmlParametersSection(CallParser):
 
     def _was_text(self) -> None:
         s = self.s
-        s.arguments.text("".join(s.doubtful), self.teller, self.syntax.trim)
+        s.arguments.text("".join(s.doubtful), self.builder, self.syntax.trim)
         self._begin_doubtless("value")
 
     def _value_ended(self) -> None:
-        self.s.arguments.end(self.teller, bare_json=self._bare_json)
+        self.s.arguments.end(self.builder, bare_json=self._bare_json)
         self._begin_doubtless("call")
 
     # ---- markers
@@ -356,8 +364,8 @@ class XmlParametersSection(CallParser):
             self._stretch(marker)
 
     def _call_ended(self) -> None:
-        self.s.arguments.close(self.teller)
-        self.teller.end()
+        self.s.arguments.close(self.builder)
+        self.builder.end_call()
         self.s.at = "between"
 
     def _stretch(self, marker: str) -> None:
@@ -376,25 +384,189 @@ class XmlParametersSection(CallParser):
         s = self.s
         match s.at:
             case "value":
-                s.arguments.text(marker, self.teller, self.syntax.trim)
+                s.arguments.text(marker, self.builder, self.syntax.trim)
             case "doubt":
                 self._was_text()
-                s.arguments.text(marker, self.teller, self.syntax.trim)
+                s.arguments.text(marker, self.builder, self.syntax.trim)
 
     # ---- the end
 
     def on_end(self, complete: bool) -> None:
         s, x = self.s, self.syntax
         if not complete:
-            self.teller.drop()
+            self.builder.abandon_call()
             return
         if s.at == "doubt" and s.doubtful[0] == x.call_close:
             self._value_ended()
             self._call_ended()
-        if self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
-            self.teller.drop()
+        if self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+            self.builder.abandon_call()
         elif s.at == "call_tag":
             self._no_tag()
         elif s.raw:
             self._give_back("a tool call that is not finished")
+
+
+# ---- the grammar of the same syntax
+
+
+ANY_NAME = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+IN_QUOTES = re.compile(r'[^"<\r\n]+')
+
+
+def write_calls(
+    syntax: XmlParameters,
+    opener: str,
+    tools: Sequence[DeclaredTool],
+    many: bool,
+    grammar: GrammarBuilder,
+) -> Form:
+    x = syntax
+    behind = either(_write_call(x, tool, grammar) for tool in tools)
+    line = LiteralForm(x.line)
+    if opener == x.call_open:  # nothing closes such a stretch
+        return several(behind, sequence(line, x.call_open), many=many)
+    call = grammar.rule("call", sequence(x.call_before + x.call_open, behind, x.call_after, line))
+    return sequence(line, several(call, many=many and x.many), x.close[0])
+
+
+def _write_call(x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    """One call, from its name on."""
+    name = _write_name(x, tool.name)
+    if name is None:
+        raise NotWritable(tool.name, "name", "this format cannot write it")
+    return sequence(f"{name}>{x.line}", write_arguments(x, tool, grammar), x.call_close)
+
+
+def write_arguments(x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    """A call's arguments, and nothing around them."""
+    return arguments_form(*_argument_writer(x, tool, grammar))
+
+
+def _write_name(x: XmlParameters, name: str) -> str | None:
+    """A name in a tag; None if it cannot stand there."""
+    if len(name) > MAX_TAG_CHARS // 2:
+        return None
+    if x.quoted:
+        return f'"{name}"' if IN_QUOTES.fullmatch(name) else None
+    return name if PLAIN_NAME.fullmatch(name) else None
+
+
+def _argument_writer(
+    x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder
+) -> tuple[Values, Any]:
+    ends_call = (x.call_close,) if x.close and x.doubts else ()
+    ending = ValueEnd(
+        close=x.parameter_close, others=ends_call, around=x.around, trim=x.trim, bare=x.bare_json
+    )
+    values = Values(json_notation(ending.words), Schemas(tool), grammar)
+    plain = PlainValues(values, ending)
+
+    def write(key: str | None, schema: Any, path: str) -> Form | None:
+        name = ANY_NAME if key is None else _write_name(x, key)
+        if name is None:
+            return None
+        quote = '"' if key is None and x.quoted else ""
+        tag = sequence(x.parameter_open + quote, name, quote)
+        if x.string_key:
+            value = _write_typed_value(x, plain, values.schemas.cases(schema, path), path)
+        else:
+            value = sequence(">", plain.argument(key, schema, path))
+        return sequence(tag, value, x.line)
+
+    return values, write
+
+
+def _write_typed_value(
+    x: XmlParameters, plain: PlainValues, cases: Sequence[SchemaCase], path: str
+) -> Form:
+    """A value whose tag says whether it is a string."""
+    strings = [case for case in cases if case.kind == "string"]
+    others = [case for case in cases if case.kind != "string"]
+    ways = []
+    if strings:
+        text = plain.text() if anything(cases) else plain.of(strings, ("string",), path)
+        ways.append(sequence(f' {x.string_key}="true">', text))
+    if others:
+        value = either(plain.values.case(case, path) for case in others)
+        ways.append(sequence(f' {x.string_key}="false">', value, x.parameter_close))
+    return either(ways)
+
+
+# ---- the formats
+
+
+def _invoke(prefix: str = "", **options: Any) -> XmlParameters:
+    """`<invoke name="f"><parameter name="k">v</parameter></invoke>`, with prefixed tags."""
+    return XmlParameters(
+        call_open=f"<{prefix}invoke name=",
+        call_close=f"</{prefix}invoke>",
+        parameter_open=f"<{prefix}parameter name=",
+        parameter_close=f"</{prefix}parameter>",
+        quoted=True,
+        **options,
+    )
+
+
+def _dsml(space: str, stretch: str) -> XmlParameters:
+    mark = "｜DSML｜" + space
+    return _invoke(
+        mark,
+        open=(f"<{mark}{stretch}>",),
+        close=(f"</{mark}{stretch}>",),
+        string_key="string",
+        trim="nothing",
+    )
+
+
+QWEN3_XML = XmlParameters(bare=True, many=False, around="\n")
+
+MUSE_CALLS = _invoke(
+    "atem:",
+    open=("<atem:function_calls>",),
+    close=("</atem:function_calls>", "<|eom|>", "<|eot|>"),
+    doubled_names=True,
+    trim="nothing",
+    bare_json=True,
+)
+
+FORMATS = {
+    "qwen3_coder": QWEN3_XML,
+    "qwen3_xml": QWEN3_XML,
+    "step3p5": QWEN3_XML,
+    "mimo": XmlParameters(bare=True, trim="nothing", many=False),
+    "seed_oss": XmlParameters(
+        open=("<seed:tool_call>",), close=("</seed:tool_call>",), trim="nothing", many=False
+    ),
+    "minimax_m2": _invoke(
+        open=("<minimax:tool_call>",), close=("</minimax:tool_call>",), trim="nothing"
+    ),
+    "dots": _invoke(
+        open=("<dots_function_call>",), close=("</dots_function_call>",), trim="blanks"
+    ),
+    "minicpm5": XmlParameters(
+        open=(),
+        close=(),
+        call_open="<function name=",
+        call_close="</function>",
+        parameter_open="<param name=",
+        parameter_close="</param>",
+        quoted=True,
+        trim="blanks",
+        bare_json=True,
+        line="",
+    ),
+    "deepseek_v32": _dsml("", "function_calls"),
+    "deepseek_v4": _dsml("", "tool_calls"),
+    "deepseek_v41": _dsml(" ", "calls"),
+    "step3": _invoke(
+        "steptml:",
+        open=("<｜tool_calls_begin｜>",),
+        close=("<｜tool_calls_end｜>",),
+        skip=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", "<｜tool_call_end｜>"),
+        trim="nothing",
+        call_before="<｜tool_call_begin｜>function<｜tool_sep｜>",
+        call_after="<｜tool_call_end｜>",
+    ),
+}

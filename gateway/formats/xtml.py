@@ -23,14 +23,28 @@ Source: the published parser's description of the protocol.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from gateway.formats.argument_types import ArgumentsWriter
-from gateway.formats.event_builder import BLANKS, PARSE_FAILED, EventBuilder
-from gateway.formats.parser import AnswerSyntax, Context, FormatParser, MachineState
+from gateway.formats.arguments_grammar import arguments_form
+from gateway.formats.event_builder import BLANKS, PARSE_FAILED, DeclaredTool, EventBuilder
+from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.grammar_forms import (
+    ANY_TEXT,
+    AnswerFrame,
+    either,
+    optional,
+    sequence,
+    without_prefix,
+)
+from gateway.formats.parser import AnswerSyntax, FormatParser, FormatParserState, ParserContext
+from gateway.formats.plain_values import PlainValues, ValueEnd
+from gateway.formats.schema_cases import SchemaCase, Schemas, anything
+from gateway.formats.value_syntax import Values, json_notation
+from protocol.grammar import Form, LiteralForm, Pattern, Repeat, Until
 
 MAX_TAG_CHARS = 512
 ATTRIBUTE = re.compile(r'\s+(\w+)="([^"]*)"')
@@ -54,18 +68,18 @@ class Xtml(AnswerSyntax, frozen=True, kw_only=True):
     def markers(self) -> tuple[str, ...]:
         return (self.open, self.close, self.separator)
 
-    def machine(
+    def parser(
         self,
-        context: Context,
-        teller: EventBuilder,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
         *,
         starts_inside: bool = False,
     ) -> FormatParser:
-        return XtmlMachine(self, context, teller, state, starts_inside=starts_inside)
+        return XtmlParser(self, context, builder, state, starts_inside=starts_inside)
 
 
-class XtmlState(MachineState):
+class XtmlState(FormatParserState):
     """stack      names of the open elements
     tag        the tag at hand, its marker included
     arguments  of the open call
@@ -79,20 +93,20 @@ class XtmlState(MachineState):
     spilt: bool = False
 
 
-class XtmlMachine(FormatParser):
+class XtmlParser(FormatParser):
     State = XtmlState
 
     def __init__(
         self,
         syntax: Xtml,
-        context: Context,
-        teller: EventBuilder,
+        context: ParserContext,
+        builder: EventBuilder,
         state: Mapping[str, Any] | None = None,
         *,
         starts_inside: bool = False,
     ) -> None:
         self.syntax = syntax
-        super().__init__(context, teller, state)
+        super().__init__(context, builder, state)
         if state is None:
             self._begin("think" if starts_inside else "response")
 
@@ -112,17 +126,17 @@ class XtmlMachine(FormatParser):
             return self._in_tag(text)
         match self._in:
             case "think":
-                self.teller.reasoning(text)
+                self.builder.reasoning(text)
             case "argument":
-                self.s.arguments.text(text, self.teller)
+                self.s.arguments.text(text, self.builder)
             case "tools" | "call":
                 self._spill(text)
             case "":
                 if text.strip(BLANKS):
                     self._begin("response")
-                    self.teller.content(text)
+                    self.builder.content(text)
             case _:
-                self.teller.content(text)
+                self.builder.content(text)
         return ""
 
     def _spill(self, text: str) -> None:
@@ -132,8 +146,8 @@ class XtmlMachine(FormatParser):
             return
         if not s.spilt:
             s.spilt = True
-            self.teller.warn(PARSE_FAILED, "text between tool calls")
-        self.teller.content(text)
+            self.builder.warn(PARSE_FAILED, "text between tool calls")
+        self.builder.content(text)
 
     def _in_tag(self, text: str) -> str:
         s = self.s
@@ -191,13 +205,13 @@ class XtmlMachine(FormatParser):
         s.stack.append(name)
         match name:
             case "think":
-                self.teller.begin_reasoning()
+                self.builder.start_reasoning()
             case "call":
                 s.arguments = ArgumentsWriter()
-                self.teller.begin(given["tool"])
+                self.builder.start_call(given["tool"])
             case "argument":
                 kinds = ("string",) if given.get("type", "string") == "string" else ()
-                s.arguments.begin(given.get("key", ""), kinds, self.teller, bare_json=not kinds)
+                s.arguments.begin(given.get("key", ""), kinds, self.builder, bare_json=not kinds)
 
     def _close(self, name: str) -> bool:
         if name == "message" and self._in != "argument":
@@ -214,24 +228,24 @@ class XtmlMachine(FormatParser):
         s.stack.pop()
         match name:
             case "think":
-                self.teller.end_reasoning()
+                self.builder.end_reasoning()
             case "argument":
-                s.arguments.end(self.teller, bare_json=True)
+                s.arguments.end(self.builder, bare_json=True)
             case "call":
-                s.arguments.close(self.teller)
-                self.teller.end()
+                s.arguments.close(self.builder)
+                self.builder.end_call()
 
     # ---- the end
 
     def on_end(self, complete: bool) -> None:
         if complete and self.s.at == "tag":
             self._was_text()
-        if complete and self.teller.is_open:
-            self.teller.warn(PARSE_FAILED, "the last tool call is not finished")
-        self.teller.drop()
+        if complete and self.builder.is_open:
+            self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
+        self.builder.abandon_call()
         if self._in == "think":
-            self.teller.end_reasoning()
-        self.teller.finish()
+            self.builder.end_reasoning()
+        self.builder.finish()
 
 
 def attributes(text: str) -> dict[str, str]:
@@ -239,6 +253,122 @@ def attributes(text: str) -> dict[str, str]:
         found[1]: found[2].replace("&quot;", '"').replace("&amp;", "&")
         for found in ATTRIBUTE.finditer(text)
     }
+
+
+# ---- the grammar of the same syntax
+
+
+ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+LATER_INDEX = Pattern("[1-9][0-9]{0,2}")
+"""Of a call behind the first; which it is the reader counts."""
+
+
+def _write_tools_element(
+    syntax: Xtml, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    """The element of all calls, its tags included."""
+    x = syntax
+    close = _close_tag(x, "call")
+    bodies = [(_attribute(tool.name), _write_arguments(x, tool, grammar)) for tool in tools]
+
+    def call(index: Form | str) -> Form:
+        options = (
+            sequence(f'tool="{name}" index="', index, f'"{x.separator}', body)
+            for name, body in bodies
+        )
+        return sequence(f"{x.open}call ", either(options), close)
+
+    more = Repeat(grammar.rule("call", call(LATER_INDEX))) if many else LiteralForm("")
+    return sequence(_open_tag(x, "tools"), call("1"), more, _close_tag(x, "tools"))
+
+
+def _open_tag(x: Xtml, name: str) -> str:
+    return f"{x.open}{name}{x.separator}"
+
+
+def _close_tag(x: Xtml, name: str) -> str:
+    return f"{x.close}{name}{x.separator}"
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _write_arguments(x: Xtml, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+    """A call's arguments."""
+    if len(tool.name) > MAX_TAG_CHARS // 2:
+        raise NotWritable(tool.name, "name", "this format cannot write it")
+    ending = ValueEnd(close=_close_tag(x, "argument"))
+    values = Values(json_notation(ending.words), Schemas(tool), grammar)
+    plain = PlainValues(values, ending)
+
+    def write(key: str | None, schema: Any, path: str) -> Form | None:
+        if key is not None and ("\n" in key or "<|" in key or len(key) > MAX_TAG_CHARS // 2):
+            return None
+        name = ANY_KEY if key is None else _attribute(key)
+        tag = sequence(f'{x.open}argument key="', name, '" type="')
+        return sequence(tag, _write_value(x, plain, values.schemas.cases(schema, path), path))
+
+    return grammar.rule("arguments", arguments_form(values, write))
+
+
+def _write_value(x: Xtml, plain: PlainValues, cases: Sequence[SchemaCase], path: str) -> Form:
+    kinds: dict[str, list[SchemaCase]] = {}
+    for case in cases:
+        kinds.setdefault(TYPE_NAMES.get(case.kind, case.kind), []).append(case)
+    ways = []
+    for kind, found in kinds.items():
+        if kind != "string":
+            value = either(plain.values.case(case, path) for case in found)
+            value = sequence(value, plain.ending.close)
+        elif anything(cases):
+            value = plain.text()
+        else:
+            value = plain.of(found, ("string",), path)
+        ways.append(sequence(f'{kind}"{x.separator}', value))
+    return either(ways)
+
+
+TYPE_NAMES = {"integer": "number"}
+"""What the model calls a type, where it is not what schemas call it."""
+
+
+# ---- the grammar of the same syntax
+
+
+def answer_frame(syntax: Xtml) -> AnswerFrame:
+    return AnswerFrame(
+        opens=_open_tag(syntax, "think"),
+        closes=_close_tag(syntax, "think"),
+        before=_open_tag(syntax, "response"),
+        after=_close_tag(syntax, "response"),
+    )
+
+
+def write_required(
+    syntax: Xtml, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    return sequence(
+        _write_tools_element(syntax, tools, many, grammar),
+        optional(LiteralForm(_close_tag(syntax, "message"))),
+    )
+
+
+def write_strict(
+    syntax: Xtml, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
+) -> Form:
+    """A response, whose opening tag the prompt may have written, and calls behind it."""
+    opened, end = (
+        optional(LiteralForm(_open_tag(syntax, "response"))),
+        LiteralForm(_close_tag(syntax, "message")),
+    )
+    calls = grammar.rule("calls", write_required(syntax, tools, many, grammar))
+    closed = sequence(Until(_close_tag(syntax, "response")), optional(either((calls, end))))
+    opener = _open_tag(syntax, "tools")
+    broken_off = sequence(
+        Until(opener), without_prefix(opener, write_required(syntax, tools, many, grammar))
+    )
+    return either((calls, sequence(opened, either((closed, broken_off, ANY_TEXT)))))
 
 
 FORMATS = {"kimi_k3": Xtml()}

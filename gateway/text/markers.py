@@ -221,3 +221,11 @@ class Scanner:
         if live_start > self._start:
             return True
         return live_start == self._start and not self._set.children[node]
+
+
+def match_end(pattern: re.Pattern[str], text: str, position: int = 0) -> int:
+    """Return the end of the match of `pattern` at `position`.
+
+    The pattern must match everywhere, if only the empty string.
+    """
+    return pattern.match(text, position).end()  # type: ignore[union-attr]  # see above

@@ -35,7 +35,7 @@ PAIRS = [
 
 def ours(sample: Any, case: Fixture) -> dict[str, Any]:
     words = lexicon(sample, tokens=True)
-    machine = sample.format.machine(words, tools=TYPED_TOOLS)
+    machine = sample.format.parser(words, tools=TYPED_TOOLS)
     events = [event for piece in units(case.text, words) for event in machine.push(piece)]
     message: dict[str, Any] = {"content": "", "thinking": "", "calls": []}
     for event in merged(events + machine.finish()):

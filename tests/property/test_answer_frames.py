@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine_core.grammar.markers import is_marker
+from gateway.formats.calls_grammar import frame_of
 from gateway.formats.events import Content, Finished, Reasoning
-from gateway.formats.grammar.answers import frame_of
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.registry import Format, format_of
 from gateway.formats.response_template_loader import load

@@ -17,7 +17,7 @@ from gateway.formats.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.formats.parser import Lexicon, SectionSyntax
+from gateway.formats.parser import CallSyntax, Lexicon
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import TOOLS, BoundFormat, Format
 from gateway.formats.standard import MAX_TRIAL_CHARS
@@ -66,7 +66,7 @@ def test_no_format_with_a_marker_is_left_out() -> None:
     tried = {sample.format.tools for sample in SAMPLES}
     markers = {syntax.markers() for syntax in tried if syntax}
     for name, syntax in TOOLS.items():
-        if isinstance(syntax, SectionSyntax) and syntax.openers():
+        if isinstance(syntax, CallSyntax) and syntax.openers():
             assert syntax.markers() in markers, name
 
 
@@ -143,7 +143,7 @@ def said(text: str, *, tokens: bool, drafts: bool = False, complete: bool = True
     words = Lexicon(dict(enumerate(format.markers(), 1000)) if tokens else {})
     bound = BoundFormat(format, words)
     bound = bound.with_drafts() if drafts else bound
-    machine = bound.machine(tools=[DeclaredTool("f")], new_id=lambda: "id")
+    machine = bound.parser(tools=[DeclaredTool("f")], new_id=lambda: "id")
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish(complete))
 
@@ -193,7 +193,7 @@ def test_a_call_behind_a_marker_that_was_text_is_found(tokens: bool) -> None:
 def test_reasoning_is_held_back_no_longer_than_a_tool_can_still_be_named(tokens: bool) -> None:
     format = Format(TOOLS["hermes"], REASONING["qwen3"])
     words = Lexicon(dict(enumerate(format.markers(), 1000)) if tokens else {})
-    machine = format.machine(words, tools=[DeclaredTool("f")])
+    machine = format.parser(words, tools=[DeclaredTool("f")])
     num_read = num_told = 0
     for piece in units('<think><tool_call>{"x": "' + "y" * 3 * MAX_TRIAL_CHARS, words):
         events = machine.push(piece)

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from gateway.formats.calls_grammar import frame_of, required_or_other
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import Content, Event, Finished, ToolCall
-from gateway.formats.grammar.answers import frame_of
-from gateway.formats.grammar.calls import instead
-from gateway.formats.parser import SectionSyntax
+from gateway.formats.parser import CallSyntax
 from gateway.formats.registry import TOOLS, Format
 from gateway.formats.response_template import ResponseTemplate
 from protocol.grammar import Grammar, Json, JsonObject, JsonSchema, Rules
@@ -43,7 +42,7 @@ SEEDS = range(2)
 
 def around(spoken: Model, tools: Sequence[DeclaredTool], *, many: bool = True) -> dict[str, Any]:
     frame = frame_of(spoken.bound)
-    calls = instead(spoken.bound, tools, many=many)
+    calls = required_or_other(spoken.bound, tools, many=many)
     return {"calls": calls, "before": frame.before, "after": frame.after}
 
 
@@ -88,7 +87,7 @@ def spelt_openers(name: str) -> str:
     """Return the openers of a call in this format, as text; "" if they are marker tokens and all
     text stands between them."""
     match SYNTAXES[name]:
-        case SectionSyntax() as syntax:
+        case CallSyntax() as syntax:
             return " ".join(syntax.openers())
         case ResponseTemplate(frames_content=False, regions=regions):
             return " ".join(o.literal for r in regions if r.calls for o in r.open)
@@ -175,7 +174,7 @@ def test_calls_and_a_form_that_begin_alike_are_told_apart(
 def test_what_no_text_satisfies_is_refused_beside_calls_too() -> None:
     spoken = model("hermes", True)
     never = JsonSchema(text='{"enum": []}')
-    calls = instead(spoken.bound, DECLARED, many=True)
+    calls = required_or_other(spoken.bound, DECLARED, many=True)
     with pytest.raises(Exception, match="grammar") as caught:
         spoken.compiler.compile(Grammar(body=never, calls=calls))
     assert getattr(caught.value, "param", None) == "grammar"
@@ -186,6 +185,6 @@ def test_a_fault_of_the_calls_is_named_as_theirs() -> None:
     odd = DeclaredTool("odd", {"type": "object", "properties": {"x": {"not": {"type": "null"}}}})
     with pytest.raises(Exception, match="not") as caught:
         spoken.compiler.compile(
-            Grammar(body=JsonObject(), calls=instead(spoken.bound, [odd], many=True))
+            Grammar(body=JsonObject(), calls=required_or_other(spoken.bound, [odd], many=True))
         )
     assert getattr(caught.value, "param", None) == "grammar.calls"

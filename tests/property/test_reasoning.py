@@ -165,7 +165,7 @@ def said(
 ) -> list[Event]:
     whole = Format(TOOLS[tools] if tools else None, format)
     words = Lexicon(dict(enumerate(whole.markers(), 1000)) if tokens else {})
-    machine = whole.machine(words, new_id=lambda: "id", starts_inside=inside)
+    machine = whole.parser(words, new_id=lambda: "id", starts_inside=inside)
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish(complete))
 

@@ -13,9 +13,9 @@ import pytest
 import tokenizers
 
 from gateway.formats.events import ToolCall
-from gateway.formats.parser import Lexicon, Piece, Special
+from gateway.formats.parser import Lexicon, MarkerToken, Piece
 from gateway.formats.reasoning import REASONING
-from gateway.formats.registry import READ_WHOLE, TOOLS, machine_state
+from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, parser_state
 from gateway.served_model import ModelOptions, ServedModel
 from protocol.config.gateway import GatewayConfig
 from protocol.messages import Output, Usage
@@ -83,7 +83,7 @@ def tools_of(sample: Sample) -> str:
 
 
 def reasoning_of(sample: Sample) -> str:
-    whole = {tools: name for name, tools in READ_WHOLE.items()}
+    whole = {tools: name for name, tools in REASONING_OF_ANSWER_SYNTAX.items()}
     if tools_of(sample) in whole:
         return whole[tools_of(sample)]
     names = (name for name, format in REASONING.items() if format == sample.format.reasoning)
@@ -96,7 +96,7 @@ def ids_of(text: str, words: Lexicon) -> list[int]:
     def ids(piece: Piece) -> list[int]:
         return list(piece.encode()) if isinstance(piece, str) else [by_text[piece.text]]
 
-    assert all(isinstance(piece, Special) for piece in words.pieces.values() if not words.parts)
+    assert all(isinstance(piece, MarkerToken) for piece in words.pieces.values() if not words.parts)
     return [token for piece in units(text, words) for token in ids(piece)]
 
 
@@ -232,10 +232,10 @@ LONG, SHORT = 10_000, 100
 def memory(sample: Sample, text: str) -> int:
     """Bytes of the machine's state behind `text`."""
     words = lexicon(sample, tokens=True)
-    machine = sample.format.machine(words, tools=sample.tools)
+    machine = sample.format.parser(words, tools=sample.tools)
     for piece in units(text, words):
         machine.push(piece)
-    return len(msgspec.msgpack.encode(machine_state(machine)))
+    return len(msgspec.msgpack.encode(parser_state(machine)))
 
 
 @pytest.mark.parametrize("name", BY_NAME)

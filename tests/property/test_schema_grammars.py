@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from engine_core.grammar.markers import is_marker
+from gateway.formats.calls_grammar import required
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.grammar.calls import required
 from gateway.formats.grammar_builder import NotWritable
 from gateway.formats.registry import TOOLS, Format
 from tests.support.json_schema import fits

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from gateway.formats.parser import FormatParser, Lexicon, Piece, Special
+from gateway.formats.parser import FormatParser, Lexicon, MarkerToken, Piece
 from gateway.formats.registry import format_of
 from gateway.formats.standard import StandardParser
 
@@ -66,25 +66,25 @@ def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembere
         chance = random.Random(seed)
         lexicon = Lexicon(dict(enumerate(MARKERS)) if has_tokens else {})
         quick, plain = (
-            cast(StandardParser, format_of(*names).machine(lexicon, new_id=lambda: "id"))
+            cast(StandardParser, format_of(*names).parser(lexicon, new_id=lambda: "id"))
             for _ in range(2)
         )
         for text in a_text(chance):
             piece: Piece = text
             if has_tokens and text in MARKERS:
-                piece = Special(MARKERS.index(text), text)
+                piece = MarkerToken(MARKERS.index(text), text)
             else:
                 shortcuts += quick._more(text) is not None
             assert quick.push(piece) == FormatParser.push(plain, piece)
             assert quick.state() == plain.state()
-            assert quick.teller.state() == plain.teller.state()
+            assert quick.builder.state() == plain.builder.state()
         assert quick.finish() == plain.finish()
     assert shortcuts > 100
 
 
 def test_all_that_are_worth_one_have_one() -> None:
     """Content, reasoning, and a string in arguments."""
-    machine = cast(StandardParser, format_of("hermes", "qwen3").machine(Lexicon()))
+    machine = cast(StandardParser, format_of("hermes", "qwen3").parser(Lexicon()))
     told = []
     for text in ("<think>", "Hm", ".", "</think>", "Well", " then", "<tool_call>", CALL, "a", "b"):
         told.append(machine._more(text) is not None)

@@ -10,11 +10,9 @@ from functools import cache
 import pytest
 
 from engine_core.grammar.markers import is_marker
+from gateway.formats.calls_grammar import ANSWER_WRITERS, CALL_WRITERS, required, strict
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.grammar.answers import ANSWERS
-from gateway.formats.grammar.calls import required, strict
-from gateway.formats.grammar.writers import WRITERS
-from gateway.formats.harmony import Messages
+from gateway.formats.harmony import Harmony
 from gateway.formats.parser import AnswerSyntax
 from gateway.formats.registry import TOOLS, Format, ToolSyntax
 from gateway.formats.response_template import ResponseTemplate
@@ -44,7 +42,9 @@ BY_NAME = {declared.name: declared for declared in DECLARED}
 
 def test_every_syntax_has_a_writer() -> None:
     for syntax in TOOLS.values():
-        assert type(syntax) in (ANSWERS if isinstance(syntax, AnswerSyntax) else WRITERS)
+        assert type(syntax) in (
+            ANSWER_WRITERS if isinstance(syntax, AnswerSyntax) else CALL_WRITERS
+        )
 
 
 SYNTAXES: Mapping[str, ToolSyntax] = {
@@ -145,7 +145,7 @@ def calls_in(sample: Sample) -> tuple[str, ...]:
     """What can be demanded. A text that a tag ends does not hold the tag: what follows would have
     to say whether it is one."""
     syntax = sample.format.tools
-    inner = syntax.calls if isinstance(syntax, Messages) else syntax
+    inner = syntax.calls if isinstance(syntax, Harmony) else syntax
     return CALLS[:-1] if isinstance(inner, XmlParameters) else CALLS
 
 

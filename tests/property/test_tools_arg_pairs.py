@@ -9,9 +9,9 @@ import pytest
 
 from gateway.formats.arg_pairs import FORMATS, ArgPairs
 from gateway.formats.events import OutputWarning, ToolCall, ToolCallEnd, merged
+from gateway.formats.parser import marker_suffix
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from gateway.formats.suffix import suffix_in
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain
 from tests.support.formats import (
     Call,
@@ -80,7 +80,7 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 def say(name: str, text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
     s = sample(name, FORMATS[name], pairs(FORMATS[name]))
     words = lexicon(s, tokens=tokens)
-    machine = s.format.machine(words, tools=tools, new_id=lambda: "id")
+    machine = s.format.parser(words, tools=tools, new_id=lambda: "id")
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish())
 
@@ -151,6 +151,6 @@ def test_an_unfinished_call_has_no_end() -> None:
 
 
 def test_a_suffix_is_found_in_the_vocabulary() -> None:
-    assert suffix_in(["<s>", "<tool_calls:6124c78e>", "a"]) == ":6124c78e"
-    assert suffix_in(["<s>", "<tool_calls>"]) == ""
+    assert marker_suffix(["<s>", "<tool_calls:6124c78e>", "a"]) == ":6124c78e"
+    assert marker_suffix(["<s>", "<tool_calls>"]) == ""
     assert HY_V4.key == ("<arg_key:6124c78e>", "</arg_key:6124c78e>")

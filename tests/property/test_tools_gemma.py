@@ -68,7 +68,7 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 def say(text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
     words = lexicon(SAMPLES[0], tokens=tokens)
-    machine = SAMPLES[0].format.machine(words, tools=tools, new_id=lambda: "id")
+    machine = SAMPLES[0].format.parser(words, tools=tools, new_id=lambda: "id")
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish())
 
@@ -153,7 +153,7 @@ def test_a_quoted_string_that_is_not_closed_ends_with_the_call() -> None:
 
 
 def test_a_string_is_told_while_it_is_written() -> None:
-    machine = SAMPLES[0].format.machine(lexicon(SAMPLES[0], tokens=False), tools=TYPED_TOOLS)
+    machine = SAMPLES[0].format.parser(lexicon(SAMPLES[0], tokens=False), tools=TYPED_TOOLS)
     machine.push('<|tool_call>call:run{code:<|"|>')
     assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
 

@@ -38,7 +38,7 @@ def said(
     readings = []
     for deltas in ([joined(pieces)], [[piece] for piece in pieces]):
         ids = itertools.count()
-        machine = format.machine(words, tools=tools, new_id=lambda ids=ids: f"id{next(ids)}")  # type: ignore[misc]
+        machine = format.parser(words, tools=tools, new_id=lambda ids=ids: f"id{next(ids)}")  # type: ignore[misc]
         events = [event for delta in deltas for piece in delta for event in machine.push(piece)]
         readings.append(merged(events + machine.finish(complete)))
     assert readings[0] == readings[1]
@@ -172,7 +172,7 @@ def test_text_behind_a_call_in_its_tags_is_content() -> None:
 
 
 def test_prose_about_a_marker_flows_on_at_once() -> None:
-    machine = Format(TOOLS["hermes"]).machine(Lexicon())
+    machine = Format(TOOLS["hermes"]).parser(Lexicon())
     told = ""
     for at, char in enumerate("Use the <tool_call> tag, and <tool_call>s.", 1):
         told += "".join(e.text for e in machine.push(char) if isinstance(e, Content))

@@ -117,7 +117,7 @@ def cases(sample: Sample) -> list[Fixture]:
 
 def say(sample: Sample, text: str, tools: Any = None, *, inside: bool = False) -> list[Any]:
     words = lexicon(sample, tokens=True)
-    machine = sample.format.machine(words, tools=tools, new_id=lambda: "id", starts_inside=inside)
+    machine = sample.format.parser(words, tools=tools, new_id=lambda: "id", starts_inside=inside)
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish())
 
@@ -321,7 +321,7 @@ def test_a_recipient_without_a_start_begins_a_message_of_muse_too() -> None:
 
 
 def test_only_what_may_be_a_role_is_held_back() -> None:
-    machine = HARMONY.format.machine(lexicon(HARMONY, tokens=True), starts_inside=True)
+    machine = HARMONY.format.parser(lexicon(HARMONY, tokens=True), starts_inside=True)
     assert machine.push("An assist") == [Reasoning("An ")]
     assert machine.push("ed") == [Reasoning("assisted")]
     assert machine.push(" assistant to") == [Reasoning(" ")]

@@ -98,7 +98,7 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 
 def say(text: str, tools: Any = TOOLS) -> list[Any]:
     words = lexicon(M3, tokens=False)
-    machine = M3.format.machine(words, tools=tools, new_id=lambda: "id")
+    machine = M3.format.parser(words, tools=tools, new_id=lambda: "id")
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish())
 
@@ -162,7 +162,7 @@ def test_nested_values_without_a_schema_are_read_alike_however_they_are_cut() ->
 
 
 def test_a_string_is_told_while_it_is_written() -> None:
-    machine = M3.format.machine(lexicon(M3, tokens=False), tools=TOOLS)
+    machine = M3.format.parser(lexicon(M3, tokens=False), tools=TOOLS)
     machine.push(f'{NS}<tool_call>{NS}<invoke name="run">{NS}<code>')
     assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
 

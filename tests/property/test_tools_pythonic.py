@@ -85,7 +85,7 @@ BEHIND_TEXT = ("text before a call", "reasoning before")
 def say(name: str, text: str, tools: Sequence[DeclaredTool] | None = None) -> list[Any]:
     s = next(sample for sample in SAMPLES if sample.name == name)
     words = lexicon(s, tokens=True)
-    machine = s.format.machine(words, tools=tools, new_id=lambda: "id")
+    machine = s.format.parser(words, tools=tools, new_id=lambda: "id")
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish())
 
@@ -249,7 +249,7 @@ def before_the_parenthesis(text: str, why: OutputWarning) -> list[Event]:
 
 
 def test_a_string_argument_is_told_while_it_is_written() -> None:
-    machine = SAMPLES[0].format.machine(lexicon(SAMPLES[0], tokens=True), new_id=lambda: "id")
+    machine = SAMPLES[0].format.parser(lexicon(SAMPLES[0], tokens=True), new_id=lambda: "id")
     assert merged(machine.push("[run(code='a")) == [
         ToolCall(0, "id", "run"),
         ToolArguments(0, '{"code": "a'),

@@ -14,7 +14,7 @@ from gateway.formats.events import ToolArguments, ToolCall, merged
 from gateway.formats.parser import Lexicon
 from gateway.formats.registry import Format
 from gateway.formats.response_template_loader import load
-from gateway.formats.template_pattern import Opening, closings, openings
+from gateway.formats.template_pattern import RegionOpening, closings, openings
 from gateway.formats.xml_parameters import XmlParameters
 from tests.property.test_tools_gemma import literal
 from tests.support.format_tools import TYPED_TOOLS, plain
@@ -177,7 +177,7 @@ def cases(sample: Sample) -> list[Fixture]:
 def say(name: str, text: str, *, inside: bool = False) -> list[Any]:
     s = sample(name)
     words = lexicon(s, tokens=False)
-    machine = s.format.machine(words, tools=TYPED_TOOLS, new_id=lambda: "id", starts_inside=inside)
+    machine = s.format.parser(words, tools=TYPED_TOOLS, new_id=lambda: "id", starts_inside=inside)
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish())
 
@@ -206,7 +206,7 @@ def test_what_begins_like_an_opening_and_is_none_is_what_stands_outside() -> Non
 
 def test_a_string_is_told_while_it_is_written() -> None:
     s = sample("gemma4")
-    machine = s.format.machine(lexicon(s, tokens=False), new_id=lambda: "id")
+    machine = s.format.parser(lexicon(s, tokens=False), new_id=lambda: "id")
     assert merged(machine.push('<|tool_call>call:run{code:<|"|>a')) == [
         ToolCall(0, "id", "run"),
         ToolArguments(0, '{"code": "a'),
@@ -216,13 +216,15 @@ def test_a_string_is_told_while_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("pattern", "opening"),
     [
-        (r"to=self<\|message\|>", Opening("to=self<|message|>")),
-        (r"(?:^|<think>\s*)", Opening(at_start=True)),
-        (r"<tool>(?P<n>\w+)", Opening("<tool>", r"<tool>(?P<n>\w+)", "", r"\w")),
-        (r"<a>\s*<b=(?P<n>\w+)>", Opening("<a>", r"<a>\s*<b=(?P<n>\w+)>", ">")),
+        (r"to=self<\|message\|>", RegionOpening("to=self<|message|>")),
+        (r"(?:^|<think>\s*)", RegionOpening(at_start=True)),
+        (r"<tool>(?P<n>\w+)", RegionOpening("<tool>", r"<tool>(?P<n>\w+)", "", r"\w")),
+        (r"<a>\s*<b=(?P<n>\w+)>", RegionOpening("<a>", r"<a>\s*<b=(?P<n>\w+)>", ">")),
     ],
 )
-def test_a_pattern_is_a_literal_and_what_stands_behind_it(pattern: str, opening: Opening) -> None:
+def test_a_pattern_is_a_literal_and_what_stands_behind_it(
+    pattern: str, opening: RegionOpening
+) -> None:
     assert openings(pattern)[0] == opening
 
 
@@ -294,7 +296,7 @@ def test_a_damaged_template_is_read_or_refused_and_never_fails_later(name: str) 
             at = at[key]
         at[path[-1]] = odd
         try:
-            machine = Format(load(template)).machine(Lexicon())
+            machine = Format(load(template)).parser(Lexicon())
         except ValueError:
             continue
         machine.push("<think>a</think><tool_call>{}</tool_call>x<|start|>to=self<|message|>")

@@ -17,7 +17,7 @@ import pytest
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.events import Event, Finished, ToolCall, merged
 from gateway.formats.reasoning import REASONING
-from gateway.formats.registry import READ_WHOLE, TOOLS, bind
+from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, bind
 from protocol.messages import Output
 from tests.property import (
     test_reasoning,
@@ -121,5 +121,5 @@ def test_no_format_is_left_out() -> None:
     syntaxes = [sample.format.tools for sample, _ in STREAMS.values() if sample.format.tools]
     read_here = {(type(syntax), syntax.markers()) for syntax in syntaxes}
     assert [name for name, x in TOOLS.items() if (type(x), x.markers()) not in read_here] == []
-    assert set(READ_WHOLE.values()) <= STREAMS.keys()
+    assert set(REASONING_OF_ANSWER_SYNTAX.values()) <= STREAMS.keys()
     assert {*test_reasoning.BLOCKS, "minimax_m2_append_think"} == REASONING.keys()

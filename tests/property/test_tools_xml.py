@@ -18,7 +18,7 @@ from gateway.formats.events import (
 )
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
-from gateway.formats.xml_formats import FORMATS
+from gateway.formats.xml_parameters import FORMATS
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, plain, tool
 from tests.support.formats import (
     Call,
@@ -131,7 +131,7 @@ EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
 def say(name: str, text: str, tools: Any = TYPED_TOOLS, tokens: bool = True) -> list[Any]:
     s = sample(name)
     words = lexicon(s, tokens=tokens)
-    machine = s.format.machine(words, tools=tools, new_id=lambda: "id")
+    machine = s.format.parser(words, tools=tools, new_id=lambda: "id")
     events = [event for piece in units(text, words) for event in machine.push(piece)]
 
     return merged(events + machine.finish())
@@ -192,7 +192,7 @@ def test_null_is_null_only_where_the_schema_allows_it_and_nothing_else_is_writte
 
 def test_a_string_is_told_while_it_is_written() -> None:
     s = sample("qwen3_coder")
-    machine = s.format.machine(lexicon(s, tokens=False), tools=TYPED_TOOLS)
+    machine = s.format.parser(lexicon(s, tokens=False), tools=TYPED_TOOLS)
     machine.push("<tool_call><function=run><parameter=code>")
     assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
 

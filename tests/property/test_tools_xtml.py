@@ -83,7 +83,7 @@ def cases() -> list[Fixture]:
 
 def say(text: str, *, inside: bool = False, tokens: bool = True) -> list[Any]:
     words = lexicon(K3, tokens=tokens)
-    machine = K3.format.machine(words, new_id=lambda: "id", starts_inside=inside)
+    machine = K3.format.parser(words, new_id=lambda: "id", starts_inside=inside)
     events = [event for piece in units(text, words) for event in machine.push(piece)]
     return merged(events + machine.finish())
 
@@ -139,7 +139,7 @@ def test_a_tag_that_means_nothing_here_is_text() -> None:
 
 
 def test_a_string_is_told_while_it_is_written() -> None:
-    machine = K3.format.machine(lexicon(K3, tokens=False))
+    machine = K3.format.parser(lexicon(K3, tokens=False))
     machine.push('<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="k"<|sep|>')
     assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
 

@@ -33,7 +33,7 @@ from gateway.formats.events import (
 )
 from gateway.formats.parser import Lexicon, Piece
 from gateway.formats.reasoning import ReasoningFormat
-from gateway.formats.registry import Format, machine_state
+from gateway.formats.registry import Format, parser_state
 from tests.support.cpu_time import best_cpu_s
 
 JOINT = "\ue000"
@@ -266,8 +266,8 @@ def read(
     """What the format's machine says, merged. `moving`: to a new machine after each delta."""
     ids = itertools.count(1)
 
-    def machine(state: dict[str, Any] | None = None) -> Any:
-        return sample.format.machine(
+    def parser(state: dict[str, Any] | None = None) -> Any:
+        return sample.format.parser(
             words,
             tools=sample.tools,
             new_id=lambda: f"call_{next(ids)}",
@@ -275,13 +275,13 @@ def read(
             state=state,
         )
 
-    current, events = machine(), []
+    current, events = parser(), []
     for delta in deltas:
         for piece in joined(delta):
             events += current.push(piece)
         if moving:
-            wire = msgspec.msgpack.encode(machine_state(current))
-            current = machine(msgspec.msgpack.decode(wire))
+            wire = msgspec.msgpack.encode(parser_state(current))
+            current = parser(msgspec.msgpack.decode(wire))
     return merged(events + current.finish(fixture.complete))
 
 
@@ -431,7 +431,7 @@ def seconds(sample: Sample, text: str, *, tokens: bool = False, step: int = 4) -
     words = lexicon(sample, tokens=tokens)
 
     def read_all() -> None:
-        machine = sample.format.machine(words)
+        machine = sample.format.parser(words)
         for at in range(0, len(text), step):
             machine.push(text[at : at + step])
         machine.finish()

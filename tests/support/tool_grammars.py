@@ -18,7 +18,7 @@ from engine_core.grammar.matcher import Matcher
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import Event, Finished, ToolArguments, ToolCall, ToolCallEnd, merged
-from gateway.formats.parser import Special
+from gateway.formats.parser import MarkerToken
 from gateway.formats.registry import BoundFormat, Format, bind
 from gateway.text.tokenizer import Tokenizer
 from protocol.grammar import Body, Grammar, LiteralForm, Rules, Until
@@ -111,7 +111,7 @@ class Model:
         """`text` as this model writes it: what is `spelt` is not a marker."""
         found: list[int] = []
         for run in units(text, self.bound.lexicon):
-            if isinstance(run, Special):
+            if isinstance(run, MarkerToken):
                 found.append(run.token_id)
             else:
                 found += self.tokenizer.encode(run if isinstance(run, str) else run.text, False)

@@ -21,7 +21,7 @@ from gateway.formats.events import (
 )
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.formats.reasoning import REASONING
-from gateway.formats.registry import READ_WHOLE, TOOLS, bind, format_of
+from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, bind, format_of
 from gateway.text.tokenizer import Tokenizer
 from protocol.grammar import Thinking
 from protocol.messages import Output
@@ -47,7 +47,7 @@ def nothing(token: str) -> None:
 
 
 def test_every_name_that_people_know_is_there() -> None:
-    assert set(PEER_REASONING.split()) <= REASONING.keys() | READ_WHOLE.keys()
+    assert set(PEER_REASONING.split()) <= REASONING.keys() | REASONING_OF_ANSWER_SYNTAX.keys()
     assert set(JSON_TOOLS.split()) <= TOOLS.keys()
 
 
@@ -59,7 +59,7 @@ def test_a_name_that_does_not_exist_is_refused_with_those_that_do() -> None:
 
 
 def test_no_name_means_that_nothing_is_looked_for() -> None:
-    machine = bind(format_of(None, None), real_tokenizer("smollm2")).machine()
+    machine = bind(format_of(None, None), real_tokenizer("smollm2")).parser()
     text = "<think>a</think><tool_call>{}</tool_call>"
     assert [event.text for event in machine.push(text)] == [text]  # type: ignore[union-attr]
 
@@ -70,12 +70,14 @@ def test_every_format_tells_its_markers_and_makes_a_machine() -> None:
             format = format_of(tools, reasoning)
             assert all(marker and marker.strip() for marker in format.markers())
             words = format.lexicon(nothing)
-            assert format.machine(words).finish() == []
+            assert format.parser(words).finish() == []
 
 
 def test_a_rule_names_a_format_that_exists() -> None:
     assert {rule.name for rule in TOOL_RULES} <= TOOLS.keys()
-    assert {rule.name for rule in REASONING_RULES} <= REASONING.keys() | READ_WHOLE.keys()
+    assert {
+        rule.name for rule in REASONING_RULES
+    } <= REASONING.keys() | REASONING_OF_ANSWER_SYNTAX.keys()
 
 
 def test_reasoning_that_is_part_of_a_whole_answer_brings_its_syntax() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
+from gateway.formats.arguments_grammar import arguments_form
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.gemma import FORMATS
-from gateway.formats.grammar.arguments import arguments
-from gateway.formats.grammar.gemma import notation
-from gateway.formats.grammar.plain import Ending, PlainValues
-from gateway.formats.grammar.pythonic import PYTHON
+from gateway.formats.gemma import FORMATS, notation
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable
+from gateway.formats.plain_values import PlainValues, ValueEnd
+from gateway.formats.pythonic import PYTHON_NOTATION
 from gateway.formats.schema_cases import SchemaCase, Schemas
 from gateway.formats.string_escapes import StringEscapes, free_of, signs
 from gateway.formats.string_limits import limited
@@ -106,7 +105,7 @@ def written(values: Values, **properties: Any) -> Form:
     ("notation", "null", "constant"),
     [
         (json_notation(()), "null", '{"a": [true, "x"]}'),
-        (PYTHON, "None", '{"a": [True, "x"]}'),
+        (PYTHON_NOTATION, "None", '{"a": [True, "x"]}'),
         (GEMMA, "null", '{a:[true,<|"|>x<|"|>]}'),
     ],
     ids=["json", "python", "gemma"],
@@ -120,9 +119,9 @@ def test_each_notation_has_its_own_words(notation: Any, null: str, constant: str
 
 def test_a_schema_that_refers_to_itself_is_a_rule_that_does() -> None:
     tree = {"type": "object", "properties": {"sub": {"$ref": "#/properties/tree"}}}
-    book = GrammarBuilder()
-    form = Values(GEMMA, schemas(tree=tree), book).value(tree, "p")
-    body = book.body(form)
+    grammar = GrammarBuilder()
+    form = Values(GEMMA, schemas(tree=tree), grammar).value(tree, "p")
+    body = grammar.body(form)
     assert isinstance(form, GrammarRule)
     member = next(name for name in body.rules if "-member-" in name)
     assert body.rules[member] == Sequence([LiteralForm("sub:"), form])
@@ -130,12 +129,15 @@ def test_a_schema_that_refers_to_itself_is_a_rule_that_does() -> None:
 
 @pytest.mark.parametrize("num", [10, 100])
 def test_the_grammar_is_linear_in_optional_members(num: int) -> None:
-    book = GrammarBuilder()
-    written(Values(PYTHON, schemas(), book), **{f"p{n}": {"type": "boolean"} for n in range(num)})
-    assert len(book.body(LiteralForm("")).rules) <= 3 * num + 2
+    grammar = GrammarBuilder()
+    written(
+        Values(PYTHON_NOTATION, schemas(), grammar),
+        **{f"p{n}": {"type": "boolean"} for n in range(num)},
+    )
+    assert len(grammar.body(LiteralForm("")).rules) <= 3 * num + 2
 
 
-PLAIN = Ending(close="</p>", trim="newline", around="\n")
+PLAIN = ValueEnd(close="</p>", trim="newline", around="\n")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_a_string_beside_numbers_with_bounds_does_not_begin_like_one() -> None:
     schema = {"anyOf": [{"type": "integer", "minimum": 5}, {"type": "string"}]}
     said = schemas(k=schema)
     plain = PlainValues(
-        Values(json_notation(("</p>",)), said, GrammarBuilder()), Ending(close="</p>")
+        Values(json_notation(("</p>",)), said, GrammarBuilder()), ValueEnd(close="</p>")
     )
     form = plain.argument("k", schema, "p")
     assert isinstance(form, Either)
@@ -235,16 +237,16 @@ def test_required_arguments_whose_names_cannot_be_written_are_refused_others_lef
 
     parameters = {"type": "object", "properties": {"a b": {}, "c": {}}}
     said = Schemas(DeclaredTool("f", parameters))
-    assert arguments(Values(PYTHON, said, GrammarBuilder()), write) == Repeat(
+    assert arguments_form(Values(PYTHON_NOTATION, said, GrammarBuilder()), write) == Repeat(
         LiteralForm("c"), 0, 1
     )
     said = Schemas(DeclaredTool("f", {**parameters, "required": ["a b"]}))
     with pytest.raises(NotWritable, match="a b"):
-        arguments(Values(PYTHON, said, GrammarBuilder()), write)
+        arguments_form(Values(PYTHON_NOTATION, said, GrammarBuilder()), write)
 
 
 def test_python_strings_are_written_with_either_quote() -> None:
-    form = Values(PYTHON, schemas(), GrammarBuilder()).value(
+    form = Values(PYTHON_NOTATION, schemas(), GrammarBuilder()).value(
         {"type": "string", "maxLength": 2}, "p"
     )
     assert isinstance(form, Pattern)

@@ -9,17 +9,17 @@ import pytest
 from gateway.formats.events import Content
 from gateway.formats.parser import (
     BLOCK_CHARS,
-    Context,
     FormatParser,
+    FormatParserState,
     Lexicon,
-    MachineState,
-    Part,
+    MarkerPart,
+    MarkerToken,
+    ParserContext,
     Piece,
-    Special,
 )
 
 
-class CountingReads(MachineState):
+class CountingReads(FormatParserState):
     at: str = "a"
 
 
@@ -33,19 +33,19 @@ class Switching(FormatParser):
 
     def on_text(self, text: str) -> str:
         read, dot, rest = text.partition(".")
-        self.teller.content(f"{self.s.at}({read})")
+        self.builder.content(f"{self.s.at}({read})")
         if dot:
             self.s.at = "b" if self.s.at == "a" else "a"
         return rest
 
     def on_marker(self, marker: str) -> None:
-        self.teller.content(f"[{marker}]")
+        self.builder.content(f"[{marker}]")
 
 
 def told(pieces: list[Piece], *, tokens: bool = False, complete: bool = True) -> str:
     words = Lexicon({1: "<A>", 2: "<B>"} if tokens else {})
-    context = Context(words)
-    machine = Switching(context, context.teller())
+    context = ParserContext(words)
+    machine = Switching(context, context.event_builder())
     events = [event for piece in pieces for event in machine.push(piece)]
     events += machine.finish(complete)
     return "".join(event.text for event in events if isinstance(event, Content))
@@ -60,22 +60,22 @@ def test_what_is_held_is_read_again_in_the_state_that_the_text_before_it_led_to(
 
 
 def test_a_marker_that_is_a_token_is_known_by_its_id_alone() -> None:
-    assert told(["<A>", Special(1, "<A>")], tokens=True) == "a(<A>)[<A>]"
-    assert told(["<A", Special(1, "<A>")]) == "a(<A)[<A>]"
+    assert told(["<A>", MarkerToken(1, "<A>")], tokens=True) == "a(<A>)[<A>]"
+    assert told(["<A", MarkerToken(1, "<A>")]) == "a(<A)[<A>]"
 
 
 def test_a_token_that_means_nothing_in_this_state_is_dropped() -> None:
-    assert told(["x", Special(2, "<B>"), "y"], tokens=True) == "a(x)a(y)"
+    assert told(["x", MarkerToken(2, "<B>"), "y"], tokens=True) == "a(x)a(y)"
 
 
 def test_a_part_is_text_in_a_marker_and_nothing_outside_of_one() -> None:
-    assert told([Part("<"), "A>"]) == "[<A>]"
-    assert told([Part("<"), Part("A>")]) == "[<A>]"
-    assert told(["x", Part("<"), "A", Part("<"), "A>"]) == "a(x)a(A)[<A>]"
-    assert told(["x", Part("<"), "y"]) == "a(x)a(y)"
-    assert told(["x", Part("<")]) == "a(x)"
-    assert told(["x", Part("A>")]) == "a(x)"
-    assert told(["<", Part("B"), ">"]) == "a(<)a(>)"
+    assert told([MarkerPart("<"), "A>"]) == "[<A>]"
+    assert told([MarkerPart("<"), MarkerPart("A>")]) == "[<A>]"
+    assert told(["x", MarkerPart("<"), "A", MarkerPart("<"), "A>"]) == "a(x)a(A)[<A>]"
+    assert told(["x", MarkerPart("<"), "y"]) == "a(x)a(y)"
+    assert told(["x", MarkerPart("<")]) == "a(x)"
+    assert told(["x", MarkerPart("A>")]) == "a(x)"
+    assert told(["<", MarkerPart("B"), ">"]) == "a(<)a(>)"
 
 
 def test_half_a_marker_at_the_end_is_text_unless_the_answer_was_cut_off() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.formats import event_builder
 from gateway.formats.reasoning import REASONING
-from gateway.formats.registry import READ_WHOLE, TOOLS
+from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS
 from gateway.generation.request import NOT_CALLED
 from gateway.prompt.kwargs import REASONING_EFFORTS
 from tests.support.scenarios import TRUTH
@@ -25,7 +25,7 @@ def section(title: str) -> str:
 
 def test_every_reasoning_format_is_listed_in_order() -> None:
     listed = words(section("Thinking").rpartition("Reasoning formats:")[2])
-    assert listed == sorted({*REASONING, *READ_WHOLE})
+    assert listed == sorted({*REASONING, *REASONING_OF_ANSWER_SYNTAX})
 
 
 def test_every_tool_format_is_listed_with_the_file_of_its_syntax() -> None:

@@ -12,10 +12,10 @@ from gateway.api.openai.prepare import Preparation
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tool_grammar import tool_grammar
 from gateway.api.openai.tools import ToolPlan
+from gateway.formats.calls_grammar import preferred_opener, required
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.grammar.calls import preferred, required
-from gateway.formats.grammar.forms import sequence, unlike
-from gateway.formats.parser import Lexicon, SectionSyntax
+from gateway.formats.grammar_forms import pattern_not_starting_with, sequence
+from gateway.formats.parser import CallSyntax, Lexicon
 from gateway.formats.registry import TOOLS, BoundFormat, Format
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
@@ -148,16 +148,16 @@ def test_arguments_are_an_object_even_where_the_schema_does_not_say_so() -> None
 
 def test_of_several_openers_the_one_in_the_vocabulary_is_preferred() -> None:
     syntax = TOOLS["kimi_k2"]
-    assert isinstance(syntax, SectionSyntax)
+    assert isinstance(syntax, CallSyntax)
     older = "<|tool_call_section_begin|>"
-    assert preferred(syntax, Lexicon({1: older})) == older
-    assert preferred(syntax, Lexicon()) == syntax.openers()[0]
+    assert preferred_opener(syntax, Lexicon({1: older})) == older
+    assert preferred_opener(syntax, Lexicon()) == syntax.openers()[0]
 
 
 @pytest.mark.parametrize("text", ["", " \n", "a", "b{", "ac", " a}", "語\n{"])
 @pytest.mark.parametrize("unlikes", [["{"], ["{", "abc"], ["```json", "["]])
 def test_a_text_unlike_others_goes_another_way_somewhere(text: str, unlikes: list[str]) -> None:
-    pattern = re.compile(re.sub(r"\\x\{(\w\w)\}", r"\\x\1", unlike(unlikes)))
+    pattern = re.compile(re.sub(r"\\x\{(\w\w)\}", r"\\x\1", pattern_not_starting_with(unlikes)))
     assert pattern.fullmatch(text)
     for other in unlikes:
         assert pattern.fullmatch(other[:-1])

@@ -12,8 +12,8 @@ import msgspec
 
 from gateway.api.openai.schema_keywords import check_keywords
 from gateway.api.openai.tools import ToolPlan
+from gateway.formats.calls_grammar import required, required_or_other, strict
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.grammar.calls import instead, required, strict
 from gateway.formats.grammar_builder import NotWritable
 from gateway.formats.registry import BoundFormat
 from protocol.errors import InvalidRequest
@@ -53,7 +53,7 @@ def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) ->
         )
     _check_schemas(plan, plan.strict)
     try:
-        return instead(bound, _loosened(plan), many=plan.many)
+        return required_or_other(bound, _loosened(plan), many=plan.many)
     except NotWritable as error:
         raise _refusal(error, plan) from None
 

@@ -8,7 +8,7 @@ import msgspec
 
 from protocol.grammar import Either, Form, LiteralForm, Pattern, Repeat, Sequence
 
-FREE = Pattern("(?s:.*)")
+ANY_TEXT = Pattern("(?s:.*)")
 """Any text."""
 
 
@@ -25,7 +25,7 @@ def sequence(*parts: Form | str) -> Form:
     return items[0] if len(items) == 1 else Sequence(items) if items else LiteralForm("")
 
 
-def behind(beginning: str, form: Form) -> Form:
+def without_prefix(beginning: str, form: Form) -> Form:
     """What is left of `form`, which begins with this text."""
     first, *rest = form.items if isinstance(form, Sequence) else [form]
     assert isinstance(first, LiteralForm)
@@ -58,12 +58,12 @@ def quoted(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
-def unlike(beginnings: Iterable[str]) -> str:
+def pattern_not_starting_with(beginnings: Iterable[str]) -> str:
     """A pattern of all texts that begin, behind their blanks, with none of these."""
-    return rf"(?s:[ \t\r\n]*{_unlike(set(beginnings), blanks=True)})"
+    return rf"(?s:[ \t\r\n]*{_not_starting_with(set(beginnings), blanks=True)})"
 
 
-def _unlike(beginnings: set[str], *, blanks: bool = False) -> str:
+def _not_starting_with(beginnings: set[str], *, blanks: bool = False) -> str:
     """Nothing, or a character that none begins with, or one of theirs and then another way on."""
     firsts = sorted({text[0] for text in beginnings})
     others = "".join(map(_sign, firsts)) + (r" \t\r\n" if blanks else "")
@@ -71,9 +71,21 @@ def _unlike(beginnings: set[str], *, blanks: bool = False) -> str:
     for first in firsts:
         rests = {text[1:] for text in beginnings if text[0] == first}
         if "" not in rests:
-            ways.append(_sign(first) + _unlike(rests))
+            ways.append(_sign(first) + _not_starting_with(rests))
     return f"(?:{'|'.join(ways)})?"
 
 
 def _sign(sign: str) -> str:
     return f"\\x{{{ord(sign):x}}}"
+
+
+class AnswerFrame(msgspec.Struct, frozen=True):
+    """opens, closes  stand around a block of thinking; `closes` leads to where the next part of the
+                   answer begins. "" where there is no thinking, or only the prompt opens it
+    before, after  stand around content. What ends the whole answer is no part of it
+    """
+
+    opens: str = ""
+    closes: str = ""
+    before: str = ""
+    after: str = ""

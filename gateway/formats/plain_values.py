@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.formats.argument_types import Trim, kinds_of, schema_of, typed_json
 from gateway.formats.event_builder import BLANKS
-from gateway.formats.grammar.forms import either, sequence
+from gateway.formats.grammar_forms import either, sequence
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything, same
 from gateway.formats.string_escapes import (
     Ranges,
@@ -36,9 +36,9 @@ from protocol.grammar import Form, Until
 
 NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 WHOLE = "-?(?:0|[1-9][0-9]*)"
-TEXTS = {"null": "null", "boolean": "true|false", "integer": WHOLE, "number": NUMBER}
+UNLIMITED = {"null": "null", "boolean": "true|false", "integer": WHOLE, "number": NUMBER}
 """Type -> all that is written of it, where it has no limits."""
-FIRST: dict[str, Ranges] = {
+FIRST_CHARS: dict[str, Ranges] = {
     "null": signs("nN"),
     "boolean": signs("tTfF"),
     "integer": signs("0123456789+-._"),
@@ -48,10 +48,10 @@ FIRST: dict[str, Ranges] = {
 }
 """Type -> what a text that is read as it may begin with."""
 CONTAINERS = ("object", "array")
-TAKEN: Ranges = merged([*signs(BLANKS), *signs('"')])
+RESERVED_FIRST: Ranges = merged([*signs(BLANKS), *signs('"')])
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
+class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
     """What ends a value, and what around it is markup.
 
     close   ends it; part of the form
@@ -75,7 +75,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 class PlainValues:
     """values  writes the arrays and objects of the same tool"""
 
-    def __init__(self, values: Values, ending: Ending) -> None:
+    def __init__(self, values: Values, ending: ValueEnd) -> None:
         self.values = values
         self.schemas: Schemas = values.schemas
         self.ending = ending
@@ -121,7 +121,7 @@ class PlainValues:
         if not others:
             return Until(self.ending.close)
         text = Until(self.ending.close, free_of(others, StringEscapes()))
-        return self.values.book.define(f"{self.schemas.tool.name}-text", text)
+        return self.values.grammar.define(f"{self.schemas.tool.name}-text", text)
 
     # ---- several types
 
@@ -129,8 +129,8 @@ class PlainValues:
         self, others: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges
     ) -> Form:
         """Any string that is not read as one of `others`, which have limits; and those."""
-        taken = [*apart, *(span for case in others for span in FIRST[case.kind])]
-        first = StringEscapes(never=merged([*TAKEN, *self._careful.never, *taken])).any()
+        taken = [*apart, *(span for case in others for span in FIRST_CHARS[case.kind])]
+        first = StringEscapes(never=merged([*RESERVED_FIRST, *self._careful.never, *taken])).any()
         return self._either(
             [f"(?:{first}{free_of(self.ending.words, StringEscapes())})?"], others, kinds, path
         )
@@ -145,7 +145,7 @@ class PlainValues:
     ) -> Form:
         """Strings with limits, and other types."""
         clashing = [case for case in others if not case.free or case.kind in CONTAINERS]
-        taken = [*apart, *(span for case in clashing for span in FIRST[case.kind])]
+        taken = [*apart, *(span for case in clashing for span in FIRST_CHARS[case.kind])]
         texts = []
         for case in strings:
             if case.values is not None:
@@ -164,8 +164,8 @@ class PlainValues:
         for case in others:
             if case.values is not None:
                 texts = [*texts, *self._constants(case, kinds, path, ())]
-            elif case.free and case.kind in TEXTS:
-                texts = [*texts, TEXTS[case.kind]]
+            elif case.free and case.kind in UNLIMITED:
+                texts = [*texts, UNLIMITED[case.kind]]
             else:
                 forms.append(sequence(self.values.case(case, path), around + close))
         if texts:
@@ -198,7 +198,9 @@ class PlainValues:
 
     def _with_edges(self, least: int, most: int | None, taken: Ranges, off: Ranges) -> str:
         never = self._careful.never
-        first = StringEscapes(never=merged([*never, *taken, *off, *(TAKEN if taken else ())])).any()
+        first = StringEscapes(
+            never=merged([*never, *taken, *off, *(RESERVED_FIRST if taken else ())])
+        ).any()
         last = StringEscapes(never=merged([*never, *off])).any()
         between = None if most is None else max(most - 2, 0)
         inner = self._careful.of_length(max(least - 2, 0), between)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gateway.formats.grammar.forms import FREE, either, sequence, unlike
+from gateway.formats.grammar_forms import ANY_TEXT, either, pattern_not_starting_with, sequence
 from gateway.formats.parser import Lexicon
 from protocol.grammar import Form, Pattern, Repeat, Until
 
@@ -26,22 +26,22 @@ class FreeText:
         steps = [self._mark()] if self.marks else []
         if self.many:
             steps += [self._call()] if self.calls else []
-            return sequence(Repeat(either(steps)), FREE) if steps else FREE
-        last = either((self._call(), FREE)) if self.calls else FREE
+            return sequence(Repeat(either(steps)), ANY_TEXT) if steps else ANY_TEXT
+        last = either((self._call(), ANY_TEXT)) if self.calls else ANY_TEXT
         return sequence(*map(Repeat, steps), last)
 
-    def unlike(self, beginnings: Iterable[str]) -> Form:
+    def not_starting_with(self, beginnings: Iterable[str]) -> Form:
         """What begins with none of these."""
-        guard = unlike(beginnings)
+        guard = pattern_not_starting_with(beginnings)
         steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
         if self.calls:
             steps.append(sequence(self._call(guard), self.anything() if self.many else ""))
         return either([*steps, Pattern(guard)])
 
-    def _call(self, before: str = FREE.pattern) -> Form:
+    def _call(self, before: str = ANY_TEXT.pattern) -> Form:
         return either(sequence(Until(opener, before), rest) for opener, rest in self.calls.items())
 
-    def _mark(self, before: str = FREE.pattern) -> Form:
+    def _mark(self, before: str = ANY_TEXT.pattern) -> Form:
         return either(Until(mark, before) for mark in self.marks)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gateway.formats.grammar.forms import either, optional, sequence
+from gateway.formats.grammar_forms import either, optional, sequence
 from gateway.formats.schema_cases import Schemas
 from gateway.formats.value_syntax import Values
 from protocol.grammar import Form, LiteralForm, Repeat
 
 PATH = "parameters"
 
-Writes = Callable[[str | None, Any, str], Form | None]
+ArgumentWriter = Callable[[str | None, Any, str], Form | None]
 """(name, schema, path) -> one argument; None: the format cannot write the name. Without a name it
 may have any, and the schema is that of the value."""
 
 
-def arguments(values: Values, write: Writes, comma: Form | None = None) -> Form:
+def arguments_form(values: Values, write: ArgumentWriter, comma: Form | None = None) -> Form:
     """All arguments of one call, in the schema's order."""
     schemas = values.schemas
     return either(
@@ -34,11 +34,11 @@ def _refuse_kind(schemas: Schemas) -> bool:
     return False
 
 
-def _members(values: Values, limits: Any, write: Writes, comma: Form | None) -> Form:
+def _members(values: Values, limits: Any, write: ArgumentWriter, comma: Form | None) -> Form:
     if (extra := values.extra(limits, PATH)) is not None:
         schema, least, most = extra
         member = write(None, schema, f"{PATH}.additionalProperties")
-        return _any_number(_sure(member), least, most, comma)
+        return _any_number(_assert_form(member), least, most, comma)
     found: list[tuple[Form, bool]] = []
     for name, schema, required in values.members(limits, PATH):
         member = write(name, schema, f"{PATH}.properties.{name}")
@@ -59,6 +59,6 @@ def _any_number(member: Form, least: int, most: int | None, comma: Form | None) 
     return some if least else optional(some)
 
 
-def _sure(form: Form | None) -> Form:
+def _assert_form(form: Form | None) -> Form:
     assert form is not None, "without a name, every argument can be written"
     return form
