@@ -411,8 +411,8 @@ def test_a_request_is_fitted_to_a_model_its_client_does_not_know() -> None:
     assert warnings == [
         OutputWarning(
             NO_BUDGET,
-            "thinking.budget_tokens is ignored, because the server has no reasoning format for "
-            "this model; leave the field out, or restart the server with --reasoning-format",
+            "thinking.budget_tokens: ignored, because this model's reasoning format is unknown; "
+            "leave the field out, or restart the server with --reasoning-format",
         )
     ]
     told, warnings = fitted(asked, 1 << 20, thinker)

@@ -242,7 +242,7 @@ def test_a_prompts_logprobs_come_back() -> None:
     told = json.loads(msgspec.json.encode(prompt_chances(MODEL.tokenizer, entries, 2)))
     typed = msgspec.convert(told, list[dict[str, TokenChance] | None])
     assert prompt_entries([64, 66, 67], typed, "x") == entries
-    with pytest.raises(InvalidRequest, match="the prompt has 2"):
+    with pytest.raises(InvalidRequest, match="one item per prompt token"):
         prompt_entries([64, 66], typed, "x")
 
 

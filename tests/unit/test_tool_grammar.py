@@ -189,8 +189,8 @@ def test_a_required_call_without_a_tool_format_is_refused_with_what_to_change() 
         Preparation(body, served(scripted_card(), tool_format="none"))
     assert caught.value.param == "tool_choice"
     assert str(caught.value) == (
-        "tool_choice: calls cannot be required, because the server has no tool format for this "
-        "model; set tool_choice to 'auto', or restart the server with --tool-format"
+        "tool_choice: tool calls cannot be required, because this model's tool format is unknown; "
+        "set tool_choice to 'auto', or restart the server with --tool-format"
     )
 
 

@@ -131,8 +131,8 @@ class ContentBlocks:
             self.warnings.append(
                 OutputWarning(
                     INVALID_ARGUMENTS,
-                    f"the arguments of content[{self._index}] are no JSON object; `{INVALID_JSON}` "
-                    "has what the model wrote",
+                    f"content[{self._index}].input: the model did not write a JSON object; its "
+                    f"text is in `{INVALID_JSON}`",
                 )
             )
 

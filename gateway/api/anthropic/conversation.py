@@ -95,7 +95,7 @@ class _ConversationWriter:
         kinds = self.blocks.get(role) if isinstance(role, str) else None
         if kinds is None:
             raise InvalidRequest(
-                f"{at}.role must be one of {', '.join(self.blocks)}; it is {role!r}",
+                f"{at}.role: must be one of {', '.join(self.blocks)}; got {role!r}",
                 param=f"{at}.role",
             )
         blocks = blocks_of(message.get("content"), f"{at}.content")
@@ -137,7 +137,7 @@ class _ConversationWriter:
     def _check_answered(self) -> None:
         for call_id, at in self.unanswered.items():
             raise InvalidRequest(
-                f"{at}: no tool_result for the tool_use {call_id!r} follows in the next message",
+                f"{at}: the next message must have a tool_result for the tool_use {call_id!r}",
                 param=at,
             )
 
@@ -168,7 +168,7 @@ class _ConversationWriter:
         call_id, name = text_in(block, "id", at), text_in(block, "name", at)
         if call_id in self.names:
             raise InvalidRequest(
-                f"{at}.id: {call_id!r} is the id of an earlier tool_use", param=f"{at}.id"
+                f"{at}.id: an earlier tool_use has the id {call_id!r} too", param=f"{at}.id"
             )
         self.names[call_id], self.unanswered[call_id] = name, at
         arguments = members_of(block.get("input"), f"{at}.input")
@@ -179,10 +179,11 @@ class _ConversationWriter:
     def _result(self, block: Block, at: str) -> None:
         call_id = text_in(block, "tool_use_id", at)
         if self.unanswered.pop(call_id, None) is None:
-            known = "has a result already" if call_id in self.names else "is the id of no tool_use"
+            problem = f"the previous message has no tool_use with the id {call_id!r}"
+            if call_id in self.names:
+                problem = f"the tool_use {call_id!r} already has a tool_result"
             raise InvalidRequest(
-                f"{at}.tool_use_id: {call_id!r} {known}; a tool_result answers a tool_use of the "
-                "message before it",
+                f"{at}.tool_use_id: {problem}",
                 param=f"{at}.tool_use_id",
             )
         message = {
@@ -202,7 +203,9 @@ class _ConversationWriter:
             if left_out is not None:
                 self.chat.warnings.append(
                     OutputWarning(
-                        LEFT_OUT, f"{place} is of type {left_out!r}; this model takes text"
+                        LEFT_OUT,
+                        f"{place}: left out, because its type is {left_out!r} and this model reads "
+                        "text only",
                     )
                 )
             texts.append(text)
@@ -214,7 +217,7 @@ class _ConversationWriter:
 def _flag(block: Block, name: str, at: str) -> bool:
     value = block.get(name)
     if value is not None and not isinstance(value, bool):
-        raise InvalidRequest(f"{at}.{name} must be true or false", param=f"{at}.{name}")
+        raise InvalidRequest(f"{at}.{name}: must be true or false", param=f"{at}.{name}")
     return bool(value)
 
 

@@ -32,8 +32,8 @@ def fitted(
     if reading.reasoning is None and budget:
         changes |= {"thinking": _unlimited(chat.thinking), "thinking_token_budget": None}
         message = (
-            f"{budget[0]} is ignored, because the server has no reasoning format for this model; "
-            "leave the field out, or restart the server with --reasoning-format"
+            f"{budget[0]}: ignored, because this model's reasoning format is unknown; leave the "
+            "field out, or restart the server with --reasoning-format"
         )
         warnings.append(OutputWarning(NO_BUDGET, message))
     return msgspec.structs.replace(chat, **changes), warnings

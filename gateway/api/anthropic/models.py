@@ -60,5 +60,5 @@ def _limit(text: str) -> int:
 
 def _place(names: list[str], name: str, param: str) -> int:
     if name not in names:
-        raise InvalidRequest(f"{param}: there is no model {name!r} on this page", param=param)
+        raise InvalidRequest(f"{param}: no model {name!r} is listed", param=param)
     return names.index(name)

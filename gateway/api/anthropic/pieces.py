@@ -10,14 +10,14 @@ from protocol.errors import InvalidRequest
 
 def members_of(value: Any, at: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{at} must be an object", param=at)
+        raise InvalidRequest(f"{at}: must be an object", param=at)
     return value
 
 
 def text_in(value: Mapping[str, Any], name: str, at: str) -> str:
     text = value.get(name)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{at}.{name} must be a string", param=f"{at}.{name}")
+        raise InvalidRequest(f"{at}.{name}: must be a string", param=f"{at}.{name}")
     return text
 
 
@@ -30,7 +30,7 @@ def blocks_of(content: Any, at: str) -> list[tuple[str, Mapping[str, Any]]]:
     if isinstance(content, str):
         return [(at, {"type": "text", "text": content})]
     if not isinstance(content, Sequence):
-        raise InvalidRequest(f"{at} must be a string or a list of blocks", param=at)
+        raise InvalidRequest(f"{at}: must be a string or a list of blocks", param=at)
     places = [f"{at}[{i}]" for i in range(len(content))]
     return [(at, members_of(block, at)) for at, block in zip(places, content, strict=True)]
 
@@ -39,11 +39,11 @@ def text_of_block(block: Mapping[str, Any], at: str) -> str:
     """A block of text; `text` of a string that stands for one is the string itself."""
     text = block.get("text")
     if not isinstance(text, str):
-        raise InvalidRequest(f"{at}.text must be a string", param=f"{at}.text")
+        raise InvalidRequest(f"{at}.text: must be a string", param=f"{at}.text")
     return text
 
 
 def unexpected(kind: Any, at: str, known: Sequence[str]) -> InvalidRequest:
     return InvalidRequest(
-        f"{at}.type must be one of {', '.join(known)}; it is {kind!r}", param=f"{at}.type"
+        f"{at}.type: must be one of {', '.join(known)}; got {kind!r}", param=f"{at}.type"
     )

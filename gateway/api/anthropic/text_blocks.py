@@ -29,7 +29,7 @@ def readable(block: Block, at: str) -> str:
     if read is not None:
         return read(block, at)
     if kind == "image":
-        raise _no_text(f"{at}.type", "is an image")
+        raise _not_text(f"{at}.type", kind)
     raise unexpected(kind, at, tuple(_READERS))
 
 
@@ -43,7 +43,7 @@ def result_text(block: Block, at: str) -> tuple[str, str | None]:
     )
     if is_readable:
         return readable(block, at), None
-    return f"[{kind} left out: this model takes text only]", kind
+    return f"[{kind} left out: this model reads text only]", kind
 
 
 def _document(block: Block, at: str) -> str:
@@ -55,7 +55,7 @@ def _document(block: Block, at: str) -> str:
         case "content":
             text = _texts(source.get("content"), f"{at_source}.content")
         case kind:
-            raise _no_text(f"{at_source}.type", f"is {kind!r}")
+            raise _not_text(f"{at_source}.type", kind)
     return _titled(block, at, ("title", "context"), text)
 
 
@@ -67,7 +67,7 @@ def _texts(content: Any, at: str) -> str:
     texts = []
     for place, block in blocks_of(content, at):
         if block.get("type") != "text":
-            raise _no_text(f"{place}.type", f"is {block.get('type')!r}")
+            raise _not_text(f"{place}.type", block.get("type"))
         texts.append(text_of_block(block, place))
     return "\n".join(texts)
 
@@ -79,8 +79,8 @@ def _titled(block: Block, at: str, names: tuple[str, ...], text: str) -> str:
     return f"{head}\n{text}" if head else text
 
 
-def _no_text(at: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{at} {what}, and this model takes text only", param=at)
+def _not_text(at: str, kind: Any) -> InvalidRequest:
+    return InvalidRequest(f"{at}: this model reads text only; got {kind!r}", param=at)
 
 
 _READERS: Mapping[str, Callable[[Block, str], str]] = {

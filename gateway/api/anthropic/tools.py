@@ -23,8 +23,8 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise InvalidRequest(
-            f"{at}.type: {kind!r} is one of Anthropic's own tools; this server takes tools that "
-            "bring an input_schema",
+            f"{at}.type: must be 'custom' or absent; this server does not run Anthropic's own "
+            f"tools such as {kind!r}",
             param=f"{at}.type",
         )
     schema = members_of(tool.get("input_schema"), f"{at}.input_schema")
@@ -42,7 +42,7 @@ def chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | N
     alone = choice.get("disable_parallel_tool_use")
     if alone is not None and not isinstance(alone, bool):
         at = "tool_choice.disable_parallel_tool_use"
-        raise InvalidRequest(f"{at} must be true or false", param=at)
+        raise InvalidRequest(f"{at}: must be true or false", param=at)
     parallel = None if alone is None else not alone
     if kind == "tool":
         name = text_in(choice, "name", "tool_choice")

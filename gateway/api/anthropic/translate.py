@@ -115,7 +115,7 @@ def _thinking(thinking: Any) -> tuple[Any, Display]:
     display = thinking.get("display")
     if display not in (None, "summarized", "omitted"):
         raise InvalidRequest(
-            f"thinking.display must be one of summarized, omitted; it is {display!r}",
+            f"thinking.display: must be one of summarized, omitted; got {display!r}",
             param="thinking.display",
         )
     rest = {name: value for name, value in thinking.items() if name != "display"}
@@ -128,12 +128,12 @@ def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
     known = ("effort", "format")
     for name, value in config.items():
         if name not in known and value is not None:
-            raise unsupported(f"output_config.{name}", f"of this field only {', '.join(known)} are")
+            raise unsupported(f"output_config.{name}", f"supported members: {', '.join(known)}")
     forms = {"output_config.format": config.get("format"), "output_format": body.output_format}
     said = {field: form for field, form in forms.items() if form is not None}
     if len(said) > 1:
         raise InvalidRequest(
-            "output_format: output_config.format already says what the answer looks like",
+            "output_format: cannot be combined with output_config.format; set only one of them",
             param="output_format",
         )
     for field, form in said.items():
@@ -145,6 +145,6 @@ def _form(form: Any, at: str) -> dict[str, Any]:
     form = members_of(form, at)
     if form.get("type") != "json_schema":
         raise InvalidRequest(
-            f"{at}.type must be json_schema; it is {form.get('type')!r}", param=f"{at}.type"
+            f"{at}.type: must be json_schema; got {form.get('type')!r}", param=f"{at}.type"
         )
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}

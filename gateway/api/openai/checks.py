@@ -1,6 +1,7 @@
-"""What one field alone cannot tell: fields that need or exclude each other, and refusals by name.
+"""Checks across the fields of a request, and refusals of unsupported fields.
 
-A field that this server cannot honour is never dropped in silence. Raises InvalidRequest, always.
+An unsupported field that would change the answer is never ignored silently: all functions raise
+InvalidRequest.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _NESTED = (
     "thinking",
 )
 _REFUSED = {
-    "guided_whitespace_pattern": "items of JSON are separated by at most 8 blanks",
-    "grammar_lazy": "`strict: true` on a tool enforces the arguments of its calls",
-    "grammar_triggers": "structural_tag has triggers",
+    "guided_whitespace_pattern": "JSON values are separated by at most 8 blanks",
+    "grammar_lazy": "set `strict: true` on a tool to enforce its arguments",
+    "grammar_triggers": "use the triggers of structural_tag",
 }
-"""field -> what to do instead"""
+"""Unsupported field -> advice."""
 _REPLACED = {
-    "functions": '`tools` takes each as {"type": "function", "function": ...}',
-    "function_call": "`tool_choice` takes its place",
+    "functions": 'use `tools`, with each function as {"type": "function", "function": ...}',
+    "function_call": "use `tool_choice`",
     "audio": "this model writes text only",
 }
-"""field of a conversation -> what to do instead"""
+"""Unsupported field of a conversation -> advice."""
 _REASONING_MEMBERS = ("effort", "enabled", "max_tokens")
 _THINKING_MEMBERS = ("type", "budget_tokens")
 
@@ -44,11 +45,11 @@ def check_chat(body: ChatBody) -> None:
 
 def check_batch(body: BatchBody, max_conversations: int) -> None:
     if body.stream:
-        raise InvalidRequest("stream: a batch is answered as a whole", param="stream")
+        raise InvalidRequest("stream: must be false; batches cannot be streamed", param="stream")
     if len(body.messages) > max_conversations:
         raise InvalidRequest(
-            f"messages: {len(body.messages):,} conversations; at most {max_conversations:,} are "
-            "taken",
+            f"messages: {len(body.messages):,} conversations exceed this server's limit of "
+            f"{max_conversations:,} per batch",
             param="messages",
         )
     for place, messages in enumerate(body.messages):
@@ -61,9 +62,9 @@ def check_conversation(body: ChatBody | BatchBody) -> None:
     for field in _NESTED:
         check_depth(getattr(body, field), field)
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
+        raise InvalidRequest("top_logprobs: requires logprobs to be true", param="top_logprobs")
     if body.modalities not in (None, ["text"]):
-        raise unsupported("modalities", "only text is")
+        raise unsupported("modalities", "the only supported value is ['text']")
     for field, instead in _REPLACED.items():
         if getattr(body, field):
             raise unsupported(field, instead)
@@ -75,7 +76,7 @@ def _check_members(value: Any, field: str, known: Sequence[str]) -> None:
     if isinstance(value, Mapping):
         for name, member in value.items():
             if name not in known and member is not None:
-                raise unsupported(f"{field}.{name}", f"of this field only {', '.join(known)} are")
+                raise unsupported(f"{field}.{name}", f"supported members: {', '.join(known)}")
 
 
 def check_completion(body: CompletionBody) -> None:
@@ -83,18 +84,18 @@ def check_completion(body: CompletionBody) -> None:
     if body.suffix:
         raise unsupported("suffix")
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens: 0 needs echo, or there is no answer", param="max_tokens")
+        raise InvalidRequest("max_tokens: 0 requires echo to be true", param="max_tokens")
 
 
 def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
+        raise InvalidRequest("stream_options: requires stream to be true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("prompt_logprobs: not given in a stream", param="prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs: not available with stream", param="prompt_logprobs")
     if body.logprob_token_ids and body.num_logprobs is None:
-        raise InvalidRequest("logprob_token_ids: needs logprobs", param="logprob_token_ids")
+        raise InvalidRequest("logprob_token_ids: requires logprobs", param="logprob_token_ids")
     if body.best_of not in (None, body.n or 1):
-        raise unsupported("best_of", "only a value equal to n is")
+        raise unsupported("best_of", "the only supported value is that of n")
     for field, instead in _REFUSED.items():
         if getattr(body, field):
             raise unsupported(field, instead)
@@ -103,14 +104,18 @@ def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
 
 
 def listed(ignored: Iterable[str], body: GenerationBody) -> list[str]:
-    """Return the fields of the request that have no effect, each once, as the answer lists them.
-    Raises InvalidRequest if the request does not allow such fields."""
+    """Return the fields without effect for `ignored_params`, each once. Raise InvalidRequest if
+    the body has strict_params."""
     fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]
     if fields and body.strict_params:
-        raise InvalidRequest(f"unknown fields: {', '.join(fields)}", param=fields[0])
+        raise InvalidRequest(
+            f"{fields[0]}: without effect here, and strict_params is true; fields without effect: "
+            f"{', '.join(fields)}",
+            param=fields[0],
+        )
     return fields
 
 
 def unsupported(field: str, instead: str = "") -> InvalidRequest:
-    but = f"; {instead}" if instead else ""
-    return InvalidRequest(f"{field}: not supported by this server{but}", param=field)
+    advice = f"; {instead}" if instead else ""
+    return InvalidRequest(f"{field}: not supported by this server{advice}", param=field)

@@ -1,4 +1,4 @@
-"""A completion's body -> what the engine is asked of each prompt, and how the answers are told."""
+"""Turns a completion body into prompt requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from protocol.sampling import check_token_ids
 
 
 class Completion:
-    """asks     one for each prompt
-    ignored  parts of the description of the answer's form that have no effect
+    """Prepares the prompts of one completion body. Raises InvalidRequest naming the field.
 
-    ids: the prompts' tokens, where they are known. Raises InvalidRequest naming the field.
+    prompt_requests  one per prompt
+    ignored          paths of structured output members that have no effect
+    ids              the prompts' token ids, if they are known already
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Completion:
         readers = ParserFactory(model.tokenizer, self._options)
         grammar = Grammar(body=form.body) if form is not None else None
         if ids is None:
-            is_list = self._prompts is body.prompt  # else it is the only one
+            is_list = self._prompts is body.prompt  # else it is a single prompt
             ids = [
                 _prompt_ids(prompt, model, f"prompt[{place}]" if is_list else "prompt")
                 for place, prompt in enumerate(self._prompts)
@@ -65,14 +66,14 @@ class Completion:
         )
 
     def named(self, error: RequestError) -> RequestError:
-        """The engine's "grammar" is another field of the request."""
+        """Rename the engine's "grammar" in an error to the field of the request."""
         error.param = self._form_field if error.param == "grammar" else error.param
         return error
 
 
 def _prompt_ids(prompt: requests.Prompt, model: ServedModel, param: str) -> list[int]:
-    """Return the prompt's token ids; raise InvalidRequest naming `param`. An empty text is the
-    beginning of a text, if the model has a token for that."""
+    """Return the prompt's token ids, or raise InvalidRequest naming `param`. An empty text becomes
+    the BOS token, if the model has one."""
     if isinstance(prompt, str):
         bos = model.card.bos_token_id
         ids = model.tokenizer.encode(prompt, True, offload=offload, param=param)

@@ -1,7 +1,7 @@
-"""The form of what a request may hold freely, for its documentation.
+"""JSON Schemas of messages and tools, for the OpenAPI document.
 
-Requests are decoded without these: `chat.content` and `openai.tools` check such values piece by
-piece and name the place of what is wrong, which a decoder of unions cannot.
+Decoding does not use them. `prompt.content` and `openai.tools` check these values step by step, so
+that an error can name the exact path; a decoder of unions cannot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALL = {
             "required": ["name", "arguments"],
             "properties": {
                 "name": _TEXT,
-                "arguments": {**_TEXT, "description": "A JSON object, as text."},
+                "arguments": {**_TEXT, "description": "The JSON text of an object."},
             },
         },
     },
@@ -72,7 +72,7 @@ Message = Annotated[
         }
     ),
 ]
-"""OpenAI's."""
+"""An OpenAI message."""
 
 Tool = Annotated[
     Any,
@@ -91,7 +91,7 @@ Tool = Annotated[
                         "description": _TEXT,
                         "parameters": {
                             "type": "object",
-                            "description": "A JSON schema, of an object.",
+                            "description": "A JSON Schema of type object.",
                             "properties": {"type": {"const": "object"}},
                         },
                         "strict": {"type": ["boolean", "null"]},
@@ -101,4 +101,4 @@ Tool = Annotated[
         }
     ),
 ]
-"""OpenAI's."""
+"""An OpenAI tool."""

@@ -1,4 +1,4 @@
-"""Events -> an assistant's message: what the stream of a choice adds up to."""
+"""Builds the assistant message that the events of one choice add up to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gateway.formats.events import (
 
 
 class MessageBuilder(msgspec.Struct):
-    """`calls` holds a call that was cut off, too, as far as it went: the stream told it."""
+    """An assistant message. `calls` includes a call that was cut off, as it does in a stream."""
 
     text: str
     reasoning: str
@@ -29,7 +29,7 @@ class MessageBuilder(msgspec.Struct):
 
 
 def message_of(events: Iterable[Event]) -> MessageBuilder:
-    """`events` of a whole answer that has not failed; in linear time."""
+    """Return the message of a complete choice that has not failed. Takes linear time."""
     text: list[str] = []
     reasoning: list[str] = []
     heads: list[ToolCall] = []
@@ -62,5 +62,5 @@ def call_of(call: ToolCall, arguments: str) -> dict[str, Any]:
 
 
 def warning_of(warning: OutputWarning, choice: int | None) -> dict[str, Any]:
-    """`choice` None: it is about the request."""
+    """Return the JSON of a warning. `choice` is None if the warning is about the request."""
     return {"code": warning.code, "message": warning.message, "choice": choice}

@@ -1,4 +1,4 @@
-"""Errors about a chat, told in the words of the request that the chat was made of."""
+"""Renames the fields in an error about a chat to those of the request it was translated from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from protocol.errors import RequestError
 
 OwnName = Callable[[str], str]
-"""A field of the chat -> the same in the client's request."""
+"""Maps the path of a chat field to its path in the client's request."""
 
 
 @contextmanager
 def named(own_name: OwnName) -> Iterator[None]:
-    """Errors raised inside leave with the names of the request."""
+    """Rename the fields of each RequestError raised inside the block."""
     try:
         yield
     except RequestError as error:
@@ -22,7 +22,7 @@ def named(own_name: OwnName) -> Iterator[None]:
 
 
 def renamed(error: RequestError, own_name: OwnName) -> RequestError:
-    """Both where the error names its field and where its message does."""
+    """Replace the field path in the error's `param` and message."""
     if error.param:
         own = own_name(error.param)
         there = rf"(?<![\w.]){re.escape(error.param)}(?!\w)"

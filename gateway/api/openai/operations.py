@@ -1,4 +1,4 @@
-"""The OpenAI routes, as their documentation sees them."""
+"""OpenAPI operations of the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _post = partial(
 OPERATIONS = (
     _post(
         rule="/v1/chat/completions",
-        about="Answer a conversation.",
+        about="Create a chat completion.",
         takes=(ChatBody,),
         gives=responses.ChatCompletion,
         streams=Stream(responses.ChatChunk, ends_with="[DONE]"),
     ),
     _post(
         rule="/v1/chat/completions/batch",
-        about="Answer many conversations at once.\n"
-        "What the body says beside the conversations holds for all of them.",
+        about="Create chat completions for several conversations.\n"
+        "All fields except `messages` apply to every conversation.",
         takes=(BatchBody,),
         gives=responses.ChatBatch,
     ),
     _post(
         rule="/v1/completions",
-        about="Go on with a text, or with several.",
+        about="Create a completion of one or more prompts.",
         takes=(CompletionBody,),
         gives=responses.CompletionResponse,
         streams=Stream(responses.CompletionChunk, ends_with="[DONE]"),

@@ -1,7 +1,7 @@
-"""A conversation and a body -> what the engine is asked, and how the answers are read.
+"""Turns a chat body into prompt requests: a prompt, sampling parameters, a grammar and a parser.
 
-The one road for chat, batch and tokenize. The effective kwargs are computed here, once per
-conversation: the template sees them, and the parser starts where the rendered prompt leaves off.
+All APIs with conversations use it. The effective template arguments are computed here, once per
+conversation. The parser starts in the state in which the rendered prompt ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ from protocol.grammar import Body, Grammar
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation.
-
-    kwargs  what the template was told
-    """
+    """A rendered conversation. `kwargs` are the arguments that the template received."""
 
     text: str
     ids: list[int]
@@ -44,23 +41,24 @@ class Prompt:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """As the response tells it."""
+        """The `effective` member of the response."""
         return {"chat_template_kwargs": self.kwargs}
 
 
 def _schema_field(plan: ToolPlan) -> str:
-    """Where the schemas stand that the engine may refuse: it does not say which of them it was."""
+    """Return the field to blame if the engine refuses a tool's schema. The engine does not report
+    which schema it was."""
     return "tools[0].function.parameters" if len(plan.declared) == 1 else "tools"
 
 
 class Preparation:
-    """What holds for all conversations of a body. Raises InvalidRequest naming the field.
+    """Prepares the conversations of one body. Raises InvalidRequest naming the field.
 
-    trusts_template  a request may bring its own
-    form             what all answers must look like; None: free text. With tools that the model
-                     may call, an answer is of this form or it is calls; with a call that is
-                     required, it is calls
-    ignored          parts of the form's description that have no effect
+    trusts_template  accept `chat_template` from the request
+    form             the grammar of the answers; None: free text. If the model may call tools, an
+                     answer is either calls or matches the form. If a call is required, there is
+                     no form
+    ignored          paths of the form's members that have no effect
     """
 
     def __init__(
@@ -84,8 +82,8 @@ class Preparation:
             return None
         if not trusts:
             raise InvalidRequest(
-                "chat_template: this server takes no templates from requests "
-                "(--trust-request-chat-template)",
+                "chat_template: this server does not accept templates from requests; its operator "
+                "can allow them with --trust-request-chat-template",
                 param="chat_template",
             )
         return self.model.renderer.compiled(source)
@@ -93,19 +91,19 @@ class Preparation:
     def _check_tools(self) -> None:
         if self.plan.demands_call and self.model.reading.tools is None:
             raise InvalidRequest(
-                "tool_choice: calls cannot be required, because the server has no tool format for "
-                "this model; set tool_choice to 'auto', or restart the server with --tool-format",
+                "tool_choice: tool calls cannot be required, because this model's tool format is "
+                "unknown; set tool_choice to 'auto', or restart the server with --tool-format",
                 param="tool_choice",
             )
 
     @property
     def is_calls_or_form(self) -> bool:
-        """Whether the answer is either calls or text of the form."""
+        """Whether the answer is either calls or text that matches the form."""
         return self.form is not None and self.plan.mode == "auto"
 
     def named(self, error: RequestError) -> RequestError:
-        """Replace the engine's names of fields by those of the request."""
-        if error.param == "max_tokens":  # the message names it, too
+        """Rename the engine's field in an error to the field of the request."""
+        if error.param == "max_tokens":  # the message contains the name, too
             return renamed(error, lambda _: self.body.max_tokens_field)
         fields = {
             "prompt": "messages",
@@ -116,7 +114,7 @@ class Preparation:
         return error
 
     def prompt(self, messages: Sequence[Any], param: str = "messages") -> Prompt:
-        """Render and encode. `param` is where the messages stand in the body."""
+        """Render and tokenize a conversation. `param` is the path of `messages` in the body."""
         body, renderer = self.body, self.model.renderer
         kwargs = self.kwargs()
         continues = bool(body.continue_final_message)
@@ -139,7 +137,7 @@ class Preparation:
         return Prompt(text, ids, kwargs)
 
     def kwargs(self) -> dict[str, Any]:
-        """What the template is told."""
+        """Return the effective arguments of the chat template."""
         body = self.body
         template = self._template or self.model.renderer.template_for(self.plan.shown)
         return effective_kwargs(
@@ -150,18 +148,18 @@ class Preparation:
         )
 
     def begin(self, prompt: Prompt) -> AnswerStart:
-        """Where the answers to a prompt start; of it, its end and its kwargs count."""
+        """Return the state in which the answers to `prompt` start. It depends on the end of the
+        prompt and on its template arguments."""
         calls = self.plan.mode != "none"
         return self.model.reading.begin(prompt.text, prompt.kwargs, calls=calls)
 
     def ask(self, prompt: Prompt) -> PromptRequest:
-        """What the engine is asked for a prompt, and how its answers are read: a start of their
-        own for the answers of each conversation."""
+        """Return the request for one prompt, with its grammar."""
         begun = self.begin(prompt)
         return replace(self.told(prompt, begun), grammar=self._grammar(begun))
 
     def told(self, prompt: Prompt, begun: AnswerStart) -> PromptRequest:
-        """The same, to read answers that were made without us: no grammar is written."""
+        """Return the request for one prompt without a grammar, to parse an existing answer."""
         body, model, plan = self.body, self.model, self.plan
         marks, inside = begun.marks, begun.inside
         return PromptRequest(
@@ -188,7 +186,7 @@ class Preparation:
         return Grammar(budget=budget) if budget else None
 
     def _answer(self, begun: AnswerStart) -> AnswerOptions | None:
-        """None: all text is content."""
+        """Return the parser options, or None if all text is content."""
         if begun.bound is None:
             return None
         plan = self.plan

@@ -1,11 +1,12 @@
-"""What a client may ask, field by field: types and bounds, none of the meaning (see `checks`).
+"""Request bodies of the OpenAI routes: field types and bounds. `checks` combines fields.
 
-Types are those of `protocol.sampling`, so a number this route accepts is a number the engine
-accepts. A field that is null is a field that is absent: None everywhere, and every default is
-applied later, in `parameters`. Fields that are not here are accepted without effect (proxies add
-their own) and named in the response; with `strict_params` they are refused. Fields that would
-change what an answer means, and that this server cannot honour, are here so that they can be
-refused.
+- The types come from `protocol.sampling`, so the engine accepts every number this route accepts.
+- A null field equals an absent field: None. Defaults are applied later, in
+  `generation.parameters`.
+- Unknown fields have no effect, because proxies add their own. The response lists them in
+  `ignored_params`; with `strict_params` they are refused.
+- Fields that would change the answer and are not supported are declared, so that `checks` can
+  refuse them.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ Object = dict[str, Any]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage           a last chunk with the usage of all choices
-    continuous_usage_stats  with it: in every other chunk the usage of its choice so far
+    """Usage in a stream.
+
+    include_usage           send a last chunk with the usage of all choices
+    continuous_usage_stats  with include_usage, add the usage so far to every other chunk
     """
 
     include_usage: bool | None = None
@@ -64,10 +67,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn, and what of them is text: the same fields in every API.
+    """Sampling and detokenizing fields that all APIs share.
 
-    seed        -1 is no seed
-    bad_words   texts that the answer never has, however they are spelt in tokens
+    seed        -1 means no seed
+    bad_words   texts that the answer must not contain, in any tokenization
     """
 
     min_tokens: MinTokens | None = None
@@ -89,15 +92,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FormFields(SamplingFields, frozen=True, kw_only=True):
-    """What an answer looks like, beside each API's own field for it; see `structured`.
+    """Structured output fields, in addition to each API's own field.
 
     structured_outputs   one of json, json_object, regex, choice, grammar, structural_tag
-    guided_json, guided_regex, guided_choice, guided_grammar   the same, as older vLLM has it
-    structural_tag       the same
-    regex, ebnf          the same, as SGLang has it
-    json_schema          the same, as SGLang and llama.cpp have it
-    grammar              GBNF, as llama.cpp has it; an empty text is none
-    guided_whitespace_pattern, grammar_lazy, grammar_triggers   refused where they ask for anything
+    guided_json, guided_regex, guided_choice, guided_grammar   the same, from older vLLM
+    structural_tag       the same member as in structured_outputs
+    regex, ebnf          from SGLang
+    json_schema          from SGLang and llama.cpp
+    grammar              GBNF, from llama.cpp; an empty string means none
+    guided_whitespace_pattern, grammar_lazy, grammar_triggers   not supported; refused if set
     """
 
     structured_outputs: Any = None
@@ -116,19 +119,20 @@ class FormFields(SamplingFields, frozen=True, kw_only=True):
 
 
 class GenerationBody(FormFields, frozen=True, kw_only=True):
-    """What both routes understand.
+    """Fields of both chat and text completions.
 
-    n                   answers per prompt; answer i is drawn with `seed` + i
-    cache_salt          cached prompts are shared only between requests with an equal salt
-    priority            lower goes first
-    timeout_s, queue_timeout_s   how long it may take, and wait: docs/load.md
-    return_token_ids    also give the ids of prompt and answer
-    prompt_logprobs     also give logprobs of the prompt's tokens, and of so many likelier ones
-    logprob_token_ids   tokens whose logprobs are told beside the most likely ones
+    n                   number of choices per prompt; choice i is sampled with `seed` + i
+    cache_salt          requests share cached prompts only if their salts are equal
+    priority            lower values are scheduled first
+    timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue;
+                        see docs/load.md
+    return_token_ids    include the token ids of prompt and answer
+    prompt_logprobs     include logprobs of the prompt tokens and of this many top tokens
+    logprob_token_ids   token ids whose logprobs are included in addition to the top tokens
     kv_transfer_params  for routers: do_remote_decode, or do_remote_prefill with a handle; see
                         docs/api-tokens.md
-    strict_params       fields without effect are an error
-    timings             also tell where the time went
+    strict_params       refuse fields that have no effect
+    timings             include how long each stage took
     """
 
     model: str | None = None
@@ -157,7 +161,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
 
     @property
     def repeats_usage(self) -> bool:
-        """As the peer has it: only beside the usage at the end."""
+        """Whether each chunk has a usage. As in vLLM, this requires include_usage."""
         options = self.stream_options
         return bool(options and options.include_usage and options.continuous_usage_stats)
 
@@ -167,18 +171,18 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
 
     @property
     def max_tokens_field(self) -> str:
-        """The field that limits the answer's length, as the client spelled it."""
+        """The name of the field that limits the answer's length, as the client spelled it."""
         return "max_tokens"
 
 
 class ConversationBody(GenerationBody, frozen=True, kw_only=True):
-    """What routes with conversations understand, beside the conversations.
+    """Fields of chat completions and batches, except the messages.
 
     reasoning_effort, reasoning, thinking, enable_thinking
-                              spellings of one wish: see `chat.kwargs`
-    include_reasoning         false: reasoning is read, and not told
-    return_effective_kwargs   also tell what the template was told
-    chat_template             taken only where the operator trusts requests
+                              alternative spellings of the thinking options
+    include_reasoning         false omits the reasoning from the response
+    return_effective_kwargs   include the arguments that the chat template received
+    chat_template             accepted only if the server runs with --trust-request-chat-template
     """
 
     max_completion_tokens: MaxTokens | None = None
@@ -206,7 +210,7 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The most likely tokens to tell beside the chosen one; None: no logprobs at all."""
+        """The number of top tokens to report per sampled token; None if logprobs are off."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -240,13 +244,13 @@ class ChatBody(ConversationBody, frozen=True, kw_only=True):
 
 
 class BatchBody(ConversationBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions/batch: many conversations, and what holds for all of them."""
+    """POST /v1/chat/completions/batch. All other fields apply to every conversation."""
 
     messages: Annotated[list[Messages], Meta(min_length=1)]
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt` is a text, texts, a list of token ids, or several of those."""
+    """POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
@@ -264,7 +268,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's, for completions only: a chat goes on until it ends or the context is full."""
+"""OpenAI's default, for completions only. A chat has no limit but the context length."""
 
 Prompt = str | list[int]
 
@@ -274,7 +278,7 @@ completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 def prompts_of(body: CompletionBody, max_prompts: int) -> list[Prompt]:
-    """One or many, all of one kind. Raises InvalidRequest."""
+    """Return the prompts of a body. Raise InvalidRequest if they are of different kinds."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -283,16 +287,17 @@ def prompts_of(body: CompletionBody, max_prompts: int) -> list[Prompt]:
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise InvalidRequest(
-            "prompt: texts, token ids and lists of token ids cannot be mixed", param="prompt"
+            "prompt: cannot mix texts, token ids and lists of token ids", param="prompt"
         )
-    if kinds == {int}:  # which mypy cannot see, nor that else there are none
+    if kinds == {int}:  # mypy cannot infer that the prompt is a list of ids here
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > max_prompts:
         raise InvalidRequest(
-            f"prompt: {len(prompt):,} prompts; at most {max_prompts:,} are taken", param="prompt"
+            f"prompt: {len(prompt):,} prompts exceed this server's limit of {max_prompts:,}",
+            param="prompt",
         )
     return prompt  # type: ignore[return-value]
 
 
 def empty_prompt(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: this prompt has no tokens", param=param)
+    return InvalidRequest(f"{param}: the prompt has no tokens", param=param)

@@ -1,4 +1,4 @@
-"""A chat's or completion's asks -> the response its body wants: chunks, or one JSON object."""
+"""Generates the response of a chat or completion: a stream of chunks, or one JSON object."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def origin(
     effective: Any = None,
     warnings: list[OutputWarning] | None = None,
 ) -> OpenAIEnvelope:
-    """Of the request at hand; `effective`: what to tell of the effective parameters."""
+    """Return the envelope of the current request. `effective` is None if it was not requested."""
     exchange: RequestContext = g.exchange
     asides: dict[str, Any] = {}
     if g.get("ignored"):
@@ -60,7 +60,7 @@ def respond(
     dialect: ResponseBuilder,
     origin: OpenAIEnvelope,
 ) -> Response:
-    """Raises what the engine says against it, before any header is sent."""
+    """Run the requests and return the response. A refusal raises before any header is sent."""
     config, limits = service.config, service.model(body.model).limits
     asks = handed(asks, wish_of(body.kv_transfer_params), limits, streams=bool(body.stream))
     check_counts(asks, body, config.max_n, max(config.max_n, config.max_prompts))
@@ -86,8 +86,8 @@ def respond(
 def prompt_shape(
     body: GenerationBody, model: ServedModel
 ) -> Callable[[Choice], list[Any] | None] | None:
-    """Return what shapes the logprobs of a choice's prompt; None: the body does not ask for
-    them."""
+    """Return a function that formats a choice's prompt logprobs; None if they are not
+    requested."""
     num_top = body.prompt_logprobs
     if num_top is None:
         return None

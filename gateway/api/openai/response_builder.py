@@ -1,8 +1,7 @@
-"""What a stream's chunks and a whole answer have in common, so that they cannot differ.
+"""The JSON that streamed chunks and complete responses share, so that they cannot differ.
 
-An `OpenAIEnvelope` is the part of the JSON that is the same in all chunks of an answer. Logprobs
-and usage are shaped here for both, and the dialects of the two routes: where a choice's text
-stands, how logprobs look.
+`OpenAIEnvelope` has the members that are the same in all chunks of a response. A `ResponseBuilder`
+formats the choices of one route: where the text goes, how logprobs look.
 """
 
 from __future__ import annotations
@@ -34,16 +33,18 @@ from protocol.messages import TokenLogprobs
 
 encode = msgspec.json.encode
 SERVICE_TIER = "default"
-"""There is one."""
+"""The only tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAIEnvelope:
-    """id as told to the client; model as the client named it.
+    """The members that are the same in all chunks of a response.
 
-    asides    what else there is to say of the request, beside the choices: with a whole answer, or
-              with a stream's first chunk
-    warnings  about the request
+    id          the response id, as sent to the client
+    model       the model name from the request
+    extensions  our own members about the request; sent with a complete response, or with the first
+                chunk of a stream
+    warnings    warnings about the request
     """
 
     id: str
@@ -65,7 +66,7 @@ class OpenAIEnvelope:
 
 
 def usage_of(answer: ChoiceGroup) -> dict[str, Any]:
-    """So far, or in all: what each prompt cost once, and all choices."""
+    """Return the usage so far: each prompt once, and all choices."""
     prompt, generated = answer.num_prompt_tokens, answer.num_generated_tokens
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
@@ -79,7 +80,7 @@ def usage_of(answer: ChoiceGroup) -> dict[str, Any]:
 
 
 def usage_of_choice(answer: ChoiceGroup, choice: Choice, num_tokens: int) -> dict[str, Any]:
-    """Return the usage of one choice, of which `num_tokens` were sent."""
+    """Return the usage of one choice after `num_tokens` of its tokens were sent."""
     prompt = answer.num_prompt_tokens
     if len(answer.asks) > 1:
         prompt = len(choice.ask.prompt_ids)
@@ -107,44 +108,45 @@ def _completion_details(answer: ChoiceGroup) -> dict[str, int]:
 
 
 class ResponseBuilder(Protocol):
-    """What differs between the routes. One object serves one answer."""
+    """Formats the choices of one route. An instance serves one response."""
 
     kind: str
     chunk_kind: str
     num_logprobs: int | None
-    prompt_ids_on_top: bool  # beside the choices, not in each of them
-    ends_with_text: bool  # the finish comes with the last text, not in a chunk of its own
-    constants: Mapping[str, str]  # what every answer says of itself
+    prompt_ids_on_top: bool  # in the response, not in each choice
+    ends_with_text: bool  # the finish reason comes with the last text, not in its own chunk
+    constants: Mapping[str, str]  # more members of the envelope
 
     def said(self, text: str) -> bytes:
-        """A bit of text, as members of a choice in a chunk."""
+        """Return the members of a chunk's choice for a delta of content."""
 
     def told(self, event: Event) -> bytes | None:
-        """Any other event, in the same way; None for those that nobody hears of."""
+        """Return the members for any other event, or None if it is not sent."""
 
     def opening(self, choice: Choice) -> bytes | None:
-        """Members of the chunk that comes before all others of this choice, if there is one."""
+        """Return the members of the first chunk of a choice, or None if it has no such chunk."""
 
     def nothing(self) -> bytes:
-        """The same members where nothing is said: the chunk that only tells the end."""
+        """Return the members of a chunk without text, such as a finish chunk."""
 
     def whole(self, choice: Choice, message: MessageBuilder) -> dict[str, Any]:
-        """Members of a choice in a whole answer."""
+        """Return the members of a choice in a complete response."""
 
     def logprobs(self, choice: Choice, delta: OutputDelta) -> Any:
-        """Of the delta's tokens; None where none were asked for."""
+        """Return the logprobs of the delta's tokens; None if they are not requested."""
 
     def echo_logprobs(self, choice: Choice) -> Any:
-        """Of the prompt's tokens, where the prompt is told again; None where there are none."""
+        """Return the logprobs of an echoed prompt; None if there are none."""
 
     def echo(self, choice: Choice) -> str:
-        """The prompt's text, where it is to be told again; else nothing."""
+        """Return the text of an echoed prompt, else an empty string."""
 
 
 class ChatResponseBuilder:
-    """Reasoning has two names in use, `reasoning` and `reasoning_content`; both are told.
+    """Formats chat completions. Reasoning is sent under both names in use: `reasoning` and
+    `reasoning_content`.
 
-    in_batch  the choices are those of several conversations
+    in_batch  the choices belong to several conversations
     """
 
     kind = "chat.completion"
@@ -190,7 +192,7 @@ class ChatResponseBuilder:
         return b'"delta":{}'
 
     def whole(self, choice: Choice, message: MessageBuilder) -> dict[str, Any]:
-        """`content` is null where the answer is something else than text."""
+        """Return the message. `content` is null if it has only reasoning or tool calls."""
         has_other = bool(message.calls or message.reasoning)
         told: dict[str, Any] = {
             "role": "assistant",
@@ -224,7 +226,7 @@ class ChatResponseBuilder:
 
 
 class CompletionResponseBuilder:
-    """prompts  the texts to tell again, one per prompt; None where none are"""
+    """Formats text completions. `prompts` has the texts to echo; None if `echo` is off."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
@@ -276,7 +278,7 @@ class CompletionResponseBuilder:
         return self._shaped(choice, choice.ask.prompt_ids, [None, *choice.prompt_logprobs])
 
     def offsets(self, index: int, state: tuple[DetokenizerState, int] | None = None) -> TextOffsets:
-        """Those of a choice; the first time, fresh ones, or such that go on from `state`."""
+        """Return a choice's text offsets. The first call restores them from `state`, if given."""
         if index not in self._offsets:
             detokenizer = self._tokenizer.detokenizer(
                 skip_special_tokens=self._options.skip_special_tokens,
@@ -300,7 +302,7 @@ class CompletionResponseBuilder:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Logprobs of consecutive tokens as one; None where there are none."""
+    """Return the concatenation of logprobs objects; None if all parts are None."""
     found = [msgspec.to_builtins(part) for part in parts if part is not None]
     if not found:
         return None

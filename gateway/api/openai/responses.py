@@ -1,5 +1,6 @@
-"""What the OpenAI routes tell, as structs: for the documentation, and for tests that hold answers
-against it. The bytes themselves are put together in `whole` and `chunks`.
+"""Response bodies of the OpenAI routes, for the OpenAPI document and for tests.
+
+`whole` and `stream` encode the responses themselves.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from gateway.text.logprobs import ChatLogprob, CompletionLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 ServiceTier = Literal["default"]
-"""There is one."""
+"""The only tier."""
 
 
 class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """param  the request's field at fault, dotted: `messages[2].content`"""
+    """An error.
+
+    param  the path of the request field at fault: `messages[2].content`
+    """
 
     message: str
     type: str
@@ -31,17 +35,17 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """cached_tokens  found in the prefix cache, and not computed again"""
+    """cached_tokens  prompt tokens whose K/V was reused from the prefix cache"""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What is not told is absent.
+    """Details that are unknown are absent.
 
-    reasoning_tokens             how many of the answer's tokens were thinking
-    accepted_prediction_tokens   how many of them had been guessed, and were computed along
-    rejected_prediction_tokens   guessed tokens that are not in the answer; not counted elsewhere
+    reasoning_tokens             completion tokens that are reasoning
+    accepted_prediction_tokens   completion tokens that were drafted and verified
+    rejected_prediction_tokens   drafted tokens that were rejected; not part of other counts
     """
 
     reasoning_tokens: int | UnsetType = UNSET
@@ -50,7 +54,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAIUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Each prompt counts once, however many answers it has."""
+    """Token counts. Each prompt is counted once, whatever its number of choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -66,7 +70,10 @@ class TokenChance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """Something is not as it should be, and was told all the same. `choice` null: the request."""
+    """A problem that did not prevent the answer.
+
+    choice  the index of the choice concerned; null if the warning is about the request
+    """
 
     code: str
     message: str
@@ -74,17 +81,17 @@ class AnswerWarning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Effective(msgspec.Struct, frozen=True):
-    """chat_template_kwargs  what the template was told"""
+    """chat_template_kwargs  the arguments that the chat template received"""
 
     chat_template_kwargs: dict[str, Any]
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """What all answers say of themselves.
+    """Members of every response and chunk.
 
     system_fingerprint  the server's version and the digest of the weights
-    ignored_params      fields of the request that had no effect
-    timings             where the time went, if asked; in a stream with the last chunk, as the usage
+    ignored_params      request fields that had no effect
+    timings             how long each stage took, if requested; in a stream, in the last chunk
     """
 
     id: str
@@ -99,7 +106,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """stop_reason  the stop string or stop token of the request that ended the answer"""
+    """stop_reason  the request's stop string or stop token id that ended this choice, if any"""
 
     index: int
     finish_reason: FinishReason
@@ -108,7 +115,7 @@ class FinishedChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
-    """arguments  JSON, as text"""
+    """arguments  JSON text"""
 
     name: str
     arguments: str
@@ -121,8 +128,8 @@ class OpenAIToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """reasoning and reasoning_content are the same, under both names in use. Nothing is searched
-    here, so there are no annotations."""
+    """`reasoning` and `reasoning_content` are equal; clients use either name. `annotations` is
+    always empty, because this server does not search the web."""
 
     role: Literal["assistant"]
     content: str | None
@@ -144,7 +151,7 @@ class ChatChoice(FinishedChoice, frozen=True, kw_only=True):
 
 
 class ChatCompletion(Answered, frozen=True, kw_only=True):
-    """kv_transfer_params  with which another server goes on"""
+    """kv_transfer_params  for the decode request to another server, after do_remote_decode"""
 
     object: Literal["chat.completion"]
     service_tier: ServiceTier
@@ -156,7 +163,7 @@ class ChatCompletion(Answered, frozen=True, kw_only=True):
 
 
 class BatchChoice(ChatChoice, frozen=True, kw_only=True):
-    """conversation  which of the request's it answers"""
+    """conversation  the index of the conversation that this choice answers"""
 
     conversation: int
     prompt_token_ids: list[int] | None
@@ -176,7 +183,7 @@ class FunctionPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first part of a call brings its id, type and name, the others more of its arguments."""
+    """The first delta of a call has its id, type and name; the others append to the arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -185,7 +192,7 @@ class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first has the role and `refusal`, the others bits of the message."""
+    """The first delta has the role and `refusal`; the others append to the message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -209,7 +216,7 @@ class ChatChunkChoice(ChunkChoice, frozen=True, kw_only=True):
 
 
 class ChatChunk(Answered, frozen=True, kw_only=True):
-    """With `include_usage` the last chunk has the usage and no choices."""
+    """A streamed chunk. With `include_usage`, the last chunk has the usage and no choices."""
 
     object: Literal["chat.completion.chunk"]
     service_tier: ServiceTier
@@ -225,7 +232,7 @@ class CompletionChoice(FinishedChoice, frozen=True, kw_only=True):
 
 
 class CompletionResponse(Answered, frozen=True, kw_only=True):
-    """kv_transfer_params  with which another server goes on"""
+    """kv_transfer_params  for the decode request to another server, after do_remote_decode"""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]

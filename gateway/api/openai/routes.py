@@ -1,6 +1,6 @@
-"""The OpenAI routes: chat completions, alone and in batches, and completions.
+"""The OpenAI routes: chat completions, batches of them, and completions.
 
-A view says what its API's fields mean; `respond` does the rest.
+A view checks and translates its API's fields; `respond` generates the response.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def chat(service: Service) -> Response:
 
 
 def batch(service: Service) -> Response:
-    """Each conversation has effective kwargs, prompt and readers of its own; the choices are those
-    of the first conversation, then those of the second, and so on."""
+    """Answer several conversations. The choices are ordered by conversation; each conversation has
+    its own template arguments, prompt and parsers."""
     body, unknown = service.bodies.parse_known(request, requests.batch_decoder)
     checks.check_batch(body, service.config.max_prompts)
     model = service.model(body.model)

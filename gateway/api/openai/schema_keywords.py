@@ -1,8 +1,7 @@
-"""The keywords of a request's JSON Schema: which are enforced, which have no meaning for a grammar,
-and which are refused by name and path.
+"""Checks the keywords of a JSON Schema in a request.
 
-A path is the place of a keyword in the request:
-"response_format.json_schema.schema.properties.age.minimum".
+A keyword is enforced, ignored because it does not affect validity, unknown, or refused with its
+path in the request: "response_format.json_schema.schema.properties.age.minimum".
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ UNENFORCEABLE = frozenset(
      "unevaluatedProperties", "$dynamicRef", "$dynamicAnchor", "$recursiveRef",
      "$recursiveAnchor")
 )  # fmt: skip
-"""Keywords of JSON Schema that would change the answer, and that no grammar of ours can enforce."""
+"""Keywords that would restrict the answer, but cannot be expressed in our grammars."""
 SILENT = ANNOTATIONS | {"id", "$vocabulary", "contentSchema", "xml", "externalDocs"}
 """Keywords that do not affect which values are valid."""
 
 
 MAX_UNKNOWN = 16
-"""The most paths of unknown keywords that are reported."""
+"""Limit on the unknown keywords that a response lists."""
 MAX_SEGMENT_CHARS = 100
-"""A longer name is truncated in a path."""
+"""Longer names are truncated in a path."""
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """A keyword and the place of its schema. The path is composed only when it is reported."""
+    """A segment of a path, linked to its parent. The path is built only when it is reported."""
 
     parent: _Place | None
     segment: str
@@ -63,23 +62,27 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def check_keywords(schema: Any, at: str, *, strict: bool) -> None:
-    """Raise InvalidRequest naming the path of a keyword that cannot be enforced. With `strict` an
-    unknown keyword is refused, too."""
+    """Raise InvalidRequest for the first keyword that cannot be enforced.
+
+    at      the path of `schema` in the request
+    strict  also refuse unknown keywords
+    """
     for parent, keyword in _keywords(schema, at):
         if keyword in UNENFORCEABLE:
             path = _path(parent, keyword)
-            raise InvalidRequest(f"{path}: {keyword!r} cannot be enforced", param=path)
+            raise InvalidRequest(
+                f"{path}: this server cannot enforce the keyword {keyword!r}", param=path
+            )
         if strict and _is_unknown(keyword):
             path = _path(parent, keyword)
             raise InvalidRequest(
-                f"{path}: this is not a known keyword of JSON Schema, so it cannot be enforced, as "
-                "strict demands",
+                f"{path}: {keyword!r} is not a JSON Schema keyword, so strict cannot enforce it",
                 param=path,
             )
 
 
 def unknown_keywords(schema: Any, at: str) -> list[str]:
-    """Return the paths of unknown keywords, which have no effect; at most MAX_UNKNOWN."""
+    """Return the paths of at most MAX_UNKNOWN unknown keywords. They have no effect."""
     found = ((parent, keyword) for parent, keyword in _keywords(schema, at) if _is_unknown(keyword))
     return [_path(parent, keyword) for parent, keyword in islice(found, MAX_UNKNOWN)]
 
@@ -94,8 +97,10 @@ def _is_unknown(keyword: str) -> bool:
 
 
 def _keywords(schema: Any, at: str) -> Iterator[tuple[_Place, str]]:
-    """Yield every keyword of a schema and its inner schemas, after the place of that schema. The
-    engine refuses schemas of the wrong shape."""
+    """Yield (place of the schema, keyword) for the schema and all schemas inside it.
+
+    Malformed schemas are skipped here; the engine refuses them.
+    """
     waiting = [(schema, _Place(None, at))]
     while waiting:
         schema, place = waiting.pop()

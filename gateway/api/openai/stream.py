@@ -1,14 +1,16 @@
-"""An answer as a stream of chunks, in OpenAI's order.
+"""Writes an answer as a stream of chunks, in OpenAI's order.
 
     [role chunk per choice]  [chunk ...]  [finish chunk per choice]  [usage, timings]  [DONE]
 
-A chunk brings a bit of content or reasoning, the head of a tool call (id, name, no arguments yet),
-or a bit of its arguments. The finish of a completion comes with its last text, that of a chat in a
-chunk of its own. Warnings come with the finish of their choice. Choices interleave as their tokens
-come. The first chunks (a chat's role, an echoed prompt) are sent with the first
-token, so the first byte of the body never makes a server look faster than it is. After an error,
-one `{"error": ...}` event and [DONE] close the stream. JSON is put together from parts encoded once
-per answer: in the common case only the new text is encoded.
+A chunk has a delta of content or reasoning, the head of a tool call (id and name, no arguments
+yet), or a delta of its arguments. The chunks of several choices interleave.
+
+- A completion's finish reason comes with its last text; a chat's has its own chunk.
+- Warnings come with the finish reason of their choice.
+- The first chunks (a chat's role, an echoed prompt) are sent with the first token. Sent earlier,
+  they would make the time to first token look shorter than it is.
+- After an error, one `{"error": ...}` event and [DONE] close the stream.
+- Most of a chunk's JSON is encoded once per stream. Usually only the new text is encoded.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ from protocol.errors import ServingError
 
 
 class ChunkStreamState(msgspec.Struct):
-    """What a stream remembers of what it has told; plain data, so that it can go on elsewhere.
+    """The state of a ChunkStream: plain data, so that another process can continue the stream.
 
-    has_begun   the first chunks are out
-    warnings    choice -> what waits to be told with its finish chunk
-    num_tokens  choice -> its tokens that were sent; counted where each chunk has a usage
+    has_begun   the first chunks were written
+    warnings    choice -> warnings to send with its finish chunk
+    num_tokens  choice -> number of tokens sent; counted only if each chunk has a usage
     """
 
     has_begun: bool = False
@@ -59,14 +61,14 @@ class ChunkStreamState(msgspec.Struct):
 
 
 class ChunkStream:
-    """The sink of a stream.
+    """The sink that writes one answer as chunks.
 
-    write            takes frames as they are made
-    finish           called after the last one
-    includes_usage   a chunk with the whole usage before [DONE]; `"usage":null` in the others
-    repeats_usage    in every other chunk the usage of its choice, as far as it was sent
-    tells_ids        token ids in the chunks that bring them, prompt ids in the first
-    told             where another stream of this answer left off
+    write            receives each frame
+    finish           called after the last frame
+    includes_usage   send a chunk with the total usage before [DONE], `"usage":null` in the others
+    repeats_usage    add the usage so far of its choice to each chunk
+    includes_ids     add token ids to each chunk, and prompt ids to the first
+    state            the state of the stream to continue; None starts a new one
     """
 
     def __init__(
@@ -102,10 +104,10 @@ class ChunkStream:
         events = delta.events
         if len(events) == 1 and self._is_plain and self.told.has_begun:
             members = self._plain_members(events[0])
-            if members is not None:  # as nearly always
+            if members is not None:  # the common case
                 self._write(self._heads[choice.index] + members + self._plain_tail)
                 return
-        if events and isinstance(events[0], Failed):  # it is told by `fail`
+        if events and isinstance(events[0], Failed):  # `fail` sends the error
             return
         frames = self._openings()
         num_openings = len(frames)
@@ -120,20 +122,20 @@ class ChunkStream:
             delta = _TOLD
         if type(end) is Finished:
             frames.append(self._finished(choice, end, delta, ending))
-        if len(frames) == num_openings and not self._is_plain:  # no words of its own, but tokens
+        if len(frames) == num_openings and not self._is_plain:  # no text yet, but tokens
             frames.append(self._said(choice, self._dialect.nothing(), delta))
         if frames:
             self._write(b"".join(frames) if len(frames) > 1 else frames[0])
 
     def count(self, choice: Choice, delta: OutputDelta) -> None:
-        """Count the tokens of `delta` as sent: what a client has been sent may lag behind what the
-        engine has generated, and a chunk's usage goes with its text."""
+        """Count the tokens of `delta` as sent. A chunk's usage covers the text sent so far, which
+        may lag behind the tokens generated."""
         if self._repeats_usage and delta.token_ids:
             counts = self.told.num_tokens
             counts[choice.index] = counts.get(choice.index, 0) + len(delta.token_ids)
 
     def begin(self) -> None:
-        """Write the first chunks now, if they are not out. They come with the first news else."""
+        """Write the first chunks now, instead of with the first delta."""
         if frames := self._openings():
             self._write(b"".join(frames))
 
@@ -144,13 +146,14 @@ class ChunkStream:
         return list(filter(None, map(self._opening, self._answer.choices)))
 
     def _plain_members(self, event: Event) -> bytes | None:
-        """Of an event that is told as it is, and at once."""
+        """Return the members for an event that can be sent as it is, else None."""
         if type(event) is Content:
             return self._dialect.said(event.text)
         return self._dialect.told(event) if type(event) in _BITS else None
 
     def _members(self, choice: Choice, event: Event) -> bytes | None:
-        """None: nothing is told now. Warnings wait for the end of their choice."""
+        """Return the members for an event, or None if nothing is sent now. Warnings wait for the
+        finish chunk of their choice."""
         if type(event) is Content:
             return self._dialect.said(event.text)
         if type(event) is OutputWarning:
@@ -187,7 +190,7 @@ class ChunkStream:
         return self._chunk(choice, members, logprobs, b"null", in_choice, on_top)
 
     def _asides(self) -> bytes:
-        """What is said of the request, once."""
+        """Return the members about the request. They are sent once."""
         asides = dict(self._origin.asides)
         if self._origin.warnings:
             asides["warnings"] = [warning_of(w, None) for w in self._origin.warnings]
@@ -203,7 +206,7 @@ class ChunkStream:
     def _finished(
         self, choice: Choice, event: Finished, delta: OutputDelta, members: bytes
     ) -> bytes:
-        """Tokens that end an answer without text of their own are told here."""
+        """Return the finish chunk. It carries the tokens of `delta` if no earlier chunk did."""
         logprobs = b"null" if delta is _TOLD else self._logprobs(choice, delta)
         more = self._ids(delta) + b',"stop_reason":%b' % encode(event.stop_reason)
         warnings = self.told.warnings.pop(choice.index, ())
@@ -227,7 +230,7 @@ class ChunkStream:
         in_choice: bytes,
         on_top: bytes = b"",
     ) -> bytes:
-        """`in_choice` and `on_top`: more members, each with a comma before it."""
+        """Return one frame. `in_choice` and `on_top` are more members, each preceded by a comma."""
         usage = b',"usage":null' if self._includes_usage else b""
         if self._repeats_usage:
             num_tokens = self.told.num_tokens.get(choice.index, 0)
@@ -238,4 +241,4 @@ class ChunkStream:
 
 _BITS = (Reasoning, ToolArguments)
 _TOLD = OutputDelta()
-"""A delta whose tokens have been told with an earlier chunk."""
+"""Stands for a delta whose tokens were sent with an earlier chunk."""

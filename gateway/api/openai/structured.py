@@ -1,10 +1,10 @@
-"""The fields that set the form of an answer -> that form, in protocol's terms.
+"""Parses the structured output fields of a request into a protocol grammar.
 
 `response_format` is OpenAI's field, `structured_outputs` vLLM's. The others are the equivalents of
-older vLLM, SGLang and llama.cpp. A request may have only one of them.
+older vLLM, SGLang and llama.cpp. A request may set only one of them.
 
-Only the shape of the request and the keywords of a schema are checked here. The engine decides
-whether a schema or a grammar can be enforced, before any header is sent. Raises InvalidRequest
+Only the shape of the fields and the keywords of a schema are checked here. The engine compiles the
+grammar, and refuses it before any header is sent if it cannot be enforced. Raises InvalidRequest
 naming the field.
 """
 
@@ -39,18 +39,20 @@ _FORMATS: Mapping[str, Set[str]] = {
     "json_schema": {"type", "json_schema"},
     "structural_tag": {"type", "structures", "triggers"},
 }
-"""The types of a response_format, and its members."""
+"""response_format type -> its known members."""
 _SCHEMA_MEMBERS = {"name", "description", "schema", "strict"}
 """The members of `response_format.json_schema`."""
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
-"""Options of `structured_outputs` that vLLM's clients also send; only false is supported."""
+"""Options of `structured_outputs` that clients of vLLM send. Only false is supported."""
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,200}")
-"""A path that may stand in a header."""
+"""A path that is safe in a header."""
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """field    the field of the request that asks for it
-    body     the form of the answer
+    """The grammar that a request sets.
+
+    field    the request field that sets it
+    body     the grammar
     ignored  paths of unknown members and schema keywords, which have no effect
     """
 
@@ -60,7 +62,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
 
 def answer_form(body: GenerationBody) -> AnswerForm | None:
-    """None: free text."""
+    """Return the form that the body sets, or None for free text."""
     found = []
     for field, read in _FIELDS.items():
         value, reader = getattr(body, field), FormReader()
@@ -69,12 +71,14 @@ def answer_form(body: GenerationBody) -> AnswerForm | None:
             found.append(AnswerForm(field, form, reader.ignored))
     if len(found) > 1:
         first, second = found[0].field, found[1].field
-        raise InvalidRequest(f"{second}: {first} already sets the form of the answer", param=second)
+        raise InvalidRequest(
+            f"{second}: cannot be combined with {first}; set only one of them", param=second
+        )
     return found[0] if found else None
 
 
 def structured_form(value: Any, at: str) -> AnswerForm | None:
-    """The form that `structured_outputs`, which stands at `at`, asks for."""
+    """Parse a `structured_outputs` value found at the path `at`."""
     if value is None:
         return None
     reader = FormReader()
@@ -82,7 +86,7 @@ def structured_form(value: Any, at: str) -> AnswerForm | None:
 
 
 class FormReader:
-    """Reads a value that says what an answer looks like; `at` is where it stands in the request."""
+    """Parses structured output fields. `at` is the path of the value in the request."""
 
     def __init__(self) -> None:
         self.ignored: list[str] = []
@@ -92,12 +96,12 @@ class FormReader:
         kind = format.get("type")
         if not isinstance(kind, str) or kind not in _FORMATS:
             raise InvalidRequest(
-                f"{at}.type must be one of {', '.join(_FORMATS)}; it is {kind!r}",
+                f"{at}.type: must be one of {', '.join(_FORMATS)}; got {kind!r}",
                 param=f"{at}.type",
             )
         if kind == "json_schema" and "json_schema" not in format and "schema" in format:
             flat = {name: member for name, member in format.items() if name != "type"}
-            return self._named_schema(flat, at)  # as llama.cpp has it
+            return self._named_schema(flat, at)  # llama.cpp's flat shape
         self._note_unknown(format, _FORMATS[kind], at)
         match kind:
             case "json_object" if format.get("schema"):
@@ -114,7 +118,7 @@ class FormReader:
         inner = _object(value, at)
         strict = inner.get("strict")
         if strict is not None and not isinstance(strict, bool):
-            raise InvalidRequest(f"{at}.strict must be true or false", param=f"{at}.strict")
+            raise InvalidRequest(f"{at}.strict: must be true or false", param=f"{at}.strict")
         self._note_unknown(inner, _SCHEMA_MEMBERS, at, strict=bool(strict))
         return self.schema(inner.get("schema"), f"{at}.schema", strict=bool(strict))
 
@@ -126,7 +130,7 @@ class FormReader:
             if name in known or member is None:
                 continue
             if strict:
-                raise InvalidRequest(f"{path}: unknown, and strict is true", param=path)
+                raise InvalidRequest(f"{path}: unknown member, and strict is true", param=path)
             self._note(path, at)
 
     def _note(self, path: str, at: str) -> None:
@@ -144,12 +148,12 @@ class FormReader:
         for name in members:
             if name not in _KINDS:
                 raise InvalidRequest(
-                    f"{at}.{name}: unknown; one of {', '.join(_KINDS)} is expected",
+                    f"{at}.{name}: unknown member; known: {', '.join(_KINDS)}",
                     param=f"{at}.{name}",
                 )
         if len(members) != 1:
             raise InvalidRequest(
-                f"{at} must have exactly one of {', '.join(_KINDS)}; it has {len(members)}",
+                f"{at}: must have exactly one of {', '.join(_KINDS)}; got {len(members)}",
                 param=at,
             )
         ((name, member),) = members.items()
@@ -161,8 +165,8 @@ class FormReader:
         return JsonSchema(text=self._schema_text(value, at, strict=strict))
 
     def _schema_text(self, value: Any, at: str, *, strict: bool = False) -> str:
-        """A schema as an object or as JSON text; `true` and `false` are schemas, too, but of no
-        use."""
+        """Return the JSON text of a schema given as an object or as JSON text. The schemas `true`
+        and `false` are refused."""
         schema = _object(_from_text(value, at), at)
         check_keywords(schema, at, strict=strict)
         for path in unknown_keywords(schema, at):
@@ -171,7 +175,7 @@ class FormReader:
 
     def json_object(self, value: Any, at: str) -> Body:
         if value is not True:
-            raise InvalidRequest(f"{at} must be true, where it is given", param=at)
+            raise InvalidRequest(f"{at}: must be true or absent", param=at)
         return JsonObject()
 
     # ---- other forms
@@ -181,26 +185,26 @@ class FormReader:
 
     def choices(self, value: Any, at: str) -> Body:
         if not isinstance(value, list) or not value:
-            raise InvalidRequest(f"{at} must be a list that is not empty", param=at)
+            raise InvalidRequest(f"{at}: must be a non-empty list", param=at)
         return ChoiceGrammar(
             choices=[_text(choice, f"{at}[{i}]") for i, choice in enumerate(value)]
         )
 
     def grammar(self, value: Any, at: str) -> Body:
-        """Lark, which has a rule `start`, or GBNF, which has `root ::=`."""
+        """Parse a Lark grammar (it has a rule `start`) or a GBNF grammar (it has `root ::=`)."""
         text = _text(value, at)
         return Gbnf(text=text) if "::=" in text and _LARK_START not in text else Lark(text=text)
 
     def gbnf(self, value: Any, at: str) -> Body | None:
-        """llama.cpp's clients send an empty text for no grammar."""
+        """Parse a GBNF grammar. Clients of llama.cpp send an empty string for none."""
         return None if value == "" else Gbnf(text=_text(value, at))
 
     def structural_tag(self, value: Any, at: str) -> Body:
-        """`structures` of {begin, schema, end}, and the `triggers` that begin one."""
+        """Parse `structures` of {begin, schema, end}, and the `triggers` that start one."""
         value = _object(_from_text(value, at), at)
         structures, triggers = value.get("structures"), value.get("triggers")
         if not isinstance(structures, list) or not isinstance(triggers, list):
-            raise InvalidRequest(f"{at} must have the lists structures and triggers", param=at)
+            raise InvalidRequest(f"{at}: must have the lists structures and triggers", param=at)
         return Structural(
             triggers=[_text(trigger, f"{at}.triggers[{i}]") for i, trigger in enumerate(triggers)],
             tags=[self._tag(tag, f"{at}.structures[{i}]") for i, tag in enumerate(structures)],
@@ -217,24 +221,24 @@ class FormReader:
 
 def _object(value: Any, at: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{at} must be an object", param=at)
+        raise InvalidRequest(f"{at}: must be an object", param=at)
     return value
 
 
 def _text(value: Any, at: str) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{at} must be a text that is not empty", param=at)
+        raise InvalidRequest(f"{at}: must be a non-empty string", param=at)
     return value
 
 
 def _from_text(value: Any, at: str) -> Any:
-    """What may be JSON, or JSON as text."""
+    """Return a value, decoded first if it is JSON text."""
     if not isinstance(value, str):
         return value
     try:
         value = msgspec.json.decode(_text(value, at))
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidRequest(f"{at} is not JSON: {error}", param=at) from None
+        raise InvalidRequest(f"{at}: not valid JSON: {error}", param=at) from None
     check_depth(value, at)
     return value
 

@@ -1,7 +1,6 @@
-"""What a request says of its tools -> the grammar of an answer that does so, or a refusal.
+"""The grammar that enforces a request's tools and tool_choice, in the model's own tool format.
 
-The grammar is in the model's own format (`output.grammar`). What cannot be enforced is refused,
-never left to chance. Raises InvalidRequest naming the field.
+A constraint that cannot be enforced is refused: InvalidRequest names the field.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from protocol.grammar import Body, Rules
 
 
 def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
-    """Return the form that an answer's body must have; None: any."""
+    """Return the grammar of the answer, or None if it may be any text."""
     if bound is None or not bound.format.has_calls:
         if plan.demands_call or plan.is_narrowed:
-            problem = "required" if plan.demands_call else "ruled out"
+            problem = "required" if plan.demands_call else "restricted"
             raise InvalidRequest(
-                f"tool_choice: calls cannot be {problem}, because this model's tool format is "
-                "unknown (see --tool-format)",
+                f"tool_choice: tool calls cannot be {problem}, because this model's tool format is "
+                "unknown; set tool_choice to 'auto', or restart the server with --tool-format",
                 param="tool_choice",
             )
         return None
@@ -44,11 +43,11 @@ def tool_grammar(bound: BoundFormat | None, plan: ToolPlan) -> Body | None:
 
 
 def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) -> Rules:
-    """Return the calls that an answer may be instead of the form that `form_field` sets."""
+    """Return the grammar of the calls that are allowed instead of the form set by `form_field`."""
     if bound is None or not bound.format.has_calls:
         raise InvalidRequest(
             f"{form_field}: cannot be combined with tools, because this model's tool format is "
-            "unknown (see --tool-format); set tool_choice to 'none'",
+            "unknown; set tool_choice to 'none', or restart the server with --tool-format",
             param=form_field,
         )
     _check_schemas(plan, plan.strict)
@@ -59,7 +58,7 @@ def calls_instead(bound: BoundFormat | None, plan: ToolPlan, form_field: str) ->
 
 
 def _check_schemas(plan: ToolPlan, enforced: Set[str]) -> None:
-    """Raises InvalidRequest for a keyword that cannot be enforced."""
+    """Raise InvalidRequest for a schema keyword that cannot be enforced."""
     for place, tool in enumerate(plan.declared):
         if tool.name in enforced and plan.may_call(tool.name):
             at = f"tools[{place}].function.parameters"
@@ -67,7 +66,7 @@ def _check_schemas(plan: ToolPlan, enforced: Set[str]) -> None:
 
 
 def _loosened(plan: ToolPlan) -> Sequence[DeclaredTool]:
-    """The tools that may be called, of which only those that are strict bind their arguments."""
+    """Return the callable tools, without the schemas of those that are not strict."""
     return [
         tool if tool.name in plan.strict else msgspec.structs.replace(tool, parameters=None)
         for tool in plan.callable

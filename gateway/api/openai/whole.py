@@ -1,4 +1,4 @@
-"""A whole answer: the stream, folded into one JSON object."""
+"""Encodes a complete response: the stream, folded into one JSON object."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def whole_response(
     tells_ids: bool = False,
     prompt_logprobs: Callable[[Choice], list[Any] | None] | None = None,
 ) -> bytes:
-    """The body of a 200. `answer` has ended well, and `fold` has heard all of it.
+    """Return the body of a 200 for a group that ended without an error.
 
-    tells_ids        token ids of prompt and answer, too
-    prompt_logprobs  shapes those of a choice's prompt; None: they are not told
+    collected        the output of each choice
+    includes_ids     add the token ids of prompt and answer
+    prompt_logprobs  formats a choice's prompt logprobs; None omits them
     """
     warnings = [warning_of(warning, None) for warning in origin.warnings]
     choices: list[dict[str, Any]] = []

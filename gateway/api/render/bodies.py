@@ -36,7 +36,7 @@ def _in(field: str) -> Callable[[str], str]:
 
 def _needed(value: T | None, field: str, when: str) -> T:
     if value is None:
-        raise InvalidRequest(f"{field}: needed {when}", param=field)
+        raise InvalidRequest(f"{field}: required {when}", param=field)
     return value
 
 
@@ -65,7 +65,8 @@ def _num_choices(
     count = 1 + max(indexes, default=0)
     if not 0 < count <= config.max_n:
         raise InvalidRequest(
-            f"{field}: {count:,} choices; must be from 1 to {config.max_n:,}", param=field
+            f"{field}: the number of choices must be from 1 to {config.max_n:,}; got {count:,}",
+            param=field,
         )
     return count
 
@@ -90,8 +91,8 @@ class ChatDerendering:
         writes_calls = reading.tools is not None and not self._model.renderer.writes_no_tools
         if reading.reasoning is not None or writes_calls:
             raise InvalidRequest(
-                f"{CHAT}: required, because answers of this model have parts: reasoning "
-                f"({reading.reasoning}), tool calls ({reading.tools})",
+                f"{CHAT}: required, because this model's answers are parsed for reasoning "
+                f"({reading.reasoning}) and tool calls ({reading.tools})",
                 param=CHAT,
             )
         body = self._body
@@ -195,8 +196,8 @@ class CompletionDerendering:
             given = getattr(body, field)
             if given is not None and len(given) != len(self._prompts):
                 raise InvalidRequest(
-                    f"{field}: {len(given):,} of them; the request has {len(self._prompts):,} "
-                    "prompts",
+                    f"{field}: must have one item per prompt ({len(self._prompts):,}); got "
+                    f"{len(given):,}",
                     param=field,
                 )
 
@@ -214,7 +215,8 @@ class CompletionDerendering:
         if not 0 < count <= self._config.max_prompts:
             at = "prompt_index" if body.stream else field
             raise InvalidRequest(
-                f"{at}: {count:,} prompts; must be from 1 to {self._config.max_prompts:,}",
+                f"{at}: the number of prompts must be from 1 to {self._config.max_prompts:,}; got "
+                f"{count:,}",
                 param=at,
             )
         return CompletionBody(
@@ -258,7 +260,8 @@ class CompletionDerendering:
         chunk = _needed(body.generate_chunk, "generate_chunk", "with stream")
         if place >= len(self._prompts):
             raise InvalidRequest(
-                f"prompt_index: {place}; the request has {len(self._prompts):,} prompts",
+                f"prompt_index: {place} is out of range; the request has {len(self._prompts):,} "
+                "prompts",
                 param="prompt_index",
             )
         request = msgspec.structs.replace(self._request, prompt=self._prompts[place])

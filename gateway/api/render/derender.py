@@ -145,7 +145,8 @@ def _play_whole(
     parts = {part.index: (place, part) for place, part in enumerate(response.choices)}
     if len(response.choices) != len(choices) or set(parts) != set(range(len(choices))):
         raise InvalidRequest(
-            f"{at}.choices: the request has {len(choices)} answers (n), each with its index once",
+            f"{at}.choices: must have each index from 0 to {len(choices) - 1} once (n is "
+            f"{len(choices)})",
             param=f"{at}.choices",
         )
     reports = case.reports(at, response.usage)
@@ -153,7 +154,7 @@ def _play_whole(
         place, part = parts[index]
         if part.finish_reason is None:
             where = f"{at}.choices[{place}].finish_reason"
-            raise InvalidRequest(f"{where}: a whole answer has ended", param=where)
+            raise InvalidRequest(f"{where}: must not be null in a complete response", param=where)
         if response.prompt_logprobs is not None and choice.params.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_entries(
                 choice.ask.prompt_ids, response.prompt_logprobs, f"{at}.prompt_logprobs"
@@ -185,7 +186,7 @@ def derendered_chunk(
     except Exception:  # a state is a client's data: a forged one can fail anywhere in a machine
         if is_first:
             raise
-        log.info("a state makes no sense", exc_info=True)
+        log.info("cannot restore a stream_state", exc_info=True)
         raise wrong_state() from None
 
 
@@ -266,7 +267,8 @@ class _GoingOn:
         if not 0 <= part.index < len(choices):
             at = f"generate_chunk.choices[{place}].index"
             raise InvalidRequest(
-                f"{at}: {part.index}; the request has {len(choices)} answers (n)", param=at
+                f"{at}: {part.index} is out of range; the request has {len(choices)} choices (n)",
+                param=at,
             )
         return choices[part.index]
 

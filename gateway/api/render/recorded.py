@@ -21,7 +21,7 @@ class _Nowhere:
     """The engine of an answer that is not computed here: nothing is open, so nothing is aborted."""
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("a recorded answer is not asked for")
+        raise AssertionError("a recorded response is never generated")
 
     def abort(self, request: int, freed: object = None) -> None:
         pass
@@ -99,8 +99,8 @@ class Reports:
         content = part.logprobs.content if part.logprobs else []
         if len(content) != len(part.token_ids):
             raise InvalidRequest(
-                f"{at}.logprobs: the request asks for logprobs, and there are those of "
-                f"{len(content):,} tokens for {len(part.token_ids):,}",
+                f"{at}.logprobs: must have one item per token ({len(part.token_ids):,}), because "
+                f"the request has logprobs; got {len(content):,}",
                 param=f"{at}.logprobs",
             )
         return [entry_of(token, self._num_logprobs, self._asked_ids) for token in content]
@@ -155,7 +155,7 @@ def prompt_entries(
     """The reverse of `text.logprobs.prompt_chances`."""
     if len(told) != len(ids):
         raise InvalidRequest(
-            f"{at}: of {len(told):,} tokens; the prompt has {len(ids):,}", param=at
+            f"{at}: must have one item per prompt token ({len(ids):,}); got {len(told):,}", param=at
         )
     return [
         _prompt_entry(token_id, chances or {}, f"{at}[{place}]")
@@ -167,11 +167,11 @@ def prompt_entries(
 def _prompt_entry(token_id: int, chances: dict[str, TokenChance], at: str) -> TokenLogprobs:
     own = chances.get(str(token_id))
     if own is None:
-        raise InvalidRequest(f"{at}: has not the prompt's own token {token_id}", param=at)
+        raise InvalidRequest(f"{at}: must contain the prompt's own token {token_id}", param=at)
     try:
         found = [(int(name), chance) for name, chance in chances.items()]
     except ValueError:
-        raise InvalidRequest(f"{at}: a key is no token id", param=at) from None
+        raise InvalidRequest(f"{at}: every key must be a token id", param=at) from None
     found.sort(key=lambda pair: pair[1].rank)
     # The likeliest are ranked from 1 without a gap; the prompt's own token may follow far behind.
     tops = [pair for rank, pair in enumerate(found, start=1) if pair[1].rank == rank]

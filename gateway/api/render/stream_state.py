@@ -81,8 +81,8 @@ def sealed(state: StreamState, key: bytes) -> str:
     text = urlsafe_b64encode(_seal(data, key) + data).decode()
     if len(text) > MAX_STATE_CHARS:
         raise InvalidRequest(
-            "generate_chunk: too much of this answer is held back to derender it chunk by chunk; "
-            "derender it as a whole",
+            "generate_chunk: too much of this answer must be held back to derender it in chunks; "
+            "derender the complete answer instead",
             param="generate_chunk",
         )
     return text
@@ -101,8 +101,8 @@ def opened(text: str, key: bytes) -> StreamState:
 
 def wrong_state() -> InvalidRequest:
     return InvalidRequest(
-        f"{FIELD}: this is not the state of this answer; it is damaged, or of another request, "
-        "model or version of the server",
+        f"{FIELD}: does not belong to this stream; it is damaged, or was made for another request, "
+        "model or server version",
         param=FIELD,
     )
 

@@ -13,14 +13,14 @@ from protocol.errors import InvalidRequest
 
 _NESTED = ("input", "tools", "tool_choice", "prompt_cache_options")
 _REFUSED = {
-    "conversation": "previous_response_id carries a conversation on",
-    "context_management": "truncation 'auto' leaves the oldest items out",
+    "conversation": "use previous_response_id to continue a conversation",
+    "context_management": "use truncation 'auto' to drop the oldest items",
     "moderation": "",
     "prompt": "",
-    "messages": "the conversation is `input`",
-    "max_tokens": "it is called max_output_tokens here",
-    "max_completion_tokens": "it is called max_output_tokens here",
-    "response_format": "it is text.format here",
+    "messages": "use input",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
 }
 """field -> what to do instead"""
 _ABOUT_FUNCTIONS = ("type", "name", "description", "parameters", "strict")
@@ -33,12 +33,14 @@ def check(body: ResponsesBody) -> None:
         if getattr(body, field) not in (None, False, [], {}):
             raise unsupported(field, instead)
     if body.n not in (None, 1):
-        raise unsupported("n", "a response has one answer")
+        raise unsupported("n", "the only supported value is 1")
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
+        raise InvalidRequest("stream_options: requires stream to be true", param="stream_options")
     for place, name in enumerate(body.include or ()):
         if name not in INCLUDES:
-            raise unsupported(f"include[{place}]", f"{name!r} is none of {', '.join(INCLUDES)}")
+            raise unsupported(
+                f"include[{place}]", f"must be one of {', '.join(INCLUDES)}; got {name!r}"
+            )
     _check_tools(body)
 
 
@@ -46,11 +48,11 @@ def _check_tools(body: ResponsesBody) -> None:
     for place, tool in enumerate(body.tools or ()):
         at = f"tools[{place}]"
         if not isinstance(tool, dict):
-            raise InvalidRequest(f"{at} must be an object", param=at)
+            raise InvalidRequest(f"{at}: must be an object", param=at)
         if tool.get("type") != "function":
             kind = tool.get("type")
             raise InvalidRequest(
-                f"{at}.type must be 'function': no tools run in this server; it is "
+                f"{at}.type: must be 'function', because this server runs no tools of its own; got "
                 f"{kind!r}{instead_of(kind)}",
                 param=f"{at}.type",
             )

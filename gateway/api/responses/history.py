@@ -38,19 +38,19 @@ class History:
     def before(self, response_id: str) -> list[PlacedItem]:
         """All items up to the end of this response. Raises InvalidRequest."""
         if self._store is None:
-            raise _wrong(PREVIOUS, "this server keeps no responses (--response-store)")
+            raise _wrong(PREVIOUS, "this server stores no responses (see --response-store)")
         try:
             records = self._store.ask(
                 lambda database: database.chain(response_id, self._owner, time.time())
             )
         except BrokenChain as broken:
             if broken.missing == response_id:
-                raise _wrong(PREVIOUS, f"there is no response {response_id!r}") from None
+                raise _wrong(PREVIOUS, f"no response {response_id!r} is stored") from None
             raise _wrong(
-                PREVIOUS, f"{response_id!r} goes on with {broken.missing!r}, which is gone"
+                PREVIOUS, f"{response_id!r} continues {broken.missing!r}, which is no longer stored"
             ) from None
         if body_of(records[-1])["status"] in UNFINISHED:
-            raise _wrong(PREVIOUS, f"{response_id!r} is still being made")
+            raise _wrong(PREVIOUS, f"{response_id!r} is not complete yet")
         return [PlacedItem(item, PREVIOUS) for record in records for item in said_in(record)]
 
     def resolved(self, items: Sequence[PlacedItem]) -> list[PlacedItem]:
@@ -72,7 +72,7 @@ class History:
             for item in said_in(record) if record else ():
                 if item.get("id") == name:
                     return item
-        raise _wrong(f"{placed.at}.id", f"there is no item {name!r}")
+        raise _wrong(f"{placed.at}.id", f"no item {name!r} is stored")
 
 
 def body_of(record: StoredRecord) -> dict[str, Any]:

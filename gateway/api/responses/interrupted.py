@@ -9,7 +9,7 @@ from gateway.store.queries import Interruption
 
 _DIED = {
     "code": "server_error",
-    "message": "the server process that made this response ended before it was complete",
+    "message": "the server process that generated this response ended before it was complete",
     "param": None,
     "type": "engine_lost",
 }

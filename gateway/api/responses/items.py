@@ -94,12 +94,10 @@ def reasoning_text(item: Mapping[str, Any], at: str) -> str:
 def _unsealed(sealed: str, at: str) -> str:
     try:
         if not sealed.startswith(_SEALED):
-            raise ValueError("another prefix")
+            raise ValueError("wrong prefix")
         return base64.b64decode(sealed[len(_SEALED) :], validate=True).decode()
     except (ValueError, binascii.Error):
-        raise InvalidRequest(
-            f"{at}: this server did not write it, and cannot read it", param=at
-        ) from None
+        raise InvalidRequest(f"{at}: must be a value that this server wrote", param=at) from None
 
 
 # ---- checks, by the item's type
@@ -107,12 +105,12 @@ def _unsealed(sealed: str, at: str) -> str:
 
 def _checked(item: Any, at: str) -> Item:
     if not isinstance(item, Mapping):
-        raise InvalidRequest(f"{at} must be an object", param=at)
+        raise InvalidRequest(f"{at}: must be an object", param=at)
     kind = item.get("type") or _kind_without_type(item)
     check = _CHECKS.get(kind) if isinstance(kind, str) else None
     if check is None:
         raise InvalidRequest(
-            f"{at}.type must be one of {', '.join(_CHECKS)}; it is {kind!r}", param=f"{at}.type"
+            f"{at}.type: must be one of {', '.join(_CHECKS)}; got {kind!r}", param=f"{at}.type"
         )
     if item.get("id") is not None:
         _text(item, "id", at)
@@ -131,7 +129,7 @@ def _message(item: Mapping[str, Any], at: str) -> None:
     role = item.get("role")
     if role not in ROLES:
         raise InvalidRequest(
-            f"{at}.role must be one of {', '.join(ROLES)}; it is {role!r}", param=f"{at}.role"
+            f"{at}.role: must be one of {', '.join(ROLES)}; got {role!r}", param=f"{at}.role"
         )
     _content(item.get("content"), f"{at}.content")
 
@@ -167,13 +165,14 @@ def _content(value: Any, at: str) -> None:
 
 def _parts(value: Any, at: str, kinds: Sequence[str]) -> None:
     if not isinstance(value, list):
-        raise InvalidRequest(f"{at} must be a list of parts", param=at)
+        raise InvalidRequest(f"{at}: must be a list of content parts", param=at)
     for place, part in enumerate(value):
         inner = f"{at}[{place}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in kinds:
             raise InvalidRequest(
-                f"{inner}.type must be {kinds[0]}: this model takes text only; it is {kind!r}",
+                f"{inner}.type: must be {kinds[0]}, because this model reads text only; got "
+                f"{kind!r}",
                 param=f"{inner}.type",
             )
         _text(part, "text", inner)
@@ -181,7 +180,7 @@ def _parts(value: Any, at: str, kinds: Sequence[str]) -> None:
 
 def _text(value: Mapping[str, Any], field: str, at: str) -> None:
     if not isinstance(value.get(field), str):
-        raise InvalidRequest(f"{at}.{field} must be a string", param=f"{at}.{field}")
+        raise InvalidRequest(f"{at}.{field}: must be a string", param=f"{at}.{field}")
 
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {

@@ -100,8 +100,8 @@ def check_outputs(items: Sequence[PlacedItem]) -> None:
         missing = [call for call in calls if call not in answered]
         if missing and len(missing) < len(calls):
             raise InvalidRequest(
-                f"input: the function call {missing[0]!r} has no output, but other calls that were "
-                "made together with it have one",
+                f"input: the function call {missing[0]!r} has no output, but other calls of the "
+                "same turn have one",
                 param="input",
             )
 

@@ -99,10 +99,10 @@ def _keeps(service: Service, body: ResponsesBody) -> bool:
     for field in ("store", "background"):
         if getattr(body, field) and not can:
             raise InvalidRequest(
-                f"{field}: this server keeps no responses (--response-store)", param=field
+                f"{field}: this server stores no responses (see --response-store)", param=field
             )
     if body.background and body.store is False:
-        raise InvalidRequest("background: needs store to be true", param="background")
+        raise InvalidRequest("background: requires store to be true", param="background")
     return can and body.store is not False
 
 
@@ -177,7 +177,7 @@ def _keep(service: Service, record: StoredRecord | None) -> Keep | None:
         try:
             keeping.store.ask(lambda database: database.put(kept, time.time()))
         except sqlite3.Error:  # the answer is there all the same
-            log.exception("a response could not be stored")
+            log.exception("could not store a response")
             return response | {"store": False}
         return response
 

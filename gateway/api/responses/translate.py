@@ -78,7 +78,7 @@ def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTran
     has been checked as a chat request is. Raises InvalidRequest naming the request's field."""
     conversation = ItemConversation(body.instructions, items)
     if not conversation.messages:
-        raise InvalidRequest("input: there is nothing to answer", param="input")
+        raise InvalidRequest("input: must have at least one message", param="input")
     chat = ChatBody(
         messages=conversation.messages,
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
@@ -113,7 +113,7 @@ def _tool_choice(choice: Any) -> Any:
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
     if kind != "function":
         raise InvalidRequest(
-            f"tool_choice.type must be one of {', '.join(CHOICE_TYPES)}; it is {kind!r}",
+            f"tool_choice.type: must be one of {', '.join(CHOICE_TYPES)}; got {kind!r}",
             param="tool_choice.type",
         )
     return _chosen(choice)
@@ -133,7 +133,7 @@ def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
     kind = format.get("type")
     if kind not in _FORMATS:
         raise InvalidRequest(
-            f"text.format.type must be one of {', '.join(_FORMATS)}; it is {kind!r}",
+            f"text.format.type: must be one of {', '.join(_FORMATS)}; got {kind!r}",
             param="text.format.type",
         )
     if kind != "json_schema":

@@ -21,7 +21,7 @@ _END = b"\n\n"
 _EVENT_ID = re.compile(rf"({PREFIX}[0-9a-f]{{32}}):(\d{{1,18}})")
 _DIED = HTTPFault(
     503,
-    "the server process that wrote this stream ended before it was complete",
+    "the server process that generated this stream ended before it was complete",
     code="engine_lost",
 )
 

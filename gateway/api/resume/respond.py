@@ -50,7 +50,8 @@ def resumable(
     keeping = service.keeping
     if keeping is None:
         raise InvalidRequest(
-            f"{RESUME_HEADER}: this server keeps no streams (--response-store)", param=RESUME_HEADER
+            f"{RESUME_HEADER}: this server stores no streams (see --response-store)",
+            param=RESUME_HEADER,
         )
     runs: list[DetachedRun] = []
 
@@ -69,5 +70,5 @@ def _begun(keeping: Persistence, answer: ChoiceGroup) -> DetachedRun:
     wanted_until = time.time() + keeping.window_s
     new = NewRun(new_stream_id(), g.caller.owner, STREAM, wanted_until)
     run = keeping.runs.begin(new)
-    run.abort = lambda: answer.fail(InvalidRequest("this stream was not picked up in time"))
+    run.abort = lambda: answer.fail(InvalidRequest("the client did not resume this stream in time"))
     return run

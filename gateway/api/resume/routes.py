@@ -32,7 +32,8 @@ def read(service: Service, stream_id: str) -> Response:
     event = read_event_id(heard)
     if event is None or event[0] != stream_id:
         raise InvalidRequest(
-            f"{LAST_EVENT_HEADER}: no event of this stream", param=LAST_EVENT_HEADER
+            f"{LAST_EVENT_HEADER}: must be the id of an event of this stream",
+            param=LAST_EVENT_HEADER,
         )
     return picked_up(service, *event)
 
@@ -49,9 +50,7 @@ def picked_up(service: Service, stream_id: str, after: int) -> Response:
             lambda database: database.page(stream_id, owner, after, time.time(), limit=1)
         )
     ):
-        raise NotFound(
-            f"there is no stream {stream_id!r}, or it is over for longer than it is kept"
-        )
+        raise NotFound(f"no stream {stream_id!r} is stored; it never existed or has expired")
     follower = RunTail(keeping.store, stream_id, owner, after, keeping.window_s)
     response = listening(service, follower)
     response.headers[RESUME_HEADER] = stream_id

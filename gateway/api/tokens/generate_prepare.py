@@ -69,17 +69,17 @@ def check(body: GenerateBody, max_n: int) -> None:
         if getattr(sampling, field) not in idle:
             raise unsupported(f"{SAMPLING}.{field}")
     if (sampling.n or 1) > max_n:
-        raise _invalid("n", f"{sampling.n} is above this server's limit of {max_n}")
+        raise _invalid("n", f"{sampling.n} exceeds this server's limit of {max_n}")
     if sampling.logprob_token_ids and sampling.logprobs is None:
-        raise _invalid("logprob_token_ids", "needs logprobs")
+        raise _invalid("logprob_token_ids", "requires logprobs")
     if sampling.prompt_logprobs is not None and body.stream:
-        raise _invalid("prompt_logprobs", "not given in a stream")
+        raise _invalid("prompt_logprobs", "not available with stream")
     if sampling.detokenize is False:
         if sampling.stop_strings:
-            raise _invalid("stop", "needs detokenize")
+            raise _invalid("stop", "requires detokenize")
         if body.output_mode == "text":
             raise InvalidRequest(
-                f'output_mode: "text" needs {SAMPLING}.detokenize', param="output_mode"
+                f"output_mode: 'text' requires {SAMPLING}.detokenize", param="output_mode"
             )
 
 
@@ -98,7 +98,11 @@ def ignored_fields(unknown: list[str], body: GenerateBody, limits: Limits) -> li
     if is_idle(body.kv_transfer_params, limits):
         ignored.append(KV_FIELD)
     if ignored and body.strict_params:
-        raise InvalidRequest(f"unknown fields: {', '.join(ignored)}", param=ignored[0])
+        raise InvalidRequest(
+            f"{ignored[0]}: without effect here, and strict_params is true; fields without effect: "
+            f"{', '.join(ignored)}",
+            param=ignored[0],
+        )
     return ignored
 
 
@@ -153,7 +157,9 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
     if body.grammar is not None:
         for field, is_there in ((STRUCTURED, form is not None), (BUDGET, limits)):
             if is_there:
-                raise InvalidRequest(f"{field}: grammar already says all of it", param=field)
+                raise InvalidRequest(
+                    f"{field}: cannot be combined with grammar, which is complete", param=field
+                )
         check_grammar(body.grammar)
         return body.grammar
     if form is None and not limits:

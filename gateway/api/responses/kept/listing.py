@@ -15,7 +15,7 @@ def listed(items: Sequence[Item], limit: int, after: str | None) -> dict[str, An
     start = 0
     if after is not None:
         if after not in ids:
-            raise InvalidRequest(f"after: there is no item {after!r} here", param="after")
+            raise InvalidRequest(f"after: no item {after!r} is listed", param="after")
         start = ids.index(after) + 1
     page = list(items[start : start + limit])
     return {

@@ -46,7 +46,7 @@ def read(service: Service, response_id: str) -> Response:
         return flask.Response(record.body, content_type="application/json")
     if not body_of(record)["background"]:
         raise InvalidRequest(
-            "stream: only the events of responses made in the background are kept", param="stream"
+            "stream: events are stored for background responses only", param="stream"
         )
     after = _number("starting_after", default=-1, least=0, most=1 << 62)
     follower = RunTail(keeping.store, record.id, record.owner, after, keeping.window_s)
@@ -63,7 +63,7 @@ def cancel(service: Service, response_id: str) -> Response:
     """Of a response that is over: as it is. Whichever process makes it hears of it."""
     keeping, record = _kept(service, response_id)
     if not body_of(record)["background"]:
-        raise InvalidRequest("only a response made in the background can be cancelled")
+        raise InvalidRequest(f"{response_id}: only a background response can be cancelled")
     if body_of(record)["status"] in UNFINISHED:
         keeping.store.ask(lambda database: database.cancel(record.id, record.owner))
         keeping.runs.abort(record.id)
@@ -94,14 +94,14 @@ def input_items(service: Service, response_id: str) -> Response:
 def _kept(service: Service, response_id: str) -> tuple[Persistence, StoredRecord]:
     keeping = service.keeping
     if keeping is None:
-        raise NotFound("this server keeps no responses (--response-store)")
+        raise NotFound("this server stores no responses (see --response-store)")
     return keeping, _found(keeping, response_id, g.caller.owner)
 
 
 def _found(keeping: Persistence, response_id: str, owner: str) -> StoredRecord:
     record = keeping.store.ask(lambda database: database.get(response_id, owner, time.time()))
     if record is None:
-        raise NotFound(f"there is no response {response_id!r}")
+        raise NotFound(f"no response {response_id!r} is stored")
     return record
 
 
