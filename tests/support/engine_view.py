@@ -12,6 +12,8 @@ from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, SessionLost, 
 from protocol.stats import EngineStats
 from tests.support.processes import HANG_S
 
+ASK_AGAIN_MS = 1000
+
 
 class EngineView:
     def __init__(self, address: str, key: ClusterKey | None = None) -> None:
@@ -22,14 +24,20 @@ class EngineView:
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
 
     def stats(self) -> EngineStats:
+        """Ask until the engine answers: if it ends this connection, the question is lost, too."""
         while self._socket.poll(0):  # what was said unasked
             self._socket.recv_multipart()
-        self._say(Ping())
-        while not isinstance(reply := self._hear(), Pong):
-            if isinstance(reply, SessionLost):  # it forgets who is silent
-                self._say(Hello(protocol=PROTOCOL_VERSION, name="test"))
-                self._say(Ping())
-        return reply.stats
+        give_up_at = time.monotonic() + HANG_S
+        while time.monotonic() < give_up_at:
+            self._say(Ping())
+            while self._socket.poll(ASK_AGAIN_MS):
+                match self._hear():
+                    case Pong(stats=stats):
+                        return stats
+                    case SessionLost():  # it forgets who is silent
+                        self._say(Hello(protocol=PROTOCOL_VERSION, name="test"))
+                        self._say(Ping())
+        raise TimeoutError(f"the engine did not answer within {HANG_S} s")
 
     def wait_until_free(self, timeout_s: float = HANG_S) -> None:
         """Wait until nothing runs or waits and every block is free. Raises TimeoutError."""
