@@ -38,6 +38,7 @@ OTEL = [  # traces of requests (docs/metrics.md)
 TEST = [  # and instructor, which the Makefile installs without its dependencies
     "accelerate>=1.7,<2",
     "anthropic>=2.11,<3",
+    "dockerfile-parse>=2,<3",
     "hypothesis>=6.130,<7",
     "langchain>=1.4,<2",
     "langchain-openai>=1,<2",
@@ -50,10 +51,12 @@ TEST = [  # and instructor, which the Makefile installs without its dependencies
     "pytest>=8.4,<10",
     "pytest-timeout>=2.4,<3",
     "pytest-xdist>=3.6,<4",
+    "pyyaml>=6,<7",
     "requests>=2.32,<3",
     "ruff>=0.14,<1",
     "schemathesis>=4.10,<5",
     "transformers>=4.56,<6",
+    "types-pyyaml>=6,<7",
     "types-tqdm>=4.66,<5",
 ]
 

@@ -1,5 +1,8 @@
-"""What stands in deploy/ can be used as it is: the dashboard asks for series that exist, and the
-unit starts a command with options that exist."""
+"""The files in deploy/ work as they are.
+
+The dashboard names series that exist; the systemd unit, the image and the manifest start a command
+with options that exist.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from dockerfile_parse import DockerfileParser
 
+from gateway.api.admin.operations import OPERATIONS
 from gateway.observe.metrics import Metrics
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
@@ -23,8 +29,10 @@ from tests.unit.test_metrics_docs import SERIES, every_name
 from tools.__main__ import main
 from tools.processes.restart_policy import SAME_AGAIN
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "tidegate.service"
+PROBES = {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
 GRACE_S = 5.0
 """Of a drain, as docs/operations.md has it."""
 _HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
@@ -109,14 +117,19 @@ def service() -> configparser.SectionProxy:
 def test_the_unit_starts_a_command_with_options_that_exist(
     service: configparser.SectionProxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program, command, *options = service["ExecStart"].split()
+    check_serve(service["ExecStart"].split(), capsys)
+
+
+def check_serve(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Raise AssertionError unless this is `tidegate serve` with options that it has."""
+    program, command, *options = words
     assert (Path(program).name, command) == ("tidegate", "serve")
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
-    told = capsys.readouterr().out
+    text = capsys.readouterr().out
     for option in options:
         if option.startswith("--"):
-            assert re.search(rf"^  {option}\b", told, re.MULTILINE), option
+            assert re.search(rf"^  {option}\b", text, re.MULTILINE), option
 
 
 def test_the_unit_lets_a_drain_end_and_knows_our_exit_codes(
@@ -136,3 +149,71 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     ran = subprocess.run([verifier, "verify", "--man=no", copy], capture_output=True, text=True)
     about_it = [line for line in ran.stderr.splitlines() if UNIT.name in line]
     assert about_it == []
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> DockerfileParser:
+    return DockerfileParser(str(DEPLOY / "Dockerfile"))
+
+
+@pytest.fixture(scope="module")
+def deployment() -> dict[str, Any]:
+    manifests = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    assert [each["kind"] for each in manifests] == [
+        "PersistentVolumeClaim",
+        "Deployment",
+        "Service",
+    ]
+    found: dict[str, Any] = manifests[1]
+    return found
+
+
+def instructions(dockerfile: DockerfileParser, kind: str) -> list[str]:
+    return [each["value"] for each in dockerfile.structure if each["instruction"] == kind]
+
+
+def entrypoint(dockerfile: DockerfileParser) -> list[str]:
+    words: list[str] = json.loads(instructions(dockerfile, "ENTRYPOINT")[0])
+    assert words[:2] == ["tini", "--"]
+    return words[2:]
+
+
+def test_the_image_has_every_file_that_an_installation_needs(dockerfile: DockerfileParser) -> None:
+    copied = {
+        name
+        for words in map(str.split, instructions(dockerfile, "COPY"))
+        if not words[0].startswith("--from")
+        for name in words[:-1]
+    }
+    assert {name for name in copied if not (ROOT / name).exists()} == set()
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert rooms | {"setup.py", "setup.cfg", "pyproject.toml", "tidegate.py"} <= copied
+
+
+def test_the_image_starts_a_server_with_options_that_exist_and_not_as_root(
+    dockerfile: DockerfileParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_serve(entrypoint(dockerfile), capsys)
+    assert instructions(dockerfile, "USER") == ["10001"]
+    assert instructions(dockerfile, "STOPSIGNAL") == ["SIGTERM"]
+    (check,) = instructions(dockerfile, "HEALTHCHECK")
+    assert f"127.0.0.1:{GatewayConfig().port}/readyz" in check
+
+
+def test_the_manifest_probes_routes_that_exist_and_lets_a_drain_end(
+    deployment: dict[str, Any], dockerfile: DockerfileParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    check_serve([*entrypoint(dockerfile), *container["args"]], capsys)
+    paths = {name: container[name]["httpGet"]["path"] for name in PROBES}
+    assert paths == PROBES
+    assert set(PROBES.values()) <= {each.rule for each in OPERATIONS if each.scope == "public"}
+    (port,) = container["ports"]
+    assert port == {"name": "http", "containerPort": GatewayConfig().port}
+    drain_s = float(container["args"][container["args"].index("--drain-s") + 1])
+    pause_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= pause_s + drain_s + GRACE_S
+    assert str(pod["securityContext"]["runAsUser"]) == instructions(dockerfile, "USER")[0]
+    written = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert written == {"/var/lib/tidegate", "/run/tidegate", "/tmp"}
