@@ -281,11 +281,11 @@ class NamedJsonParser(CallParser):
         self.builder.abandon_call()
 
 
-def _plamo_begin(region: str) -> str:
+def plamo_begin(region: str) -> str:
     return f"<|plamo:begin_{region}:plamo|>"
 
 
-def _plamo_end(region: str) -> str:
+def plamo_end(region: str) -> str:
     return f"<|plamo:end_{region}:plamo|>"
 
 
@@ -379,15 +379,15 @@ FORMATS = {
         name_is_id=True,
     ),
     "plamo3": NamedJson(
-        section_open=(_plamo_begin("tool_requests"),),
-        section_close=(_plamo_end("tool_requests"),),
-        call_open=(_plamo_begin("tool_request"),),
-        kind_end=(_plamo_begin("tool_name"),),
-        name_end=(_plamo_end("tool_name"),),
+        section_open=(plamo_begin("tool_requests"),),
+        section_close=(plamo_end("tool_requests"),),
+        call_open=(plamo_begin("tool_request"),),
+        kind_end=(plamo_begin("tool_name"),),
+        name_end=(plamo_end("tool_name"),),
         fence=(
-            _plamo_begin("tool_arguments") + "<|plamo:constrain|>json<|plamo:msg|>",
-            _plamo_end("tool_arguments"),
+            plamo_begin("tool_arguments") + "<|plamo:constrain|>json<|plamo:msg|>",
+            plamo_end("tool_arguments"),
         ),
-        call_close=(_plamo_end("tool_request"),),
+        call_close=(plamo_end("tool_request"),),
     ),
 }

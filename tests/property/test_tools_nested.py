@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from gateway.formats import nested_elements, plamo
+from gateway.formats import named_json, nested_elements
 from gateway.formats.events import OutputWarning, ToolArguments, ToolCall, ToolCallEnd, merged
+from gateway.formats.named_json import plamo_begin, plamo_end
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
 from tests.support.format_tools import arguments_of, tool
@@ -67,12 +68,12 @@ def minimax_m3(calls: Sequence[Call], before: int) -> str:
 
 def plamo3(calls: Sequence[Call], before: int) -> str:
     def one(call: Call) -> str:
-        name = plamo.begin("tool_name") + call.name + plamo.end("tool_name")
-        arguments = plamo.begin("tool_arguments") + "<|plamo:constrain|>json<|plamo:msg|>"
-        arguments += dumps(call.arguments) + plamo.end("tool_arguments")
-        return plamo.begin("tool_request") + name + arguments + plamo.end("tool_request")
+        name = plamo_begin("tool_name") + call.name + plamo_end("tool_name")
+        arguments = plamo_begin("tool_arguments") + "<|plamo:constrain|>json<|plamo:msg|>"
+        arguments += dumps(call.arguments) + plamo_end("tool_arguments")
+        return plamo_begin("tool_request") + name + arguments + plamo_end("tool_request")
 
-    return plamo.begin("tool_requests") + "".join(map(one, calls)) + plamo.end("tool_requests")
+    return plamo_begin("tool_requests") + "".join(map(one, calls)) + plamo_end("tool_requests")
 
 
 M3 = Sample(
@@ -86,10 +87,10 @@ M3 = Sample(
 )
 PLAMO = Sample(
     "plamo3",
-    Format(plamo.FORMATS["plamo3"], THINK),
+    Format(named_json.FORMATS["plamo3"], THINK),
     plamo3,
     think=reasoning_writer(THINK),
-    tags=(plamo.end("tool_arguments"),),
+    tags=(plamo_end("tool_arguments"),),
     parts=("<|plamo:begin_", "<|plamo:end_", ":plamo|>", "<|plamo:constrain|>", "<|plamo:msg|>"),
 )
 SAMPLES = [M3, PLAMO]
