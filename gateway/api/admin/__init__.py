@@ -1,1 +1,1 @@
-"""Routes for those who run, watch and discover a server."""
+"""Routes for operators: health, version, metrics, models."""

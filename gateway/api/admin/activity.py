@@ -1,4 +1,4 @@
-"""What an engine and its worker do at the moment, as /readyz tells it. Pure."""
+"""Describes what an engine and its worker are doing, for /readyz."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocol.stats import EngineStats, WorkerView
 
 
 class Doing(TypedDict, total=False):
-    """Those fields of `told.EngineFacts` that a heartbeat brings."""
+    """The fields of `responses.EngineFacts` that come from a heartbeat."""
 
     pid: int
     steps: int
@@ -19,7 +19,7 @@ class Doing(TypedDict, total=False):
 
 
 def doing(stats: EngineStats | None, limits: Limits | None) -> Doing:
-    """Nothing where there is no heartbeat of the engine's present life."""
+    """Return the engine's activity. Empty if this engine process sent no heartbeat yet."""
     if stats is None or limits is None:
         return {}
     worker = stats.worker
@@ -33,8 +33,10 @@ def doing(stats: EngineStats | None, limits: Limits | None) -> Doing:
 
 
 def in_words(worker: WorkerView, token_budget: int) -> str:
-    """ "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12"; a prompt's chunks are at most
-    as long as a step's budget, so their count is the least that there can be."""
+    """Return the worker's activity: "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12".
+
+    A chunk has at most `token_budget` tokens, so the number of chunks is a lower bound.
+    """
     if worker.trouble:
         return worker.trouble
     if not worker.step:

@@ -1,4 +1,4 @@
-"""What the routes for operators tell, as structs: for the documentation and for tests."""
+"""Response bodies of the operator routes, for the OpenAPI document and for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class GatewayFacts(msgspec.Struct, frozen=True):
-    """The process that answers. age_s  since it began"""
+    """The gateway process that responds. `age_s` is the time since it started."""
 
     pid: int
     draining: bool
@@ -21,10 +21,12 @@ class GatewayFacts(msgspec.Struct, frozen=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """As of its last heartbeat, which is `silence_s` old; null where there is none.
+    """The engine's state as of its last heartbeat; null before the first heartbeat.
 
-    steps            that it has planned: the count of a server that computes grows
-    doing            what the worker computes, in words; its step's age is `worker_step_s`
+    silence_s        age of the last heartbeat
+    steps            steps planned so far; the number grows while the server computes
+    doing            the worker's activity in words
+    worker_step_s    age of the worker's current step
     """
 
     epoch: str | None
@@ -37,10 +39,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several engines. The numbers are its own, as of its last heartbeat; null where it is
-    not ready.
+    """One of several engines. The numbers are from its last heartbeat; null if it is not ready.
 
-    why  it is not
+    why  the reason it is not ready
     """
 
     address: str
@@ -56,8 +57,10 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadinessAnswer(msgspec.Struct, frozen=True):
-    """why  what is missing; null when ready
-    prefill, decode   of a server with engines of two kinds; it is ready with a decode engine alone
+    """Whether requests can be served.
+
+    why               the reason the server is not ready; null if it is ready
+    prefill, decode   the engines of a disaggregated server; one decode engine is enough to be ready
     """
 
     ready: bool
@@ -74,7 +77,7 @@ class Live(msgspec.Struct, frozen=True):
 
 
 class Startup(msgspec.Struct, frozen=True):
-    """why  there is no model to serve yet; null when there was one"""
+    """why  the reason no model is available yet; null once one was available"""
 
     started: bool
     why: str | None
@@ -83,7 +86,7 @@ class Startup(msgspec.Struct, frozen=True):
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """How answers are read, and why so; null: no such thing is looked for."""
+    """The formats for parsing answers, and why they were chosen. Null: not parsed for these."""
 
     tools: str | None
     reasoning: str | None
@@ -91,7 +94,7 @@ class Formats(msgspec.Struct, frozen=True):
 
 
 class SamplingInEffect(msgspec.Struct, frozen=True):
-    """The sampling parameters of a request that sets none of them."""
+    """The default sampling parameters."""
 
     temperature: float
     top_p: float
@@ -103,7 +106,7 @@ class SamplingInEffect(msgspec.Struct, frozen=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """root  the model's own name; `id` may be another that the operator gave it"""
+    """root  the model's own name; `id` may be an alias set by the operator"""
 
     id: str
     object: Literal["model"]

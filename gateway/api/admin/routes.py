@@ -1,4 +1,4 @@
-"""For those who run, watch and discover the server: health, version, metrics, models."""
+"""Routes for operators: health, version, metrics, models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from gateway.service import Service
 
 
 def blueprint(service: Service) -> Blueprint:
-    """
-    /livez      200 while this process answers at all
-    /startupz   200 once there has been a model to serve, and from then on
-    /readyz     200 when requests can be served now; the body says who, since when, and why not
-    /health     the same, as clients of other servers expect it
+    """Return the routes.
+
+    /livez      200 while this process responds
+    /startupz   200 from the moment a model has become available
+    /readyz     200 if requests can be served now; the body has the processes' state and the reason
+    /health     the same as /readyz, for clients of other servers
     """
     routes = Blueprint("admin", __name__)
     routes.get("/livez", endpoint="livez")(

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: a request is a chat, its answer a list of blocks."""
+"""Anthropic's Messages API. A request is translated into a chat request."""

@@ -1,12 +1,15 @@
-"""A call's arguments as they come -> the JSON text of an object, whatever the model writes.
+"""Turns streamed tool call arguments into the JSON text of an object, whatever the model writes.
 
-A client takes `input` to be an object, and SDKs read it bit by bit and fail on what is no JSON. So
-what is told is, at any time, a beginning that closing brackets complete: text beyond the last such
-point waits for the next. Raw control characters in strings are escaped. Where a call is cut off,
-the object is closed. Where the model writes what is no JSON, the object is closed, too, and gets
-one more member, `INVALID_JSON`, with all the model wrote: Anthropic's own name for such text.
+Clients expect `input` to be an object, and SDKs parse it incrementally and fail on invalid JSON.
+So the text emitted so far can always be completed by closing brackets. Text after the last such
+point is held back until the next one.
 
-What is told does not depend on how the text was cut.
+- Raw control characters in strings are escaped.
+- If a call is cut off, the object is closed.
+- If the model writes invalid JSON, the object is closed with one more member, `INVALID_JSON`, that
+  has all the text of the model. The name is Anthropic's.
+
+The concatenated output does not depend on how the input was split.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Mapping
 
 INVALID_JSON = "INVALID_JSON"
 MAX_SCALAR_CHARS = 1024
-"""A longer number is taken for no number: it has to wait whole."""
+"""Longer numbers are treated as invalid, because a number is held back until it is complete."""
 
 _RUN = re.compile(r'[^"\\\x00-\x1f]++')
 _ESCAPE = re.compile(
@@ -35,7 +38,7 @@ START, FIRST_KEY, KEY, COLON, VALUE, FIRST_VALUE, AFTER, STRING, KEY_STRING, DON
     *("start", "first key", "key", "colon", "value", "first value", "after"),
     *("string", "key string", "done"),
 )
-"""What is expected next; in the strings: what is being read."""
+"""States: the expected token, or the kind of string being read."""
 
 _OPEN: Mapping[str, tuple[str, str]] = {"{": ("}", FIRST_KEY), "[": ("]", FIRST_VALUE)}
 _VALUES = {VALUE, FIRST_VALUE}
@@ -58,11 +61,12 @@ _NEXT: Mapping[tuple[str, str], str] = {
     (AFTER, "}"): AFTER,
     (AFTER, "]"): AFTER,
 }
-"""(expected, found) -> expected next. What is not here is no JSON."""
+"""(state, token) -> next state. A missing row is invalid JSON."""
 
 
 class Arguments:
-    """Of one call. `is_broken`: it is no JSON object, and no more of it is told."""
+    """The arguments of one call. If `is_broken`, they are not a JSON object, and the rest is not
+    emitted."""
 
     __slots__ = ("_at", "_closers", "_has_member", "_held", "_raw", "_rest", "is_broken")
 
@@ -71,12 +75,12 @@ class Arguments:
         self._at = START
         self._closers: list[str] = []
         self._raw: list[str] = []
-        self._rest = ""  # the beginning of a token
-        self._held: list[str] = []  # tokens behind the last point that brackets can close
+        self._rest = ""  # an incomplete token
+        self._held: list[str] = []  # tokens after the last point that brackets can close
         self._has_member = False
 
     def push(self, text: str) -> str:
-        """More of what the model wrote -> more of what is told."""
+        """Return the text to emit after the model wrote `text`."""
         self._raw.append(text)
         if self.is_broken:
             return ""
@@ -92,7 +96,7 @@ class Arguments:
         return "".join(told)
 
     def finish(self, *, complete: bool) -> str:
-        """The rest of the object. `complete`: the model has written all of it."""
+        """Return the rest of the object. `complete`: the model finished the call."""
         if complete and (self._at != DONE or self._rest):
             self.is_broken = True
         if self._at == DONE and not self.is_broken:
@@ -107,7 +111,7 @@ class Arguments:
     # ---- tokens
 
     def _token(self, text: str, position: int, told: list[str]) -> int:
-        """Read one from `position`; where the next begins: the same where there is none yet."""
+        """Read one token at `position`. Return its end, or `position` if it is incomplete."""
         if self._at in (STRING, KEY_STRING):
             return self._in_string(text, position, told)
         if blanks := _BLANKS.match(text, position):
@@ -142,7 +146,7 @@ class Arguments:
         return position + 1
 
     def _within(self, text: str, told: list[str]) -> None:
-        """A bit of a string: a value's can be cut anywhere between characters, a key's nowhere."""
+        """Add part of a string. A value can be split between characters; a key cannot be split."""
         if self._at == STRING:
             told.append(text)
         else:
@@ -176,7 +180,7 @@ class Arguments:
             self._held.append(char)
 
     def _close(self, char: str, told: list[str]) -> None:
-        """The outermost bracket waits: what follows may yet be wrong."""
+        """Close a bracket. The outermost one is held back, because invalid text may follow."""
         self._closers.pop()
         if self._closers:
             self._tell(char, told)

@@ -1,10 +1,10 @@
-"""Events -> content blocks, in the order they come: one machine for streams and whole answers.
+"""Turns events into content blocks, for streams and complete responses alike.
 
-    thinking   a run of reasoning       ends with a signature
-    text       a run of content
-    tool_use   one call                 its bits, joined, are the JSON text of an object
+    thinking   consecutive reasoning    ends with a signature
+    text       consecutive content
+    tool_use   one call                 its deltas add up to the JSON text of an object
 
-A block ends when something else begins; one call is one block. Indexes rise by one.
+A block ends when an event of another kind arrives. Each call is one block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIGNATURE_BYTES = 32
 
 
 class BlockSink(Protocol):
-    """Hears of one block at a time: `start`, any number of `bit`s, `stop`."""
+    """Receives one block at a time: `start`, any number of `delta`s, `stop`."""
 
     def start(self, index: int, kind: Kind, call: ToolCall | None) -> None: ...
     def bit(self, text: str) -> None: ...
@@ -40,11 +40,11 @@ class BlockSink(Protocol):
 
 
 class ContentBlocks:
-    """Of one answer.
+    """The content blocks of one answer.
 
-    shows_thinking  its text is told; otherwise only that there was some, and the signature
-    warnings        heard so far, and our own
-    finished        the end, once it has come
+    shows_thinking  emit the text of thinking blocks, not only their start and signature
+    warnings        warnings so far, including those of this class
+    finished        the Finished event, once it has arrived
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class ContentBlocks:
             case Finished():
                 self._stop()
                 self.finished = event
-            case Failed():  # it is told by whoever fails
+            case Failed():  # the owner of the sink reports it
                 pass
 
     def _think(self, text: str) -> None:
@@ -125,8 +125,8 @@ class ContentBlocks:
         self._sink.stop(None)
 
     def _warn_broken(self) -> None:
-        """The answer's reader has said so of arguments that are no JSON; not of characters that
-        JSON can spell and UTF-8 cannot."""
+        """Warn about invalid arguments, unless the parser did so already. The parser does not warn
+        about lone surrogates, which JSON can express and UTF-8 cannot."""
         if not self.warnings or self.warnings[-1].code != INVALID_ARGUMENTS:
             self.warnings.append(
                 OutputWarning(
@@ -142,6 +142,6 @@ def new_digest() -> hashlib.blake2b:
 
 
 def signature_of(digest: hashlib.blake2b) -> str:
-    """A digest of the text, the same for the same text. It proves nothing, and none is ever asked
-    for; it is here because clients drop thinking that has none."""
+    """Return a digest of the thinking text. It proves nothing and is never checked. Clients drop
+    thinking blocks without a signature."""
     return base64.b64encode(digest.digest()).decode()

@@ -1,9 +1,9 @@
-"""system and messages -> a chat's messages, and where each of them stands in the request.
+"""Translates `system` and `messages` into chat messages, and remembers their paths.
 
-Anthropic's turns hold blocks; a chat's messages hold text, calls and reasoning, and the result of a
-tool is a message of its own. Blocks keep their order. Turns of one role that follow each other are
-one turn, as Anthropic has it. Every call is answered once, in the turn behind it, and nothing else
-is answered; the block at fault is named where that does not hold.
+Anthropic's turns have blocks. A chat's messages have text, calls and reasoning, and each tool
+result is a message of its own. Blocks keep their order. Consecutive turns of one role are one turn,
+as in Anthropic's API. Each call must be answered exactly once, in the next turn; otherwise the
+error names the block.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from protocol.errors import InvalidRequest
 
 LEFT_OUT = "content_left_out"
 BILLING = "x-anthropic-billing-header:"
-"""A block of `system` that begins like this is bookkeeping of Anthropic's own clients. It changes
-with every request, and would make every prompt a new one."""
+"""Prefix of a `system` block that Anthropic's clients send for billing. It is dropped, because it
+changes with every request and would defeat the prefix cache."""
 
 Block = Mapping[str, Any]
 
 
 class Chat(msgspec.Struct):
-    """messages   as `openai.schema.ChatBody` has them
-    places     of each, the place in the request where it begins
-    continues  the last turn is the assistant's: the answer goes on with it
+    """The translated conversation.
+
+    messages   the `messages` of a ChatBody
+    places     for each message, the path in the request where it starts
+    continues  the last turn is the assistant's, and the answer continues it
     """
 
     messages: list[dict[str, Any]] = []
@@ -45,7 +47,7 @@ class Chat(msgspec.Struct):
 
 
 def chat_of(system: Any, messages: Sequence[Any]) -> Chat:
-    """Raises InvalidRequest naming the place of what is wrong."""
+    """Translate a conversation. Raise InvalidRequest naming the path of the invalid value."""
     writer = _ConversationWriter()
     if system is not None:
         writer.system(system)
@@ -55,8 +57,10 @@ def chat_of(system: Any, messages: Sequence[Any]) -> Chat:
 
 
 class _ConversationWriter:
-    """names       of the calls so far, by id
-    unanswered  of the last turn's calls, by id: the place of the block
+    """Builds the chat messages, turn by turn.
+
+    names       call id -> tool name, for all calls so far
+    unanswered  call id -> path of the block, for calls of the last turn without a result
     """
 
     def __init__(self) -> None:
@@ -121,7 +125,7 @@ class _ConversationWriter:
     # ---- turns
 
     def _current(self, role: str, at: str) -> dict[str, Any]:
-        """The message that is being written, where it has this role; else a new one."""
+        """Return the last message if it has this role, else append a new one."""
         messages = self.chat.messages
         if not messages or messages[-1]["role"] != role:
             messages.append({"role": role, "content": []})
@@ -156,13 +160,13 @@ class _ConversationWriter:
         self._say("assistant", text_of_block(block, at), at)
 
     def _thought(self, block: Block, at: str) -> None:
-        """The signature is of no use here, whoever made it."""
+        """Add thinking. Its signature is not checked."""
         text = text_in(block, "thinking", at)
         if text:
             self._current("assistant", at).setdefault("reasoning", []).append(text)
 
     def _hidden(self, block: Block, at: str) -> None:
-        """Thinking that another server has encrypted: nobody here can read it."""
+        """Ignore thinking that another server encrypted."""
 
     def _call(self, block: Block, at: str) -> None:
         call_id, name = text_in(block, "id", at), text_in(block, "name", at)

@@ -1,6 +1,6 @@
-"""The form of what a Messages request may hold freely, for its documentation.
+"""JSON Schemas of messages and tools, for the OpenAPI document.
 
-Requests are decoded without these: `conversation` and `tools` check such values piece by piece.
+Decoding does not use them. `conversation` and `tools` check these values step by step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ Tool = Annotated[
                 "description": _TEXT,
                 "input_schema": {
                     "type": "object",
-                    "description": "A JSON schema, of an object.",
+                    "description": "A JSON Schema of type object.",
                     "properties": {"type": {"const": "object"}},
                 },
                 "strict": {"type": ["boolean", "null"]},

@@ -1,4 +1,4 @@
-"""What a Messages stream and a whole answer have in common, so that they cannot differ."""
+"""The JSON that Messages streams and complete messages share, so that they cannot differ."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CONTEXT_FULL = "model_context_window_exceeded"
 
 @dataclass(frozen=True, slots=True)
 class AnthropicEnvelope:
-    """Of the request at hand.
+    """The members of a message that do not depend on the answer.
 
-    request_id  as errors and headers tell it; the message's id is made of it
-    model       as the client named it
-    asides      what else there is to say: with the whole answer, or with `message_start`
-    warnings    about the request
-    block_tokens   of the prefix cache; 0: there is none
+    request_id     the id in errors and headers; the message id contains it
+    model          the model name from the request
+    extensions     our own members, sent with the complete message or in `message_start`
+    warnings       warnings about the request
+    block_tokens   block size of the prefix cache; 0: there is no cache
     """
 
     request_id: str
@@ -67,7 +67,8 @@ NO_END = {"stop_reason": None, "stop_sequence": None}
 
 
 def end_of(finished: Finished, answer: ChoiceGroup) -> dict[str, Any]:
-    """`max_tokens` is the request's limit; an answer that ends before it filled the context."""
+    """Return the stop reason. An answer cut off before the request's `max_tokens` filled the
+    context."""
     (choice,) = answer.choices
     reason = STOP_REASONS[finished.reason]
     matched = finished.stop_reason if isinstance(finished.stop_reason, str) else None
@@ -109,7 +110,7 @@ def usage_at_start(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def empty_block(kind: Kind, call: ToolCall | None) -> dict[str, Any]:
-    """As it begins."""
+    """Return a block as `content_block_start` has it."""
     match kind:
         case "text":
             return {"type": kind, "text": ""}
@@ -121,6 +122,6 @@ def empty_block(kind: Kind, call: ToolCall | None) -> dict[str, Any]:
 
 
 def told_warnings(warnings: Sequence[OutputWarning]) -> dict[str, Any]:
-    """A member more, where there are any."""
+    """Return the `warnings` member, or nothing if there are none."""
     told = [{"code": warning.code, "message": warning.message} for warning in warnings]
     return {"warnings": told} if told else {}

@@ -1,7 +1,6 @@
 """Errors in Anthropic's shape: {"type": "error", "error": {"type", "message"}, "request_id"}.
 
-Beside these the error has `param`, the field at fault, and `details.error_code`, our code, where
-there are such.
+The error may also have `param`, the field at fault, and `details.error_code`, our error code.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""All others: whose fault it is decides."""
+"""Status -> error type. Other statuses are invalid_request_error or api_error."""
 
 
 def error_body(fault: HTTPFault, request_id: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What a request of Anthropic's clients cannot know about the model that is served here."""
+"""Adjusts requests whose clients assume limits of Anthropic's own models."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NO_BUDGET = "thinking_budget_not_kept"
 def fitted(
     chat: ChatBody, max_len: int, reading: ModelOutputFormat
 ) -> tuple[ChatBody, list[OutputWarning]]:
-    """The same request, as far as the model goes.
+    """Return the request within the model's limits, and warnings about changes.
 
-    These clients send one `max_tokens` to every model: more than the context holds is no more than
-    the context, and the answer says `model_context_window_exceeded` where it fills it. And they
-    send a budget to models that are not known to think; such a model has nothing to limit.
+    These clients send the same `max_tokens` to every model, so a larger value is cut to `max_len`;
+    an answer that fills the context then has the stop reason `model_context_window_exceeded`. They
+    also send a thinking budget to models without a reasoning format, where it is dropped.
     """
     warnings = []
     changes: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """GET /v1/models in Anthropic's shape, for requests with the header `anthropic-version`.
 
-A page has at most `limit` models: those after `after_id`, and before `before_id`.
+A page has at most `limit` models, after `after_id` and before `before_id`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Messages routes, as their documentation sees them."""
+"""OpenAPI operations of the Messages routes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _post = partial(
 OPERATIONS = (
     _post(
         rule="/v1/messages",
-        about="Answer a conversation, in Anthropic's words.",
+        about="Create a message.",
         takes=(MessagesBody,),
         gives=responses.AnsweredMessage,
         streams=Stream(responses.StreamEvent),
     ),
     _post(
         rule="/v1/messages/count_tokens",
-        about="How many tokens a request with these fields would send to the model.",
+        about="Count the prompt tokens of a request.",
         takes=(CountBody,),
         gives=responses.InputTokenCount,
     ),

@@ -1,4 +1,4 @@
-"""Reading a piece of JSON that may have many forms. Raises InvalidRequest naming its place."""
+"""Accessors for untyped JSON. They raise InvalidRequest naming the path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def optional_text(value: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def blocks_of(content: Any, at: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """(place, block) of each; a string is one block of text."""
+    """Return the blocks as (path, block). A string is one text block."""
     if isinstance(content, str):
         return [(at, {"type": "text", "text": content})]
     if not isinstance(content, Sequence):
@@ -36,7 +36,7 @@ def blocks_of(content: Any, at: str) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def text_of_block(block: Mapping[str, Any], at: str) -> str:
-    """A block of text; `text` of a string that stands for one is the string itself."""
+    """Return the text of a text block."""
     text = block.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"{at}.text: must be a string", param=f"{at}.text")

@@ -1,9 +1,8 @@
-"""What a client may ask of /v1/messages, field by field: types and bounds, none of the meaning.
+"""Request bodies of /v1/messages: field types and bounds.
 
-Beside Anthropic's fields stand our own, under the names and with the bounds they have in
-`openai.schema`: whatever both structs have goes over as it is. `messages`, `system`, `tools` and
-the other values of many forms are read piece by piece, so that an error can name the piece.
-Fields that are not here have no effect and are named in the response.
+Our own fields have the names and bounds of `openai.requests`; fields that both structs have are
+copied. `messages`, `system`, `tools` and other values with alternatives are checked step by step,
+so that an error can name the exact path. Unknown fields have no effect; the response lists them.
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ from protocol.sampling import (
 
 
 class CountBody(FormFields, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens: a request as it is; what concerns only its answer has no
-    effect.
+    """POST /v1/messages/count_tokens. Fields that concern only the answer have no effect.
 
-    cache_control, metadata, service_tier   for a service that bills; without effect here
-    container, mcp_servers                  refused where they ask for anything
+    cache_control, metadata, service_tier   accepted without effect
+    container, mcp_servers                  not supported; refused if set
     output_config                           {"effort": ..., "format": {"type": "json_schema", ...}}
-    output_format                           an older place of `output_config.format`
-    return_effective_kwargs                 also tell what the template was told
-    strict_params                           fields without effect are an error
-    timings                                 also tell where the time went
+    output_format                           older spelling of `output_config.format`
+    return_effective_kwargs                 include the arguments that the chat template received
+    strict_params                           refuse fields that have no effect
+    timings                                 include how long each stage took
     """
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -1,5 +1,6 @@
-"""What the Messages routes tell, as structs: for the documentation, and for tests that hold answers
-against it. The bytes themselves are put together in `whole` and `stream`.
+"""Response bodies of the Messages routes, for the OpenAPI document and for tests.
+
+`whole` and `stream` encode the responses themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ErrorCode(msgspec.Struct, frozen=True):
 
 
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """param  the request's field at fault: `messages[2].content[0]`"""
+    """param  the path of the request field at fault: `messages[2].content[0]`"""
 
     type: Literal[
         "invalid_request_error",
@@ -52,15 +53,14 @@ class MessagesErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="error"
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """thinking_tokens  how many of the answer's tokens were thinking"""
+    """thinking_tokens  output tokens that are thinking"""
 
     thinking_tokens: int
 
 
 class MessageDeltaUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Each token of the prompt counts once: as read from the cache, as written to it, or as input
-    that was neither.
-    """
+    """Token counts. Each prompt token is counted once: as read from the cache, as written to it,
+    or as input."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -70,15 +70,13 @@ class MessageDeltaUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheCreation(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens written to the cache; nothing says for how long they stay there."""
+    """Tokens written to the cache. Their lifetime is not guaranteed."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: Literal[0]
 
 
 class MessagesUsage(MessageDeltaUsage, frozen=True, kw_only=True):
-    """service_tier  there is one"""
-
     cache_creation: CacheCreation
     service_tier: Literal["standard"]
 
@@ -88,7 +86,7 @@ class TextBlock(msgspec.Struct, frozen=True, tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
-    """signature  a digest of the text; history is taken with any"""
+    """signature  a digest of the text; it is not checked when the block is sent back"""
 
     thinking: str
     signature: str
@@ -104,14 +102,14 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessagesWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """Something is not as it should be, and was told all the same."""
+    """A problem that did not prevent the answer."""
 
     code: str
     message: str
 
 
 class AnsweredMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
-    """ignored_params  fields of the request that had no effect"""
+    """ignored_params  request fields that had no effect"""
 
     id: str
     role: Literal["assistant"]
@@ -152,7 +150,7 @@ class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
 
 
 class InputJsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
-    """The bits of a block, joined, are the JSON text of its `input`."""
+    """The deltas of a block add up to the JSON text of its `input`."""
 
     partial_json: str
 
@@ -172,7 +170,7 @@ class MessageEnd(msgspec.Struct, frozen=True):
 
 
 class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag="message_delta"):
-    """The usage is that of the whole answer."""
+    """The stop reason, and the usage of the complete answer."""
 
     delta: MessageEnd
     usage: MessageDeltaUsage
@@ -203,9 +201,11 @@ class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
-    """display_name       the model's own name; `id` may be another that the operator gave it
-    created_at         since when it is served
-    max_input_tokens   of prompt and answer together, as is `max_tokens`
+    """A served model.
+
+    display_name       the model's own name; `id` may be an alias set by the operator
+    created_at         when the server began to serve it
+    max_input_tokens   the context length for prompt and answer together; so is `max_tokens`
     """
 
     id: str
@@ -217,7 +217,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
 
 
 class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
-    """first_id, last_id  of `data`; null where it is empty"""
+    """first_id, last_id  ids in `data`; null if it is empty"""
 
     data: list[ModelInfo]
     has_more: bool

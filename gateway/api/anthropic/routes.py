@@ -61,7 +61,7 @@ def messages(service: Service) -> Response:
 
 
 def count(service: Service) -> Response:
-    """What a request with these fields would cost."""
+    """Count the prompt tokens of a request."""
     body = _read(service, requests.count_decoder)
     translation = _translated(body)
     with translation.named():

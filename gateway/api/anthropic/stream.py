@@ -1,13 +1,15 @@
-"""An answer as Anthropic's events:
+"""Writes an answer as Anthropic's events.
 
     message_start  ping  [content_block_start  content_block_delta ...  content_block_stop] ...
     message_delta  message_stop
 
-`message_start` is sent with the first news: only then it is known what of the prompt was found in
-the cache, and `message_delta` says the same. A silent stream is kept alive with `ping`, and before
-`message_start`, where no client expects one, with comments. `message_delta` has the final usage,
-the warnings and the timings. After an error one `error` event ends the stream. JSON is put together
-from parts encoded once per block: in the common case only the new text is encoded.
+- `message_start` is sent with the first delta, because the number of cached tokens is not known
+  earlier.
+- An idle stream is kept alive with `ping`; before `message_start`, where clients do not expect a
+  ping, with comments.
+- `message_delta` has the final usage, the warnings and the timings.
+- After an error, one `error` event ends the stream.
+- Most of a frame's JSON is encoded once per block. Usually only the new text is encoded.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ def event(kind: str, **members: Any) -> bytes:
 
 
 class EventWriter:
-    """The sink of a stream.
+    """The sink that writes one answer as events.
 
-    write     takes bytes as they are made
-    finish    called after the last ones
-    on_start  called before the first ones
+    write     receives each group of frames
+    finish    called after the last frame
+    on_start  called before the first frame
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class EventWriter:
 
     def end(self) -> None:
         finished = self._blocks.finished
-        assert finished is not None, "an answer that has ended says why"
+        assert finished is not None, "an answer that has ended has a Finished event"
         warnings = told_warnings([*self._origin.warnings, *self._blocks.warnings])
         last = event(
             "message_delta",

@@ -1,7 +1,7 @@
-"""Blocks that a model which takes text can read, as text: text, documents of text, search results.
+"""Converts blocks to text: text, text documents and search results.
 
-Anything else is refused where a person sent it. In what a tool brought it is not the person's to
-change, so a line in its place says what is missing, and the response warns.
+Other blocks are refused in a user's turn. In a tool result, which the user cannot change, they are
+replaced by a line that names the missing block, and the response has a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Block = Mapping[str, Any]
 
 
 def readable(block: Block, at: str) -> str:
-    """Raises InvalidRequest where there is no text to be had."""
+    """Return a block's text. Raise InvalidRequest if it has none."""
     kind = block.get("type")
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is not None:
@@ -34,7 +34,7 @@ def readable(block: Block, at: str) -> str:
 
 
 def result_text(block: Block, at: str) -> tuple[str, str | None]:
-    """Of a block that a tool brought: its text, and what kind of thing was left out."""
+    """Return the text of a block in a tool result, and its type if it was left out."""
     kind = block.get("type")
     if not isinstance(kind, str):
         raise unexpected(kind, at, tuple(_READERS))
@@ -73,7 +73,7 @@ def _texts(content: Any, at: str) -> str:
 
 
 def _titled(block: Block, at: str, names: tuple[str, ...], text: str) -> str:
-    """What is known about the text stands in lines before it."""
+    """Return `text` preceded by one line per member of `names` that the block has."""
     known = [(name, optional_text(block, name, at)) for name in names]
     head = "".join(f"{name}: {value}\n" for name, value in known if value)
     return f"{head}\n{text}" if head else text
@@ -89,4 +89,4 @@ _READERS: Mapping[str, Callable[[Block, str], str]] = {
     "search_result": _search_result,
 }
 _TEXTS = ("text", "content")
-"""Kinds of a document's source that are text."""
+"""Types of a document's source that are text."""

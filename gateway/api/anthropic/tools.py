@@ -1,6 +1,7 @@
-"""Anthropic's tools and tool_choice -> those of a chat. Raises InvalidRequest naming the place.
+"""Translates Anthropic's tools and tool_choice into those of a chat.
 
-What both have in common (names, schemas, whether there is such a tool) `openai.tools` checks.
+Raises InvalidRequest naming the path. `openai.tools` checks what both APIs share: names, schemas,
+and whether the chosen tool exists.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
 
 
 def chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """(tool_choice, parallel_tool_calls) of a chat."""
+    """Return (tool_choice, parallel_tool_calls) of a chat."""
     if choice is None:
         return None, None
     choice = members_of(choice, "tool_choice")

@@ -1,7 +1,7 @@
-"""A Messages request -> the chat it stands for, and the way back from the chat's names to its own.
+"""Translates a Messages request into a chat request, and the chat's field names back.
 
-What a chat has, too, goes over as it is; errors about the chat are told in the words of the
-request that the client wrote. Raises InvalidRequest naming the field.
+Fields that both have are copied. Errors about the chat name the fields of the client's request.
+Raises InvalidRequest naming the field.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Display = Literal["summarized", "omitted"]
 _TRANSLATED = frozenset({"messages", "tools", "tool_choice", "thinking"})
 SHARED = frozenset(CountBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
 SAME = SHARED - _TRANSLATED
-"""Fields that mean the same in both."""
+"""Fields with the same meaning in both; they are copied."""
 _OF_TOOLS = {
     r"^(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"^(tools\[\d+\])\.function\b": r"\1",
@@ -38,11 +38,13 @@ _PLACE = re.compile(r"^messages\[(\d+)\]")
 
 
 class MessagesTranslation(msgspec.Struct, frozen=True):
-    """chat            what is asked
-    places          where each of its messages stands in the request
-    format_field    where the request says what the answer looks like
-    shows_thinking  the text of thinking is told, not only that there was some
-    warnings        about the request
+    """A Messages request as a chat.
+
+    chat            the chat request
+    places          the path in the request of each chat message
+    format_field    the path of the field that sets the answer's format
+    shows_thinking  include the text of thinking blocks in the response
+    warnings        warnings about the request
     """
 
     chat: ChatBody
@@ -52,11 +54,11 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
     warnings: list[OutputWarning]
 
     def named(self) -> AbstractContextManager[None]:
-        """Errors about the chat, raised inside, leave with the names of the request."""
+        """Rename the fields of errors raised inside the block to those of the request."""
         return named(self.own_name)
 
     def own_name(self, name: str) -> str:
-        """Return the request's name for a field of the chat."""
+        """Return the path in the request of a chat field."""
         if (found := _PLACE.match(name)) and int(found[1]) < len(self.places):
             return self.places[int(found[1])]
         for pattern, own in {**_OF_TOOLS, **self._of_formats()}.items():
@@ -78,7 +80,7 @@ def chat_body(body: CountBody) -> ChatBody:
 
 
 def translate(body: CountBody) -> MessagesTranslation:
-    """The chat has been checked as a chat request is."""
+    """Translate a body and check the resulting chat."""
     for field in ("messages", "system", "tools", "output_config", "output_format", "thinking"):
         check_depth(getattr(body, field), field)
     for field in ("container", "mcp_servers"):
@@ -109,7 +111,7 @@ def translate(body: CountBody) -> MessagesTranslation:
 
 
 def _thinking(thinking: Any) -> tuple[Any, Display]:
-    """(what a chat's field `thinking` says, how thinking is shown)."""
+    """Return (the chat's field `thinking`, how thinking is displayed)."""
     if not isinstance(thinking, Mapping):
         return thinking, "summarized"
     display = thinking.get("display")
@@ -123,7 +125,7 @@ def _thinking(thinking: Any) -> tuple[Any, Display]:
 
 
 def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
-    """(effort, where the answer's form stands, the form as a chat has it)."""
+    """Return (effort, path of the output format, response_format of the chat)."""
     config = members_of(body.output_config or {}, "output_config")
     known = ("effort", "format")
     for name, value in config.items():

@@ -1,4 +1,4 @@
-"""A whole answer: the blocks of the stream, joined into one message."""
+"""Encodes a complete message from the blocks of the stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gateway.observe.timings import told_timings
 
 
 class _Content:
-    """The blocks so far. A block's bits are joined when it ends."""
+    """Collects the blocks. The deltas of a block are joined when it ends."""
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
@@ -47,7 +47,8 @@ class _Content:
 
 
 def whole_message(answer: ChoiceGroup, events: Iterable[Event], origin: AnthropicEnvelope) -> bytes:
-    """The body of a 200. `answer` has ended well, and `events` are all it said."""
+    """Return the body of a 200 for a group that ended without an error. `events` are all of its
+    events."""
     content = _Content()
     blocks = ContentBlocks(content, shows_thinking=origin.shows_thinking)
     for event in events:

@@ -1,1 +1,1 @@
-"""OpenAI's API: their JSON in, their JSON out. Nothing here knows how a model works."""
+"""OpenAI's chat completions and completions APIs."""

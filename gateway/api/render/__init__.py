@@ -1,1 +1,1 @@
-"""Rendering requests into tokens, and answers out of tokens, for those who generate elsewhere."""
+"""Renders requests into token ids and derenders generated token ids into API responses."""

@@ -1,4 +1,4 @@
-"""The bodies of the derender routes -> what is derendered, and in whose words errors are told."""
+"""Interprets the bodies of the derender routes. Errors name the fields of these bodies."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _num_choices(
     config: GatewayConfig,
     field: str,
 ) -> int:
-    """Return the number of choices of an unknown request, from `choices`, the value of `field`, and
-    from the state of a stream. Raises InvalidRequest if there are too many."""
+    """Return the number of choices of an unknown request, from the choices in `field` and the
+    stream state. Raise InvalidRequest if there are too many."""
     indexes = [choice.index for choice in choices]
     if body.stream_state is not None:
         indexes += opened(body.stream_state, key_of(model, None)).choices
@@ -86,7 +86,7 @@ class ChatDerendering:
             self._kwargs = self._preparation.kwargs() if body.chat_request else {}
 
     def _plain_request(self) -> ChatBody:
-        """A request of which nothing is known: all text is content."""
+        """Return a minimal request for an unknown one: all text is content."""
         reading = self._model.reading
         writes_calls = reading.tools is not None and not self._model.renderer.writes_no_tools
         if reading.reasoning is not None or writes_calls:
@@ -122,7 +122,7 @@ class ChatDerendering:
         return derendered(self._case(), [ask], [response], ["generate_response"], count)
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:
-        """The chunk and the state behind it."""
+        """Return (derendered chunk, stream state after it)."""
         body, preparation = self._body, self._preparation
         chunk = _needed(body.generate_chunk, "generate_chunk", "with stream")
         key = key_of(self._model, body.chat_request)
@@ -160,7 +160,7 @@ class ChatDerendering:
         )
 
     def _prompt(self, told: Sequence[int] | None) -> Prompt:
-        """The body's, or as the token endpoint tells it, or rendered again."""
+        """Return the prompt: from the body, else from the response, else rendered again."""
         body = self._body
         ids = body.prompt_token_ids or told
         if ids:
@@ -202,7 +202,7 @@ class CompletionDerendering:
                 )
 
     def _plain_request(self) -> CompletionBody:
-        """A request of which nothing is known but how many prompts it has."""
+        """Return a minimal request for an unknown one: only its number of prompts is known."""
         body = self._body
         if body.stream:
             field, count = "generate_chunk", 1 + body.prompt_index
@@ -242,7 +242,7 @@ class CompletionDerendering:
         return derendered(self._case(completion), completion.asks, responses, at, total)
 
     def _whole_ids(self, responses: Sequence[GenerateResponse]) -> list[list[int]] | None:
-        """The prompts as the body or the responses tell them; None: as the request does."""
+        """Return the prompts of the body or the responses; None to use those of the request."""
         given = self._body.prompt_token_ids or [None] * len(responses)
         found = [
             ids or response.prompt_token_ids for ids, response in zip(given, responses, strict=True)
@@ -255,7 +255,7 @@ class CompletionDerendering:
         return [ids or ask.prompt_ids for ids, ask in zip(found, rendered, strict=True)]
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:
-        """The chunk and the state behind it."""
+        """Return (derendered chunk, stream state after it)."""
         body, place = self._body, self._body.prompt_index
         chunk = _needed(body.generate_chunk, "generate_chunk", "with stream")
         if place >= len(self._prompts):

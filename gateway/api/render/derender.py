@@ -1,8 +1,8 @@
-"""What a token endpoint has said -> what the API would have said, whole or chunk by chunk.
+"""Converts responses of a token endpoint into responses of the API, complete or in chunks.
 
-The same code reads and tells it as for an answer of our own engine: readers, one function for the
-finish reason, `whole_response`, `ChunkStream`. Here the news is played back, and between two chunks
-all memory travels with the client (`state`), so a chunk costs the same wherever it stands.
+The outputs are replayed through the code that serves our own engine: parsers, finish reason,
+`whole_response`, `ChunkStream`. Between two chunks the client carries all state (`stream_state`),
+so the cost of a chunk does not depend on its position.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ log = logging.getLogger(__name__)
 
 GENERATE_PREFIX = "generate-tokens-"
 MAX_WAITING_TOKENS = 64
-"""More tokens whose text is held back are told, where tokens are told at all, before their text."""
+"""If more tokens than this wait for held-back text, they are sent before their text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerenderCase:
-    """A request that was rendered, of either API.
+    """A rendered request of either API.
 
-    kind       how its ids begin
-    dialect    of one answer
-    effective  what to tell of the effective parameters, if that was asked for
+    kind       prefix of the response id
+    builder    formats the choices of one response
+    effective  the `effective` member, if requested
     """
 
     request: GenerationBody
@@ -84,7 +84,7 @@ class DerenderCase:
 
 
 def _own_id(said: str, kind: str) -> str:
-    """The id that a chat would have told: render made the token endpoint's of it."""
+    """Return the API's response id, which is part of the token endpoint's id."""
     own = said.removeprefix(GENERATE_PREFIX)
     return own if own.startswith(f"{kind}-") else f"{kind}-{own}"
 
@@ -99,8 +99,12 @@ def derendered(
     at: Sequence[str],
     prompt_tokens: int | None = None,
 ) -> bytes:
-    """One response to each ask, standing in the request `at`. `prompt_tokens`: how many, where they
-    themselves are not known. Raises InvalidRequest."""
+    """Return the complete response. Raise InvalidRequest.
+
+    responses      one per prompt
+    at             the path of each response in the request
+    prompt_tokens  number of prompt tokens, if the ids are unknown
+    """
     request, model = case.request, case.model
     answer = Recorded(asks, prompt_tokens)
     fold = CollectSink(len(answer.choices))
@@ -131,7 +135,7 @@ def derendered(
 def _passed_on(
     responses: Sequence[GenerateResponse],
 ) -> Callable[[Choice], list[Any] | None]:
-    """Nobody asks for the logprobs of a prompt here: what came of them goes on as it is."""
+    """Return a function that passes on prompt logprobs unchanged, for requests without them."""
     return lambda choice: responses[choice.prompt_index].prompt_logprobs
 
 
@@ -173,17 +177,16 @@ def derendered_chunk(
     *,
     is_first: bool,
 ) -> tuple[dict[str, Any] | None, StreamState]:
-    """The API's chunk, None where there is nothing to tell yet; and the state for the next one.
+    """Return (the API's chunk or None if there is nothing to send yet, the next state).
 
-    ask    of the request's one prompt; its tokens are needed for the first chunk only
-    Raises InvalidRequest.
+    The ids of the prompt are needed for the first chunk only. Raises InvalidRequest.
     """
     try:
         going_on = _GoingOn(case, ask, state)
         return going_on.tell(chunk), going_on.state()
     except ServingError:
         raise
-    except Exception:  # a state is a client's data: a forged one can fail anywhere in a machine
+    except Exception:  # a forged state can make any parser fail
         if is_first:
             raise
         log.info("cannot restore a stream_state", exc_info=True)
@@ -195,7 +198,7 @@ def first_state(ending: str, prompt_tokens: int) -> StreamState:
 
 
 class _GoingOn:
-    """One chunk, between two states. It is the sink of its answer."""
+    """Derenders one chunk from one state to the next. It is the sink of its group."""
 
     def __init__(self, case: DerenderCase, ask: PromptRequest, state: StreamState) -> None:
         self._case = case
@@ -227,7 +230,7 @@ class _GoingOn:
         return told
 
     def state(self) -> StreamState:
-        """For the next chunk."""
+        """Return the state for the next chunk."""
         choices = dict(self._state.choices)
         for choice in self._answer.choices:
             if choice.num_generated or choice.index in choices:
@@ -240,7 +243,7 @@ class _GoingOn:
         self._stream.delta(choice, delta)
 
     def end(self) -> None:
-        """Of all choices; it is told with the usage, which has a chunk of its own."""
+        """Do nothing. The end is written with the usage, which has its own chunk."""
 
     def fail(self, error: ServingError) -> None:
         raise error
@@ -273,7 +276,7 @@ class _GoingOn:
         return choices[part.index]
 
     def _release(self, choice: Choice) -> None:
-        """Tokens whose text waits do not wait in any number, and not at all if nobody is told."""
+        """Bound the tokens that wait for held-back text; drop them if they are not reported."""
         reader = choice.reader
         assert isinstance(reader, ChoiceParser)
         if not (self._case.request.return_token_ids or self._case.num_logprobs is not None):

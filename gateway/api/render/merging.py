@@ -1,6 +1,6 @@
-"""The chunks of one piece of news -> one chunk that says the same.
+"""Merges the chunks written for one derendered chunk into one.
 
-A client that adds up deltas comes to the same message: texts are joined, bits of arguments too.
+A client that adds up deltas gets the same message: texts and arguments are concatenated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from gateway.api.openai.response_builder import joined
 from gateway.http import sse
 
 JOINED = ("content", "reasoning", "reasoning_content")
-"""Members of a delta."""
+"""Members of a delta whose text is concatenated."""
 
 Json = dict[str, Any]
 
 
 def chunk_of(frames: Iterable[bytes]) -> Json | None:
-    """`frames` as a ChunkStream writes them; None where there are none."""
+    """Merge the frames of a ChunkStream into one chunk; None if there are none."""
     events = [
         msgspec.json.decode(event.removeprefix(b"data: "), type=Json)
         for event in b"".join(frames).removesuffix(sse.DONE).split(b"\n\n")
@@ -42,7 +42,7 @@ def chunk_of(frames: Iterable[bytes]) -> Json | None:
 
 
 def _merged(before: Json, after: Json) -> Json:
-    """Two chunks of one choice; what only one of them has stays as it is."""
+    """Merge two chunks of one choice."""
     whole = before | after
     if "delta" in after:
         whole["delta"] = _merged_delta(before["delta"], after["delta"])

@@ -1,4 +1,4 @@
-"""The render and derender routes, as their documentation sees them."""
+"""OpenAPI operations of the render and derender routes."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ _post = partial(
 OPERATIONS = (
     _post(
         rule="/v1/chat/completions/render",
-        about="A chat request as a request to the token endpoint.",
+        about="Render a chat request into a request to the token endpoint.",
         takes=(ChatBody,),
         gives=responses.RenderedRequest,
     ),
     _post(
         rule="/v1/completions/render",
-        about="A completion request as requests to the token endpoint: one for each prompt.",
+        about="Render a completion request into requests to the token endpoint, one per prompt.",
         takes=(CompletionBody,),
         gives=list[responses.RenderedRequest],
     ),
     _post(
         rule="/v1/responses/render",
-        about="A request for a response as a request to the token endpoint.",
+        about="Render a Responses request into a request to the token endpoint.",
         takes=(ResponsesBody,),
         gives=responses.RenderedRequest,
     ),
     _post(
         rule="/v1/messages/render",
-        about="A request for a message as a request to the token endpoint.",
+        about="Render a Messages request into a request to the token endpoint.",
         takes=(MessagesBody,),
         gives=responses.RenderedRequest,
         error=MessagesErrorAnswer,
     ),
     _post(
         rule="/v1/chat/completions/derender",
-        about="What the token endpoint has said, as a chat tells it.\n"
-        "With `stream` one chunk at a time; the state goes with the client.",
+        about="Convert a response of the token endpoint into a chat completion.\n"
+        "With `stream`, one chunk per call; the client passes the state to the next call.",
         takes=(DerenderChat,),
         gives=(ChatCompletion, responses.DerenderedChatChunk),
     ),
     _post(
         rule="/v1/completions/derender",
-        about="What the token endpoint has said, as a completion tells it.\n"
-        "With `stream` one chunk at a time; the state goes with the client.",
+        about="Convert responses of the token endpoint into a completion.\n"
+        "With `stream`, one chunk per call; the client passes the state to the next call.",
         takes=(DerenderCompletion,),
         gives=(CompletionResponse, responses.DerenderedCompletionChunk),
     ),

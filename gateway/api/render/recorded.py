@@ -1,4 +1,4 @@
-"""What a token endpoint has said -> the news an engine would have told, played to an answer."""
+"""Replays a response of a token endpoint as engine outputs to a choice group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
 
 
 class _Nowhere:
-    """The engine of an answer that is not computed here: nothing is open, so nothing is aborted."""
+    """An engine client without requests, for groups that are generated elsewhere."""
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a recorded response is never generated")
@@ -28,9 +28,9 @@ class _Nowhere:
 
 
 class Recorded(ChoiceGroup):
-    """An answer that was generated elsewhere.
+    """A choice group that was generated elsewhere.
 
-    prompt_tokens  how many, where they themselves are not known
+    prompt_tokens  number of prompt tokens, if the ids are unknown
     """
 
     def __init__(self, asks: Sequence[PromptRequest], prompt_tokens: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Recorded(ChoiceGroup):
         self._prompt_tokens = prompt_tokens
 
     def play(self, choice: Choice, output: Output) -> None:
-        """Some of its news. Whatever goes wrong with it goes to the caller."""
+        """Process one output of a choice. Exceptions propagate to the caller."""
         self._output(choice, output)
 
     @property
@@ -47,9 +47,9 @@ class Recorded(ChoiceGroup):
 
 
 class Reports:
-    """Makes news of what a response or chunk says. `at`: where it stands, for errors.
+    """Converts the choices of a response or chunk, found at the path `at`, to engine outputs.
 
-    num_logprobs, asked_ids   what the client of the derendered answer wants to know
+    num_logprobs, asked_ids   the logprobs that the derendered request asks for
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Reports:
         self._usage = usage
 
     def of(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
-        """`place` among the choices. Raises InvalidRequest."""
+        """Return the output for the choice at index `place`. Raise InvalidRequest."""
         at = f"{self._at}.choices[{place}]"
         check_token_ids(part.token_ids, self._model.card.vocab_size, f"{at}.token_ids")
         stop_token = None
@@ -107,8 +107,8 @@ class Reports:
 
 
 def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
-    """Return how many of the likeliest tokens are recorded beside the chosen ones; None: there are
-    no logprobs. The chosen one stands among them, or is one more."""
+    """Return the number of top tokens recorded per sampled token; None if there are no logprobs.
+    The sampled token is one of the top tokens, or is listed in addition to them."""
     counts = [
         len(token.top_logprobs) - ((token.rank or 0) > len(token.top_logprobs))
         for choice in choices
@@ -122,13 +122,13 @@ def num_logprobs(choices: Sequence[GeneratedChoice]) -> int | None:
 def _stop_token(
     ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int]
 ) -> int | None:
-    """The last token, if it is one that ends an answer."""
+    """Return the last token if it is a stop token, else None."""
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     return ids[-1] if ids and ids[-1] in ends else None
 
 
 def entry_of(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> TokenLogprobs:
-    """The reverse of `generate_tell.chosen_token`. What was asked for and not told is unknown."""
+    """Invert `generate_stream.chosen_token`. Missing logprobs of `asked_ids` become NaN."""
     logprob_of = {top.token_id: top.logprob for top in token.top_logprobs}
     others = {
         top.rank: (top.token_id, top.logprob)
@@ -136,7 +136,7 @@ def entry_of(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> Toke
         if top.rank is not None and top.token_id != token.token_id
     }
     tops = [others[rank] for rank in sorted(others)]
-    if len(tops) < num_top:  # then the chosen one is among the likeliest, and its place is free
+    if len(tops) < num_top:  # the sampled token is a top token, and its rank is free
         place = next(rank for rank in range(1, num_top + 1) if rank not in others)
         tops.insert(place - 1, (token.token_id, token.logprob))
     return TokenLogprobs(
@@ -152,7 +152,7 @@ def entry_of(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> Toke
 def prompt_entries(
     ids: Sequence[int], told: Sequence[dict[str, TokenChance] | None], at: str
 ) -> list[TokenLogprobs]:
-    """The reverse of `text.logprobs.prompt_chances`."""
+    """Invert `text.logprobs.prompt_chances`."""
     if len(told) != len(ids):
         raise InvalidRequest(
             f"{at}: must have one item per prompt token ({len(ids):,}); got {len(told):,}", param=at
@@ -173,7 +173,7 @@ def _prompt_entry(token_id: int, chances: dict[str, TokenChance], at: str) -> To
     except ValueError:
         raise InvalidRequest(f"{at}: every key must be a token id", param=at) from None
     found.sort(key=lambda pair: pair[1].rank)
-    # The likeliest are ranked from 1 without a gap; the prompt's own token may follow far behind.
+    # The top tokens have consecutive ranks from 1; the prompt's own token may rank far lower.
     tops = [pair for rank, pair in enumerate(found, start=1) if pair[1].rank == rank]
     return TokenLogprobs(
         token_id, own.logprob, own.rank, [i for i, _ in tops], [c.logprob for _, c in tops]

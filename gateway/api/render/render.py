@@ -1,7 +1,7 @@
-"""A chat's or completion's body -> the request to the token endpoint that answers it.
+"""Renders a chat or completion into a request to the token endpoint.
 
-Everything is resolved: the model's own sampling defaults, the prompt's tokens, the grammar. What is
-generated from it, anywhere, and brought back through `derender` is what the chat would have said.
+Everything is resolved: sampling defaults, prompt tokens, grammar. Any server may generate from it;
+`derender` converts the result into the response that the chat or completion route would send.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from protocol.errors import ContextTooLong
 from protocol.sampling import SamplingParams, check_vocabulary
 
 _SAID_OTHERWISE = frozenset({"seed", "bad_words", "logprobs_of"})
-"""Of SamplingParams: of one answer only, in tokens, and never asked for by these APIs."""
+"""Fields of SamplingParams that are not copied: the first two differ in form, and these APIs have
+no logprobs_of."""
 
 
 def rendered_chat(
     preparation: Preparation, prompt: Prompt, carried: Carried, request_id: str
 ) -> RenderedRequest:
-    """Raises what an engine would say against the request."""
+    """Render a chat. Raise the errors that the engine would raise."""
     begun = preparation.begin(prompt)
     request = _rendered(
         preparation.body, preparation.model, preparation.ask(prompt), carried, request_id
@@ -44,7 +45,7 @@ def rendered_chat(
 def rendered_completion(
     completion: Completion, model: ServedModel, carried: Carried, request_id: str
 ) -> list[RenderedRequest]:
-    """One for each prompt."""
+    """Render a completion into one request per prompt."""
     asks = completion.asks
     ids = [request_id] if len(asks) == 1 else [f"{request_id}-{i}" for i in range(len(asks))]
     return [
@@ -74,7 +75,7 @@ def _rendered(
 
 
 def _check_fits(ask: PromptRequest, model: ServedModel) -> None:
-    """As the engine checks it, so that a request that cannot be answered is not rendered."""
+    """Check the request as the engine does, so that an impossible one is not rendered."""
     params, most = ask.choices[0], model.limits.max_len
     check_vocabulary(params, model.card.vocab_size)
     if len(ask.prompt_ids) + (params.max_tokens != 0) > most:
@@ -86,7 +87,7 @@ def _check_fits(ask: PromptRequest, model: ServedModel) -> None:
 
 
 def sampling_of(body: GenerationBody, params: SamplingParams) -> dict[str, Any]:
-    """`params`: of the first of the answers."""
+    """Return `sampling_params`. `params` are those of the first choice."""
     told = {
         name: value
         for name, value in msgspec.structs.asdict(params).items()

@@ -1,6 +1,6 @@
-"""The render and derender routes: what may be asked. Names and shapes are vLLM's.
+"""Request bodies of the render and derender routes. Names and shapes are vLLM's.
 
-A render route takes the body of its API's own route, and with it `Carried`.
+A render route accepts the body of its API's route, plus the fields of `Carried`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ State = Annotated[str, Meta(max_length=MAX_STATE_CHARS)]
 
 
 class Carried(msgspec.Struct, frozen=True):
-    """What a rendered request carries on as it came, though no chat here has such a field."""
+    """Fields that are copied into the rendered request unchanged."""
 
     kv_transfer_params: Object | None = None
 
 
 class DerenderBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both derender routes understand.
+    """Fields of both derender routes.
 
-    stream         a chunk is given, not a whole answer
-    generate_chunk   what the token endpoint streamed; one at a time, in their order
-    stream_state   what the call before this one answered; null with the first chunk
+    stream           derender one chunk, not a complete response
+    generate_chunk   a chunk of the token endpoint; send them one at a time, in order
+    stream_state     the value that the previous call returned; null with the first chunk
     """
 
     stream: bool | None = None
@@ -44,12 +44,12 @@ class DerenderBody(msgspec.Struct, frozen=True, kw_only=True):
 class DerenderChat(DerenderBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions/derender.
 
-    chat_request       the request that was rendered; null: the text is content, and logprobs are
-                       told where there are any. Needed for a model whose answers have parts
-    generate_response  the whole answer of the token endpoint
-    prompt_token_ids   the prompt; without it, as where a first chunk or a whole answer does not
-                       bring it, `chat_request` is rendered again
-    prompt_tokens      how many these are
+    chat_request       the request that was rendered. If null, all text is content, and logprobs
+                       are included if present. Required if the model has a tool or reasoning format
+    generate_response  the complete response of the token endpoint
+    prompt_token_ids   the prompt; if neither this nor the first chunk or response has it,
+                       `chat_request` is rendered again
+    prompt_tokens      number of prompt tokens
     """
 
     chat_request: ChatBody | None = None
@@ -59,13 +59,13 @@ class DerenderChat(DerenderBody, frozen=True, kw_only=True):
 
 
 class DerenderCompletion(DerenderBody, frozen=True, kw_only=True):
-    """POST /v1/completions/derender. Lists have one item for each prompt of the request.
+    """POST /v1/completions/derender. Lists have one item per prompt of the request.
 
-    completion_request  the request that was rendered; null: there are as many prompts as responses,
-                        and logprobs are told where there are any
-    prompt_token_ids    of a prompt null: those of its response
-    prompt_index        which prompt the chunk goes on with; each has a stream and a state of its
-                        own
+    completion_request  the request that was rendered. If null, there is one prompt per response,
+                        and logprobs are included if present
+    prompt_token_ids    the prompts; if an item is null, its response's ids are used
+    prompt_index        the prompt that the chunk belongs to; each prompt has its own stream and
+                        stream_state
     """
 
     completion_request: CompletionBody | None = None

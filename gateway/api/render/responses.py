@@ -1,4 +1,4 @@
-"""What the render and derender routes tell, as structs."""
+"""Response bodies of the render and derender routes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from protocol.grammar import Grammar
 class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A body for POST /inference/v1/generate.
 
-    sampling_params   complete; without max_tokens where the request says none: as much as the
-                      context of whoever generates leaves
-    reasoning_ended   an answer of one form begins with that form, not with thinking
-    reads_calls       tool calls are looked for in the answer
-    grammar           what the answer must look like: structured outputs, demanded calls, a budget
+    sampling_params   complete; max_tokens is absent if the request does not limit the answer
+    reasoning_ended   a structured answer starts with its format, not with reasoning
+    reads_calls       parse tool calls in the answer
+    grammar           the constraint on the answer: structured outputs, required calls, budget
     """
 
     request_id: str
@@ -49,15 +48,16 @@ class DerenderedCompletionPart(CompletionChunk, frozen=True, kw_only=True):
 
 
 class DerenderedChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """chunk         null: nothing can be told yet
-    stream_state  for the next call; nothing in it is meant for anyone else"""
+    """chunk         null if there is nothing to send yet
+    stream_state  opaque value to pass to the next call"""
 
     chunk: DerenderedChatPart | None
     stream_state: str
 
 
 class DerenderedCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """See DerenderedChatChunk."""
+    """chunk         null if there is nothing to send yet
+    stream_state  opaque value to pass to the next call"""
 
     chunk: DerenderedCompletionPart | None
     stream_state: str

@@ -1,5 +1,6 @@
-"""The render routes of all APIs, and the derender routes of chats and completions. No engine is
-asked.
+"""The render routes of all APIs, and the derender routes of chats and completions.
+
+They do not use the engine.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from gateway.service import Service
 from protocol.errors import RequestError
 
 RECORDED_BOUNDS = JsonBounds(max_strings=1 << 19, max_values=1 << 19)
-"""Bounds of a body with a recorded answer: the logprobs of 8,000 tokens, with 20 others each, are
-504,000 strings and as many values. Decoding these takes about 60 ms."""
+"""Bounds of a body with a generated response: the logprobs of 8,000 tokens with 20 top tokens each
+are 504,000 strings and as many values. Decoding these takes about 60 ms."""
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -131,7 +132,7 @@ def _chat(
 def _read(
     service: Service, decoder: msgspec.json.Decoder[Body], bounds: JsonBounds = USUAL_BOUNDS
 ) -> tuple[Body, Carried, list[str]]:
-    """The body, what it carries on, and the fields that neither the API nor these have."""
+    """Return (body, fields to copy, unknown fields)."""
     with service.bodies.read(request, bounds) as data:
         body = decode(data, decoder)
         return body, decode(data, carried_decoder), unknown_fields(data, type(body))

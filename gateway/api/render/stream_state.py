@@ -1,16 +1,19 @@
-"""What derendering a stream remembers between two chunks, as text that the client carries.
+"""The state of a derendered stream between two chunks, as text that the client carries.
 
-Its size does not grow with the answer: whatever is told is forgotten. It holds an unfinished
-character, a possible beginning of a marker or of a stop string, where in a call the answer is, and
-counts. It grows only with what a format has to hold back: blanks that are no content if nothing
-follows; a call until it has a name; an argument that is no text for sure, in formats that do not
-write arguments as JSON; and the reasoning of a format that repeats it as content where there is no
-other. Beyond MAX_STATE_CHARS the stream is refused, rather than told wrongly; the whole answer can
-still be derendered.
+Its size does not grow with the answer, because text that was sent is forgotten. It has an
+incomplete character, a possible start of a marker or stop string, the position in a call, and
+counts. It grows only with the text that a format must hold back:
 
-The text is sealed with what it is for: the model, the formats, the request, this version. So a
-state that is damaged, or of another answer, is noticed. It is no secret and no proof: who forges
-one gets a wrong answer of his own, or an error.
+- blanks, which are not content if nothing follows;
+- a call, until its name is complete;
+- an argument that may not be a string, in formats that do not write arguments as JSON;
+- the reasoning, in a format that repeats it as content if there is no other.
+
+Beyond MAX_STATE_CHARS the stream is refused; the complete answer can still be derendered.
+
+The text is sealed with the model, the formats, the request and this version, so a damaged state or
+one of another stream is detected. It is neither secret nor authenticated: a client that forges a
+state only gets a wrong answer or an error.
 """
 
 from __future__ import annotations
@@ -36,11 +39,13 @@ SEAL_BYTES = 16
 
 
 class ChoiceState(msgspec.Struct, frozen=True, array_like=True):
-    """reader   where its tokens are read
-    meter    (inside a block of reasoning, tokens counted)
+    """The state of one choice.
+
+    reader   the parser's state
+    meter    (inside a reasoning block, tokens counted)
     begun    the name of the last call
     called   names of complete calls, each once
-    offsets  where its next token's text begins: see `TextOffsets.state`
+    offsets  where the next token's text starts: see `TextOffsets.state`
     """
 
     reader: ParserState
@@ -53,10 +58,12 @@ class ChoiceState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamState(msgspec.Struct, frozen=True, array_like=True):
-    """created        when the stream began
-    ending         for `Reading.begin`, in the place of the prompt
-    prompt_tokens  how many
-    choices        those that have said anything
+    """The state of a stream.
+
+    created        when the stream started
+    ending         stands for the prompt in `ModelOutputFormat.begin`
+    prompt_tokens  number of prompt tokens
+    choices        the choices that have produced tokens
     """
 
     created: int
@@ -70,13 +77,13 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 
 
 def key_of(model: ServedModel, request: msgspec.Struct | None) -> bytes:
-    """Return the key that seals a state. `request`: the rendered one, of its API; None: unknown."""
+    """Return the key that seals a state. `request` is the one rendered; None if unknown."""
     parts = (VERSION, model.card.digest, model.reading.tools, model.reading.reasoning, request)
     return hashlib.blake2b(msgspec.json.encode(parts)).digest()
 
 
 def sealed(state: StreamState, key: bytes) -> str:
-    """Raises InvalidRequest where too much is held back."""
+    """Return the state as text. Raise InvalidRequest if it is too long."""
     data = msgspec.msgpack.encode(state)
     text = urlsafe_b64encode(_seal(data, key) + data).decode()
     if len(text) > MAX_STATE_CHARS:
@@ -89,12 +96,12 @@ def sealed(state: StreamState, key: bytes) -> str:
 
 
 def opened(text: str, key: bytes) -> StreamState:
-    """Raises InvalidRequest for anything that `sealed` has not made with this key."""
+    """Decode a state. Raise InvalidRequest if `sealed` did not make it with this key."""
     try:
         data = urlsafe_b64decode(text.encode("ascii"))
         if data[:SEAL_BYTES] == _seal(data[SEAL_BYTES:], key):
             return _decoder.decode(data[SEAL_BYTES:])
-    except (ValueError, RecursionError):  # no base64; or sealed by someone who knows the key
+    except (ValueError, RecursionError):  # not base64, or forged with the key
         pass
     raise wrong_state()
 
@@ -126,7 +133,7 @@ def state_of(choice: Choice, offsets: tuple[DetokenizerState, int] | None) -> Ch
 
 
 def restore(choice: Choice, state: ChoiceState) -> None:
-    """Of a state that was forged, any exception may come."""
+    """Restore a choice. A forged state may raise any exception."""
     readers: Any = choice.ask.readers
     choice.reader = readers.new(state.reader)
     choice.begun, choice.called = state.begun, list(state.called)

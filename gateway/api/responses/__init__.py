@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: items in, typed events out, over the same stream of events as a chat."""
+"""OpenAI's Responses API. A request is translated into a chat request."""

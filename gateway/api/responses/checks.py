@@ -1,6 +1,7 @@
-"""What one field alone cannot tell: refusals by name, and fields that need or exclude each other.
+"""Checks across the fields of a request, and refusals of unsupported fields.
 
-A field that this server cannot honour is never dropped in silence. Raises InvalidRequest, always.
+An unsupported field that would change the answer is never ignored silently: `check` raises
+InvalidRequest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _REFUSED = {
     "max_completion_tokens": "use max_output_tokens",
     "response_format": "use text.format",
 }
-"""field -> what to do instead"""
+"""Unsupported field -> advice."""
 _ABOUT_FUNCTIONS = ("type", "name", "description", "parameters", "strict")
 
 
@@ -62,8 +63,8 @@ def _check_tools(body: ResponsesBody) -> None:
 
 
 def ignored(body: ResponsesBody, unknown: list[str]) -> list[str]:
-    """Fields of the request that have no effect: those nobody knows, and those taken for the sake
-    of clients that always send them."""
+    """Return the fields without effect: unknown fields, and fields that are accepted because some
+    clients always send them."""
     told = list(unknown)
     if body.text is not None and body.text.verbosity is not None:
         told.append("text.verbosity")

@@ -1,7 +1,7 @@
-"""The form of items and tools, for the documentation of requests.
+"""JSON Schemas of items and tools, for the OpenAPI document.
 
-Requests are decoded without these: `items` and `translate` check such values piece by piece and
-name the place of what is wrong, which a decoder of unions cannot.
+Decoding does not use them. `items` and `translate` check these values step by step, so that an
+error can name the exact path; a decoder of unions cannot.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Item = Annotated[
                     ["call_id", "name", "arguments"],
                     call_id=_TEXT,
                     name=_TEXT,
-                    arguments={**_TEXT, "description": "A JSON object, as text."},
+                    arguments={**_TEXT, "description": "The JSON text of an object."},
                 ),
                 _item(
                     "function_call_output", ["call_id", "output"], call_id=_TEXT, output=_CONTENT
@@ -68,7 +68,7 @@ Item = Annotated[
         }
     ),
 ]
-"""OpenAI's."""
+"""An OpenAI input item."""
 
 Tool = Annotated[
     Any,
@@ -83,7 +83,7 @@ Tool = Annotated[
                 "description": _NULLABLE,
                 "parameters": {
                     "type": ["object", "null"],
-                    "description": "A JSON schema, of an object.",
+                    "description": "A JSON Schema of type object.",
                     "properties": {"type": {"const": "object"}},
                 },
                 "strict": {"type": ["boolean", "null"]},
@@ -91,4 +91,4 @@ Tool = Annotated[
         }
     ),
 ]
-"""OpenAI's."""
+"""An OpenAI function tool."""

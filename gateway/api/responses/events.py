@@ -1,13 +1,13 @@
-"""What an answer says -> typed events, and the items they add up to. Pure.
+"""Turns the events of an answer into typed stream events and output items.
 
     created  [queued]  in_progress
         output_item.added  [content_part.added]  ...delta  ...done  [content_part.done]
         output_item.done                                            (for each item, one by one)
     completed | incomplete | failed
 
-One item is open at a time; what does not belong to it closes it. A frame is one event; the n-th has
-the sequence number n. JSON is put together from parts encoded once per item: in the common case
-only the new text is encoded.
+One item is open at a time; an event of another kind closes it. A frame is one event, with
+consecutive sequence numbers. Most of a frame's JSON is encoded once per item. Usually only the new
+text is encoded.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ LAST_EVENTS = {
     "cancelled": "response.incomplete",
     "failed": "response.failed",
 }
-"""status -> the event that ends the stream; there is none of its own for what was cancelled"""
+"""Status -> the event that ends the stream. OpenAI defines no event for "cancelled"."""
 ENDS = {
     "stop": (COMPLETED, None),
     "tool_calls": (COMPLETED, None),
     "length": (INCOMPLETE, "max_output_tokens"),
     "abort": ("cancelled", None),
 }
-"""why an answer ended -> (the response's status, what is incomplete)"""
+"""Finish reason -> (the response's status, reason in incomplete_details)."""
 
 
 def frame(kind: str, number: int, **members: Any) -> Frame:
@@ -55,18 +55,18 @@ def frame(kind: str, number: int, **members: Any) -> Frame:
 
 
 def last_frame(number: int, response: Told) -> Frame:
-    """The event that ends the stream."""
+    """Return the event that ends the stream."""
     return frame(LAST_EVENTS[response["status"]], number, response=response)
 
 
 def _delta_head(event: str, at: Told) -> bytes:
-    """Of a frame that brings a bit, up to the bit."""
+    """Return the part of a delta frame that precedes the delta."""
     head = encode({"type": event + ".delta", **at})[:-1]
     return b"event: %b.delta\ndata: %b" % (event.encode(), head)
 
 
 class _Text:
-    """A message, or a piece of reasoning: one part, whose text comes bit by bit."""
+    """An open message or reasoning item. It has one part, whose text arrives in deltas."""
 
     def __init__(self, events: ResponseEvents, kind: str) -> None:
         self.kind = kind
@@ -119,7 +119,7 @@ _TEXTS = {
     "message": ("output_text", "response.output_text"),
     "reasoning": ("reasoning_text", "response.reasoning_text"),
 }
-"""item -> (its part, the beginning of its events' names)"""
+"""Item type -> (part type, prefix of the event names)."""
 
 
 class _Call:
@@ -160,10 +160,10 @@ class _Call:
 
 
 class ResponseEvents:
-    """One response. Frames gather until they are taken.
+    """The events of one response. Frames collect until `pop_frames`.
 
-    seals   reasoning is also told as `encrypted_content`
-    output  the items that are closed
+    seals   add reasoning as `encrypted_content` too
+    output  the closed items
     """
 
     def __init__(self, head: ResponseHead, *, seals: bool = False) -> None:
@@ -176,7 +176,7 @@ class ResponseEvents:
         self._frames: list[Frame] = []
 
     def begin(self, *, queued: bool = False) -> None:
-        """`queued`: it is not said yet that the response is being made; `proceed` does."""
+        """Write the first events. A `queued` response becomes in_progress with `proceed`."""
         status = "queued" if queued else IN_PROGRESS
         self.tell("response.created", response=self.head.told(status))
         if queued:
@@ -188,7 +188,7 @@ class ResponseEvents:
         self.tell("response.in_progress", response=self.head.told(IN_PROGRESS))
 
     def push(self, event: Event, logprobs: Sequence[Any] = ()) -> None:
-        """`logprobs`: of the tokens of an event that is content, in the shape they are told in."""
+        """Write the frames of an event. `logprobs` are those of a Content event, formatted."""
         match event:
             case Content(text):
                 self._text("message").say(self, text, logprobs)
@@ -214,7 +214,7 @@ class ResponseEvents:
         incomplete: str | None = None,
         timings: Told | None = None,
     ) -> Told:
-        """Close what is open: the response as it is in the end. Its last event is `last_frame`."""
+        """Close the open item and return the final response. `last_frame` makes its last event."""
         whole = status == COMPLETED and not isinstance(self._open, _Call)
         self._close(COMPLETED if whole else INCOMPLETE)
         return self.head.told(
@@ -228,7 +228,7 @@ class ResponseEvents:
         )
 
     def taken(self) -> list[Frame]:
-        """What was told since the last time."""
+        """Return and clear the frames written since the last call."""
         frames, self._frames = self._frames, []
         return frames
 
@@ -238,12 +238,12 @@ class ResponseEvents:
         self.put(frame(kind, self.next_number, **members))
 
     def put(self, data: Frame) -> None:
-        """`data` has the next number."""
+        """Add a frame that has the next sequence number."""
         self._frames.append(data)
         self.next_number += 1
 
     def _text(self, kind: str) -> _Text:
-        """The open item of this kind."""
+        """Return the open item of this kind, opening one if needed."""
         if isinstance(self._open, _Text) and self._open.kind == kind:
             return self._open
         self._close(INCOMPLETE if isinstance(self._open, _Call) else COMPLETED)

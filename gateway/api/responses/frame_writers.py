@@ -1,8 +1,8 @@
-"""Who takes a response's frames: a client's stream, nobody but the whole answer, or a run that goes
-on without its client.
+"""Destinations of a response's frames: the client's stream, a complete response, or a run that
+continues without its client.
 
-A response that is kept is in the store before its last event is out: its client may go on with it
-at once, in any process.
+A stored response is in the store before its last event is sent, because the client may continue it
+at once, on any process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gateway.http.client_socket import Outlet
 from gateway.store.runs import DetachedRun
 
 Keep = Callable[[Told], Told]
-"""Puts a response into the store: the response as it is to be told then, which says if that could
-not be done. Blocks."""
+"""Stores a response and returns the response to send, in which `store` is false if that failed.
+Blocks."""
 
 
 class StreamFrameWriter:
-    """The client's stream."""
+    """Writes to the client's stream."""
 
     def __init__(self, outlet: Outlet, keep: Keep | None) -> None:
         self._outlet = outlet
@@ -39,12 +39,13 @@ class StreamFrameWriter:
         gevent.spawn(self._end, response, number)
 
     def _end(self, response: Told, number: int) -> None:
-        """The last event is the whole answer once more, so it waits for what is before it."""
+        """Send the last event once the client has read the earlier ones: it repeats the whole
+        response."""
         try:
             if self._keep is not None:
                 response = self._keep(response)
         except BaseException:
-            self._outlet.cut()  # or its client would wait for ever
+            self._outlet.cut()  # otherwise the client would wait forever
             raise
         self._outlet.await_room()
         self._outlet.write(last_frame(number, response))
@@ -52,7 +53,7 @@ class StreamFrameWriter:
 
 
 class WholeResponseWriter:
-    """The answer as one object: the stream's last word."""
+    """Keeps the final response and ignores the frames."""
 
     response: Told
 
@@ -67,7 +68,7 @@ class WholeResponseWriter:
 
 
 class RunFrameWriter:
-    """A run, whose response is in the store from its beginning."""
+    """Writes to a detached run, whose response is in the store from the start."""
 
     def __init__(self, run: DetachedRun) -> None:
         self._run = run

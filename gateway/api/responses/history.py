@@ -1,7 +1,7 @@
-"""What a request goes on with: the responses before it, and the items it refers to.
+"""The stored items that a request continues: previous responses and referenced items.
 
-Everything counts that was said: messages, reasoning, calls and their outputs, so the prompt is the
-one that the same items, sent again, would make.
+All items count: messages, reasoning, calls and their outputs. So the prompt equals the one for the
+same items sent again.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ UNFINISHED = ("queued", "in_progress")
 
 
 class History:
-    """Of one owner. `store` None: nothing is kept here."""
+    """The stored responses of one owner. `store` is None if the server stores nothing."""
 
     def __init__(self, store: Store | None, owner: str) -> None:
         self._store = store
         self._owner = owner
 
     def items_of(self, body: ResponsesBody) -> tuple[list[PlacedItem], list[PlacedItem]]:
-        """A request's own items, and all before them. Raises InvalidRequest."""
+        """Return (the request's own items, all items before them). Raise InvalidRequest."""
         own = self.resolved(input_items(body.input))
         previous = body.previous_response_id
         return own, self.before(previous) if previous is not None else []
 
     def before(self, response_id: str) -> list[PlacedItem]:
-        """All items up to the end of this response. Raises InvalidRequest."""
+        """Return all items up to the end of a response. Raise InvalidRequest if any is missing."""
         if self._store is None:
             raise _wrong(PREVIOUS, "this server stores no responses (see --response-store)")
         try:
@@ -54,7 +54,7 @@ class History:
         return [PlacedItem(item, PREVIOUS) for record in records for item in said_in(record)]
 
     def resolved(self, items: Sequence[PlacedItem]) -> list[PlacedItem]:
-        """With the items themselves in the place of references. Raises InvalidRequest."""
+        """Replace references by the stored items. Raise InvalidRequest if one is missing."""
         return [
             PlacedItem(self._referred(placed), placed.at)
             if placed.item["type"] == "item_reference"
@@ -86,7 +86,7 @@ def input_of(record: StoredRecord) -> list[Item]:
 
 
 def said_in(record: StoredRecord) -> list[Item]:
-    """Its own input and output."""
+    """Return a stored response's own input and output."""
     return [*input_of(record), *body_of(record)["output"]]
 
 

@@ -1,4 +1,4 @@
-"""What is said of a response whose process died: it failed, and this is its last event."""
+"""The failed response and last event of a background response whose process died."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIED = {
 
 
 def response_epitaph(response_id: str, number: int, body: bytes | None) -> Interruption:
-    """`body` is the response as it was kept; its output is what it had then."""
-    assert body is not None, "a response made in the background is kept from its beginning"
+    """Return the end of a response. `body` is the stored response; its output is kept."""
+    assert body is not None, "a background response is stored from its start"
     response = msgspec.json.decode(body) | {"status": "failed", "error": _DIED}
     return Interruption(last_frame(number, response), msgspec.json.encode(response))

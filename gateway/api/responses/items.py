@@ -1,8 +1,8 @@
-"""What is said in a conversation, as items: checked one by one, and given ids.
+"""Checks input items and assigns item ids.
 
-An item is a dict as JSON gave it: a message, a call, its output, a piece of reasoning, or a
-reference to an item of a stored response. Each has its place in the request, for errors. Ids of our
-own items name the response they belong to, so a reference needs no index:
+An item is a JSON object: a message, a call, a call's output, reasoning, or a reference to an item
+of a stored response. Each is kept with its path in the request, for errors. The ids that we assign
+contain the response's id, so references are resolved without an index:
 
     msg_RESPONSE_3   item 3 of the output      msg_RESPONSE_i3   item 3 of the input
 """
@@ -24,7 +24,7 @@ ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 RESPONSE_PREFIX = "resp_"
 PREVIOUS = "previous_response_id"
-"""The place of items that the request only names."""
+"""The path of items that come from a previous response."""
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -33,11 +33,11 @@ _PREFIXES = {
 }
 _OWN_ID = re.compile(r"(?:msg|fc|fco|rs)_([0-9a-f]{32})_(?:i?)\d+")
 _SEALED = "tidegate1."
-"""Begins reasoning in the form in which clients carry it without looking into it."""
+"""Prefix of the `encrypted_content` that `seal` makes."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True):
-    """An item, and where it stands in the request: `input[2]`."""
+    """An item and its path in the request, such as `input[2]`."""
 
     item: Item
     at: str
@@ -49,13 +49,13 @@ def item_id(kind: str, response_id: str, place: int, *, of_input: bool = False) 
 
 
 def response_of(item_id: str) -> str | None:
-    """The response that an item with this id belongs to; None: the id is not one of ours."""
+    """Return the response that an item belongs to; None if this server did not assign the id."""
     found = _OWN_ID.fullmatch(item_id)
     return RESPONSE_PREFIX + found[1] if found else None
 
 
 def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
-    """Of a request's `input`. Raises InvalidRequest naming the place."""
+    """Return the items of a request's `input`. Raise InvalidRequest naming the path."""
     if isinstance(value, str):
         part = {"type": "input_text", "text": value}
         return [PlacedItem({"type": "message", "role": "user", "content": [part]}, "input")]
@@ -66,7 +66,7 @@ def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
 
 
 def identified(items: Sequence[Item], response_id: str) -> list[Item]:
-    """The same, each with an id: its own, or one that names the response."""
+    """Return the items, each with its own id or one derived from the response's id."""
     return [
         item
         if item.get("id")
@@ -76,13 +76,13 @@ def identified(items: Sequence[Item], response_id: str) -> list[Item]:
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning as `encrypted_content`. It is no secret of this server, and not encrypted: clients
-    that drop the text and keep this can still bring it back."""
+    """Return reasoning as `encrypted_content`: encoded, not encrypted. Clients that drop the text
+    can send this back instead."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
 def reasoning_text(item: Mapping[str, Any], at: str) -> str:
-    """What was thought: the item's content, or else what `seal` made of it, or else its summary."""
+    """Return an item's reasoning: its content, else its `encrypted_content`, else its summary."""
     if item.get("content"):
         return "".join(part["text"] for part in item["content"])
     sealed = item.get("encrypted_content")
@@ -119,7 +119,7 @@ def _checked(item: Any, at: str) -> Item:
 
 
 def _kind_without_type(item: Mapping[str, Any]) -> str | None:
-    """SDKs leave the type out of messages and of references."""
+    """Infer the type of an item without one. SDKs omit it in messages and references."""
     if "role" in item:
         return "message"
     return "item_reference" if set(item) <= {"id", "type"} and "id" in item else None

@@ -1,10 +1,10 @@
-"""Items -> a chat's messages, and where in the request each piece of them came from.
+"""Translates items into chat messages, and remembers their paths in the request.
 
-What an assistant said in one go (reasoning, text, calls, in any order) is one message, as a chat's
-answer is one: so a conversation carried on by items and the same one carried on by messages are the
-same prompt. Two messages of an assistant that follow each other stay two. Instructions, and
-messages of the system or the developer right behind them, are one: most templates take a single
-one, and at the beginning only.
+- The items of one assistant turn (reasoning, text, calls, in any order) become one message, as in a
+  chat. So the same conversation sent as items or as messages gives the same prompt.
+- Two consecutive assistant messages stay separate.
+- Instructions and the system or developer messages that directly follow them become one message,
+  because most templates accept only one system message, at the start.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _BETWEEN_PARTS = "\n"
 
 
 class ItemConversation:
-    """messages  as a chat has them
-    names     the beginning of a field's name in the chat -> the same in the request
+    """The chat messages of a list of items.
+
+    messages  the `messages` of a chat
+    names     path prefix in the chat -> path prefix in the request
     """
 
     def __init__(self, instructions: str | None, items: Sequence[PlacedItem]) -> None:
@@ -91,8 +93,8 @@ class ItemConversation:
 
 
 def check_outputs(items: Sequence[PlacedItem]) -> None:
-    """Raise InvalidRequest if some of the calls that were made together have outputs and others
-    have none: the model would go on as if it had never made those."""
+    """Raise InvalidRequest if some calls of one turn have outputs and others have none. The model
+    would continue as if it had never made the others."""
     answered = {
         placed.item["call_id"] for placed in items if placed.item["type"] == "function_call_output"
     }

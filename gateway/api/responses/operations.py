@@ -1,4 +1,4 @@
-"""The Responses routes, as their documentation sees them."""
+"""OpenAPI operations of the Responses routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.api.responses.requests import ResponsesBody
 from gateway.http.operation import INFERENCE, Operation, Parameter, Stream
 
 _operation = partial(Operation, scope="inference", tag="Responses", error=ErrorAnswer)
-ID = Parameter("response_id", "As it was told when the response was made.", place="path")
+ID = Parameter("response_id", "The id of a stored response.", place="path")
 STORED = (400, 404, 405, 500)
 _INT = {"type": "integer", "minimum": 0}
 _ORDER = {"enum": ["asc", "desc"]}
@@ -20,7 +20,7 @@ OPERATIONS = (
     _operation(
         method="post",
         rule="/v1/responses",
-        about="Answer items with items.",
+        about="Create a response.",
         takes=(ResponsesBody,),
         gives=responses.ResponseObject,
         streams=Stream(responses.ResponseEvent),
@@ -29,7 +29,7 @@ OPERATIONS = (
     _operation(
         method="post",
         rule="/v1/responses/input_tokens",
-        about="How many tokens a request with these fields would send to the model.",
+        about="Count the prompt tokens of a request.",
         takes=(ResponsesBody,),
         gives=responses.ResponseInputTokens,
         statuses=INFERENCE,
@@ -37,24 +37,24 @@ OPERATIONS = (
     _operation(
         method="get",
         rule="/v1/responses/<response_id>",
-        about="A response that was kept.\n"
-        "With `stream=true` the events of one that was made in the background: those after "
-        "`starting_after`, and those to come.",
+        about="Get a stored response.\n"
+        "With `stream=true`, stream the events of a background response after `starting_after`, "
+        "including those to come.",
         gives=responses.ResponseObject,
         streams=Stream(responses.ResponseEvent),
         statuses=STORED,
         parameters=(
             ID,
-            Parameter("stream", "`true`: as server-sent events."),
+            Parameter("stream", "`true`: return server-sent events."),
             Parameter(
-                "starting_after", "The number of the last event that was heard.", schema=_INT
+                "starting_after", "The sequence number of the last event received.", schema=_INT
             ),
         ),
     ),
     _operation(
         method="delete",
         rule="/v1/responses/<response_id>",
-        about="Forget a response.",
+        about="Delete a stored response.",
         gives=responses.ResponseDeleted,
         statuses=STORED,
         parameters=(ID,),
@@ -62,7 +62,7 @@ OPERATIONS = (
     _operation(
         method="post",
         rule="/v1/responses/<response_id>/cancel",
-        about="End a response that is made in the background.\nOne that is over is told as it is.",
+        about="Cancel a background response.\nA response that has ended is returned unchanged.",
         gives=responses.ResponseObject,
         statuses=STORED,
         parameters=(ID,),
@@ -70,14 +70,16 @@ OPERATIONS = (
     _operation(
         method="get",
         rule="/v1/responses/<response_id>/input_items",
-        about="What a response answered: the items of its own request.",
+        about="List the input items of a response's own request.",
         gives=responses.ItemList,
         statuses=STORED,
         parameters=(
             ID,
-            Parameter("order", "By default the last come first.", schema=_ORDER),
-            Parameter("limit", "At most so many; 20 if not said.", schema=_LIMIT),
-            Parameter("after", "The id of the item behind which to begin."),
+            Parameter(
+                "order", "Sort order; by default `desc`, the last item first.", schema=_ORDER
+            ),
+            Parameter("limit", "Maximum number of items; by default 20.", schema=_LIMIT),
+            Parameter("after", "Return the items after this id."),
         ),
     ),
 )

@@ -1,6 +1,6 @@
-"""A Responses request and its items -> the prompt, and all that asking for an answer needs.
+"""Renders a Responses request into a prompt, and prepares the prompt request.
 
-The road of a chat, with the names of this API: what goes wrong is told in the words of the request.
+It uses the chat's preparation. Errors name the fields of the Responses request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One request, ready to be asked."""
+    """A rendered request, ready to be sent to the engine."""
 
     translation: ResponsesTranslation
     preparation: Preparation
@@ -30,7 +30,7 @@ class Rendered:
 
     @property
     def ignored(self) -> list[str]:
-        """Parts of fields that have no effect."""
+        """Paths of members that have no effect."""
         return [self.translation.own_name(path) for path in self.preparation.ignored]
 
     def ask(self) -> PromptRequest:
@@ -39,7 +39,7 @@ class Rendered:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """What the engine says against it, raised inside, leaves with the names of the request."""
+        """Rename the fields of the engine's errors raised inside to those of the request."""
         try:
             yield
         except RequestError as error:
@@ -49,7 +49,7 @@ class Rendered:
 def rendered(
     body: ResponsesBody, items: Sequence[PlacedItem], model: ServedModel, *, trusts_template: bool
 ) -> Rendered:
-    """`body` has been checked; `items` are all there are. Raises InvalidRequest."""
+    """Render a checked body. `items` include those of previous responses. Raise InvalidRequest."""
 
     def render(items: Sequence[PlacedItem]) -> Rendered:
         translation = chat_body(body, items)

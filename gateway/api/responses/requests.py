@@ -1,8 +1,8 @@
-"""What a client may ask of /v1/responses, field by field: types and bounds, none of the meaning.
+"""Request body of /v1/responses: field types and bounds.
 
-A field that a chat has, too, means the same here and has the same type. Fields that are null are
-fields that are absent. What this server cannot honour is here so that it can be refused by name
-(`checks`); what is not here is accepted without effect and named in the answer.
+Fields that a chat has too have the same type and meaning. A null field equals an absent field.
+Unsupported fields are declared so that `checks` can refuse them. Unknown fields have no effect; the
+response lists them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Input = str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
-    """include_obfuscation  accepted: no padding is sent either way"""
+    """include_obfuscation  accepted without effect: no padding is sent"""
 
     include_obfuscation: bool | None = None
 
 
 class ResponseReasoningOptions(msgspec.Struct, frozen=True):
-    """effort   as a chat's `reasoning_effort`
-    summary  accepted: reasoning is told as it is, so none is summed up
+    """effort   like `reasoning_effort` in a chat
+    summary  accepted without effect: reasoning is returned in full
     """
 
     effort: Any = None
@@ -56,7 +56,7 @@ class ResponseReasoningOptions(msgspec.Struct, frozen=True):
 
 
 class ResponseTextOptions(msgspec.Struct, frozen=True):
-    """format     what the answer has to be: text, json_object, json_schema
+    """format     the answer's format: text, json_object or json_schema
     verbosity  accepted without effect
     """
 
@@ -67,15 +67,16 @@ class ResponseTextOptions(msgspec.Struct, frozen=True):
 class ResponsesBody(FormFields, frozen=True, kw_only=True):
     """POST /v1/responses.
 
-    previous_response_id  go on behind that response: its input, its output, and all before it
-    store                 keep the response, so that it can be asked for and gone on with
-    background            answer at once; the response is made without its client
-    truncation            "auto": the oldest items are left out where not all fit
+    previous_response_id  continue this response: prepend its input and output, and all items
+                          before them
+    store                 store the response, so that it can be retrieved and continued
+    background            return at once; the response is generated without its client
+    truncation            "auto" drops the oldest items if the prompt is too long
     include               `message.output_text.logprobs`, `reasoning.encrypted_content`
-    prompt_cache_key      accepted without effect: equal prompts are found without it
-    service_tier          accepted without effect: there is one
-    max_tool_calls        accepted: it is about tools that run in the server, and none do
-    timings               also tell where the time went
+    prompt_cache_key      accepted without effect: equal prompts share a cache without it
+    service_tier          accepted without effect
+    max_tool_calls        accepted without effect: the server runs no tools
+    timings               include how long each stage took
     """
 
     input: Input

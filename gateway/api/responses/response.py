@@ -1,6 +1,6 @@
-"""The Response object: what stays the same from its beginning to its end, and what changes.
+"""Builds the Response object.
 
-All members that the official SDK's model knows are there, null where there is nothing to tell.
+It has all members of the official SDK's model; those without a value are null.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from protocol.sampling import SamplingParams
 
 Told = dict[str, Any]
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""OpenAI's few words for why a response failed; all others are "server_error"."""
+"""HTTP status -> error code. Others are "server_error"; OpenAI defines only these codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What is known before the first token.
+    """The members of a response that do not change.
 
-    fields  members that do not change
+    fields  all of them except id and created_at
     """
 
     id: str
@@ -38,7 +38,7 @@ class ResponseHead:
 
     @property
     def number(self) -> str:
-        """The part of the id that its items repeat."""
+        """The part of the id that its items' ids contain."""
         return self.id.removeprefix(RESPONSE_PREFIX)
 
     def told(
@@ -52,7 +52,7 @@ class ResponseHead:
         warnings: Sequence[OutputWarning] = (),
         timings: Told | None = None,
     ) -> Told:
-        """The response as it is now."""
+        """Return the response in its current state."""
         response = {
             "id": self.id,
             "object": "response",
@@ -79,11 +79,11 @@ def fields_of(
     stores: bool,
     asides: Mapping[str, Any],
 ) -> Told:
-    """The request, as its response repeats it; where it said nothing, what was done.
+    """Return the request's fields as the response repeats them, with defaults filled in.
 
-    params  with which tokens were drawn
-    stores  whether the response is kept
-    asides  what else there is to say of the request
+    params      the sampling parameters in effect
+    stores      whether the response is stored
+    extensions  our own members about the request
     """
     repeated = {name: getattr(body, name) for name in _REPEATED}
     sampled = {name: getattr(params, name) for name in _SAMPLED}
@@ -120,19 +120,19 @@ _SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 
 
 def _tool(tool: Mapping[str, Any]) -> Told:
-    """With every member that a function tool has."""
+    """Return a tool with all members of a function tool."""
     rest = {"description": None, "parameters": None, "strict": False}
     return rest | {name: value for name, value in tool.items() if value is not None}
 
 
 def usage_of(answer: ChoiceGroup) -> Told:
-    """So far, or in all. `reasoning_tokens` is 0 where they cannot be counted."""
+    """Return the usage so far. `reasoning_tokens` is 0 if they cannot be counted."""
     prompt, generated = answer.num_prompt_tokens, answer.num_generated_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {
             "cached_tokens": answer.num_cached_tokens,
-            "cache_write_tokens": 0,  # writing to the cache costs nobody anything
+            "cache_write_tokens": 0,  # cache writes are not charged
         },
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens or 0},
@@ -141,7 +141,8 @@ def usage_of(answer: ChoiceGroup) -> Told:
 
 
 def error_of(error: ServingError) -> Told:
-    """Why a response failed. What is ours is in the log, under the id that is told."""
+    """Return the `error` of a failed response. The message of an internal error is an error id; the
+    log has the details."""
     fault = fault_of(error)
     return {
         "code": _CODES.get(fault.status, "server_error"),

@@ -1,5 +1,6 @@
-"""What /v1/responses tells, as structs: for the documentation, and for tests that hold answers
-against it. The bytes themselves are put together in `response` and `events`.
+"""Response bodies of /v1/responses, for the OpenAPI document and for tests.
+
+`response` and `events` encode the responses themselves.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """encrypted_content  where asked for: the text again, as clients carry it without reading it"""
+    """encrypted_content  the reasoning text in opaque form, if `include` requests it"""
 
     id: str
     status: ItemStatus
@@ -49,7 +50,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 class FunctionCall(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
 ):
-    """status  "incomplete" where it was cut off; then `arguments` may be no JSON"""
+    """status  "incomplete" if the call was cut off; `arguments` may then be invalid JSON"""
 
     id: str
     status: ItemStatus
@@ -100,7 +101,11 @@ class ToldText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
-    """store  whether it is kept; temperature, top_p: with which the tokens were drawn"""
+    """A response.
+
+    store               whether the response is stored
+    temperature, top_p  the values in effect
+    """
 
     id: str
     object_: Literal["response"]
@@ -144,7 +149,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, rename={"object_
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the typed events; which of the members it has depends on its type."""
+    """A typed stream event. Its members depend on its type."""
 
     type: str
     sequence_number: int
@@ -162,7 +167,7 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseInputTokens(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
-    """input_tokens  the length of the prompt that the request would send"""
+    """input_tokens  number of prompt tokens"""
 
     object_: Literal["response.input_tokens"]
     input_tokens: int
@@ -175,7 +180,7 @@ class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True, rename={"object
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True, rename={"object_": "object"}):
-    """first_id, last_id  of `data`; null where there is none"""
+    """first_id, last_id  ids in `data`; null if it is empty"""
 
     object_: Literal["list"]
     data: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""POST /v1/responses. What is asked is translated, asked as a chat is, and told as typed events."""
+"""POST /v1/responses: translates the request into a chat and writes typed events."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def _read(service: Service) -> ResponsesBody:
 
 
 def _keeps(service: Service, body: ResponsesBody) -> bool:
-    """Whether the response is kept. Who asks for it where nothing is kept is told so."""
+    """Return whether to store the response. Raise InvalidRequest if the body requires storage and
+    the server has none."""
     can = service.keeping is not None
     for field in ("store", "background"):
         if getattr(body, field) and not can:
@@ -107,13 +108,13 @@ def _keeps(service: Service, body: ResponsesBody) -> bool:
 
 
 def history_of(service: Service) -> History:
-    """What the request at hand may go on with."""
+    """Return the stored responses that the current caller may continue."""
     store = service.keeping.store if service.keeping else None
     return History(store, g.caller.owner)
 
 
 def _record(head: ResponseHead, items: Sequence[PlacedItem]) -> StoredRecord:
-    """As it is kept when it has just begun."""
+    """Return the record to store when the response starts."""
     own = identified([placed.item for placed in items], head.id)
     return StoredRecord(
         head.id,
@@ -127,7 +128,7 @@ def _record(head: ResponseHead, items: Sequence[PlacedItem]) -> StoredRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Created:
-    """A response that is about to be made. `record`: as it is kept, where it is."""
+    """A response about to be generated. `record` is None if it is not stored."""
 
     body: ResponsesBody
     ready: Rendered
@@ -167,7 +168,7 @@ def _respond(service: Service, created: _Created) -> Response:
 
 
 def _keep(service: Service, record: StoredRecord | None) -> Keep | None:
-    """None: it is not kept."""
+    """Return a function that stores the final response; None if it is not stored."""
     keeping = service.keeping
     if keeping is None or record is None:
         return None
@@ -176,7 +177,7 @@ def _keep(service: Service, record: StoredRecord | None) -> Keep | None:
         kept = msgspec.structs.replace(record, body=msgspec.json.encode(response))
         try:
             keeping.store.ask(lambda database: database.put(kept, time.time()))
-        except sqlite3.Error:  # the answer is there all the same
+        except sqlite3.Error:  # the response is sent anyway
             log.exception("could not store a response")
             return response | {"store": False}
         return response
@@ -185,7 +186,7 @@ def _keep(service: Service, record: StoredRecord | None) -> Keep | None:
 
 
 def _in_background(service: Service, created: _Created) -> Response:
-    """It is made whether or not its client listens."""
+    """Generate the response whether or not its client stays connected."""
     keeping, record = service.keeping, created.record
     assert keeping is not None
     assert record is not None

@@ -1,7 +1,7 @@
-"""The sink of a response: what the engine's answer says, told to whoever takes frames.
+"""The sink of a response: passes an answer's events to a frame writer.
 
-A stream, a whole answer and one made in the background differ in the taker alone, so they cannot
-say different things. Called from the hub.
+Streamed, complete and background responses differ only in the frame writer, so their content
+cannot differ. Called from the hub.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from protocol.messages import TokenLogprobs
 
 
 class LogprobsShown:
-    """Logprobs of a message's text, in the shape of `output_text`. One response's.
+    """The logprobs of one response's text, in the shape of `output_text`.
 
-    A token is told with the text that it spells; the others are markup, thinking, or what ended the
-    answer. Text may be told later than its tokens came (blanks, half a character), so those behind
-    the last text wait.
+    Each token is reported with the text it spells. Tokens that spell none (markup, thinking, stop
+    tokens) are omitted. Text may be emitted later than its tokens (blanks, incomplete characters),
+    so tokens after the last text wait.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
@@ -38,15 +38,15 @@ class LogprobsShown:
         self._waiting: list[TokenLogprobs] = []
 
     def of(self, entries: Sequence[TokenLogprobs], texts: Sequence[str]) -> list[list[Any]]:
-        """Of each of a delta's texts; `entries` are the delta's. Looked for from the end, since
-        what was thought may be said again."""
+        """Return the logprobs for each text of a delta; `entries` are the delta's tokens. The
+        search starts at the end, because the reasoning may contain the same text."""
         known = [*self._waiting[-MAX_WAITING:], *entries]
         self._waiting = known
         told: list[list[Any]] = []
         end = len(known)
         for text in reversed(texts):
             window = self._window(known[:end], text.encode())
-            if window is None:  # a stop string was cut off: all that came with it
+            if window is None:  # a stop string was cut off: use all new tokens
                 window = (min(end, len(known) - len(entries)), end)
             if not told:
                 self._waiting = known[window[1] :]
@@ -55,7 +55,7 @@ class LogprobsShown:
         return told[::-1]
 
     def _window(self, known: Sequence[TokenLogprobs], wanted: bytes) -> tuple[int, int] | None:
-        """The last run of tokens that spells it."""
+        """Return the range of the last consecutive tokens that spell `wanted`."""
         spelt = [self._tokenizer.token_bytes(entry.token_id) for entry in known]
         for end in range(len(spelt), 0, -1):
             left = len(wanted)
@@ -73,13 +73,17 @@ class LogprobsShown:
 
 
 MAX_WAITING = 64
-"""Tokens; no format holds more of an answer's own text back."""
+"""Limit on waiting tokens. No format holds back more text than this."""
 
 
 class FrameWriter(Protocol):
-    """`begun` is told when a queued response is queued no more; `write` takes frames as they are
-    made; `close` takes the response, and the number of its last event, which is the taker's to
-    make. Must not block."""
+    """The destination of a response's frames. No method may block.
+
+    begun  called when a queued response starts
+    write  receives each list of frames
+    close  receives the final response and the sequence number for its last event, which the
+           writer creates
+    """
 
     def begun(self, response: Told) -> None: ...
     def write(self, frames: list[Frame]) -> None: ...
@@ -87,7 +91,7 @@ class FrameWriter(Protocol):
 
 
 class ResponseSink:
-    """logprobs  None: none are told"""
+    """The sink of one response. `logprobs` is None if they are not requested."""
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class ResponseSink:
             match event:
                 case Finished():
                     self._reason = event.reason
-                case Failed():  # it is told by `fail`
+                case Failed():  # `fail` reports it
                     pass
                 case Content():
                     self._events.push(event, next(logprobs))
@@ -128,7 +132,7 @@ class ResponseSink:
             self._taker.write(frames)
 
     def _logprobs_of(self, delta: OutputDelta) -> Iterator[list[Any]]:
-        """For each bit of content."""
+        """Yield the logprobs of each Content event."""
         if self._logprobs is None:
             return repeat([])
         texts = [event.text for event in delta.events if isinstance(event, Content)]
@@ -139,7 +143,7 @@ class ResponseSink:
         self._close(status, incomplete=incomplete)
 
     def cancel(self) -> None:
-        """Nobody wants to hear the rest."""
+        """End the response as cancelled."""
         self._close("cancelled")
 
     def fail(self, error: ServingError) -> None:

@@ -1,6 +1,6 @@
-"""A Responses request and its items -> the chat they stand for, and the way back for its names.
+"""Translates a Responses request into a chat request, and the chat's field names back.
 
-Errors about the chat are told in the words of the request that the client wrote.
+Errors about the chat name the fields of the client's request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRANSLATED = frozenset(
 )
 _COMMON = frozenset(ResponsesBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
 SAME = _COMMON - _TRANSLATED
-"""Fields that mean the same in both."""
+"""Fields with the same meaning in both; they are copied."""
 _OWN_NAMES = (
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^tool_choice\.function\.name\b"), "tool_choice.name"),
@@ -48,22 +48,24 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 class ResponsesTranslation(msgspec.Struct, frozen=True):
-    """chat   what is asked
-    names  the beginning of a field's name in the chat -> the same in the request
+    """A Responses request as a chat.
+
+    chat   the chat request
+    names  path prefix in the chat -> path prefix in the request
     """
 
     chat: ChatBody
     names: Mapping[str, str]
 
     def named(self) -> AbstractContextManager[None]:
-        """Errors about the chat, raised inside, leave with the names of the request."""
+        """Rename the fields of errors raised inside the block to those of the request."""
         return named(self.own_name)
 
     def renamed(self, error: RequestError) -> RequestError:
         return renamed(error, self.own_name)
 
     def own_name(self, name: str) -> str:
-        """The longest beginning that is known is replaced."""
+        """Return the path in the request of a chat field: replace its longest known prefix."""
         for end in sorted({len(name), *(m.start() for m in re.finditer(r"[.\[]", name))})[::-1]:
             if (own := self.names.get(name[:end])) is not None:
                 return PREVIOUS if own.startswith(PREVIOUS) else own + name[end:]
@@ -74,8 +76,8 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
 
 
 def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTranslation:
-    """`items` are all there are, those of earlier responses too; `body` has been checked. The chat
-    has been checked as a chat request is. Raises InvalidRequest naming the request's field."""
+    """Translate a checked body and check the resulting chat. `items` include those of previous
+    responses. Raise InvalidRequest naming the request's field."""
     conversation = ItemConversation(body.instructions, items)
     if not conversation.messages:
         raise InvalidRequest("input: must have at least one message", param="input")
@@ -97,7 +99,7 @@ def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTran
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat here, in two levels in a chat."""
+    """Return the chat's form of a tool, with a nested `function`."""
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 
@@ -127,7 +129,7 @@ def _chosen(tool: Any) -> Any:
 
 
 def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` is flat, too."""
+    """Return the chat's form of `text.format`, with a nested `json_schema`."""
     if format is None:
         return None
     kind = format.get("type")

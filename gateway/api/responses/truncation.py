@@ -1,8 +1,8 @@
-"""truncation "auto": the oldest items are left out until the rest fits the model's context.
+"""Truncation "auto": drops the oldest items until the rest fits the model's context.
 
-What the system and the developer say stays, and so does the last item. A conversation is cut before
-something its user says, where that is enough; else before any item. The output of a call that is
-left out is left out, too. Each try renders the conversation, so the place is found by halving.
+System and developer messages and the last item stay. The conversation is cut before a user message
+if that suffices, else before any item. If a call is dropped, its output is dropped too. Each
+attempt renders the conversation, so the cut is found by bisection.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from gateway.api.responses.messages import SYSTEM_ROLES
 from protocol.errors import ContextTooLong
 
 ROOM_TOKENS = 256
-"""Left for an answer whose length is not said."""
+"""Tokens reserved for the answer if the request does not limit it."""
 T = TypeVar("T")
 
 
 def room_for(max_output_tokens: int | None, max_len: int) -> int:
-    """The tokens that a prompt has to leave."""
+    """Return the number of tokens to reserve for the answer."""
     return min(max_output_tokens or ROOM_TOKENS, max_len // 2)
 
 
@@ -29,8 +29,8 @@ def fitted(
     render: Callable[[Sequence[PlacedItem]], T],
     fits: Callable[[T], bool],
 ) -> T:
-    """What `render` makes of as many of the latest items as fit. `render` may also raise
-    ContextTooLong, which leaves this where not even the fewest fit."""
+    """Render as many of the latest items as fit. If even the fewest do not fit, return or raise
+    what `render` does with them; it may raise ContextTooLong."""
 
     def attempt(items: Sequence[PlacedItem]) -> T | None:
         try:
@@ -53,7 +53,7 @@ def fitted(
 
 
 def cuts_of(items: Sequence[PlacedItem]) -> list[int]:
-    """Places before which a conversation may be cut, the first that leave most."""
+    """Return the indexes before which the conversation may be cut, preferred ones first."""
     said = [i for i, placed in enumerate(items) if _role(placed) == "user" and i]
     last = said[-1] if said else 0
     rest = range(last + 1, len(items))

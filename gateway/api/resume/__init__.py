@@ -1,1 +1,1 @@
-"""Streams that a client can pick up again after it lost the connection, where it asked for that."""
+"""Streams that a client can resume after its connection broke, on request."""

@@ -1,7 +1,7 @@
-"""Events with ids: `id: STREAM:NUMBER`, numbers from 0. Pure.
+"""Event ids of resumable streams: `id: STREAM:NUMBER`, numbered from 0.
 
-A stream's bytes are the same whoever hears them when: what is picked up after event k is what an
-uncut stream says after event k. Keep-alives, which are comments, are no events.
+A resumed stream has the same bytes after event k as the uninterrupted stream. Keep-alives are
+comments, not events, and have no number.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def new_stream_id() -> str:
 
 
 def read_event_id(text: str) -> tuple[str, int] | None:
-    """(the stream, the number) of an event's id; None where it is none of ours."""
+    """Parse an event id into (stream, number); None if this server did not create it."""
     found = _EVENT_ID.fullmatch(text.strip())
     return (found[1], int(found[2])) if found else None
 
 
 class Numbered:
-    """What takes the frames of a stream, several at once or one, and passes them on with ids.
+    """Adds ids to the frames of a stream and passes them on.
 
-    write   takes the frames, one by one
-    finish  called after the last
+    write   receives each list of frames
+    finish  called after the last frame
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Numbered:
         self.finish = finish
 
     def write(self, data: bytes) -> None:
-        """`data` is whole frames; JSON has no line breaks of its own."""
+        """Write complete frames. Each ends with an empty line; JSON contains no line breaks."""
         frames = data.split(_END)
         assert not frames.pop(), "a frame ends with an empty line"
         first, self._number = self._number, self._number + len(frames)
@@ -67,7 +67,7 @@ def with_id(stream: bytes, number: int, frame: bytes) -> bytes:
 
 
 def stream_epitaph(stream: str, number: int, body: bytes | None) -> Interruption:
-    """What is said of a stream whose process died: an error, and the end."""
+    """Return the last events of a stream whose process died: an error and [DONE]."""
     told = (sse.frame(error_body(_DIED)), sse.DONE)
     name = stream.encode()
     return Interruption(b"".join(with_id(name, n, frame) for n, frame in enumerate(told, number)))

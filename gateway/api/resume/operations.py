@@ -1,4 +1,4 @@
-"""The route of streams that are picked up, as its documentation sees it."""
+"""OpenAPI operation of the route that resumes a stream."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ OPERATIONS = (
         rule="/v1/streams/<stream_id>",
         scope="inference",
         tag="OpenAI",
-        about="The rest of a stream.\n"
-        "Of a chat or a completion that was asked for with the header `X-Resume: 1`, by who asked "
-        "for it: the events after the one that `Last-Event-ID` names, and those to come.",
+        about="Resume a stream.\n"
+        "Returns the events after `Last-Event-ID` of a chat or completion stream that was "
+        "requested with the header `X-Resume: 1` and the same API key.",
         streams=Stream(dict[str, Any], ends_with="[DONE]"),
         error=ErrorAnswer,
         statuses=(400, 404, 405, 500),
         parameters=(
-            Parameter("stream_id", "As the header `X-Resume` of the answer told it.", place="path"),
-            Parameter(
-                "Last-Event-ID", "The `id` of the last event that was heard.", place="header"
-            ),
+            Parameter("stream_id", "The value of the response header `X-Resume`.", place="path"),
+            Parameter("Last-Event-ID", "The `id` of the last event received.", place="header"),
         ),
     ),
 )

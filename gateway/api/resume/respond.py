@@ -1,4 +1,4 @@
-"""A stream that goes on for a while without its client, which asked for that with a header."""
+"""Starts a stream that continues for some time without its client, if a header requests it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ON = ("1", "true")
 
 
 class Frames(Protocol):
-    """Where a stream's frames go."""
+    """The destination of a stream's frames."""
 
     def write(self, data: bytes) -> None: ...
     @property
@@ -32,7 +32,7 @@ class Frames(Protocol):
 
 
 def is_wanted() -> bool:
-    """By the request at hand."""
+    """Whether the current request has the header X-Resume."""
     return request.headers.get(RESUME_HEADER, "").strip().lower() in _ON
 
 
@@ -42,8 +42,7 @@ def resumable(
     terms: any_api.RequestOptions,
     sink_of: Callable[[ChoiceGroup, Frames], Sink],
 ) -> Response:
-    """As `respond.stream`; or, where the request names the last event that its client heard of an
-    earlier stream, the rest of that one."""
+    """Start a resumable stream. If the request has Last-Event-ID, resume that stream instead."""
     heard = read_event_id(request.headers.get(LAST_EVENT_HEADER, ""))
     if heard is not None:
         return picked_up(service, *heard)

@@ -1,4 +1,4 @@
-"""GET /v1/streams/ID: the rest of a stream, from the event on that its client heard last."""
+"""GET /v1/streams/ID: resumes a stream after the last event its client received."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def blueprint(service: Service) -> Blueprint:
 
 
 def read(service: Service, stream_id: str) -> Response:
-    """Without a last event: from the beginning."""
+    """Resume a stream. Without Last-Event-ID, start from the first event."""
     heard = request.headers.get(LAST_EVENT_HEADER)
     if heard is None:
         return picked_up(service, stream_id, after=-1)
@@ -39,8 +39,8 @@ def read(service: Service, stream_id: str) -> Response:
 
 
 def picked_up(service: Service, stream_id: str, after: int) -> Response:
-    """What the stream said after event `after`, and what it will say. Somebody else's does not
-    exist."""
+    """Stream the events after number `after`, including those to come. Other owners' streams are
+    not found."""
     keeping, owner = service.keeping, g.caller.owner
     exists = keeping is not None and stream_id.startswith(PREFIX)
     if (

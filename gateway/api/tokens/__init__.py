@@ -1,1 +1,1 @@
-"""Routes that speak of tokens rather than answers."""
+"""Token-level APIs: generate, tokenize, detokenize, abort."""

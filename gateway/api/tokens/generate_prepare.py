@@ -1,8 +1,7 @@
-"""A GenerateBody -> what the engine is asked, and how its answers are read. Raises InvalidRequest
-naming the field.
+"""Turns a GenerateBody into a prompt request. Raises InvalidRequest naming the field.
 
-Text is looked at only where the request needs it: stop strings, mode "text", `bad_words`, and what
-may precede an answer of one form, which the prompt's end decides.
+Text is needed only for stop strings, output mode "text", `bad_words`, and structured outputs, for
+which the end of the prompt decides whether reasoning comes first.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ SAMPLING = "sampling_params"
 STRUCTURED = f"{SAMPLING}.structured_outputs"
 BUDGET = f"{SAMPLING}.thinking_token_budget"
 TAIL_TOKENS = 1 << 14
-"""How many of a prompt's last tokens are looked at for whether it has opened the reasoning."""
+"""Number of the prompt's last tokens that are searched for an open reasoning block."""
 _FIELD = re.compile(r"\w*")
-"""The field in the path of one of its elements."""
+"""Matches the field at the start of a path."""
 _NAMED_ALIKE = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words"})
 
 
@@ -60,7 +59,7 @@ def ask_of(body: GenerateBody, model: ServedModel) -> PromptRequest:
 
 
 def check(body: GenerateBody, max_n: int) -> None:
-    """What the fields say together, and what this server does not have."""
+    """Check the combination of fields, and refuse unsupported ones."""
     sampling = body.sampling_params
     for field in REFUSED:
         if getattr(body, field) is not None:
@@ -84,15 +83,15 @@ def check(body: GenerateBody, max_n: int) -> None:
 
 
 def unknown(data: bytes) -> list[str]:
-    """Return the names of fields that are not known here, those of `sampling_params` included."""
+    """Return the paths of unknown fields, including those in `sampling_params`."""
     sampling = msgspec.json.decode(data, type=_Parts).sampling_params
     inner = [f"{SAMPLING}.{name}" for name in unknown_fields(sampling, GenerateSampling)]
     return unknown_fields(data, GenerateBody) + inner
 
 
 def ignored_fields(unknown: list[str], body: GenerateBody, limits: Limits) -> list[str]:
-    """Fields without effect: those we do not know, and a transfer of K/V that does not take place.
-    Raises InvalidRequest where the request does not want that."""
+    """Return the fields without effect: unknown ones, and a K/V transfer that does not happen.
+    Raise InvalidRequest if the body has strict_params."""
     form = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
     ignored = [*unknown, *(form.ignored if form else ())]
     if is_idle(body.kv_transfer_params, limits):
@@ -107,23 +106,23 @@ def ignored_fields(unknown: list[str], body: GenerateBody, limits: Limits) -> li
 
 
 class _Parts(msgspec.Struct):
-    """The part of a body that has fields of its own, as it came."""
+    """The undecoded `sampling_params` of a body."""
 
     sampling_params: msgspec.Raw
 
 
 def namespace_of(body: GenerateBody) -> str:
-    """Of cached prompts: one of its own where none is to be read, since nobody writes into it."""
+    """Return the prefix cache namespace. skip_reading_prefix_cache gets a unique, empty one."""
     if body.sampling_params.skip_reading_prefix_cache:
         return uuid.uuid4().hex
     return body.cache_salt or ""
 
 
 def named(error: RequestError, body: GenerateBody) -> RequestError:
-    """The engine's words for fields are not those of the request."""
+    """Rename the engine's field in an error to the field of the request."""
     param = error.param or ""
-    field = _FIELD.match(param)[0]  # type: ignore[index]  # it matches any text
-    if field in SamplingParams.__struct_fields__:  # the message names it, too
+    field = _FIELD.match(param)[0]  # type: ignore[index]  # matches any text
+    if field in SamplingParams.__struct_fields__:  # the message contains the name, too
         return renamed(error, lambda name: f"{SAMPLING}.{name}")
     if field == "prompt" != param:  # one of its tokens
         return renamed(error, lambda name: "token_ids" + name.removeprefix(field))
@@ -133,7 +132,7 @@ def named(error: RequestError, body: GenerateBody) -> RequestError:
 
 
 def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingParams]:
-    """The parameters of each of the n answers: the request's alone, none of the model's."""
+    """Return the parameters of each of the n choices. The model's defaults are not applied."""
     said = {name: getattr(sampling, name) for name in _NAMED_ALIKE}
     said = {name: value for name, value in said.items() if value is not None}
     if sampling.bad_words:
@@ -143,13 +142,13 @@ def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingP
             SamplingParams(**said, seed=nth_seed(sampling.seed, place))
             for place in range(sampling.n or 1)
         ]
-    except ValueError as error:  # a cross-check, in words that begin with the field's name
-        field = str(error).split()[0]
+    except ValueError as error:  # the message starts with the field's name
+        field = _FIELD.match(str(error))[0]  # type: ignore[index]  # matches any text
         raise InvalidRequest(f"{SAMPLING}.{error}", param=f"{SAMPLING}.{field}") from None
 
 
 def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
-    """As the request has it, or made of `structured_outputs` and of what may precede it."""
+    """Return the body's `grammar`, or one of `structured_outputs` and the thinking budget."""
     found = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
     form = found.body if found else None
     most = body.sampling_params.thinking_token_budget
@@ -172,7 +171,7 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
 
 
 def _corrected(begun: AnswerStart, ended: bool | None) -> AnswerStart:
-    """The request knows better than the prompt's end whether the reasoning has ended."""
+    """Apply `reasoning_ended`, which overrides what the end of the prompt suggests."""
     return begun if ended is None else msgspec.structs.replace(begun, closed=ended)
 
 
@@ -185,7 +184,8 @@ def _beginning(body: GenerateBody, model: ServedModel, *, calls: bool) -> Answer
 
 
 def _readers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
-    """Stop strings end all text; but of a rendered chat, only its content, as they do there."""
+    """Return the parser factory. Stop strings apply to all text; in a rendered chat, to content
+    only."""
     sampling = body.sampling_params
     if body.output_mode != "text" and not sampling.stop_strings:
         return TokenPassthroughFactory(model.card.eos_token_ids)

@@ -1,9 +1,11 @@
-"""POST /inference/v1/generate and abort_requests: what may be asked. Names and shapes are vLLM's.
+"""Request bodies of POST /inference/v1/generate and abort_requests. Names and shapes are vLLM's.
 
-As everywhere, a null is an absent field, a field that is not here has no effect and is named in the
-response, and a field that would change what an answer means, and that this server cannot honour, is
-here so that it can be refused (`REFUSED`, `REFUSED_SAMPLING`). No default of the model is applied:
-what a trainer does not say is neutral, so that what is sampled from is what was asked.
+- A null field equals an absent field.
+- Unknown fields have no effect; the response lists them.
+- Unsupported fields that would change the answer are declared, so that they can be refused
+  (`REFUSED`, `REFUSED_SAMPLING`).
+- The model's sampling defaults are not applied: absent parameters are neutral, so that trainers
+  sample from the distribution they request.
 """
 
 from __future__ import annotations
@@ -41,18 +43,18 @@ OutputMode = Literal["tokens", "text"]
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
     """`sampling_params`.
 
-    n                   answers; answer i is drawn with `seed` + i
-    max_tokens          absent: as much as the context leaves; 0: only compute the prompt
-    seed                -1 is no seed
-    logprobs            of each token chosen, and of so many likelier ones
-    logprobs_of         of the model's distribution, of the one that is sampled from, or of both
-    prompt_logprobs     of the prompt's tokens, always of the model's distribution
-    detokenize          false: no text at all, so neither stop strings nor output_mode "text"
-    structured_outputs  what the answer must look like, as in a chat request
-    thinking_token_budget   most tokens of reasoning; -1: no limit
-    skip_reading_prefix_cache   compute all of the prompt, whatever is cached
+    n                   number of choices; choice i is sampled with `seed` + i
+    max_tokens          absent: up to the context length; 0: only compute the prompt
+    seed                -1 means no seed
+    logprobs            include logprobs of each sampled token and of this many top tokens
+    logprobs_of         the distribution they refer to: the model's, the one sampled from, or both
+    prompt_logprobs     include logprobs of the prompt tokens, from the model's distribution
+    detokenize          false: produce no text; excludes stop strings and output_mode "text"
+    structured_outputs  constraint on the answer, as in a chat request
+    thinking_token_budget   maximum number of reasoning tokens; -1: no limit
+    skip_reading_prefix_cache   compute the whole prompt, even if it is cached
 
-    Without effect here: spaces_between_special_tokens, output_kind.
+    Without effect: spaces_between_special_tokens, output_kind.
     """
 
     n: Count | None = None
@@ -84,29 +86,32 @@ class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
 
 
 class ReasoningParserKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """chat_template_kwargs  with which the prompt was rendered"""
+    """chat_template_kwargs  the template arguments that the prompt was rendered with"""
 
     chat_template_kwargs: Object | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """request_id       the response's id is made of it; the header X-Request-Id goes first
+    """POST /inference/v1/generate.
+
+    request_id       part of the response's id; the header X-Request-Id takes precedence
     token_ids        the prompt
-    token_offsets    told by a renderer; nothing here needs it
-    reasoning_ended  whether an answer of one form begins with that form (true) or with thinking
-                     (false); null: as the prompt's end says
-    reads_calls      with reasoning_parser_kwargs: whether tool calls are looked for, in which no
-                     stop string ends anything; null: they are
-    return_token_ids   also tell the prompt's tokens
-    output_mode      "text": also tell the text
-    cache_salt       cached prompts are shared only between requests with an equal salt
-    priority         lower goes first
-    timeout_s, queue_timeout_s   how long it may take, and wait: docs/load.md
-    grammar          what the answer must look like, complete; instead of structured_outputs
+    token_offsets    sent by renderers; has no effect
+    reasoning_ended  whether a structured answer starts with its format (true) or with reasoning
+                     (false); null: decided by the end of the prompt
+    reads_calls      with reasoning_parser_kwargs, whether to parse tool calls, inside which stop
+                     strings do not apply; null: true
+    return_token_ids   include the prompt's token ids
+    output_mode      "text" includes the text
+    cache_salt       requests share cached prompts only if their salts are equal
+    priority         lower values are scheduled first
+    timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue; see
+                     docs/load.md
+    grammar          a complete grammar, instead of structured_outputs
     kv_transfer_params   for routers: do_remote_decode, or do_remote_prefill with a handle; see
                      docs/api-tokens.md
-    strict_params    fields without effect are an error
-    timings          also tell where the time went
+    strict_params    refuse fields that have no effect
+    timings          include how long each stage took
     """
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
@@ -139,13 +144,13 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def repeats_usage(self) -> bool:
-        """As the peer has it: only beside the usage at the end."""
+        """Whether each chunk has a usage. As in vLLM, this requires include_usage."""
         options = self.stream_options
         return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """request_ids  as answers tell them, with or without what stands before the request's own id"""
+    """request_ids  response ids, with or without their prefix ("chatcmpl-", ...)"""
 
     request_ids: Annotated[list[RequestId], Meta(max_length=MAX_REQUEST_IDS)]
 
@@ -162,7 +167,7 @@ REFUSED_SAMPLING: dict[str, tuple[Any, ...]] = {
     "stream_interval": (None, 1),
     "flat_logprobs": (None, False),
 }
-"""Fields of `sampling_params`, and the values that ask for nothing."""
+"""Unsupported field of `sampling_params` -> the values that are accepted."""
 
 generate_decoder = msgspec.json.Decoder(GenerateBody)
 abort_decoder = msgspec.json.Decoder(AbortBody)

@@ -1,9 +1,9 @@
-"""POST /inference/v1/generate: what it tells, whole and in chunks. Names and shapes are vLLM's.
+"""Responses and chunks of POST /inference/v1/generate. Names and shapes are vLLM's.
 
-In a whole answer every field is there, null where there is nothing to tell; fields of the peer that
-this server never has anything for are null always. `system_fingerprint` and `weights_digest` are
-ours. `output_mode` tells the two shapes apart; without it, it is "tokens". Anything that the peer
-may leave out has a default, so its answers can be read with these structs, too.
+A complete response has every field; those without a value are null, as are vLLM's fields that this
+server does not support. `system_fingerprint` and `weights_digest` are ours. `output_mode` is the
+tag of the two shapes, by default "tokens". All fields that vLLM may omit have a default, so these
+structs can decode its responses too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt counts once, however many answers it has; in a chunk: of its own choice."""
+    """Token counts. The prompt is counted once. In a chunk, the counts are those of its choice."""
 
     prompt_tokens: int
     total_tokens: int
@@ -35,9 +35,8 @@ class GenerateUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopToken(msgspec.Struct, frozen=True, kw_only=True):
-    """rank              1 for the most likely token; null where it is not known
-    sampling_logprob  beside `logprob`, under the distribution the token was drawn from, where both
-                      were asked for
+    """rank              1 for the most likely token; null if unknown
+    sampling_logprob  logprob under the distribution sampled from, if both were requested
     """
 
     token_id: int
@@ -47,7 +46,7 @@ class TopToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChosenToken(TopToken, frozen=True, kw_only=True):
-    """top_logprobs  the chosen token, then the most likely others, then those asked for"""
+    """top_logprobs  the sampled token, then the top tokens, then those of logprob_token_ids"""
 
     top_logprobs: list[TopToken] = []
 
@@ -57,9 +56,9 @@ class TokensLogprobs(msgspec.Struct, frozen=True):
 
 
 class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice in mode "tokens", of a chunk or a whole answer.
+    """A choice in mode "tokens", in a chunk or a complete response.
 
-    stop_reason  the stop string, or the stop token of the request, that ended it
+    stop_reason  the request's stop string or stop token id that ended this choice, if any
     """
 
     index: int
@@ -73,7 +72,7 @@ class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GeneratedTextChoice(GeneratedChoice, frozen=True, kw_only=True):
-    """A choice in mode "text"; its logprobs are a chat's."""
+    """A choice in mode "text". Its logprobs have the shape of a chat's."""
 
     text: str
     logprobs: ChatLogprobs | None = None  # type: ignore[assignment]  # narrower, and frozen
@@ -82,9 +81,9 @@ class GeneratedTextChoice(GeneratedChoice, frozen=True, kw_only=True):
 class GenerateResponse(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="output_mode", tag="tokens"
 ):
-    """A whole answer in mode "tokens".
+    """A complete response in mode "tokens".
 
-    kv_transfer_params  with which another server goes on; null: no K/V is kept for anybody
+    kv_transfer_params  for the decode request to another server; null if no K/V is kept
     """
 
     request_id: str
@@ -106,7 +105,7 @@ class GenerateResponse(
 
 
 class GenerateTextResponse(GenerateResponse, frozen=True, kw_only=True, tag="text"):
-    """A whole answer in mode "text"."""
+    """A complete response in mode "text"."""
 
     choices: list[GeneratedTextChoice]  # type: ignore[assignment]  # narrower, and frozen
 
@@ -114,10 +113,10 @@ class GenerateTextResponse(GenerateResponse, frozen=True, kw_only=True, tag="tex
 class GenerateChunk(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="output_mode", tag="tokens"
 ):
-    """One choice's news in mode "tokens", or, without choices, the usage of all.
+    """A chunk in mode "tokens": a delta of one choice or, without choices, the total usage.
 
-    prompt_token_ids    in the first chunk, where asked for
-    weights_digest, kv_transfer_params   in a choice's last chunk, and with the usage of all
+    prompt_token_ids    in the first chunk, if requested
+    weights_digest, kv_transfer_params   in a choice's last chunk, and with the total usage
     """
 
     request_id: str
@@ -132,13 +131,13 @@ class GenerateChunk(
 
 
 class GenerateTextChunk(GenerateChunk, frozen=True, kw_only=True, tag="text"):
-    """The same in mode "text"."""
+    """A chunk in mode "text"."""
 
     choices: list[GeneratedTextChoice]  # type: ignore[assignment]  # narrower, and frozen
 
 
 class AbortedRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """Each id of the request, in its order, once, in one of the two."""
+    """Each id of the request appears once in one of the lists, in the request's order."""
 
     aborted: list[str]
     unknown: list[str]

@@ -1,11 +1,10 @@
-"""The answers of the token endpoint: a stream of chunks, and the whole, which is the stream folded.
+"""Writes the response of the token endpoint, as a stream of chunks or as one JSON object.
 
     [chunk of one choice ...]  [usage, timings]  [DONE]
 
-A chunk brings the tokens of one piece of news of one choice; its last chunk also why it ended. In
-mode "tokens", where no logprobs are told, a chunk is the encoding of `GenerateChunk` around the new
-ids: all but them is encoded once per choice. After an error, one `{"error": ...}` event and [DONE]
-close the stream; tokens that came with it are told first.
+A chunk has the new tokens of one choice; a choice's last chunk has its finish reason too. In mode
+"tokens" without logprobs, everything except the new ids is encoded once per choice. After an error,
+the tokens that came with it, one `{"error": ...}` event and [DONE] close the stream.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _NO_IDS = b'"token_ids":[]'
 
 @dataclass(frozen=True, slots=True)
 class GenerateAnswer:
-    """What an answer says of itself, and in which shape.
+    """The members of a response that do not depend on its choices, and the format of the choices.
 
-    id       as the client is told it
-    ignored  fields of the request that had no effect
+    id       the response id, as sent to the client
+    ignored  request fields that had no effect
     """
 
     id: str
@@ -91,7 +90,7 @@ class GenerateAnswer:
         return list(self.ignored) or UNSET
 
     def part(self, choice: Choice, delta: OutputDelta) -> GeneratedChoice:
-        """One choice's tokens, of a delta or of all of them."""
+        """Return a choice with the tokens of `delta`."""
         last = delta.events[-1] if delta.events else None
         fields: dict[str, Any] = {
             "index": choice.index,
@@ -99,7 +98,7 @@ class GenerateAnswer:
             "logprobs": self._logprobs(delta.logprobs),
         }
         if isinstance(last, Finished):
-            # Calls are no concern of those who speak tokens.
+            # The token API has no tool calls.
             reason = "stop" if last.reason == "tool_calls" else last.reason
             fields |= {"finish_reason": reason, "stop_reason": last.stop_reason}
         if self.tells_text:
@@ -122,8 +121,8 @@ def text_of(events: Sequence[Event]) -> str:
 
 
 def chosen_token(entry: TokenLogprobs, asked_ids: Sequence[int]) -> ChosenToken:
-    """The token chosen; among its tops itself first, then the likelier ones by rank, then those
-    that the request named, whose rank nobody has counted. Each once."""
+    """Return a sampled token with its top tokens, each once: the token itself, the most likely ones
+    by rank, then those of logprob_token_ids, whose rank is unknown."""
     drawn = iter(entry.drawn_logprobs) if entry.drawn_logprobs else None
     chosen = _top(entry.token_id, entry.logprob, entry.rank, drawn)
     tops = {entry.token_id: chosen}
@@ -139,13 +138,13 @@ def chosen_token(entry: TokenLogprobs, asked_ids: Sequence[int]) -> ChosenToken:
 def _top(
     token_id: int, logprob: float, rank: int | None, drawn: Iterator[float] | None
 ) -> TopToken:
-    """`drawn` has the other logprob of each token, in the order in which they are asked for."""
+    """Return one top token. `drawn` yields the sampling logprobs in the order of the calls."""
     other = shown(next(drawn)) if drawn is not None else UNSET
     return TopToken(token_id=token_id, logprob=shown(logprob), rank=rank, sampling_logprob=other)
 
 
 def whole_response(answer: ChoiceGroup, fold: CollectSink, telling: GenerateAnswer) -> bytes:
-    """The body of a 200. `answer` has ended well, and `fold` has heard all of it."""
+    """Return the body of a 200 for a group that ended without an error."""
     (ask,) = answer.asks
     sampling, first = telling.body.sampling_params, answer.choices[0]
     parts = [telling.part(choice, fold.whole[choice.index]) for choice in answer.choices]
@@ -171,7 +170,7 @@ def whole_response(answer: ChoiceGroup, fold: CollectSink, telling: GenerateAnsw
 
 
 def usage_of(answer: ChoiceGroup) -> GenerateUsage:
-    """Of all choices."""
+    """Return the usage of all choices."""
     return _usage(answer, answer.num_generated_tokens, answer.num_cached_tokens)
 
 
@@ -186,10 +185,10 @@ def _usage(answer: ChoiceGroup, num_tokens: int, num_cached: int) -> GenerateUsa
 
 
 class GenerateStream:
-    """The sink of a stream.
+    """The sink that writes one answer as chunks.
 
-    write   takes frames as they are made
-    finish  called after the last one
+    write   receives each frame
+    finish  called after the last frame
     """
 
     def __init__(
@@ -206,7 +205,9 @@ class GenerateStream:
         self._write = write
         self._finish = finish
         self._has_begun = False
-        self._num_sent = [0] * len(answer.choices)  # tokens, where each chunk has a usage
+        self._num_sent = [0] * len(
+            answer.choices
+        )  # tokens per choice; counted only if each chunk has a usage
         self._kind: type[GenerateChunk] = GenerateChunk
         if telling.tells_text:
             self._kind = GenerateTextChunk
@@ -265,7 +266,7 @@ class GenerateStream:
         return sse.frame(encode(chunk))
 
     def _around(self, choice: Choice) -> tuple[bytes, bytes]:
-        """What stands before and after the ids in a chunk of this choice that tells only them."""
+        """Return the bytes before and after the ids in a chunk that has nothing but ids."""
         frame = self._frame([self._telling.part(choice, OutputDelta())])
         before, _, after = frame.rpartition(_NO_IDS)
         return before, after

@@ -1,4 +1,4 @@
-"""The routes that speak of tokens, as their documentation sees them."""
+"""OpenAPI operations of the token-level routes."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ _post = partial(
 OPERATIONS = (
     _post(
         rule="/inference/v1/generate",
-        about="Tokens in, tokens out.\n"
-        "With output_mode `text` choices have a text, too, and logprobs as a chat has them.",
+        about="Generate token ids from token ids.\n"
+        "With output_mode `text`, choices also have text, and logprobs in the shape of a chat's.",
         takes=(GenerateBody,),
         gives=GenerateResponse | GenerateTextResponse,
         streams=Stream(GenerateChunk | GenerateTextChunk, ends_with="[DONE]"),
         parameters=(
             Parameter(
-                "X-Request-Id", "The request's id; before the body's `request_id`.", "header"
+                "X-Request-Id", "The request's id; takes precedence over `request_id`.", "header"
             ),
         ),
     ),
     _post(
         rule="/inference/v1/abort_requests",
-        about="End requests of any API by the ids that their clients were told.\n"
-        "Each of their answers ends with finish_reason `abort`. A key ends its own requests; one "
-        "with the scope `admin` those of all.",
+        about="Abort requests of any API by their response ids.\n"
+        "Their choices end with finish_reason `abort`. A key can abort its own requests; one with "
+        "the scope `admin` can abort any.",
         takes=(AbortBody,),
         gives=AbortedRequests,
     ),
     _post(
         rule="/v1/chat/completions/input_tokens",
-        about="How many tokens a chat request would send.",
+        about="Count the prompt tokens of a chat request.",
         takes=(ChatBody,),
         gives=responses.InputTokens,
     ),
     _post(
         rule="/tokenize",
-        about="The tokens of a text or of a conversation.\n"
-        "A conversation is rendered exactly as a chat request with these fields would be.",
+        about="Tokenize a text or a conversation.\n"
+        "A conversation is rendered as a chat request with the same fields would be.",
         takes=(TokenizeBody, TokenizeChatBody),
         gives=responses.Tokenized,
     ),
     _post(
         rule="/detokenize",
-        about="The text of tokens.",
+        about="Convert token ids to text.",
         takes=(DetokenizeBody,),
         gives=responses.Detokenized,
     ),

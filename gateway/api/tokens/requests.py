@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what may be asked."""
+"""Request bodies of /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 1 << 20
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """return_token_strs   also each token as the vocabulary spells it"""
+    """return_token_strs  include each token as the vocabulary spells it"""
 
     prompt: str
     model: str | None = None
@@ -23,7 +23,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
-    """A chat request as it is; what only concerns its answer has no effect."""
+    """A chat request. Fields that concern only the answer have no effect."""
 
     return_token_strs: bool | None = None
 

@@ -1,4 +1,4 @@
-"""What the routes of tokens tell, as structs: for the documentation and for tests."""
+"""Response bodies of the tokenize routes, for the OpenAPI document and for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.api.openai.responses import Effective
 
 
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
-    """token_strs  each token as the vocabulary spells it ("Ġworld"); null unless asked for"""
+    """token_strs  each token as the vocabulary spells it ("Ġworld"); null unless requested"""
 
     count: int
     max_model_len: int
@@ -21,7 +21,7 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """input_tokens  how many a chat request with these fields would send"""
+    """input_tokens  number of prompt tokens of the chat request"""
 
     object: Literal["chat.completion.input_tokens"]
     input_tokens: int

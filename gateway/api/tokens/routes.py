@@ -1,5 +1,6 @@
-"""The routes that speak of tokens. `generate` asks the engine; /tokenize, /detokenize and the count
-of a chat's tokens do not: the gateway has the tokenizer.
+"""Token-level routes: generate, abort_requests, tokenize, detokenize, input_tokens.
+
+Only the first two need the engine; the gateway has the tokenizer.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def blueprint(service: Service) -> Blueprint:
 
 
 def tokenize(service: Service) -> Response:
-    """Of a text, or of a conversation: what a chat request with these fields would send."""
+    """Tokenize a text or, if the body has `messages`, a conversation."""
     with service.bodies.read(request) as data:
         decoder: msgspec.json.Decoder[Any] = requests.tokenize_decoder
         if has_field(data, "messages"):
@@ -74,7 +75,7 @@ def _tokenize_chat(service: Service, body: requests.TokenizeChatBody) -> Respons
 
 
 def generate(service: Service) -> Response:
-    """Token ids in, token ids out."""
+    """Generate token ids from token ids."""
     with service.bodies.read(request, service.id_bounds()) as data:
         body = decode(data, generate_decoder)
         unknown = asking.unknown(data)
@@ -104,8 +105,8 @@ def _generate_stream(
 
 
 def abort_requests(service: Service) -> Response:
-    """End requests of any API: the caller's own or, for an admin, anybody's. The engine knows which
-    there are, this process only its own."""
+    """Abort requests of any API and process: the caller's own or, for an admin, any. The engine
+    has the list of all requests."""
     body = service.bodies.parse(request, abort_decoder)
     service.model()
     caller: Caller = g.caller
@@ -118,7 +119,7 @@ def abort_requests(service: Service) -> Response:
 
 
 def input_tokens(service: Service) -> Response:
-    """How many tokens a chat request would send."""
+    """Count the prompt tokens of a chat request."""
     body = service.bodies.parse(request, chat_decoder)
     _, prompt = _rendered(service, body)
     told = InputTokens(object="chat.completion.input_tokens", input_tokens=len(prompt.ids))
@@ -126,7 +127,7 @@ def input_tokens(service: Service) -> Response:
 
 
 def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
-    """As a chat request with these fields would be."""
+    """Render a conversation as a chat request would."""
     check_chat(body)
     model = service.model(body.model)
     trusts = service.config.trust_request_chat_template

@@ -1,1 +1,1 @@
-"""Responses that were kept: read, listed, streamed again, cancelled and deleted."""
+"""Routes for stored responses: get, stream, cancel, delete, list input items."""

@@ -1,4 +1,4 @@
-"""Items, page by page, as OpenAI lists things."""
+"""Pages of items, in the shape of OpenAI's lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protocol.errors import InvalidRequest
 
 
 def listed(items: Sequence[Item], limit: int, after: str | None) -> dict[str, Any]:
-    """`items` are in the order wanted; the page begins behind the one with the id `after`."""
+    """Return at most `limit` items, starting after the one with the id `after`."""
     ids = [item["id"] for item in items]
     start = 0
     if after is not None:

@@ -1,4 +1,4 @@
-"""GET, DELETE and cancel of responses that were kept. Somebody else's response does not exist."""
+"""Get, delete and cancel stored responses. Other owners' responses are not found."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def blueprint(service: Service) -> Blueprint:
 
 
 def read(service: Service, response_id: str) -> Response:
-    """As it is now or, with `stream`, its events after `starting_after`, those to come included."""
+    """Return the response or, with `stream`, its events after `starting_after`, including those
+    to come."""
     keeping, record = _kept(service, response_id)
     if request.args.get("stream", "").lower() not in _TRUE:
         return flask.Response(record.body, content_type="application/json")
@@ -60,7 +61,8 @@ def delete(service: Service, response_id: str) -> Response:
 
 
 def cancel(service: Service, response_id: str) -> Response:
-    """Of a response that is over: as it is. Whichever process makes it hears of it."""
+    """Cancel a background response, whichever process runs it. One that has ended is returned
+    as it is."""
     keeping, record = _kept(service, response_id)
     if not body_of(record)["background"]:
         raise InvalidRequest(f"{response_id}: only a background response can be cancelled")
@@ -72,7 +74,8 @@ def cancel(service: Service, response_id: str) -> Response:
 
 
 def _ended(keeping: Persistence, record: StoredRecord) -> StoredRecord:
-    """When its runner has written its end; or, where that is dead, somebody its epitaph."""
+    """Wait until the response has ended: written by its process, or, if that died, by another one
+    that marks it as interrupted."""
     until = time.monotonic() + 2 * LEASE_S
     while body_of(record)["status"] in UNFINISHED and time.monotonic() < until:
         gevent.sleep(CANCEL_POLL_S)
@@ -81,7 +84,7 @@ def _ended(keeping: Persistence, record: StoredRecord) -> StoredRecord:
 
 
 def input_items(service: Service, response_id: str) -> Response:
-    """The items of the response's own request; not those that it goes on with."""
+    """List the items of the response's own request, without those of previous responses."""
     _, record = _kept(service, response_id)
     order = request.args.get("order", "desc")
     if order not in ("asc", "desc"):
