@@ -1,6 +1,6 @@
-"""The command `tidegate`: checks the installation, then hands over to `tools`.
+"""The entry point of the command `tidegate`: checks the installation, then runs `tools`.
 
-It stands outside of the packages, so it works if another distribution has replaced one of them.
+It is not in a package, so it works even if another distribution has replaced one of the packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The `tidegate` command: which tool runs, and how its failures are told.
+"""The `tidegate` command: selects the tool to run and reports its failure.
 
-Each command is a row of COMMANDS, and a module that does it. A Failure becomes one line on stderr;
-Ctrl-C ends quietly with the code that shells expect.
+Each command is a row of COMMANDS and a module. A Failure becomes one line on stderr. Ctrl-C ends
+without a message, with the exit code that shells expect.
 """
 
 from __future__ import annotations
@@ -40,30 +40,28 @@ from tools.flags import OneLineParser
 from tools.other_servers import OPTIONS
 from tools.terminal import Terminal, log_style
 
-DESCRIPTION = (
-    "Tidegate serves language models: on a plain CPU with one command, over the OpenAI API."
-)
+DESCRIPTION = "Tidegate serves language models over the OpenAI API. It runs on a plain CPU."
 
 BENCH_STEP = "bench step"
 STARTERS = (serve.run, engine.run)
-"""The commands that start engines. Other servers have other names for their options."""
+"""Commands that start engines. For these, options of other servers are recognised."""
 
 EXAMPLES = """\
-a first minute:
-  tidegate serve                  fetch the default model, start, say where it listens
-  tidegate chat                   in another terminal: talk to it
-  tidegate status                 is it ready, what is running
-  tidegate top                    watch what it does
-  tidegate doctor                 if something is not as it should be
-  tidegate bench                  how fast it answers, and how many
-  tidegate models                 which models it knows by name, and where they are kept
+getting started:
+  tidegate serve                  download the default model and start a server
+  tidegate chat                   chat with the server, from another terminal
+  tidegate status                 show whether the server is ready and how busy it is
+  tidegate top                    watch the engine and its open requests
+  tidegate doctor                 check this machine if something does not work
+  tidegate bench                  measure latency and throughput
+  tidegate models                 list the built-in models and their files
 
-each command explains itself: tidegate serve --help
+for the options of a command: tidegate serve --help
 """
 
 
 class Tool(Protocol):
-    """What the module of a command has."""
+    """The interface of a command's module."""
 
     DESCRIPTION: str
     EXAMPLES: str
@@ -74,50 +72,52 @@ class Tool(Protocol):
 
 COMMANDS: tuple[tuple[str, str, Tool], ...] = (
     ("serve", "start a server", serve),
-    ("chat", "talk to a server", chat),
-    ("status", "show whether a server is ready and what it does", status),
-    ("top", "watch an engine", top),
-    ("abort", "end requests", abort),
-    ("ps", "list servers and leftovers", ps),
-    ("stop", "stop servers, clear leftovers", stop),
+    ("chat", "chat with a server", chat),
+    ("status", "show whether a server is ready and how busy it is", status),
+    ("top", "watch an engine and its open requests", top),
+    ("abort", "abort requests", abort),
+    ("ps", "list servers, and processes and sockets left behind", ps),
+    ("stop", "stop servers and remove what was left behind", stop),
     ("replay", "replay a journal", replay),
-    ("drain", "let an engine finish", drain),
+    ("drain", "stop an engine after its open requests finish", drain),
     ("engine", "start one engine of a cluster, without a gateway", engine),
-    ("doctor", "look at this machine first", doctor),
-    ("bench", "put a load on a server", bench),
-    (BENCH_STEP, "time one step of the worker", bench_step),
-    ("keys", "keys of the HTTP API", keys),
-    ("profile", "trace a running server", profile),
-    ("key", "make a key for a cluster", key),
-    ("models", "list the models known by name", models),
+    ("doctor", "check whether this machine can run a server", doctor),
+    ("bench", "measure the latency and throughput of a server", bench),
+    (BENCH_STEP, "measure one step of the worker", bench_step),
+    ("keys", "add, list and revoke API keys", keys),
+    ("profile", "trace the worker of a running server", profile),
+    ("key", "create a cluster key", key),
+    ("models", "list the built-in models", models),
 )
-"""Name, summary, and what runs, in the order in which `--help` shows them."""
+"""Name, summary and module of each command, in the order of `--help`."""
 
 
-def parser() -> argparse.ArgumentParser:
-    whole = OneLineParser(
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
         prog="tidegate",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    whole.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")
-    commands = whole.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
+    parser.add_argument("--version", action="version", version=f"tidegate {version('tidegate')}")
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=OneLineParser
+    )
     for name, summary, tool in COMMANDS:
-        made = commands.add_parser(
+        command = commands.add_parser(
             name,
             help=summary,
             description=tool.DESCRIPTION,
             epilog=tool.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        tool.add_arguments(made)
-        made.set_defaults(run=tool.run, parser=made)
-    return whole
+        tool.add_arguments(command)
+        command.set_defaults(run=tool.run, parser=command)
+    return parser
 
 
 def _check_command(words: Sequence[str]) -> None:
-    """Raise Failure for a command that does not exist, with the one that may be meant."""
+    """Raise Failure for an unknown command, and suggest a similar one."""
     names = [name for name, _, _ in COMMANDS]
     word = words[0] if words else ""
     if word.startswith("-") or word in names:
@@ -127,34 +127,34 @@ def _check_command(words: Sequence[str]) -> None:
     else:
         close = get_close_matches(word, names, n=1)
         hint = f": did you mean {close[0]}?" if close else ""
-    raise Failure(f"no command {word!r}{hint}  (see tidegate --help)", exit_code=2)
+    raise Failure(f"unknown command {word!r}{hint}  (see tidegate --help)", exit_code=2)
 
 
-def _commands(arguments: Sequence[str]) -> list[str]:
-    """`bench step` is a command of its own, though it is two words."""
-    said = list(arguments)
-    two = BENCH_STEP.split()
-    return [BENCH_STEP, *said[len(two) :]] if said[: len(two)] == two else said
+def _join_bench_step(arguments: Sequence[str]) -> list[str]:
+    """Join the words `bench step` into the name of one command."""
+    words = list(arguments)
+    name = BENCH_STEP.split()
+    return [BENCH_STEP, *words[len(name) :]] if words[: len(name)] == name else words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = _commands(sys.argv[1:] if arguments is None else arguments)
+    words = _join_bench_step(sys.argv[1:] if arguments is None else arguments)
     if not words:
-        parser().print_help()
+        build_parser().print_help()
         return 0
     log_format = None
     try:
         _check_command(words)
-        options, unknown = parser().parse_known_args(words)
+        options, unknown = build_parser().parse_known_args(words)
         if unknown:
             options.parser.refuse(unknown, OPTIONS if options.run in STARTERS else {})
-        log_format = getattr(options, "log_format", None)  # of a command that starts a server
+        log_format = getattr(options, "log_format", None)  # only commands that start a server
         code: int = options.run(options)
         sys.stdout.flush()
     except Failure as failure:
         Terminal(log_style(log_format)).fail(str(failure))
         return failure.exit_code
-    except BrokenPipeError:  # the reader of our output has exited
+    except BrokenPipeError:  # the reader of stdout has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:

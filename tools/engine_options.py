@@ -1,7 +1,7 @@
-"""How tools find an engine: the options that say where it is, and a connection to it.
+"""Options that select an engine, and a connection to it.
 
-They speak to the engine itself, so they work when HTTP is down. Who may: whoever can enter the run
-directory, which is its owner alone, or has the cluster's key.
+Tools connect to the engine directly, so they work when HTTP is down. Access requires entry to the
+run directory, which only its owner has, or the cluster key.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from tools.processes.servers import add_server, local_server
 WAIT_S = 3.0
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
-    """Add --port and --url, and --engine with what that may need."""
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add --port, --url, --engine and --cluster-key."""
     add_server(parser)
     parser.add_argument(
         "--engine",
         metavar="ADDRESS",
-        help="use the engine at this address (ipc://PATH, tcp://HOST:PORT), not a server",
+        help="use the engine at this address (ipc://PATH or tcp://HOST:PORT) instead of a server",
     )
     parser.add_argument(
-        "--cluster-key", default="", metavar="FILE", help="the key of its cluster, for TCP"
+        "--cluster-key", default="", metavar="FILE", help="cluster key file; required for TCP"
     )
 
 
 def connect(options: argparse.Namespace, name: str) -> Engine:
-    """Raises Failure where there is none, or it is not ready."""
+    """Connect to the engine that the options select. Raises Failure if it is not ready.
+
+    name   this client's name, as the engine logs it
+    """
     address = options.engine or engine_address(local_server(options).port)
     try:
         return Engine(address, name=name, wait_s=WAIT_S, cluster_key=options.cluster_key)

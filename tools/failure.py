@@ -1,4 +1,4 @@
-"""What a person at the terminal can do something about."""
+"""The exception for failures that the user can act on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from protocol.exit_codes import ExitCode
 
 
 class Failure(Exception):
-    """Shown as one line, without a traceback; the command ends with `exit_code` (`ExitCode`)."""
+    """Printed as one line without a traceback. The command ends with `exit_code` (`ExitCode`)."""
 
     def __init__(self, message: str, *, exit_code: int = ExitCode.FAILED) -> None:
         super().__init__(message)

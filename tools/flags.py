@@ -1,13 +1,13 @@
 """Command-line options generated from the config structs: names, bounds, defaults and help.
 
-A field is declared once, in `protocol.config`; this file turns it into an option and an option's
-text back into a checked value. Its laws:
+A field is declared once, in `protocol.config`. This module turns the field into an option, and the
+option's text into a checked value:
 
-- every field is an option, `wiring` fields excepted: those connect processes and are given by code;
-- `max_slots: int` becomes `--max-slots N`; a bool that is True by default becomes `--no-x`; a list
-  becomes an option that may be repeated, a tuple of numbers one that takes them with commas;
-- the bounds are msgspec's to check, here only put into words; a bad value is one line that names
-  the option and what it takes.
+- Every field becomes an option except `wiring` fields, which connect processes and are set by code.
+- `max_slots: int` becomes `--max-slots N`. A bool that is True by default becomes `--no-x`. A list
+  becomes an option that may be repeated, a tuple of numbers an option with a comma-separated value.
+- msgspec checks the bounds; this module only describes them. A bad value is reported in one line
+  with the option and the values that it accepts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ KINDS: dict[type[inspect.Type], tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option. `type` is the field's declared type, bounds included; of one item, for a list or
-    a tuple."""
+    """One option."""
 
     field: str
+    #: The field's declared type with its bounds. The item type of a list or a tuple.
     type: Any
+    #: msgspec's description of `type`.
     shape: inspect.Type
     description: str
     default: Any
@@ -64,7 +65,7 @@ class Flag:
 
     @property
     def takes(self) -> str:
-        """What the option accepts, in words: "a whole number from 1 to 65535"."""
+        """The accepted values in words: "a whole number from 1 to 65535"."""
         if isinstance(self.shape, inspect.LiteralType):
             return "one of " + ", ".join(map(str, self.shape.values))
         return KINDS[type(self.shape)][1] + _range_in_words(self.shape)
@@ -72,7 +73,7 @@ class Flag:
     @property
     def help(self) -> str:
         if self.is_switch:
-            return f"switch off: {self.description}" if self.default else self.description
+            return f"disable: {self.description}" if self.default else self.description
         facts = [] if isinstance(self.shape, inspect.LiteralType) else [_range_in_words(self.shape)]
         if not self.is_list and self.default not in ("", (), NODEFAULT):
             facts.append(f"default {self._default}")
@@ -84,39 +85,43 @@ class Flag:
         return ",".join(map(str, self.default)) if self.is_tuple else str(self.default)
 
     def read(self, text: str) -> Any:
-        """The value of `text`. Raises argparse.ArgumentTypeError in words a person understands."""
+        """Return the value that `text` stands for.
+
+        Raises argparse.ArgumentTypeError with a message for the user.
+        """
         try:
             if self.is_tuple:
                 items = text.split(",")
                 return tuple(msgspec.convert(item, self.type, strict=False) for item in items)
             return msgspec.convert(text, self.type, strict=False)
         except msgspec.ValidationError:
-            raise argparse.ArgumentTypeError(f"takes {self.takes}, not {text!r}") from None
+            raise argparse.ArgumentTypeError(f"must be {self.takes}, not {text!r}") from None
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose complaint is one line; the usage is `--help`'s to tell. Exit code 2.
+    """A parser that reports an error in one line, without the usage, and exits with code 2.
 
-    Options are not abbreviated: a script that says `--max-s` must not change its meaning one day.
+    Options cannot be abbreviated. Otherwise a new option could change the meaning of a script.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
     def refuse(self, unknown: Sequence[str], others: Mapping[str, str]) -> NoReturn:
-        """End with the unknown options among the words that nothing took, and with advice.
+        """Exit with an error that names each unknown option and a replacement for it.
 
-        others   options of other servers and what takes their place
+        unknown   the arguments that the parser did not recognise
+        others    options of other servers -> their replacement
         """
         options = [word for word in unknown if word.startswith("-")]
         if not options:
-            self.error(f"unexpected {' '.join(unknown)!r}")
+            self.error(f"unexpected argument {' '.join(unknown)!r}")
         known = [name for action in self._actions for name in action.option_strings]
-        told = []
+        messages = []
         for option in options:
             hint = advice(option, known, others)
-            told.append(f"unknown option {option}" + (f": {hint}" if hint else ""))
-        self.error("; ".join(told))
+            messages.append(f"unknown option {option}" + (f": {hint}" if hint else ""))
+        self.error("; ".join(messages))
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (-[^:]+):", r"\1", message)
@@ -125,7 +130,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def flags_of(config: type[msgspec.Struct]) -> list[Flag]:
-    """The options of one config struct, in the order of its fields."""
+    """Return the options of a config struct, in the order of its fields."""
     shapes = {field.name: field.type for field in _struct(config).fields}
     flags = []
     for field in msgspec.structs.fields(config):
@@ -157,7 +162,7 @@ def add_flags(
     title: str,
     without: Collection[str] = (),
 ) -> None:
-    """Give `parser` the options of `config`, as a group under `title`; some fields' perhaps not."""
+    """Add the options of `config` to `parser` as the group `title`, except the fields `without`."""
     summary = (config.__doc__ or "").partition("\n")[0]
     group = parser.add_argument_group(title, summary)
     for flag in flags_of(config):
@@ -180,9 +185,9 @@ def add_flags(
 
 
 def build(config: type[C], options: Mapping[str, Any], **wiring: Any) -> C:
-    """The struct that the given options and `wiring` make; what was not given keeps its default.
+    """Return a struct built from `options` and `wiring`. Other fields keep their defaults.
 
-    Raises ValueError, with field names spelt as options, where the struct refuses the combination.
+    Raises ValueError, with field names spelt as options, if the struct rejects the combination.
     """
     fields = [flag.field for flag in flags_of(config)]
     given = {field: options[field] for field in fields if options.get(field) is not None}
@@ -199,7 +204,7 @@ def _struct(config: type[msgspec.Struct]) -> inspect.StructType:
 
 
 def _item(annotated: Any) -> Any:
-    """The X of Annotated[list[X], ...] or Annotated[tuple[X, ...], ...]."""
+    """Return the X of Annotated[list[X], ...] or Annotated[tuple[X, ...], ...]."""
     return get_args(get_args(annotated)[0])[0]
 
 
@@ -222,7 +227,7 @@ def _range_in_words(shape: inspect.Type) -> str:
 
 
 def _number(value: float) -> str:
-    """As a person writes it: 65535 and not 6.5535e+04."""
+    """Format a number without an exponent: 65535, not 6.5535e+04."""
     return str(int(value)) if value == int(value) else f"{value:g}"
 
 

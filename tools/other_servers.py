@@ -1,6 +1,6 @@
-"""Options of other servers, and what takes their place here: for those who type them by habit.
+"""Options of other servers and their replacements here, for error messages.
 
-Nothing is renamed in silence: the command still ends, with a line that says what to type.
+They are not accepted as aliases. The command still fails, and its error names the replacement.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
 _MODEL = "the model is the first argument: tidegate serve MODEL"
-_ONE_DEVICE = "a model is computed on one device here; to use several, start a server for each"
+_ONE_DEVICE = "a model runs on one device here; to use several devices, start a server for each"
 _SHARE = "--kv-memory-gib sets the size of the KV cache, in GiB"
 _DRAFTS = "--speculation selects the method; see also --draft-model and --max-drafts"
-_ALWAYS_CHUNKED = "prompts are always computed in chunks; --token-budget is the most in one step"
-_PREFIX_CACHE_ON = "the prefix cache is on; --no-prefix-cache switches it off"
-_TLS = "TLS is left to a proxy in front of the server"
+_ALWAYS_CHUNKED = "prompts are always computed in chunks; --token-budget limits the tokens per step"
+_PREFIX_CACHE_ON = "the prefix cache is on by default; --no-prefix-cache disables it"
+_TLS = "TLS is not built in; use a reverse proxy"
 _METRICS_ON = "/metrics is always served"
 _KERNELS = "--kernels selects the kernels on a CPU"
-_NO_LORA = "adapters (LoRA) are not served; merge them into the model first"
+_NO_LORA = "LoRA adapters are not supported; merge them into the model first"
 _REQUESTS = "--default-sampling sets sampling parameters for requests that set none"
-_FETCHED = "the folder of fetched models is $TIDEGATE_HOME"
+_FETCHED = "$TIDEGATE_HOME selects the directory of downloaded models"
 
 VLLM: Mapping[str, str] = {
     "--model": _MODEL,
@@ -42,23 +42,23 @@ VLLM: Mapping[str, str] = {
     "--enable-prefix-caching": _PREFIX_CACHE_ON,
     "--no-enable-prefix-caching": "--no-prefix-cache",
     "--enable-chunked-prefill": _ALWAYS_CHUNKED,
-    "--enforce-eager": "no graph is compiled or captured, so there is nothing to switch off",
-    "--trust-remote-code": "no code that comes with a model is ever run",
+    "--enforce-eager": "no graphs are compiled or captured, so there is nothing to disable",
+    "--trust-remote-code": "code that comes with a model is never run",
     "--tokenizer": "a model is served with its own tokenizer",
     "--quantization": "weights keep the types of the file; --weights selects their form in memory",
-    "--load-format": "GGUF and safetensors are recognised by the file",
+    "--load-format": "GGUF and safetensors files are recognised automatically",
     "--download-dir": _FETCHED,
-    "--enable-auto-tool-choice": "tool calls are always read; --tool-format names the format",
+    "--enable-auto-tool-choice": "tool calls are always parsed; --tool-format selects the format",
     "--tool-call-parser": "--tool-format",
     "--reasoning-parser": "--reasoning-format",
-    "--enable-reasoning": "reasoning is always read; --reasoning-format names the format",
+    "--enable-reasoning": "reasoning is always parsed; --reasoning-format selects the format",
     "--speculative-config": _DRAFTS,
     "--speculative-model": _DRAFTS,
     "--num-speculative-tokens": "--max-drafts",
     "--generation-config": _REQUESTS,
     "--override-generation-config": "--default-sampling",
     "--disable-log-requests": "--no-log-requests",
-    "--enable-log-requests": "requests are logged; --no-log-requests switches it off",
+    "--enable-log-requests": "requests are logged by default; --no-log-requests disables it",
     "--allowed-origins": "--cors-origin",
     "--ssl-keyfile": _TLS,
     "--ssl-certfile": _TLS,
@@ -90,7 +90,7 @@ SGLANG: Mapping[str, str] = {
     "--preferred-sampling-params": "--default-sampling",
     "--attention-backend": _KERNELS,
     "--disaggregation-mode": "--split here, or `tidegate engine --role` on several hosts",
-    "--log-requests": "requests are logged; --no-log-requests switches it off",
+    "--log-requests": "requests are logged by default; --no-log-requests disables it",
     "--enable-metrics": _METRICS_ON,
     "--watchdog-timeout": "--step-timeout-s",
 }
@@ -136,9 +136,9 @@ OPTIONS: Mapping[str, str] = {**LLAMA_CPP, **SGLANG, **VLLM}
 
 
 def advice(word: str, known: Collection[str], others: Mapping[str, str]) -> str:
-    """Return what to type instead of the unknown option `word`; "" if nothing is like it.
+    """Return the replacement for the unknown option `word`, or "" if no option is similar.
 
-    others   options of other servers and what takes their place
+    others   options of other servers -> their replacement
     """
     name = word.partition("=")[0]
     dashed = "-" * (len(name) - len(name.lstrip("-"))) + name.lstrip("-").replace("_", "-")

@@ -1,4 +1,4 @@
-"""Names as a terminal may have them: they come from clients, who may write anything into them."""
+"""Makes untrusted names, which come from clients, safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import unicodedata
 
 
 def clean(text: str) -> str:
-    """What of it can be printed, one place each: no control of the terminal, nothing wide."""
+    """Replace control, combining and wide characters with "?", so each character has width 1."""
     return "".join(char if _is_plain(char) else "?" for char in text)
 
 
@@ -17,6 +17,7 @@ def _is_plain(char: str) -> bool:
 
 
 def cut(text: str, width: int) -> str:
+    """Shorten `text` to `width` characters, with an ellipsis if it was longer."""
     if len(text) <= width:
         return text
     return text[: max(0, width - 1)] + "…" if width > 0 else ""

@@ -1,4 +1,4 @@
-"""What a command that starts a server prints: log lines, a banner, and the cause of its end."""
+"""Terminal output of a command that starts a server: log lines, the banner, and the failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protocol.log_lines import LineFormatter, LogStyle
 
 
 def log_style(log_format: str | None) -> LogStyle:
-    """Return how to print log lines in this format; text has colours on a terminal."""
+    """Return the style of log lines for `log_format`. Text has colours on a terminal."""
     if log_format == "json":
         return "json"
     shows_colors = sys.stdout.isatty() and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
@@ -19,7 +19,7 @@ def log_style(log_format: str | None) -> LogStyle:
 
 
 class Terminal:
-    """Failures and progress go to stderr, the rest to stdout. Never fails itself."""
+    """Prints failures and progress to stderr, the rest to stdout. Never raises."""
 
     def __init__(self, style: LogStyle = "text") -> None:
         self.style = style
@@ -31,13 +31,13 @@ class Terminal:
             print(self._line(logging.INFO, message), flush=True)
 
     def progress(self, message: str) -> None:
-        """Print a line of progress to stderr as it is, or as a JSON line."""
+        """Print a line of progress to stderr, as plain text or as a JSON line."""
         line = self._line(logging.INFO, message) if self.style == "json" else message
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 
     def show(self, banner: str) -> None:
-        """Print text with several lines as it is. In JSON its first line stands for it."""
+        """Print text of several lines. In JSON, log only its first line."""
         if self.style == "json":
             self.log(banner.strip().partition("\n")[0])
             return
@@ -45,7 +45,7 @@ class Terminal:
             print(banner, flush=True)
 
     def fail(self, message: str) -> None:
-        """Print a failure as every command does, or as a JSON line."""
+        """Print a failure to stderr as `tidegate: MESSAGE`, or as a JSON line."""
         is_json = self.style == "json"
         line = self._line(logging.ERROR, message) if is_json else f"tidegate: {message}"
         with contextlib.suppress(OSError):

@@ -26,8 +26,8 @@ from protocol.process_state import is_ending
 from protocol.steps import FromWorker, WorkerFailed
 from tests.support.processes import ROOT, Program, eventually
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tools.commands.ps import told
-from tools.processes.server_discovery import Found, look
+from tools.commands.ps import format_found
+from tools.processes.server_discovery import Found, discover
 
 GPU = "gpu-0a1b"
 TAKE = """
@@ -141,8 +141,8 @@ def test_those_who_share_have_it_together_and_nobody_alone_beside_them(
 
 def test_ps_says_who_has_which(machine: DeviceMachine) -> None:
     first = machine.holds()
-    found = look(machine.base.parent)
-    (line,) = (line for line in told(found, {}).splitlines() if line.startswith("device"))
+    found = discover(machine.base.parent)
+    (line,) = (line for line in format_found(found, {}).splitlines() if line.startswith("device"))
     assert line.startswith(f"device   {GPU}: pid {first.process.pid} (small on port 8001, since")
     assert msgspec.json.decode(msgspec.json.encode(found), type=Found) == found
 

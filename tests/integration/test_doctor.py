@@ -26,7 +26,7 @@ def test_a_model_that_can_be_served_is_well(
     monkeypatch.setenv("TIDEGATE_HOME", str(tmp_path / "cache"))
     code, found = examined(capsys, str(write_tiny_llama(tmp_path)))
     assert code == 0
-    assert "LlamaForCausalLM, made for 128 tokens" in found["model"]["said"]
+    assert "LlamaForCausalLM, context of 128 tokens" in found["model"]["said"]
     assert f"torch {torch.__version__}" in found["compute"]["said"]
     assert str(tmp_path / "cache") in found["cache"]["said"]
     assert not (tmp_path / "cache").exists()  # it changes nothing

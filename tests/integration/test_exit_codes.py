@@ -34,7 +34,7 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
     )
     assert ran.stdout == "", "something was started"
     *progress, told = ran.stderr.splitlines()
-    assert all("fetching" in line for line in progress if line), ran.stderr
+    assert all("downloading" in line for line in progress if line), ran.stderr
     return ran.returncode, told
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.processes import free_port
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, Entry
-from tools.models.fetch import fetch, is_cached, place
+from tools.models.fetch import cached_file, fetch, is_cached
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 MEMBER = "tide_pool/pool.gguf"
@@ -68,7 +68,7 @@ def test_only_the_file_stays_of_what_was_fetched(entry: Entry, tmp_path: Path) -
 def test_two_who_fetch_at_once_both_get_the_file(entry: Entry, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         files = list(pool.map(lambda _: fetch(entry, tmp_path), range(2)))
-    assert files == [place(entry, tmp_path)] * 2
+    assert files == [cached_file(entry, tmp_path)] * 2
     assert files[0].read_bytes() == CONTENT
 
 
@@ -78,7 +78,7 @@ def test_a_file_that_was_spoilt_is_fetched_again(entry: Entry, tmp_path: Path) -
 
 
 def test_what_a_killed_fetch_left_is_cleared_away(entry: Entry, tmp_path: Path) -> None:
-    wreck = place(entry, tmp_path).parent / ".fetch-wreck"
+    wreck = cached_file(entry, tmp_path).parent / ".fetch-wreck"
     wreck.mkdir(parents=True)
     (wreck / "half.whl").write_bytes(b"half")
     fetch(entry, tmp_path)

@@ -92,7 +92,7 @@ def test_the_progress_of_a_download_is_json(command: str, tmp_path: Path) -> Non
     with Program(words, environment=environment) as program:
         assert program.end() == ExitCode.NO_DOWNLOAD
     progress, error = lines_of(program.err)
-    assert progress.message.startswith(f"fetching {DEFAULT}: 0 of ")
+    assert progress.message.startswith(f"downloading {DEFAULT}: 0 of ")
     assert (error.level, error.message.partition(":")[0]) == ("ERROR", f"cannot fetch {DEFAULT}")
 
 

@@ -71,7 +71,7 @@ def test_requests_are_seen_aborted_and_let_finish(engine: tuple[Program, str]) -
         assert "no open request" in tool(address, "abort", last, code=1)
         assert "aborted  job-" in tool(address, "abort", "--all")
         assert client.look().num_open == 0
-        assert tool(address, "abort", "--all") == "nothing was open\n"
+        assert tool(address, "abort", "--all") == "no open requests\n"
         del kept
         answer = client.generate([3], max_tokens=50, ignore_eos=True)
         assert "draining" in tool(address, "drain", "--wait")
@@ -162,8 +162,8 @@ def test_at_a_terminal_it_draws_until_it_is_left_and_leaves_no_trace(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["abort"], "name requests, or say --all"),
-        (["abort", "x", "--all"], "name requests, or say --all"),
+        (["abort"], "give request ids or --all"),
+        (["abort", "x", "--all"], "give request ids or --all"),
         (["top", "--every-s", "0"], "--every-s"),
         (["top", "--engine", "tcp://a:5600"], "cluster key"),
         (["top", "--engine", "http://a"], "only ipc"),
@@ -189,7 +189,7 @@ def test_where_there_is_no_server_it_is_said(tmp_path: Path) -> None:
         env=environment,
     )
     assert done.returncode == 1
-    assert "no server runs on port 8123" in done.stderr
+    assert "no server is running on port 8123" in done.stderr
 
 
 def test_a_journal_of_an_engine_that_was_killed_is_replayed(

@@ -88,4 +88,4 @@ def test_one_profile_at_a_time_and_who_gives_up_makes_room(
 
 def test_where_no_server_runs_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--port", str(free_port())]) == 1
-    assert "no server runs" in capsys.readouterr().err
+    assert "no server is running" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from tests.support.processes import ROOT, Program, eventually, is_alive
-from tools.processes.server_discovery import Found, RunDirectory, look
+from tools.processes.server_discovery import Found, RunDirectory, discover
 
 SERVER = """
 import subprocess, sys, time
@@ -66,7 +66,7 @@ class ServerMachine:
         return done.stdout + done.stderr
 
     def places(self) -> dict[str, RunDirectory]:
-        return {place.name: place for place in look(self.base).places}
+        return {place.name: place for place in discover(self.base).places}
 
     def place(self, name: str) -> RunDirectory:
         return self.places()[name]
@@ -112,7 +112,7 @@ def test_who_is_asked_and_stays_is_named_and_not_killed(machine: ServerMachine) 
     server = machine.serve("8001")
     found = machine.place("8001")
     told = machine.tool("stop", "8001", "--wait-s", "0.2", code=1)
-    assert "still there after 0.2 s" in told
+    assert "still running after 0.2 s" in told
     assert server.process.wait(10) == -signal.SIGTERM, "it was asked"
     children = [pid for pid in pids(found) if pid != server.process.pid]
     assert all(map(is_alive, children))
@@ -144,7 +144,7 @@ def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_non
     path = machine.leave_socket("8001")
     machine.kill(everybody)
     server.process.wait(10)
-    assert "sockets without anybody behind them: engine.sock" in machine.tool("ps")
+    assert "sockets without a process: engine.sock" in machine.tool("ps")
     assert machine.tool("stop", "8001") == "removed  8001/engine.sock\n"
     assert not path.exists()
     assert "8001" not in machine.tool("ps")
@@ -154,11 +154,13 @@ def test_sockets_that_nobody_answers_are_removed_and_a_place_that_is_free_is_non
 def test_the_only_server_is_stopped_and_of_several_one_has_to_be_named(
     machine: ServerMachine,
 ) -> None:
-    assert "no server runs here; see: tidegate ps" in machine.tool("stop", code=1)
+    assert "no server is running; see: tidegate ps" in machine.tool("stop", code=1)
     assert "name servers or use --all" in machine.tool("stop", "8001", "--all", code=2)
     machine.serve("8001")
     machine.serve("8002")
-    assert "2 servers run here: 8001, 8002; choose with --port" in machine.tool("stop", code=2)
+    assert "2 servers are running: 8001, 8002; select one with --port" in machine.tool(
+        "stop", code=2
+    )
     assert "stopped  8002 (3" in machine.tool("stop", "--port", "8002", "--kill")
     assert "stopped  8001 (3 processes)" in machine.tool("stop", "--kill")
 

@@ -113,7 +113,7 @@ def test_children_that_still_stop_keep_the_directory_taken(directory: Path) -> N
     ran = subprocess.run(
         [sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True
     )
-    with pytest.raises(Failure, match="is gone, but its children still stop"):
+    with pytest.raises(Failure, match="is gone, but its children are still stopping"):
         hold(directory)
     os.kill(int(ran.stdout), 9)
 

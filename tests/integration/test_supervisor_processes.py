@@ -13,7 +13,7 @@ import pytest
 
 from protocol.exit_codes import ExitCode
 from tests.support.processes import Program, eventually, free_port, is_alive
-from tools.processes.supervisor import SAME_WISH_S
+from tools.processes.supervisor import SAME_SIGNAL_S
 
 SUPERVISED = str(Path(__file__).parents[1] / "support" / "supervised.py")
 
@@ -195,7 +195,7 @@ def test_a_second_ctrl_c_ends_a_child_that_does_not_listen() -> None:
         program.line_with("ready")
         program.signal(SIGINT)
         assert eventually(lambda: "gateway stops" in program.err)
-        time.sleep(SAME_WISH_S)
+        time.sleep(SAME_SIGNAL_S)
         program.signal(SIGINT)
         assert program.end() == 128 + SIGINT
         assert eventually(lambda: not any(map(is_alive, pids(program))))

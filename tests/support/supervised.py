@@ -25,7 +25,7 @@ def main() -> int:
             Command(
                 name,
                 [sys.executable, "-P", "-c", code],
-                revives=number == 0,
+                restarts_children=number == 0,
                 log_format=wanted.get("log_format", "text"),
                 survivors_s=(number == 0) * wanted.get("survivors_s", 0.0),
             )

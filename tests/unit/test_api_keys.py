@@ -106,7 +106,7 @@ def test_an_added_key_is_read_as_it_was_meant_and_nothing_else_changes():
     changed = with_key(FILE, "carol", entry)
     assert changed.startswith(FILE)
     assert parse(changed) == {**parse(FILE), "carol": entry}
-    with pytest.raises(ValueError, match="there is a key bob"):
+    with pytest.raises(ValueError, match="the key bob already exists"):
         with_key(FILE, "bob", entry)
     with pytest.raises(ValueError, match="a name is"):
         with_key(FILE, "x]\n[keys.y", entry)

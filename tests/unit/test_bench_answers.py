@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench.answers import AnswerReader, At, BadResponse, BenchAnswer, ResponseReader
+from tools.bench.answers import AnswerReader, BadResponse, BenchAnswer, ResponsePart, ResponseReader
 from tools.http.sse import EventReader
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -70,9 +70,9 @@ def read(pieces: list[bytes], *, closes: bool = True) -> AnswerReader:
     """Each piece comes a second after the one before it."""
     reader = AnswerReader(BenchAnswer(started=0.0, asked_tokens=7))
     for now, piece in enumerate(pieces, start=1):
-        reader.feed(piece, float(now))
+        reader.push(piece, float(now))
     if closes:
-        reader.close(float(len(pieces) + 1))
+        reader.finish(float(len(pieces) + 1))
     return reader
 
 
@@ -80,7 +80,7 @@ def read(pieces: list[bytes], *, closes: bool = True) -> AnswerReader:
 def test_an_answer_is_the_same_for_any_cut(frame: Any) -> None:
     for pieces in cuts(frame(STREAM)):
         answer = read(pieces).answer
-        assert (answer.error, answer.complaint) == ("", "")
+        assert (answer.error, answer.message) == ("", "")
         assert len(answer.times) == 2
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.output_tokens) == (11, 7)
@@ -117,8 +117,8 @@ def test_a_connection_is_used_again_only_where_the_server_keeps_it(
     head: bytes, keeps: bool
 ) -> None:
     response = ResponseReader()
-    assert response.feed(head + b"{}") == b"{}"
-    assert (response.at, response.status, response.keeps_alive) == (At.END, 200, keeps)
+    assert response.push(head + b"{}") == b"{}"
+    assert (response.part, response.status, response.keeps_alive) == (ResponsePart.END, 200, keeps)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_connection_is_used_again_only_where_the_server_keeps_it(
 )
 def test_what_is_no_response_is_said_to_be_none(data: bytes) -> None:
     with pytest.raises(BadResponse):
-        ResponseReader().feed(data)
+        ResponseReader().push(data)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ REFUSAL = b'{"error": {"message": "temperature: too hot", "code": 400}}'
 def test_every_way_to_fail_has_a_kind_and_words(data: bytes, kind: str, complaint: str) -> None:
     answer = read([data]).answer
     assert answer.error == kind
-    assert complaint in answer.complaint
+    assert complaint in answer.message
 
 
 def test_events_of_several_lines_and_with_other_fields_are_read() -> None:
     data = b"event: x\r\nid: 3\r\ndata: a\r\ndata:b\r\n\r\n: comment\n\n\ndata: c\n\n"
     for pieces in cuts(data):
         reader = EventReader()
-        assert [found for piece in pieces for found in reader.feed(piece)] == [b"a\nb", b"c"]
+        assert [found for piece in pieces for found in reader.push(piece)] == [b"a\nb", b"c"]

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from protocol.bench import PARTS
-from tools.__main__ import parser
+from tools.__main__ import build_parser
 from tools.bench.config import BenchConfig
 from tools.bench.report import METRICS
 from tools.commands.bench import facts
@@ -26,7 +26,7 @@ def test_there_are_examples_of_each() -> None:
 def test_the_output_shown_is_what_the_command_says_today() -> None:
     command, _, output = PAGE.partition("\n$ tidegate bench ")[2].partition("\n")
     output = output.partition("\n```")[0]
-    options = vars(parser().parse_args(["bench", *shlex.split(command)]))
+    options = vars(build_parser().parse_args(["bench", *shlex.split(command)]))
     config = build(BenchConfig, options, url=options["url"])
     first, *lines = output.splitlines()
     assert first == facts(config, 7)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tools.bench import datasets
-from tools.bench.answers import BenchAnswer, UsageTold
+from tools.bench.answers import BenchAnswer, BenchUsage
 from tools.bench.config import BenchConfig, BenchLoad, turns
 from tools.bench.load import arrivals, body_of
 from tools.bench.page import page
@@ -29,7 +29,7 @@ def config(**fields: Any) -> BenchConfig:
 
 
 def answer(*times: float, started: float = 0.0, error: str = "", tokens: int = 0) -> BenchAnswer:
-    usage = UsageTold(prompt_tokens=10, completion_tokens=tokens) if tokens else None
+    usage = BenchUsage(prompt_tokens=10, completion_tokens=tokens) if tokens else None
     return BenchAnswer(
         started=started,
         asked_tokens=tokens or len(times),
@@ -91,9 +91,9 @@ def test_figures_are_those_of_the_answers() -> None:
 
 def test_failed_requests_are_counted_by_kind_and_are_in_no_other_figure() -> None:
     broken = answer(1.0, 2.0, error="broken stream", tokens=50)
-    broken.complaint = "first"
+    broken.message = "first"
     later = answer(error="broken stream")
-    later.complaint = "second"
+    later.message = "second"
     told = summary(answer(1.0, tokens=4), broken, later, answer(error="status 429"))
     assert told.errors == {"broken stream": 2, "status 429": 1}
     assert told.complaints["broken stream"] == "first"
@@ -133,7 +133,8 @@ def test_a_reader_is_told_what_not_to_trust() -> None:
     run = BenchRun([uncounted, short], 0.0, 1.0, cpu_s=0.9)
     told = warnings(summarize("http://here", BenchLoad(concurrency=2), [run], config()))
     assert [
-        ("did not say" in line, "before the length" in line, "busy" in line) for line in told
+        ("did not report" in line, "shorter than requested" in line, "CPU cores" in line)
+        for line in told
     ] == [
         (True, False, False),
         (False, True, False),
@@ -176,7 +177,7 @@ def test_the_same_seed_asks_the_same_and_another_run_asks_other_things(
     wanted = config(dataset=dataset, api=api, input_tokens=20, prefix_tokens=30, spread=0.5)
 
     def first(seed: int, number: int) -> list[datasets.BenchPrompt]:
-        return list(itertools.islice(datasets.asks(wanted, seed, number), 5))
+        return list(itertools.islice(datasets.prompts(wanted, seed, number), 5))
 
     assert first(1, 0) == first(1, 0)
     assert first(1, 0) != first(1, 1)
@@ -185,11 +186,11 @@ def test_the_same_seed_asks_the_same_and_another_run_asks_other_things(
 
 def test_random_prompts_are_as_long_as_asked_and_lengths_vary_within_the_spread() -> None:
     exact = config(input_tokens=20, output_tokens=9, vocabulary=100)
-    for ask in itertools.islice(datasets.asks(exact, 1, 0), 20):
+    for ask in itertools.islice(datasets.prompts(exact, 1, 0), 20):
         assert isinstance(ask.prompt, list)
         assert (len(ask.prompt), ask.output_tokens) == (20, 9)
         assert all(5 <= token < 100 for token in ask.prompt)
-    varied = itertools.islice(datasets.asks(config(input_tokens=20, spread=0.5), 1, 0), 200)
+    varied = itertools.islice(datasets.prompts(config(input_tokens=20, spread=0.5), 1, 0), 200)
     lengths = {len(ask.prompt or "") for ask in varied}
     assert (min(lengths), max(lengths)) == (10, 30)
 
@@ -198,7 +199,7 @@ def test_requests_share_as_many_beginnings_as_were_asked_for_in_every_run() -> N
     wanted = config(dataset="shared-prefix", prefix_tokens=30, prefixes=3, input_tokens=5)
     beginnings = set()
     for number in (0, 1):
-        for ask in itertools.islice(datasets.asks(wanted, 1, number), 40):
+        for ask in itertools.islice(datasets.prompts(wanted, 1, number), 40):
             assert isinstance(ask.prompt, list)
             assert len(ask.prompt) == 35
             beginnings.add(tuple(ask.prompt[:30]))
@@ -209,10 +210,10 @@ def test_requests_share_as_many_beginnings_as_were_asked_for_in_every_run() -> N
 
 
 def test_words_are_sent_where_ids_cannot_be() -> None:
-    (chat,) = itertools.islice(datasets.asks(config(api="chat", input_tokens=6), 1, 0), 1)
+    (chat,) = itertools.islice(datasets.prompts(config(api="chat", input_tokens=6), 1, 0), 1)
     assert chat.messages is not None
     assert len(chat.messages[0]["content"].split()) == 6
-    (text,) = itertools.islice(datasets.asks(config(prompt_as="words", input_tokens=6), 1, 0), 1)
+    (text,) = itertools.islice(datasets.prompts(config(prompt_as="words", input_tokens=6), 1, 0), 1)
     assert isinstance(text.prompt, str)
 
 
@@ -232,7 +233,7 @@ def test_a_file_may_hold_prompts_messages_and_sharegpt_conversations(tmp_path: P
         {"conversations": talk, "id": "x"},
     )
     wanted = config(dataset="file", file=file, api="chat", output_tokens=7)
-    found = list(itertools.islice(datasets.asks(wanted, 1, 0), 4))
+    found = list(itertools.islice(datasets.prompts(wanted, 1, 0), 4))
     assert [ask.messages[0]["content"] for ask in found if ask.messages] == [
         "One",
         "Two",
@@ -246,19 +247,19 @@ def test_a_file_may_hold_prompts_messages_and_sharegpt_conversations(tmp_path: P
     ("line", "words"),
     [
         ("{", "line 2: "),
-        ({"prompt": "a", "messages": []}, "line 2: it takes either"),
+        ({"prompt": "a", "messages": []}, "line 2: must have exactly one"),
         ({"prompt": 3}, "line 2: .*prompt"),
         (
             {"messages": [{"role": "user", "content": "a"}]},
-            "line 2: a conversation needs --api chat",
+            "line 2: a conversation requires --api chat",
         ),
-        ({"conversations": [{"from": "gpt", "value": "a"}]}, "line 2: .*does not begin"),
+        ({"conversations": [{"from": "gpt", "value": "a"}]}, "line 2: .*does not start"),
     ],
 )
 def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: Any, words: str) -> None:
     file = write(tmp_path, {"prompt": "a"}, line)
     with pytest.raises(Failure, match=words):
-        datasets.asks(config(dataset="file", file=file), 1, 0)
+        datasets.prompts(config(dataset="file", file=file), 1, 0)
 
 
 def test_a_body_asks_for_an_exact_length_and_for_usage_where_they_are_known() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, Entry
-from tools.models.fetch import fetch, home, is_cached, place
+from tools.models.fetch import cached_file, fetch, home, is_cached
 
 CONTENT = b"GGUF and some weights"
 SMALL = dataclasses.replace(
@@ -24,7 +24,7 @@ SMALL = dataclasses.replace(
 
 def cached(entry: Entry, cache: Path) -> Path:
     """The file in place and verified, as after a fetch."""
-    file = place(entry, cache)
+    file = cached_file(entry, cache)
     file.parent.mkdir(parents=True)
     file.write_bytes(CONTENT)
     assert fetch(entry, cache) == file
@@ -51,7 +51,7 @@ def test_the_cache_is_where_the_environment_says() -> None:
 
 
 def test_a_right_file_without_a_stamp_is_hashed_once_and_kept(tmp_path: Path) -> None:
-    file = place(SMALL, tmp_path)
+    file = cached_file(SMALL, tmp_path)
     file.parent.mkdir(parents=True)
     file.write_bytes(CONTENT)
     assert not is_cached(SMALL, tmp_path)

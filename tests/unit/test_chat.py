@@ -28,7 +28,7 @@ def test_events_are_the_data_up_to_done_without_comments() -> None:
 def test_a_stream_that_ends_without_done_is_not_taken_for_an_answer() -> None:
     stream = events([b"data: 1\n", b"\n"])
     assert next(stream) == "1"
-    with pytest.raises(Failure, match="without saying that it was complete"):
+    with pytest.raises(Failure, match="closed the stream without"):
         next(stream)
 
 

@@ -50,9 +50,9 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("serv", "tidegate: no command 'serv': did you mean serve?  (see tidegate --help)"),
-        ("xyzzy", "tidegate: no command 'xyzzy'  (see tidegate --help)"),
-        ("a.gguf", "no command 'a.gguf': to serve it, run: tidegate serve a.gguf  (see"),
+        ("serv", "tidegate: unknown command 'serv': did you mean serve?  (see tidegate --help)"),
+        ("xyzzy", "tidegate: unknown command 'xyzzy'  (see tidegate --help)"),
+        ("a.gguf", "unknown command 'a.gguf': to serve it, run: tidegate serve a.gguf  (see"),
     ],
 )
 def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
@@ -68,9 +68,9 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
         (["serve", "--max_slots=4"], "unknown option --max_slots=4: did you mean --max-slots?"),
         (["serve", "--frobnicate"], "tidegate serve: unknown option --frobnicate  (see"),
         (["serve", "--max-model-len", "9"], "unknown option --max-model-len: use --max-len  (see"),
-        (["engine", "-tp", "2"], "unknown option -tp: a model is computed on one device here"),
+        (["engine", "-tp", "2"], "unknown option -tp: a model runs on one device here"),
         (["status", "--model", "m"], "tidegate status: unknown option --model  (see"),
-        (["ps", "x"], "tidegate ps: unexpected 'x'"),
+        (["ps", "x"], "tidegate ps: unexpected argument 'x'"),
     ],
 )
 def test_an_unknown_option_is_refused_with_what_takes_its_place(
@@ -99,7 +99,7 @@ def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:
         ("smollm2", "no model 'smollm2': did you mean smollm2-135m?"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "did you mean smollm2-135m?"),
         ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
-        ("qwen9-900b", "neither a path here nor a name in the catalogue"),
+        ("qwen9-900b", "neither a path nor a name in the catalogue"),
     ],
 )
 def test_a_model_that_is_not_here_is_refused_with_what_to_type(

@@ -27,7 +27,7 @@ from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from tests.unit.test_metrics_docs import SERIES, every_name
 from tools.__main__ import main
-from tools.processes.restart_policy import SAME_AGAIN
+from tools.processes.restart_policy import PERMANENT
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -137,7 +137,7 @@ def test_the_unit_lets_a_drain_end_and_knows_our_exit_codes(
 ) -> None:
     assert float(service["TimeoutStopSec"]) > GatewayConfig().drain_s + GRACE_S
     hopeless = {ExitCode.USAGE, ExitCode.BAD_MODEL, ExitCode.IN_USE}
-    assert set(map(int, service["RestartPreventExitStatus"].split())) == hopeless == SAME_AGAIN
+    assert set(map(int, service["RestartPreventExitStatus"].split())) == hopeless == PERMANENT
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:

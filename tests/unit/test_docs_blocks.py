@@ -20,7 +20,7 @@ from tests.support.docs_blocks import (
     blocks_of,
     commands_of,
 )
-from tools.__main__ import _commands, parser
+from tools.__main__ import _join_bench_step, build_parser
 
 BLOCKS = all_blocks()
 
@@ -57,7 +57,7 @@ def test_a_block_of_python_is_python(block: Block) -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in SHELL], ids=str)
 def test_a_command_of_ours_has_the_options_that_it_is_shown_with(block: Block) -> None:
     for command in commands_of(block.script):
-        options, unknown = parser().parse_known_args(_commands(shlex.split(command)))
+        options, unknown = build_parser().parse_known_args(_join_bench_step(shlex.split(command)))
         assert callable(options.run)
         assert not unknown, f"{block}: tidegate {command}"
 

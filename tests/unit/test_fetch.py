@@ -13,7 +13,7 @@ import pytest
 
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT
-from tools.models.fetch import _bar, _largest_file, fetch, say_on_stderr
+from tools.models.fetch import _largest_file, _progress_bar, fetch, print_on_stderr
 from tools.terminal import Terminal
 
 
@@ -42,18 +42,18 @@ def test_the_largest_file_is_found_in_any_folder(tmp_path: Path) -> None:
 def test_without_a_terminal_progress_is_a_line_for_each_quarter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with _bar(40_000_000, "fetching it", say_on_stderr) as bar:
+    with _progress_bar(40_000_000, "downloading it", print_on_stderr) as bar:
         for _ in range(8):
             bar.update(5_000_000)
-    lines = [f"fetching it: {n} of 40 MB" for n in (0, 10, 20, 30, 40)]
+    lines = [f"downloading it: {n} of 40 MB" for n in (0, 10, 20, 30, 40)]
     assert capsys.readouterr().err == "\n".join(lines) + "\n"
 
 
 def test_progress_is_a_json_line_if_the_log_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    with _bar(40_000_000, "fetching it", Terminal("json").progress):
+    with _progress_bar(40_000_000, "downloading it", Terminal("json").progress):
         pass
     line = msgspec.json.decode(capsys.readouterr().err)
-    assert (line["level"], line["message"]) == ("INFO", "fetching it: 0 of 40 MB")
+    assert (line["level"], line["message"]) == ("INFO", "downloading it: 0 of 40 MB")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,9 @@ def test_too_little_disk_is_found_before_anything_is_fetched(
     with pytest.raises(Failure) as caught:
         fetch(entry, tmp_path)
     folder = tmp_path / "models" / entry.name
-    assert str(caught.value).startswith(f"no space in {folder}: 191 MB needed, {said} free; make")
+    assert str(caught.value).startswith(
+        f"not enough space in {folder}: 191 MB needed, {said} free; free some"
+    )
     assert [path.name for path in folder.iterdir()] == [".lock"]
 
 

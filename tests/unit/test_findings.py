@@ -91,8 +91,8 @@ def test_a_machine_that_has_all_is_well() -> None:
         (
             findings.threads(machine(quota=0.5, threads=1), {}),
             Verdict.DOUBT,
-            "1 of 8 cores (0.5 granted to this container)",
-            "a whole core",
+            "1 of 8 cores (this container may use 0.5)",
+            "at least one core",
         ),
         (
             findings.model(Preflight(error="1.00 GiB are free", remedy="less", is_memory=True))[0],
@@ -136,7 +136,7 @@ def test_a_machine_that_has_all_is_well() -> None:
         (findings.sockets(Path("/x"), "too long"), Verdict.BAD, "too long", "XDG_RUNTIME_DIR"),
         (findings.open_files(1024), Verdict.DOUBT, "1,024", "ulimit"),
         (findings.cache(Path("/c"), None, "read-only"), Verdict.BAD, "read-only", "TIDEGATE_HOME"),
-        (findings.cache(Path("/c"), 1 << 20, None), Verdict.DOUBT, "0.0 GiB", "room"),
+        (findings.cache(Path("/c"), 1 << 20, None), Verdict.DOUBT, "0.0 GiB", "free some space"),
     ],
     ids=lambda value: value.what if isinstance(value, Finding) else None,
 )

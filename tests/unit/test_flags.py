@@ -14,7 +14,7 @@ from protocol.config.base import about
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
-from tools.__main__ import main, parser
+from tools.__main__ import build_parser, main
 from tools.commands.serve import ROOMS, plan
 from tools.failure import Failure
 from tools.flags import Flag, OneLineParser, add_flags, build, flags_of
@@ -25,7 +25,7 @@ NUMBERS = [flag for flag in FLAGS if hasattr(flag.shape, "ge")]
 
 
 def options(*words: str) -> dict[str, object]:
-    return vars(parser().parse_args(["serve", *words]))
+    return vars(build_parser().parse_args(["serve", *words]))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -93,7 +93,7 @@ def test_a_number_beyond_its_bounds_is_one_line_that_names_option_and_bounds(
 
 @pytest.mark.parametrize("text", ["", "many", "1.5", "nan", " 8"])
 def test_what_is_no_whole_number_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--max-slots takes a whole number" in refusal(capsys, f"--max-slots={text}")
+    assert "--max-slots must be a whole number" in refusal(capsys, f"--max-slots={text}")
 
 
 def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(
@@ -185,4 +185,4 @@ def test_each_number_of_a_tuple_is_within_its_bounds(
 ) -> None:
     with pytest.raises(SystemExit):
         numbers("--sizes", text)
-    assert "--sizes takes a whole number from 1 to 9" in capsys.readouterr().err
+    assert "--sizes must be a whole number from 1 to 9" in capsys.readouterr().err

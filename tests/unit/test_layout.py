@@ -11,7 +11,7 @@ import pytest
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.sockets import check_address, engine_address, run_directory
-from tools.__main__ import parser
+from tools.__main__ import build_parser
 from tools.commands import engine as solo
 from tools.commands.serve import Plan, commands, plan
 from tools.failure import Failure
@@ -22,11 +22,11 @@ KEYED = ("--cluster-key", "some.key")
 
 
 def serve(*words: str) -> Plan:
-    return plan(vars(parser().parse_args(["serve", *words])))
+    return plan(vars(build_parser().parse_args(["serve", *words])))
 
 
 def engine(*words: str) -> EngineConfig:
-    options: dict[str, Any] = vars(parser().parse_args(["engine", *words]))
+    options: dict[str, Any] = vars(build_parser().parse_args(["engine", *words]))
     return solo.plan(options)[1]
 
 
@@ -102,7 +102,7 @@ def test_with_a_key_the_one_engine_takes_part_in_a_cluster() -> None:
         (("--split", "--render-only"), "cannot be combined"),
         (("--split", *KEYED), "--split makes its own key"),
         (("--kv-address", "tcp://a:1"), "needs --cluster-key"),
-        ((*KEYED, "--kv-address", "tcp://0.0.0.0:1"), "names no host"),
+        ((*KEYED, "--kv-address", "tcp://0.0.0.0:1"), "the host must be one"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(words: tuple[str, ...], why: str) -> None:
@@ -132,7 +132,7 @@ def test_an_engine_alone_is_where_it_was_told_to_be() -> None:
     [
         ((), "--cluster-key is required"),
         (("--role", "prefill", *KEYED), "needs --kv-address"),
-        (("--kv-address", "tcp://*:1", *KEYED), "names no host"),
+        (("--kv-address", "tcp://*:1", *KEYED), "the host must be one"),
     ],
 )
 def test_an_engine_that_could_not_do_its_part_is_refused(words: tuple[str, ...], why: str) -> None:

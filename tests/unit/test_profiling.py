@@ -14,7 +14,7 @@ from protocol.process_state import name_of
 from protocol.steps import Trace, Traced
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
-from tools.commands.profile import CpuSample, descendants, shares
+from tools.commands.profile import CpuSample, cores_used, descendants
 from worker.debug.tracing import Tracer
 
 US, THEM = b"us", b"them"
@@ -198,7 +198,7 @@ def test_a_server_is_its_process_and_all_below_whatever_they_are_called(tmp_path
 def test_shares_are_of_the_samples_around_the_recording() -> None:
     samples = [CpuSample(float(at), {1: at * 0.5, 2: 0.0}) for at in range(10)]
     samples[5] = CpuSample(5.0, {1: 4.5, 3: 1.0})
-    assert shares(samples, 2.5, 4.5) == {1: pytest.approx((4.5 - 1.0) / 3)}
-    assert shares(samples, 6.2, 6.8) == {1: pytest.approx(0.5), 2: 0.0}
-    assert shares(samples[:1], 0.0, 1.0) == {}
-    assert shares([], 0.0, 1.0) == {}
+    assert cores_used(samples, 2.5, 4.5) == {1: pytest.approx((4.5 - 1.0) / 3)}
+    assert cores_used(samples, 6.2, 6.8) == {1: pytest.approx(0.5), 2: 0.0}
+    assert cores_used(samples[:1], 0.0, 1.0) == {}
+    assert cores_used([], 0.0, 1.0) == {}

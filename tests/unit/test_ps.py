@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from protocol.devices import DeviceHolder
-from tools.commands.ps import ProcessUsage, duration, told
-from tools.commands.stop import asked, chosen
-from tools.processes.server_discovery import Found, RunDirectory, RunningProcess, look
+from tools.commands.ps import ProcessUsage, duration, format_found
+from tools.commands.stop import select, signal_targets
+from tools.processes.server_discovery import Found, RunDirectory, RunningProcess, discover
 
 SUPERVISOR, ENGINE = RunningProcess(10, 1, 5, "tools"), RunningProcess(11, 10, 6, "engine_core")
 
@@ -33,7 +33,7 @@ def test_each_state_of_a_place_is_told() -> None:
     holder = DeviceHolder(pid=13, place="engine-cd", model="small", since=1.7e9, shares=True)
     strays, devices = [RunningProcess(12, 1, 7, "worker")], {"gpu-0a1b": [holder]}
     found = Found([named, place(), lost, stale, free], strays, devices)
-    text = told(found, usages | {"engine-ab": ProcessUsage()})
+    text = format_found(found, usages | {"engine-ab": ProcessUsage()})
     assert text.splitlines() == [
         "port     7000: serves small at http://127.0.0.1:7000 (pid 10), up 1 h 2 min, 1.50 GiB",
         "         tools (pid 10)",
@@ -44,8 +44,8 @@ def test_each_state_of_a_place_is_told() -> None:
         "port     8001: lost its supervisor (pid 10)",
         "         engine_core (pid 11)",
         "engine   engine-ab: left behind",
-        "         sockets without anybody behind them: engine.sock",
-        "stray    worker (pid 12), of no server: kill 12",
+        "         sockets without a process: engine.sock",
+        "stray    worker (pid 12) belongs to no server; to end it: kill 12",
         "device   gpu-0a1b: pid 13 (small as engine-cd, since 2023-11-14 22:13:20 UTC, shared)",
     ]
 
@@ -59,12 +59,12 @@ def test_a_time_span_is_told_in_its_two_largest_units(seconds: float, words: str
 
 
 def test_the_first_process_is_asked_and_the_others_where_it_is_gone() -> None:
-    assert asked(place(), everybody=False) == [SUPERVISOR]
-    assert asked(place(), everybody=True) == [SUPERVISOR, ENGINE]
-    assert asked(place(leads=False, processes=[ENGINE]), everybody=False) == [ENGINE]
+    assert signal_targets(place(), kill=False) == [SUPERVISOR]
+    assert signal_targets(place(), kill=True) == [SUPERVISOR, ENGINE]
+    assert signal_targets(place(leads=False, processes=[ENGINE]), kill=False) == [ENGINE]
     one, other = place(), place(name="8001")
-    assert chosen(Found([one, other], []), ["8001", "8001"]) == [other]
-    assert chosen(Found([one, other], []), []) == [one, other]
+    assert select(Found([one, other], []), ["8001", "8001"]) == [other]
+    assert select(Found([one, other], []), []) == [one, other]
 
 
 def test_strays_are_rooms_of_ours_whose_parent_is_gone(tmp_path: Path) -> None:
@@ -79,6 +79,6 @@ def test_strays_are_rooms_of_ours_whose_parent_is_gone(tmp_path: Path) -> None:
         rest = " ".join(["0"] * 17 + [str(pid * 100)])
         (folder / "stat").write_text(f"{pid} (a (b) c) {state} {parent} {rest}")
         (folder / "cmdline").write_bytes(words.encode())
-    found = look(tmp_path / "none", tmp_path / "proc")
+    found = discover(tmp_path / "none", tmp_path / "proc")
     assert found == Found([], [RunningProcess(7, 1, 700, "worker")])
     assert os.getuid() == (tmp_path / "proc").stat().st_uid

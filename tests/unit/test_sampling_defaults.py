@@ -10,7 +10,7 @@ from protocol import card_file
 from protocol.config.gateway import GatewayConfig
 from protocol.model_card import SamplingDefaults, sampling_defaults
 from tests.unit.test_card import directory
-from tools.__main__ import parser
+from tools.__main__ import build_parser
 from tools.commands.serve import Plan, plan
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT
@@ -19,7 +19,7 @@ from worker.startup.card import main
 
 
 def serve(*words: str) -> Plan:
-    return plan(vars(parser().parse_args(["serve", *words])))
+    return plan(vars(build_parser().parse_args(["serve", *words])))
 
 
 def test_the_stronger_defaults_win_one_by_one() -> None:

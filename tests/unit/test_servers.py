@@ -56,21 +56,24 @@ def test_of_several_servers_one_has_to_be_named(serve: Serve) -> None:
     serve(8005, model="small")
     other = serve(8006)
     words, code = refusal()
-    assert words == "2 servers run here: 8005 (small), 8006; choose with --port"
+    assert words == "2 servers are running: 8005 (small), 8006; select one with --port"
     assert code == 2
-    with pytest.raises(Failure, match="2 servers run here"):
+    with pytest.raises(Failure, match="2 servers are running"):
         server_url(said())
     assert local_server(said("--port", "8006")) == other
     assert local_server(said("--url", "localhost:8006")) == other
 
 
 def test_a_server_that_does_not_run_is_told_with_those_that_do(serve: Serve) -> None:
-    assert refusal() == ("no server runs here; start one: tidegate serve", 1)
-    assert refusal("--port", "9") == ("no server runs on port 9; start one: tidegate serve", 1)
+    assert refusal() == ("no server is running; start one: tidegate serve", 1)
+    assert refusal("--port", "9") == (
+        "no server is running on port 9; start one: tidegate serve",
+        1,
+    )
     serve(8005, model="small")
-    assert refusal("--port", "9") == ("no server runs on port 9; running: 8005 (small)", 1)
+    assert refusal("--port", "9") == ("no server is running on port 9; running: 8005 (small)", 1)
     far = "https://far.example/v"
-    assert refusal("--url", far) == (f"no server of yours on this machine is at {far}", 1)
+    assert refusal("--url", far) == (f"none of your servers on this machine has the URL {far}", 1)
 
 
 def test_over_http_the_server_may_be_anybodys(serve: Serve) -> None:
@@ -83,7 +86,7 @@ def test_over_http_the_server_may_be_anybodys(serve: Serve) -> None:
 
 def test_two_names_for_one_server_are_a_usage_error(serve: Serve) -> None:
     for find in (local_server, server_url):
-        with pytest.raises(Failure, match="give one of them") as caught:
+        with pytest.raises(Failure, match="give only one") as caught:
             find(said("--port", "9", "--url", "localhost"))
         assert caught.value.exit_code == 2
 

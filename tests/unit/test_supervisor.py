@@ -1,4 +1,4 @@
-"""What becomes of a server's processes: failures, drains and impatience, as lists of orders."""
+"""What becomes of a server's processes: failures, drains and impatience, as lists of actions."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from signal import SIGINT, SIGKILL, SIGQUIT, SIGTERM
 import pytest
 
 from protocol.exit_codes import ExitCode
-from tools.processes.children import last_words
-from tools.processes.restart_policy import LONGEST_WAIT_S, WINDOW_S, RestartPolicy
+from tools.processes.children import last_error_line
+from tools.processes.restart_policy import MAX_DELAY_S, WINDOW_S, RestartPolicy
 from tools.processes.supervisor import (
     GRACE_S,
     NEXT_PHASE,
-    SAME_WISH_S,
+    SAME_SIGNAL_S,
     STOP_S,
     STOPPED_S,
     UNUSED_STOP_S,
+    Action,
     EndServer,
     KillProcess,
     LogAction,
-    Order,
     ProcessExit,
     SendSignal,
     StartProcess,
-    Stopped,
+    StoppedProcess,
     Supervisor,
     SupervisorEvent,
     SupervisorPhase,
@@ -39,22 +39,24 @@ def starting(max_restarts: int = 0) -> Supervisor:
         start_timeout_s=60.0,
         drain_s=DRAIN_S,
         restarts=RestartPolicy(max_restarts),
-        revives=["gateway"],
+        restarts_children=["gateway"],
     )
 
 
 def serving(max_restarts: int = 0) -> Supervisor:
     supervisor = starting(max_restarts)
-    assert supervisor.ready() == []
+    assert supervisor.on_ready() == []
     return supervisor
 
 
-def deeds(orders: list[Order]) -> list[Order]:
-    return [order for order in orders if not isinstance(order, LogAction)]
+def deeds(actions: list[Action]) -> list[Action]:
+    return [action for action in actions if not isinstance(action, LogAction)]
 
 
-def complaints(orders: list[Order]) -> list[str]:
-    return [order.text for order in orders if isinstance(order, LogAction) and order.is_failure]
+def complaints(actions: list[Action]) -> list[str]:
+    return [
+        action.text for action in actions if isinstance(action, LogAction) and action.is_failure
+    ]
 
 
 @pytest.mark.parametrize("made", [starting, serving])
@@ -62,47 +64,47 @@ def complaints(orders: list[Order]) -> list[str]:
 def test_a_child_that_leaves_by_itself_takes_the_others_with_it(made, code: int) -> None:
     supervisor = made()
     exit = ProcessExit("engine", code, "out of memory", ExitCode.OUT_OF_MEMORY)
-    orders = supervisor.exited(exit, 5.0)
-    assert deeds(orders) == [SendSignal("gateway", SIGQUIT)]
-    assert complaints(orders) == [exit.cause]
+    actions = supervisor.on_exit(exit, 5.0)
+    assert deeds(actions) == [SendSignal("gateway", SIGQUIT)]
+    assert complaints(actions) == [exit.cause]
     wanted = 128 + SIGKILL if code < 0 else ExitCode.OUT_OF_MEMORY
-    assert supervisor.exited(ProcessExit("gateway", 0), 6.0) == [EndServer(wanted)]
+    assert supervisor.on_exit(ProcessExit("gateway", 0), 6.0) == [EndServer(wanted)]
 
 
 def test_a_failure_ends_all_others_at_once_so_that_each_can_send_its_clients_an_error() -> None:
     names = ["gateway", "decode engine", "prefill engine"]
     supervisor = Supervisor(names, 0.0, start_timeout_s=60.0, drain_s=DRAIN_S)
-    supervisor.ready()
-    orders = supervisor.exited(ProcessExit("prefill engine", -SIGKILL), 5.0)
-    assert deeds(orders) == [SendSignal("gateway", SIGQUIT), SendSignal("decode engine", SIGQUIT)]
+    supervisor.on_ready()
+    actions = supervisor.on_exit(ProcessExit("prefill engine", -SIGKILL), 5.0)
+    assert deeds(actions) == [SendSignal("gateway", SIGQUIT), SendSignal("decode engine", SIGQUIT)]
 
 
 def test_only_the_first_cause_is_told() -> None:
     supervisor = serving()
-    supervisor.exited(ProcessExit("engine", 1), 5.0)
-    assert supervisor.exited(ProcessExit("gateway", 3, "engine lost"), 5.1) == [EndServer(1)]
+    supervisor.on_exit(ProcessExit("engine", 1), 5.0)
+    assert supervisor.on_exit(ProcessExit("gateway", 3, "engine lost"), 5.1) == [EndServer(1)]
 
 
 def test_who_does_not_stop_after_a_failure_is_killed() -> None:
     supervisor = serving()
-    supervisor.exited(ProcessExit("engine", 1), 5.0)
+    supervisor.on_exit(ProcessExit("engine", 1), 5.0)
     assert supervisor.tick(5.0 + STOP_S - 0.1) == []
     assert supervisor.tick(5.0 + STOP_S) == [SendSignal("gateway", SIGKILL)]
-    assert supervisor.exited(ProcessExit("gateway", -SIGKILL), 16.0) == [EndServer(1)]
+    assert supervisor.on_exit(ProcessExit("gateway", -SIGKILL), 16.0) == [EndServer(1)]
 
 
 def test_nobody_waits_long_for_a_server_that_failed_before_it_was_ready() -> None:
     supervisor = starting()
-    supervisor.exited(ProcessExit("engine", 1), 5.0)
+    supervisor.on_exit(ProcessExit("engine", 1), 5.0)
     assert supervisor.tick(5.0 + UNUSED_STOP_S) == [SendSignal("gateway", SIGKILL)]
 
 
 def test_a_server_that_does_not_get_ready_is_given_up() -> None:
     supervisor = starting()
     assert supervisor.tick(59.9) == []
-    orders = supervisor.tick(60.0)
-    assert deeds(orders) == [SendSignal("gateway", SIGQUIT), SendSignal("engine", SIGQUIT)]
-    assert complaints(orders) == ["not ready after 60 s"]
+    actions = supervisor.tick(60.0)
+    assert deeds(actions) == [SendSignal("gateway", SIGQUIT), SendSignal("engine", SIGQUIT)]
+    assert complaints(actions) == ["not ready after 60 s"]
 
 
 def test_a_server_that_is_ready_may_run_for_ever() -> None:
@@ -114,72 +116,72 @@ def test_a_server_that_is_ready_may_run_for_ever() -> None:
 @pytest.mark.parametrize("made", [starting, serving])
 def test_a_drain_stops_the_gateway_then_the_engine_and_ends_well(made) -> None:
     supervisor = made()
-    assert deeds(supervisor.interrupted(SIGTERM, 5.0)) == [SendSignal("gateway", SIGTERM)]
+    assert deeds(supervisor.on_signal(SIGTERM, 5.0)) == [SendSignal("gateway", SIGTERM)]
     assert supervisor.deadline == 5.0 + DRAIN_S + GRACE_S
-    assert supervisor.exited(ProcessExit("gateway", 0), 20.0) == [SendSignal("engine", SIGTERM)]
+    assert supervisor.on_exit(ProcessExit("gateway", 0), 20.0) == [SendSignal("engine", SIGTERM)]
     assert supervisor.deadline == 20.0 + DRAIN_S + GRACE_S
-    assert supervisor.exited(ProcessExit("engine", 0), 21.0) == [EndServer(0)]
+    assert supervisor.on_exit(ProcessExit("engine", 0), 21.0) == [EndServer(0)]
     assert supervisor.phase is SupervisorPhase.ENDED
 
 
 def test_a_child_that_dies_of_our_own_signal_has_left_well() -> None:
     supervisor = starting()
-    supervisor.interrupted(SIGINT, 0.1)
-    supervisor.exited(ProcessExit("gateway", -SIGTERM), 0.2)
-    assert supervisor.exited(ProcessExit("engine", -SIGTERM), 0.3) == [EndServer(0)]
+    supervisor.on_signal(SIGINT, 0.1)
+    supervisor.on_exit(ProcessExit("gateway", -SIGTERM), 0.2)
+    assert supervisor.on_exit(ProcessExit("engine", -SIGTERM), 0.3) == [EndServer(0)]
 
 
 def test_a_child_that_breaks_on_the_way_out_is_a_failure() -> None:
     supervisor = serving()
-    supervisor.interrupted(SIGINT, 5.0)
-    orders = supervisor.exited(ProcessExit("gateway", 1, "KeyError: 'x'"), 6.0)
-    assert deeds(orders) == [SendSignal("engine", SIGTERM)]
-    assert "KeyError: 'x'" in complaints(orders)[0]
-    assert supervisor.exited(ProcessExit("engine", 0), 7.0) == [EndServer(1)]
+    supervisor.on_signal(SIGINT, 5.0)
+    actions = supervisor.on_exit(ProcessExit("gateway", 1, "KeyError: 'x'"), 6.0)
+    assert deeds(actions) == [SendSignal("engine", SIGTERM)]
+    assert "KeyError: 'x'" in complaints(actions)[0]
+    assert supervisor.on_exit(ProcessExit("engine", 0), 7.0) == [EndServer(1)]
 
 
 def test_an_engine_that_dies_while_the_gateway_drains_is_a_failure_and_the_drain_goes_on() -> None:
     supervisor = serving()
-    supervisor.interrupted(SIGINT, 5.0)
-    orders = supervisor.exited(ProcessExit("engine", -SIGKILL), 6.0)
-    assert deeds(orders) == []
-    assert complaints(orders) == ["while stopping, engine was killed by SIGKILL"]
+    supervisor.on_signal(SIGINT, 5.0)
+    actions = supervisor.on_exit(ProcessExit("engine", -SIGKILL), 6.0)
+    assert deeds(actions) == []
+    assert complaints(actions) == ["while stopping, engine was killed by SIGKILL"]
     assert supervisor.deadline == 5.0 + DRAIN_S + GRACE_S
-    assert supervisor.exited(ProcessExit("gateway", 0), 7.0) == [EndServer(128 + SIGKILL)]
+    assert supervisor.on_exit(ProcessExit("gateway", 0), 7.0) == [EndServer(128 + SIGKILL)]
 
 
 def test_a_second_ctrl_c_kills_all_that_live() -> None:
     supervisor = serving()
-    supervisor.interrupted(SIGINT, 5.0)
+    supervisor.on_signal(SIGINT, 5.0)
     both = [SendSignal("gateway", SIGKILL), SendSignal("engine", SIGKILL)]
-    assert deeds(supervisor.interrupted(SIGINT, 6.0)) == both
-    assert supervisor.interrupted(SIGINT, 7.0) == []
-    assert supervisor.exited(ProcessExit("gateway", -SIGKILL), 7.1) == []
-    assert supervisor.exited(ProcessExit("engine", -SIGKILL), 7.2) == [EndServer(128 + SIGINT)]
+    assert deeds(supervisor.on_signal(SIGINT, 6.0)) == both
+    assert supervisor.on_signal(SIGINT, 7.0) == []
+    assert supervisor.on_exit(ProcessExit("gateway", -SIGKILL), 7.1) == []
+    assert supervisor.on_exit(ProcessExit("engine", -SIGKILL), 7.2) == [EndServer(128 + SIGINT)]
 
 
 def test_the_same_signal_sent_twice_at_once_is_one_wish() -> None:
     supervisor = serving()
-    supervisor.interrupted(SIGTERM, 5.0)
-    assert supervisor.interrupted(SIGTERM, 5.0 + SAME_WISH_S / 2) == []
+    supervisor.on_signal(SIGTERM, 5.0)
+    assert supervisor.on_signal(SIGTERM, 5.0 + SAME_SIGNAL_S / 2) == []
     assert supervisor.phase is SupervisorPhase.DRAINING
 
 
 def test_a_drain_that_takes_too_long_is_cut_short_and_no_success() -> None:
     supervisor = serving()
-    supervisor.interrupted(SIGTERM, 5.0)
-    orders = supervisor.tick(5.0 + DRAIN_S + GRACE_S)
-    assert deeds(orders) == [SendSignal("gateway", SIGKILL), SendSignal("engine", SIGKILL)]
-    assert complaints(orders) == ["gateway did not stop in time and will be killed"]
-    supervisor.exited(ProcessExit("gateway", -SIGKILL), 41.0)
-    assert supervisor.exited(ProcessExit("engine", -SIGKILL), 41.0) == [EndServer(1)]
+    supervisor.on_signal(SIGTERM, 5.0)
+    actions = supervisor.tick(5.0 + DRAIN_S + GRACE_S)
+    assert deeds(actions) == [SendSignal("gateway", SIGKILL), SendSignal("engine", SIGKILL)]
+    assert complaints(actions) == ["gateway did not stop in time and will be killed"]
+    supervisor.on_exit(ProcessExit("gateway", -SIGKILL), 41.0)
+    assert supervisor.on_exit(ProcessExit("engine", -SIGKILL), 41.0) == [EndServer(1)]
 
 
 def test_readiness_that_comes_too_late_changes_nothing() -> None:
     supervisor = starting()
-    supervisor.interrupted(SIGTERM, 5.0)
+    supervisor.on_signal(SIGTERM, 5.0)
     deadline = supervisor.deadline
-    assert supervisor.ready() == []
+    assert supervisor.on_ready() == []
     assert (supervisor.phase, supervisor.deadline) == (SupervisorPhase.DRAINING, deadline)
 
 
@@ -189,43 +191,45 @@ DRAINED = ProcessExit("engine", 0, "drained, as the client 'drain' asked", ExitC
 @pytest.mark.parametrize("made", [starting, serving, lambda: serving(max_restarts=3)])
 def test_an_engine_that_drained_as_somebody_asked_is_the_good_end_of_its_server(made) -> None:
     supervisor = made()
-    orders = supervisor.exited(DRAINED, 5.0)
+    actions = supervisor.on_exit(DRAINED, 5.0)
     said = "engine drained, as the client 'drain' asked; the server stops"
-    assert orders == [LogAction(said), SendSignal("gateway", SIGTERM)]
+    assert actions == [LogAction(said), SendSignal("gateway", SIGTERM)]
     assert (supervisor.phase, supervisor.deadline) == (
         SupervisorPhase.FOLLOWING,
         5.0 + DRAIN_S + GRACE_S,
     )
-    assert supervisor.exited(ProcessExit("gateway", 0), 6.0) == [EndServer(ExitCode.OK)]
+    assert supervisor.on_exit(ProcessExit("gateway", 0), 6.0) == [EndServer(ExitCode.OK)]
 
 
 def test_a_gateway_that_left_as_it_was_asked_to_is_told_so_whatever_it_said_last() -> None:
     supervisor = serving()
-    orders = supervisor.exited(ProcessExit("gateway", 0, "[ERROR] of an hour ago"), 5.0)
-    said = "gateway left, as somebody else than its supervisor asked; the server stops"
-    assert orders == [LogAction(said), SendSignal("engine", SIGTERM)]
-    assert supervisor.exited(ProcessExit("engine", 0), 6.0) == [EndServer(ExitCode.OK)]
+    actions = supervisor.on_exit(ProcessExit("gateway", 0, "[ERROR] of an hour ago"), 5.0)
+    said = "gateway exited, but not because of its supervisor; the server stops"
+    assert actions == [LogAction(said), SendSignal("engine", SIGTERM)]
+    assert supervisor.on_exit(ProcessExit("engine", 0), 6.0) == [EndServer(ExitCode.OK)]
 
 
 def test_a_signal_while_the_others_follow_is_the_first_wish_and_kills_nobody() -> None:
     supervisor = serving()
-    supervisor.exited(DRAINED, 5.0)
-    assert deeds(supervisor.interrupted(SIGTERM, 6.0)) == []
+    supervisor.on_exit(DRAINED, 5.0)
+    assert deeds(supervisor.on_signal(SIGTERM, 6.0)) == []
     assert supervisor.phase is SupervisorPhase.DRAINING
-    assert supervisor.exited(ProcessExit("gateway", 0), 7.0) == [EndServer(ExitCode.OK)]
+    assert supervisor.on_exit(ProcessExit("gateway", 0), 7.0) == [EndServer(ExitCode.OK)]
 
 
 def test_who_does_not_follow_in_time_is_killed() -> None:
     supervisor = serving()
-    supervisor.exited(DRAINED, 5.0)
+    supervisor.on_exit(DRAINED, 5.0)
     assert deeds(supervisor.tick(5.0 + DRAIN_S + GRACE_S)) == [SendSignal("gateway", SIGKILL)]
-    assert supervisor.exited(ProcessExit("gateway", -SIGKILL), 41.0) == [EndServer(ExitCode.FAILED)]
+    assert supervisor.on_exit(ProcessExit("gateway", -SIGKILL), 41.0) == [
+        EndServer(ExitCode.FAILED)
+    ]
 
 
 def test_an_engine_that_drains_while_another_is_away_does_not_wait_for_it() -> None:
     supervisor = restarted(5.0)
-    supervisor.exited(KILLED, 6.0)
-    assert deeds(supervisor.exited(ProcessExit("gateway", 0), 6.5)) == [EndServer(ExitCode.OK)]
+    supervisor.on_exit(KILLED, 6.0)
+    assert deeds(supervisor.on_exit(ProcessExit("gateway", 0), 6.5)) == [EndServer(ExitCode.OK)]
 
 
 def test_the_cause_is_one_line_with_name_code_and_last_words() -> None:
@@ -241,7 +245,7 @@ KILLED = ProcessExit("engine", -SIGKILL)
 def restarted(at: float = 5.0) -> Supervisor:
     """Its engine has died once, and runs again."""
     supervisor = serving(max_restarts=3)
-    assert deeds(supervisor.exited(KILLED, at)) == [StartProcess("engine")]
+    assert deeds(supervisor.on_exit(KILLED, at)) == [StartProcess("engine")]
     return supervisor
 
 
@@ -252,102 +256,100 @@ def test_an_engine_that_dies_is_started_again_at_once_and_the_gateway_is_left_al
         ["gateway", "engine"],
     )
     assert supervisor.deadline == 5.0 + 60.0
-    assert supervisor.ready() == []
+    assert supervisor.on_ready() == []
     assert (supervisor.phase, supervisor.deadline) == (SupervisorPhase.SERVING, None)
 
 
 def test_the_second_restart_waits_and_each_one_after_it_twice_as_long() -> None:
     supervisor = restarted(5.0)
-    supervisor.ready()
-    orders = supervisor.exited(KILLED, 6.0)
-    assert deeds(orders) == []
-    assert "in 1 s (restart 2 of at most 3" in complaints(orders)[0]
+    supervisor.on_ready()
+    actions = supervisor.on_exit(KILLED, 6.0)
+    assert deeds(actions) == []
+    assert "in 1 s (restart 2 of at most 3" in complaints(actions)[0]
     assert supervisor.deadline == 7.0
-    assert supervisor.ready() == []
+    assert supervisor.on_ready() == []
     assert supervisor.phase is SupervisorPhase.RESTARTING, "the old one may still have looked ready"
     assert supervisor.tick(6.9) == []
     assert supervisor.tick(7.0) == [StartProcess("engine")]
-    assert supervisor.exited(KILLED, 8.0)
+    assert supervisor.on_exit(KILLED, 8.0)
     assert supervisor.deadline == 10.0
 
 
 def test_more_deaths_than_the_limit_end_the_server_with_the_last_cause() -> None:
     supervisor = restarted(5.0)
     for now in (6.0, 10.0):
-        supervisor.exited(KILLED, now)
-        supervisor.tick(now + LONGEST_WAIT_S)
-    orders = supervisor.exited(KILLED, 50.0)
-    assert deeds(orders) == [SendSignal("gateway", SIGQUIT)]
-    assert complaints(orders) == [
-        "engine was killed by SIGKILL; it was started again 3 times, which did not help"
-    ]
-    assert supervisor.exited(ProcessExit("gateway", 0), 51.0) == [EndServer(128 + SIGKILL)]
+        supervisor.on_exit(KILLED, now)
+        supervisor.tick(now + MAX_DELAY_S)
+    actions = supervisor.on_exit(KILLED, 50.0)
+    assert deeds(actions) == [SendSignal("gateway", SIGQUIT)]
+    assert complaints(actions) == ["engine was killed by SIGKILL; 3 restarts did not help"]
+    assert supervisor.on_exit(ProcessExit("gateway", 0), 51.0) == [EndServer(128 + SIGKILL)]
 
 
 def test_deaths_of_long_ago_do_not_count() -> None:
     restarts = RestartPolicy(1)
-    assert restarts.after(ExitCode.ENGINE_LOST, 1, 0.0) == 0.0
-    assert restarts.after(ExitCode.ENGINE_LOST, 1, WINDOW_S) is None
-    assert restarts.after(ExitCode.ENGINE_LOST, 1, WINDOW_S + 1) == 0.0
+    assert restarts.delay(ExitCode.ENGINE_LOST, 1, 0.0) == 0.0
+    assert restarts.delay(ExitCode.ENGINE_LOST, 1, WINDOW_S) is None
+    assert restarts.delay(ExitCode.ENGINE_LOST, 1, WINDOW_S + 1) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("stands_for", "code"), [(ExitCode.BAD_MODEL, 5), (ExitCode.USAGE, 2), (ExitCode.IN_USE, 6)]
+    ("server_code", "code"), [(ExitCode.BAD_MODEL, 5), (ExitCode.USAGE, 2), (ExitCode.IN_USE, 6)]
 )
-def test_what_a_restart_does_not_mend_is_not_started_again(stands_for: int, code: int) -> None:
+def test_what_a_restart_does_not_mend_is_not_started_again(server_code: int, code: int) -> None:
     supervisor = serving(max_restarts=3)
-    orders = supervisor.exited(ProcessExit("engine", code, "", stands_for), 5.0)
-    assert deeds(orders) == [SendSignal("gateway", SIGQUIT)]
+    actions = supervisor.on_exit(ProcessExit("engine", code, "", server_code), 5.0)
+    assert deeds(actions) == [SendSignal("gateway", SIGQUIT)]
 
 
 def test_who_never_was_ready_is_not_started_again() -> None:
-    assert deeds(starting(3).exited(KILLED, 5.0)) == [SendSignal("gateway", SIGQUIT)]
+    assert deeds(starting(3).on_exit(KILLED, 5.0)) == [SendSignal("gateway", SIGQUIT)]
 
 
 def test_a_restart_that_does_not_get_ready_is_given_up() -> None:
     supervisor = restarted(5.0)
     assert complaints(supervisor.tick(65.0)) == ["not ready after 60 s"]
-    supervisor.exited(ProcessExit("gateway", 0), 66.0)
-    assert supervisor.exited(ProcessExit("engine", 0), 66.0) == [EndServer(ExitCode.NOT_READY)]
+    supervisor.on_exit(ProcessExit("gateway", 0), 66.0)
+    assert supervisor.on_exit(ProcessExit("engine", 0), 66.0) == [EndServer(ExitCode.NOT_READY)]
 
 
 def test_a_drain_while_a_child_is_away_does_not_wait_for_it() -> None:
     supervisor = restarted(5.0)
-    supervisor.exited(KILLED, 6.0)
-    assert deeds(supervisor.interrupted(SIGTERM, 6.5)) == [SendSignal("gateway", SIGTERM)]
+    supervisor.on_exit(KILLED, 6.0)
+    assert deeds(supervisor.on_signal(SIGTERM, 6.5)) == [SendSignal("gateway", SIGTERM)]
     assert supervisor.tick(8.0) == []
-    assert supervisor.exited(ProcessExit("gateway", 0), 9.0) == [EndServer(0)]
+    assert supervisor.on_exit(ProcessExit("gateway", 0), 9.0) == [EndServer(0)]
 
 
 def test_a_supervisor_with_nobody_left_who_waits_for_a_restart_does_not_end() -> None:
     supervisor = Supervisor(
         ["engine"], 0.0, start_timeout_s=60, drain_s=DRAIN_S, restarts=RestartPolicy(2)
     )
-    supervisor.ready()
-    supervisor.exited(KILLED, 5.0)
-    assert deeds(supervisor.exited(KILLED, 6.0)) == []
-    assert deeds(supervisor.interrupted(SIGTERM, 6.5)) == [EndServer(0)]
+    supervisor.on_ready()
+    supervisor.on_exit(KILLED, 5.0)
+    assert deeds(supervisor.on_exit(KILLED, 6.0)) == []
+    assert deeds(supervisor.on_signal(SIGTERM, 6.5)) == [EndServer(0)]
 
 
-STOPPED_WORKER = Stopped("gateway", 12, is_child=False)
-STOPPED_ENGINE = Stopped("engine", 13, is_child=True)
+STOPPED_WORKER = StoppedProcess("gateway", 12, is_child=False)
+STOPPED_ENGINE = StoppedProcess("engine", 13, is_child=True)
 
 
 def test_a_stopped_gateway_process_is_killed_for_its_master_starts_another() -> None:
     supervisor = serving()
-    assert supervisor.saw([STOPPED_WORKER], 5.0) == []
-    assert supervisor.saw([], 6.0) == []
-    assert supervisor.saw([STOPPED_WORKER], 7.0) == []
-    assert supervisor.saw([STOPPED_WORKER], 7.0 + STOPPED_S - 0.1) == []
-    orders = supervisor.saw([STOPPED_WORKER], 7.0 + STOPPED_S)
-    assert deeds(orders) == [KillProcess("gateway", 12)]
+    assert supervisor.on_stopped([STOPPED_WORKER], 5.0) == []
+    assert supervisor.on_stopped([], 6.0) == []
+    assert supervisor.on_stopped([STOPPED_WORKER], 7.0) == []
+    assert supervisor.on_stopped([STOPPED_WORKER], 7.0 + STOPPED_S - 0.1) == []
+    actions = supervisor.on_stopped([STOPPED_WORKER], 7.0 + STOPPED_S)
+    assert deeds(actions) == [KillProcess("gateway", 12)]
 
 
 def test_a_stopped_engine_is_killed_only_where_it_comes_back() -> None:
     for max_restarts, wanted in ((0, []), (3, [KillProcess("engine", 13)])):
         supervisor = serving(max_restarts)
-        supervisor.saw([STOPPED_ENGINE], 5.0)
-        assert deeds(supervisor.saw([STOPPED_ENGINE], 5.0 + STOPPED_S)) == wanted
+        supervisor.on_stopped([STOPPED_ENGINE], 5.0)
+        assert deeds(supervisor.on_stopped([STOPPED_ENGINE], 5.0 + STOPPED_S)) == wanted
 
 
 def test_every_phase_but_the_last_can_be_left_and_the_last_only_without_children() -> None:
@@ -379,4 +381,4 @@ def test_every_phase_but_the_last_can_be_left_and_the_last_only_without_children
 def test_the_last_words_are_the_last_error_or_else_the_last_line(
     lines: list[str], words: str
 ) -> None:
-    assert last_words(lines) == words
+    assert last_error_line(lines) == words

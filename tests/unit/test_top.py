@@ -10,7 +10,7 @@ import pytest
 from protocol.messages import EngineStatus, Limits, RequestView
 from protocol.stats import EngineStats
 from tools.printable import clean
-from tools.top.picture import Paper, TopScene, age, bar, curve, picture
+from tools.top.picture import Canvas, TopScene, age, bar, curve, render
 from tools.top.rates import Rates, rates
 
 LIMITS = Limits(
@@ -33,7 +33,7 @@ def a_row(name: str = "chatcmpl-1", **more) -> RequestView:
 
 
 def drawn(*views: EngineStatus, **paper) -> list[str]:
-    return picture(TopScene("tiny", LIMITS, views), Paper(**paper))
+    return render(TopScene("tiny", LIMITS, views), Canvas(**paper))
 
 
 def test_rates_are_differences_by_the_engines_own_clock() -> None:
@@ -70,7 +70,7 @@ END = ["alice", "gateway-7"]
 def test_an_engine_that_drains_or_is_lost_says_so_first() -> None:
     assert "draining" in drawn(a_view(draining=True))[0]
     scene = TopScene("tiny", LIMITS, [a_view()], "the engine has been silent for 4.0 s")
-    assert "silent for 4.0 s" in picture(scene, Paper())[0]
+    assert "silent for 4.0 s" in render(scene, Canvas())[0]
 
 
 @pytest.mark.parametrize("width", [10, 40, 61, 80, 200])

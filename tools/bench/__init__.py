@@ -1,10 +1,9 @@
-"""`tidegate bench`: the load that clients make, and how long they wait.
+"""The parts of `tidegate bench`. The command itself is `tools.commands.bench`.
 
-    config.py     what is asked for              datasets.py   the prompts
-    answers.py    bytes -> one measured answer   client.py     sockets, and when bytes came
-    load.py       when requests are sent         stats.py      answers -> one summary a load
-    report.py     tables                         plot.py, page.py   pictures
-    command.py    `tidegate bench`               bench_step.py       `tidegate bench step`
+    config.py     the options                    datasets.py        the prompts
+    answers.py    bytes -> one measured answer   client.py          HTTP, and arrival times
+    load.py       sends the requests             stats.py           answers -> summary of a load
+    report.py     tables                         plot.py, page.py   plots and the HTML page
 
-Only client.py, load.py, command.py and bench_step.py do I/O.
+Only client.py and load.py do I/O; datasets.py reads the file of `--file`.
 """

@@ -1,8 +1,8 @@
-"""From the bytes of a socket to one measured answer: pure machines that are pushed, for any cut.
+"""Incremental parsers from the bytes of a socket to one measured answer. Pure.
 
     bytes -> ResponseReader (HTTP/1.1) -> EventReader (sse.py) -> AnswerReader (chunks)
 
-The time is an argument: when the bytes were there.
+The arrival time of the bytes is an argument.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tools.http.sse import DONE, EventReader
 
 OK = 200
 MAX_HEAD_BYTES = 1 << 16
-COMPLAINT_CHARS = 200
+MESSAGE_CHARS = 200
 
 
 class BadResponse(Exception):
-    """What came is no HTTP response."""
+    """The bytes are not a valid HTTP response."""
 
 
-class At(Enum):
-    """Where in a response the next byte stands."""
+class ResponsePart(Enum):
+    """The part of a response that the next byte belongs to."""
 
     HEAD = auto()
-    BODY = auto()  # `_left` more bytes; None: until the connection ends
+    BODY = auto()  # `_left` more bytes, or until the connection ends if that is None
     CHUNK_SIZE = auto()
     CHUNK = auto()  # `_left` more bytes
     CHUNK_END = auto()
@@ -38,28 +38,28 @@ class At(Enum):
 
 
 class ResponseReader:
-    """One response. `status` and `headers` (names in lower case) are known once HEAD is behind."""
+    """Parses one response. `status` and `headers` (names in lower case) are set after the HEAD."""
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
-        self.at = At.HEAD
+        self.part = ResponsePart.HEAD
         self._left: int | None = None
         self._held = b""
 
-    def feed(self, data: bytes) -> bytes:
-        """What of the body is in `data`. Raises BadResponse."""
+    def push(self, data: bytes) -> bytes:
+        """Return the part of the body that is in `data`. Raises BadResponse."""
         data = self._held + data if self._held else data
         self._held = b""
         body = []
-        while data and self.at is not At.END:
-            match self.at:
-                case At.BODY | At.CHUNK:
+        while data and self.part is not ResponsePart.END:
+            match self.part:
+                case ResponsePart.BODY | ResponsePart.CHUNK:
                     piece = data if self._left is None else data[: self._left]
                     data = data[len(piece) :]
                     body.append(piece)
                     self._count(len(piece))
-                case At.HEAD:
+                case ResponsePart.HEAD:
                     head, found, rest = data.partition(b"\r\n\r\n")
                     if not found:
                         break
@@ -74,64 +74,68 @@ class ResponseReader:
         self._hold(data)
         return b"".join(body)
 
-    def close(self) -> None:
-        """The connection has ended: a body without a length is complete."""
-        if self.at is At.BODY and self._left is None:
-            self.at = At.END
+    def finish(self) -> None:
+        """Handle the end of the connection: a body without a length is complete."""
+        if self.part is ResponsePart.BODY and self._left is None:
+            self.part = ResponsePart.END
 
     @property
     def keeps_alive(self) -> bool:
-        return self.at is At.END and self.headers.get("connection", "").lower() != "close"
+        return (
+            self.part is ResponsePart.END and self.headers.get("connection", "").lower() != "close"
+        )
 
     def _hold(self, data: bytes) -> None:
         if len(data) > MAX_HEAD_BYTES:
-            raise BadResponse("a line of the response has no end")
+            raise BadResponse(f"a line of the response exceeds {MAX_HEAD_BYTES} bytes")
         self._held = data
 
     def _count(self, size: int) -> None:
         if self._left is not None:
             self._left -= size
             if not self._left:
-                self.at = At.END if self.at is At.BODY else At.CHUNK_END
+                self.part = (
+                    ResponsePart.END if self.part is ResponsePart.BODY else ResponsePart.CHUNK_END
+                )
 
     def _read_head(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         version, _, rest = first.partition(" ")
         if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-            raise BadResponse(f"no HTTP response: {first[:40]!r}")
+            raise BadResponse(f"not an HTTP response: {first[:40]!r}")
         self.status = int(rest[:3])
-        if self.status < OK:  # 100 Continue and the like: the response proper follows
+        if self.status < OK:  # an interim response, such as 100 Continue: the final one follows
             return
         pairs = (line.partition(":") for line in lines)
         self.headers = {name.lower(): value.strip() for name, _, value in pairs}
         if version == "HTTP/1.0":
             self.headers["connection"] = "close"
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            self.at = At.CHUNK_SIZE
+            self.part = ResponsePart.CHUNK_SIZE
             return
         length = self.headers.get("content-length")
         if length is not None and not length.isdigit():
-            raise BadResponse(f"Content-Length: {length}")
+            raise BadResponse(f"invalid Content-Length: {length}")
         self._left = None if length is None else int(length)
-        self.at = At.END if self._left == 0 else At.BODY
+        self.part = ResponsePart.END if self._left == 0 else ResponsePart.BODY
         if length is None:
             self.headers["connection"] = "close"
 
     def _read_line(self, line: bytes) -> None:
-        match self.at:
-            case At.CHUNK_SIZE:
+        match self.part:
+            case ResponsePart.CHUNK_SIZE:
                 try:
                     self._left = int(line.partition(b";")[0], 16)
                 except ValueError:
-                    raise BadResponse(f"size of a chunk: {line[:40]!r}") from None
-                self.at = At.CHUNK if self._left else At.TRAILER
-            case At.CHUNK_END:
-                self.at = At.CHUNK_SIZE
-            case At.TRAILER if not line:
-                self.at = At.END
+                    raise BadResponse(f"invalid chunk size: {line[:40]!r}") from None
+                self.part = ResponsePart.CHUNK if self._left else ResponsePart.TRAILER
+            case ResponsePart.CHUNK_END:
+                self.part = ResponsePart.CHUNK_SIZE
+            case ResponsePart.TRAILER if not line:
+                self.part = ResponsePart.END
 
 
-# ---- chunks, as far as they matter here
+# ---- chunks: only the fields that are used here
 
 
 class BenchDelta(msgspec.Struct):
@@ -146,8 +150,8 @@ class BenchChoice(msgspec.Struct):
     delta: BenchDelta | None = None
 
     @property
-    def brings(self) -> bool:
-        """Whether anything of the answer is in it: a role or an end alone is not."""
+    def has_content(self) -> bool:
+        """Whether it contains a part of the answer, not only a role or a finish reason."""
         delta = self.delta
         if delta is None:
             return bool(self.text)
@@ -158,7 +162,7 @@ class Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class UsageTold(msgspec.Struct):
+class BenchUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: Details | None = None
@@ -166,7 +170,7 @@ class UsageTold(msgspec.Struct):
 
 class Chunk(msgspec.Struct):
     choices: list[BenchChoice] = []
-    usage: UsageTold | None = None
+    usage: BenchUsage | None = None
     error: Any = None
 
 
@@ -175,28 +179,26 @@ CHUNK = msgspec.json.Decoder(Chunk)
 
 @dataclass(slots=True)
 class BenchAnswer:
-    """What one request came to. Times are seconds of one clock.
+    """The result of one request. Times are in seconds of one clock."""
 
-    started        when it was to be sent
-    times          [events] when each event with a piece of the answer came
-    error          what went wrong, as a kind that others may share; "" for a complete answer
-    complaint      the server's own words, or the system's
-    counted        by "usage", as the server told it, or by "chunks", where it did not
-    asked_tokens   how long the answer was to be
-    num_resent     how often a connection that had served before was closed instead of answered
-    """
-
+    #: When the request was due.
     started: float
+    #: The requested length of the answer.
     asked_tokens: int = 0
     ended: float = 0.0
+    #: [events] Arrival time of each event with a piece of the answer.
     times: array[float] = field(default_factory=lambda: array("d"))
+    #: The kind of error, by which errors are counted; "" for a complete answer.
     error: str = ""
-    complaint: str = ""
+    #: The first error message of the server or the system.
+    message: str = ""
+    #: Number of times a reused connection was closed without a response.
     num_resent: int = 0
-    usage: UsageTold | None = None
+    usage: BenchUsage | None = None
 
     @property
     def counted(self) -> str:
+        """How its tokens were counted: "usage" if the server reported it, "chunks" otherwise."""
         return "chunks" if self.usage is None else "usage"
 
     @property
@@ -205,58 +207,58 @@ class BenchAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Only of an answer with a first token, as the next one."""
+        """Time to the first token. The answer must have one."""
         return self.times[0] - self.started
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token behind the first; None where there is none."""
+        """Time per token after the first; None if there is no further token."""
         further = self.output_tokens - 1
         return (self.times[-1] - self.times[0]) / further if further > 0 else None
 
-    def fail(self, kind: str, complaint: str = "") -> None:
-        """The first thing that went wrong is what is told."""
+    def fail(self, kind: str, message: str = "") -> None:
+        """Record an error. Only the first one is kept."""
         if not self.error:
-            self.error, self.complaint = kind, complaint[:COMPLAINT_CHARS]
+            self.error, self.message = kind, message[:MESSAGE_CHARS]
 
 
 class AnswerReader:
-    """Fills an `BenchAnswer`. `is_done` once nothing more can come."""
+    """Fills a `BenchAnswer` from the bytes of one response."""
 
     def __init__(self, answer: BenchAnswer) -> None:
         self.answer = answer
         self.response = ResponseReader()
         self._events = EventReader()
         self._refusal = b""
-        self._said_done = False
+        self._has_done = False
 
     @property
     def is_done(self) -> bool:
-        return self.response.at is At.END
+        return self.response.part is ResponsePart.END
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Raises BadResponse."""
-        body = self.response.feed(data)
+    def push(self, data: bytes, now: float) -> None:
+        """Parse bytes that arrived at `now`. Raises BadResponse."""
+        body = self.response.push(data)
         if self.response.status == OK:
-            for event in self._events.feed(body):
-                self._take(event, now)
+            for event in self._events.push(body):
+                self._apply(event, now)
         else:
             self._refusal += body
         if self.is_done:
             self._end(now)
 
-    def close(self, now: float) -> None:
-        """The connection has ended."""
+    def finish(self, now: float) -> None:
+        """Handle the end of the connection."""
         if self.is_done:
             return
-        self.response.close()
+        self.response.finish()
         if not self.is_done:
             self.answer.fail("connection lost", "in the middle of an answer")
         self._end(now)
 
-    def _take(self, event: bytes, now: float) -> None:
+    def _apply(self, event: bytes, now: float) -> None:
         if event == DONE:
-            self._said_done = True
+            self._has_done = True
             return
         try:
             chunk = CHUNK.decode(event)
@@ -264,10 +266,10 @@ class AnswerReader:
             self.answer.fail("malformed event", f"{error}: {event[:80].decode(errors='replace')}")
             return
         if chunk.error:
-            self.answer.fail("error in the stream", complaint_of(chunk.error))
+            self.answer.fail("error in the stream", error_message(chunk.error))
         if chunk.usage is not None:
             self.answer.usage = chunk.usage
-        if any(choice.brings for choice in chunk.choices):
+        if any(choice.has_content for choice in chunk.choices):
             self.answer.times.append(now)
 
     def _end(self, now: float) -> None:
@@ -275,20 +277,20 @@ class AnswerReader:
         answer.ended = now
         if self.response.status != OK:
             answer.fail(f"status {self.response.status}", _refusal(self._refusal))
-        elif not self._said_done:
+        elif not self._has_done:
             answer.fail("broken stream", "it ended without [DONE]")
         elif not answer.times:
-            answer.fail("empty answer", "no event brought any text")
+            answer.fail("empty answer", "no event contained any text")
 
 
-def complaint_of(error: Any) -> str:
-    """The words of an error in OpenAI's shape, or of any other."""
+def error_message(error: Any) -> str:
+    """Return the message of an error in OpenAI's format, or the error itself."""
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
 def _refusal(body: bytes) -> str:
     try:
-        told = msgspec.json.decode(body)
+        parsed = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return body.decode(errors="replace")
-    return complaint_of(told.get("error", told) if isinstance(told, dict) else told)
+    return error_message(parsed.get("error", parsed) if isinstance(parsed, dict) else parsed)

@@ -1,8 +1,8 @@
-"""Requests to one server over as many connections as are wanted, from one thread.
+"""The benchmark's HTTP client: requests to one server over many connections, from one thread.
 
-Bytes are stamped with the time at which the event loop learned that they were there, before any of
-them is read: what the client does with one stream does not count as the server's delay in another.
-A connection serves one request at a time and is used again as long as the server allows it.
+The arrival time of bytes is the time at which the event loop's wait ended, before any of them are
+read. So the time that the client spends on one stream does not count as the server's delay in
+another. A connection serves one request at a time, and is reused if the server allows it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tools.http.web import WebServer
 
 PROBE_TOKENS = 2
 OPTIONAL = ("ignore_eos", "stream_options")
-"""Fields that a server may not know; asked for until it says so."""
+"""Request fields that a server may not support. They are sent until the server refuses them."""
 
 
 class StampedSelector(selectors.DefaultSelector):
-    """`at`: when the latest wait ended."""
+    """A selector that records when its latest wait ended, as `woke_at`."""
 
-    at = 0.0
+    woke_at = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(timeout)
-        self.at = perf_counter()
+        self.woke_at = perf_counter()
         return ready
 
 
 class StampedLoop(asyncio.SelectorEventLoop):
-    """An event loop that knows since when what it hands out has been there."""
+    """An event loop whose `clock` records when its latest wait ended."""
 
     def __init__(self) -> None:
         self.clock = StampedSelector()
@@ -59,12 +59,12 @@ class BenchConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         reader = self._reader
         if reader is None:
-            self.close()  # it speaks unasked
+            self.close()  # the server sent data without a request
             return
         try:
-            reader.feed(data, self._clock.at)
+            reader.push(data, self._clock.woke_at)
         except BadResponse as error:
-            reader.answer.fail("no HTTP", str(error))
+            reader.answer.fail("not HTTP", str(error))
             self.close()
             return
         if reader.is_done:
@@ -73,11 +73,11 @@ class BenchConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         if self._reader is not None:
-            self._reader.close(self._clock.at)
+            self._reader.finish(self._clock.woke_at)
             self._end()
 
     async def exchange(self, request: bytes, reader: AnswerReader) -> None:
-        """Send, and wait until the answer has come to an end."""
+        """Send the request and wait until its answer ends."""
         assert self._transport is not None
         self._reader = reader
         self._ended = asyncio.get_running_loop().create_future()
@@ -102,7 +102,7 @@ class BenchConnection(asyncio.Protocol):
 
 
 class BenchClient:
-    """One server, and the connections to it that are free."""
+    """A server and its idle connections."""
 
     def __init__(
         self,
@@ -127,8 +127,11 @@ class BenchClient:
         self._wait_s = wait_s
         self._free: list[BenchConnection] = []
 
-    async def ask(self, body: Mapping[str, Any], started: float | None = None) -> BenchAnswer:
-        """The answer, whatever it is; waiting counts from `started`, or from now."""
+    async def post(self, body: Mapping[str, Any], started: float | None = None) -> BenchAnswer:
+        """Send a request and return its answer, which may be an error.
+
+        started   when the request was due; default: now
+        """
         now = perf_counter()
         answer = BenchAnswer(now if started is None else started, int(body["max_tokens"]))
         try:
@@ -147,18 +150,20 @@ class BenchClient:
             if not connection.is_open:
                 continue
             reader = AnswerReader(answer)
-            await self._on(connection, request, reader)
+            await self._exchange_on(connection, request, reader)
             if reader.response.status:
                 return
-            # Closed without a byte: while it was idle, most likely, as servers do.
-            answer.error, answer.complaint, answer.ended = "", "", 0.0
+            # No byte arrived: the server probably closed the connection while it was idle.
+            answer.error, answer.message, answer.ended = "", "", 0.0
             answer.num_resent += 1
-        await self._on(await self._connect(), request, AnswerReader(answer))
+        await self._exchange_on(await self._connect(), request, AnswerReader(answer))
 
-    async def _on(self, connection: BenchConnection, request: bytes, reader: AnswerReader) -> None:
+    async def _exchange_on(
+        self, connection: BenchConnection, request: bytes, reader: AnswerReader
+    ) -> None:
         try:
             await connection.exchange(request, reader)
-        except asyncio.CancelledError:  # hang up, so that the server stops as well
+        except asyncio.CancelledError:  # disconnect, so that the server stops, too
             connection.close()
             raise
         if connection.is_open:
@@ -182,28 +187,30 @@ class BenchClient:
         self._free.clear()
 
 
-async def fields_taken(client: BenchClient, body: Mapping[str, Any]) -> frozenset[str]:
-    """Which of `OPTIONAL` the server takes, found by asking for a short answer. Raises Failure
-    where it refuses even without them."""
-    taken = frozenset(OPTIONAL)
+async def accepted_fields(client: BenchClient, body: Mapping[str, Any]) -> frozenset[str]:
+    """Return which fields of `OPTIONAL` the server accepts, found with a short request.
+
+    Raises Failure if the server refuses a request without them.
+    """
+    accepted = frozenset(OPTIONAL)
     while True:
-        left_out = set(OPTIONAL) - taken
-        told = {name: value for name, value in body.items() if name not in left_out}
-        answer = await client.ask({**told, "max_tokens": PROBE_TOKENS})
-        named = {name for name in taken if name in answer.complaint}
+        omitted = set(OPTIONAL) - accepted
+        fields = {name: value for name, value in body.items() if name not in omitted}
+        answer = await client.post({**fields, "max_tokens": PROBE_TOKENS})
+        refused = {name for name in accepted if name in answer.message}
         if answer.error in ("", "empty answer"):
-            return taken
-        if not answer.error.startswith("status 4") or not named:
-            raise Failure(f"{client.url}: {answer.error}: {answer.complaint}")
-        taken -= named
+            return accepted
+        if not answer.error.startswith("status 4") or not refused:
+            raise Failure(f"{client.url}: {answer.error}: {answer.message}")
+        accepted -= refused
 
 
 def _kind(error: OSError) -> str:
-    """In words that do not name the address."""
+    """Return the kind of error, without the address, so that errors can be counted by kind."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, ConnectionError):
         return "connection lost"
     if isinstance(error, ssl.SSLError):
-        return "no TLS connection"
-    return "no connection"
+        return "TLS error"
+    return "connection failed"

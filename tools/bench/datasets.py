@@ -1,7 +1,4 @@
-"""The prompts of a benchmark: an endless, seeded sequence of `BenchPrompt`s.
-
-Equal seeds give equal sequences.
-"""
+"""The prompts of a benchmark: an endless sequence of `BenchPrompt`s, determined by the seed."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from tools.failure import Failure
 PROBE_TOKENS = 8
 PROBE_RUN = -1
 FIRST_ID = 1 / 20
-"""Of the vocabulary: most tokenizers keep special tokens and bytes below."""
+"""The first random id, as a share of the vocabulary. Special tokens and bytes are usually below."""
 WORDS = (
     "the of and to in is that it for was on are as with they be at one have this from or had by "
     "but some what there we can out other were all your when up use how said an each she which do "
@@ -27,45 +24,45 @@ WORDS = (
     "him two has look more day could go come did my sound no most number who over know water than "
     "call first people may down side been now find any new work part take get place made live where"
 )
-"""Each is one token in the tokenizers of all common models, with the space before it."""
+"""Each word, with the space before it, is one token in the tokenizers of all common models."""
 
 
 class BenchPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. Either `prompt` (text or token ids) or `messages`."""
+    """One request, with either `prompt` (text or token ids) or `messages`."""
 
     output_tokens: int
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
 
 
-def asks(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
-    """The requests of one run: `number` tells runs with the same seed apart, so that no run finds
-    the prompts of another in a cache. Shared beginnings are the same in all of them.
+def prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
+    """Return the prompts of run `number`.
 
-    Raises Failure where the file cannot be read or says what cannot be asked.
+    Runs with the same seed have different prompts, so that no run finds the prompts of another in a
+    cache. Their shared prefixes are the same. Raises Failure if the file cannot be used.
     """
     if config.dataset == "file":
         return itertools.cycle(read_file(Path(config.file), config))
-    return _random_asks(config, seed, number)
+    return _random_prompts(config, seed, number)
 
 
 def probe(config: BenchConfig, seed: int) -> BenchPrompt:
-    """A short request of the same kind, that warms up no shared beginning."""
+    """Return a short prompt of the same kind, without a shared prefix."""
     if config.dataset == "file":
-        return next(asks(config, seed, 0))
+        return next(prompts(config, seed, 0))
     short = msgspec.structs.replace(config, dataset="random", input_tokens=PROBE_TOKENS, spread=0.0)
-    return next(_random_asks(short, seed, PROBE_RUN))
+    return next(_random_prompts(short, seed, PROBE_RUN))
 
 
-def _random_asks(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
+def _random_prompts(config: BenchConfig, seed: int, number: int) -> Iterator[BenchPrompt]:
     own = random.Random(f"{seed}/{number}")
-    beginnings: list[list[Any]] = [[]]
+    prefixes: list[list[Any]] = [[]]
     if config.dataset == "shared-prefix":
         shared = random.Random(f"{seed}/prefixes")
-        beginnings = [_tokens(config, shared, config.prefix_tokens) for _ in range(config.prefixes)]
+        prefixes = [_tokens(config, shared, config.prefix_tokens) for _ in range(config.prefixes)]
     while True:
-        beginning = own.choice(beginnings)
-        tokens = beginning + _tokens(config, own, _length(config.input_tokens, config.spread, own))
+        prefix = own.choice(prefixes)
+        tokens = prefix + _tokens(config, own, _length(config.input_tokens, config.spread, own))
         output_tokens = _length(config.output_tokens, config.spread, own)
         if config.sends_ids:
             yield BenchPrompt(prompt=tokens, output_tokens=output_tokens)
@@ -74,7 +71,7 @@ def _random_asks(config: BenchConfig, seed: int, number: int) -> Iterator[BenchP
 
 
 def _tokens(config: BenchConfig, source: random.Random, count: int) -> list[Any]:
-    """Ids, or words that are about one token each."""
+    """Return random token ids, or words of about one token each."""
     if config.sends_ids:
         lowest = int(config.vocabulary * FIRST_ID)
         return [source.randrange(lowest, config.vocabulary) for _ in range(count)]
@@ -97,7 +94,7 @@ def _text(text: str, output_tokens: int, api: str) -> BenchPrompt:
 
 
 class DatasetLine(msgspec.Struct, kw_only=True):
-    """What a line may hold: one of the first three."""
+    """A line of the file. It has exactly one of the first three fields."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -106,7 +103,7 @@ class DatasetLine(msgspec.Struct, kw_only=True):
 
 
 def read_file(path: Path, config: BenchConfig) -> Sequence[BenchPrompt]:
-    """All lines of it. Raises Failure, naming the line."""
+    """Read the prompts in a file. Raises Failure with the line number."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -116,33 +113,36 @@ def read_file(path: Path, config: BenchConfig) -> Sequence[BenchPrompt]:
         if not line.strip():
             continue
         try:
-            found.append(_ask(msgspec.json.decode(line, type=DatasetLine), config))
+            found.append(_to_prompt(msgspec.json.decode(line, type=DatasetLine), config))
         except (msgspec.MsgspecError, ValueError) as error:
             raise Failure(f"{path}, line {number}: {error}") from None
     if not found:
-        raise Failure(f"{path} holds no prompt")
+        raise Failure(f"{path} contains no prompts")
     return found
 
 
-def _ask(line: DatasetLine, config: BenchConfig) -> BenchPrompt:
+def _to_prompt(line: DatasetLine, config: BenchConfig) -> BenchPrompt:
     output_tokens = line.max_tokens or config.output_tokens
     messages = line.messages
     if line.conversations is not None:
         messages = _up_to_the_first_answer(line.conversations)
     if (line.prompt is None) == (messages is None):
-        raise ValueError("it takes either `prompt`, `messages` or `conversations`")
+        raise ValueError("must have exactly one of `prompt`, `messages` and `conversations`")
     if line.prompt is not None:
         return _text(line.prompt, output_tokens, config.api)
     if config.api != "chat":
-        raise ValueError("a conversation needs --api chat")
+        raise ValueError("a conversation requires --api chat")
     return BenchPrompt(messages=messages, output_tokens=output_tokens)
 
 
 def _up_to_the_first_answer(conversation: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """As ShareGPT writes it: {"from": "human", "value": ...}, and what was answered."""
+    """Return the messages before the first answer of a conversation in ShareGPT's format.
+
+    A turn looks like {"from": "human", "value": ...}.
+    """
     roles = {"system": "system", "human": "user", "user": "user"}
-    said = itertools.takewhile(lambda turn: turn.get("from") in roles, conversation)
-    messages = [{"role": roles[turn["from"]], "content": turn.get("value", "")} for turn in said]
+    turns = itertools.takewhile(lambda turn: turn.get("from") in roles, conversation)
+    messages = [{"role": roles[turn["from"]], "content": turn.get("value", "")} for turn in turns]
     if not messages:
-        raise ValueError("the conversation does not begin with what a person says")
+        raise ValueError("the conversation does not start with a human or system turn")
     return messages

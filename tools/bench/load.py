@@ -1,8 +1,8 @@
-"""When requests are sent: so many streams at once, or arrivals at random.
+"""Sends the requests of a load: a fixed number of streams, or random arrivals.
 
-With streams (a closed loop) the next request of a stream goes out when the last one has ended. With
-a rate (an open loop) requests go out when they are due, whatever became of those before; their
-waiting counts from then, also where the client was late or `concurrency` held them back.
+With streams (a closed loop), a stream sends its next request when the last one has ended. With a
+rate (an open loop), each request is sent when it is due, whether or not earlier ones have ended.
+Its latency counts from that time, even if the client was late or `concurrency` delayed it.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from tools.bench.datasets import BenchPrompt
 from tools.bench.stats import BenchRun
 
 PAUSE_S = 0.05
-"""Of a stream whose request has failed."""
+"""The pause of a stream after a failed request."""
 
-Seen = Callable[[BenchAnswer], object]
+OnAnswer = Callable[[BenchAnswer], object]
 """Called with each answer that has ended."""
 
 
 def arrivals(rate: float, source: random.Random) -> Iterator[float]:
-    """Seconds after the beginning at which requests of a Poisson process are due."""
+    """Yield the arrival times of a Poisson process, in seconds after its start."""
     return itertools.accumulate(source.expovariate(rate) for _ in itertools.count())
 
 
 def body_of(
-    ask: BenchPrompt, config: BenchConfig, model: str, taken: frozenset[str]
+    prompt: BenchPrompt, config: BenchConfig, model: str, accepted: frozenset[str]
 ) -> dict[str, Any]:
-    """The JSON of a request. taken: see `client.fields_taken`."""
+    """Return the body of a request. accepted: see `client.accepted_fields`."""
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": ask.output_tokens,
+        "max_tokens": prompt.output_tokens,
         "temperature": config.temperature,
         "stream": True,
     }
-    if ask.messages is None:
-        body["prompt"] = ask.prompt
+    if prompt.messages is None:
+        body["prompt"] = prompt.prompt
     else:
-        body["messages"] = ask.messages
-    if "stream_options" in taken:
+        body["messages"] = prompt.messages
+    if "stream_options" in accepted:
         body["stream_options"] = {"include_usage": True}
-    if config.wants_exact_length and "ignore_eos" in taken:
+    if config.has_exact_length and "ignore_eos" in accepted:
         body["ignore_eos"] = True
     return body
 
@@ -59,27 +59,27 @@ async def run_load(
     load: BenchLoad,
     config: BenchConfig,
     seed: int,
-    seen: Seen,
+    on_answer: OnAnswer,
 ) -> BenchRun:
-    """Warm up, then the load itself, to its last answer."""
-    warm_ups = [client.ask(body) for body in itertools.islice(bodies, config.warm_up)]
+    """Send the warm-up requests, then the load, and wait for its last answer."""
+    warm_ups = [client.post(body) for body in itertools.islice(bodies, config.warm_up)]
     await asyncio.gather(*warm_ups)
     if (number := config.num_requests(load)) is not None:
-        # Made now: making them is no part of what is measured.
+        # Create the bodies now, so that this is not measured.
         bodies = iter(list(itertools.islice(bodies, number)))
     cpu_s, began = time.process_time(), time.perf_counter()
     answers: list[BenchAnswer] = []
 
-    def note(answer: BenchAnswer) -> None:
+    def record(answer: BenchAnswer) -> None:
         answers.append(answer)
-        seen(answer)
+        on_answer(answer)
 
     until = began + config.duration_s if config.duration_s else None
     if load.rate:
         due = (began + at for at in arrivals(load.rate, random.Random(f"{seed}/arrivals")))
-        await _open_loop(client, bodies, due, until, load.concurrency, note)
+        await _open_loop(client, bodies, due, until, load.concurrency, record)
     else:
-        await _closed_loop(client, bodies, until, load.concurrency, note)
+        await _closed_loop(client, bodies, until, load.concurrency, record)
     return BenchRun(answers, began, time.perf_counter(), time.process_time() - cpu_s)
 
 
@@ -88,15 +88,15 @@ async def _closed_loop(
     bodies: Iterator[Mapping[str, Any]],
     until: float | None,
     streams: int,
-    note: Seen,
+    record: OnAnswer,
 ) -> None:
     async def stream() -> None:
-        for body in bodies:  # shared: each request is one stream's
+        for body in bodies:  # an iterator that all streams share
             if until is not None and time.perf_counter() >= until:
                 return
-            answer = await client.ask(body)
-            note(answer)
-            if answer.error:  # a server that refuses at once is not stormed
+            answer = await client.post(body)
+            record(answer)
+            if answer.error:  # do not flood a server that refuses at once
                 await asyncio.sleep(PAUSE_S)
 
     await asyncio.gather(*(stream() for _ in range(streams)))
@@ -107,21 +107,21 @@ async def _open_loop(
     bodies: Iterator[Mapping[str, Any]],
     due: Iterator[float],
     until: float | None,
-    most: int,
-    note: Seen,
+    max_open: int,
+    record: OnAnswer,
 ) -> None:
-    room = asyncio.Semaphore(most) if most else None
+    slots = asyncio.Semaphore(max_open) if max_open else None
 
-    async def one(body: Mapping[str, Any], at: float) -> None:
-        if room is None:
-            note(await client.ask(body, at))
+    async def send(body: Mapping[str, Any], at: float) -> None:
+        if slots is None:
+            record(await client.post(body, at))
             return
-        async with room:
-            note(await client.ask(body, at))
+        async with slots:
+            record(await client.post(body, at))
 
     async with asyncio.TaskGroup() as tasks:
         for body, at in zip(bodies, due, strict=False):
             if until is not None and at >= until:
                 return
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
-            tasks.create_task(one(body, at))
+            tasks.create_task(send(body, at))

@@ -1,4 +1,4 @@
-"""One HTML file that shows a benchmark: plots, tables, what to distrust. Nothing is loaded."""
+"""An HTML page with the plots, tables and warnings of a benchmark. It loads nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from tools.bench.plot import PlotLine, Point, svg
-from tools.bench.report import METRICS, NOTHING, ratio, shown, warnings
+from tools.bench.report import METRICS, NOTHING, ratio, warnings, with_values
 from tools.bench.stats import Spread, Summary
 
 STYLE = """
@@ -22,10 +22,13 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def page(title: str, facts: str, servers: Sequence[Sequence[Summary]]) -> str:
-    """`servers`: the summaries of each, load by load."""
+    """Return the page.
+
+    servers   the summaries of each server, one per load
+    """
     parts = [f"<h1>{escape(title)}</h1>", f"<p>{escape(facts)}</p>", plots(servers)]
-    told = [text for summaries in servers for summary in summaries for text in warnings(summary)]
-    parts += [f'<p class="warning">{escape(text)}</p>' for text in told]
+    texts = [text for summaries in servers for summary in summaries for text in warnings(summary)]
+    parts += [f'<p class="warning">{escape(text)}</p>' for text in texts]
     for summaries in servers:
         parts += [f"<h2>{escape(summaries[0].server)}</h2>", _table(summaries)]
     for other in servers[1:]:
@@ -38,19 +41,20 @@ def page(title: str, facts: str, servers: Sequence[Sequence[Summary]]) -> str:
 
 
 def plots(servers: Sequence[Sequence[Summary]]) -> str:
-    """Latency against throughput: time to first token, and time per token behind it."""
-    pictures = (
+    """Plot latency against throughput: time to first token, and time per output token."""
+    metrics = (
         ("Time to first token", lambda summary: summary.ttft_ms),
         ("Time per output token", lambda summary: summary.tpot_ms),
     )
     drawn = [
-        svg(title, "output tokens/s", "milliseconds", _lines(servers, of)) for title, of in pictures
+        svg(title, "output tokens/s", "milliseconds", _lines(servers, value))
+        for title, value in metrics
     ]
     return '<div class="plots">' + "\n".join(drawn) + "</div>"
 
 
 def _lines(
-    servers: Sequence[Sequence[Summary]], of: Callable[[Summary], Spread | None]
+    servers: Sequence[Sequence[Summary]], value: Callable[[Summary], Spread | None]
 ) -> list[PlotLine]:
     lines = []
     for colour, summaries in enumerate(servers):
@@ -58,14 +62,14 @@ def _lines(
             points = [
                 Point(summary.output_tokens_per_s, getattr(spread, share), str(summary.load))
                 for summary in summaries
-                if (spread := of(summary)) is not None
+                if (spread := value(summary)) is not None
             ]
             lines.append(PlotLine(f"{summaries[0].server}, {share}", points, colour, dashed))
     return lines
 
 
 def _table(summaries: Sequence[Summary]) -> str:
-    rows = [[metric.name, *map(metric.told, summaries)] for metric in shown(summaries)]
+    rows = [[metric.name, *map(metric.format, summaries)] for metric in with_values(summaries)]
     return _html_table([str(summary.load) for summary in summaries], rows)
 
 
@@ -73,8 +77,8 @@ def _ratios(first: Sequence[Summary], other: Sequence[Summary]) -> str:
     rows = []
     for metric in METRICS:
         if metric.lower_is_better is not None:
-            told = [ratio(metric, a, b) for a, b in zip(first, other, strict=True)]
-            values = (NOTHING if value is None else f"{value:.2f}" for value in told)
+            numbers = [ratio(metric, a, b) for a, b in zip(first, other, strict=True)]
+            values = (NOTHING if value is None else f"{value:.2f}" for value in numbers)
             rows.append([metric.name, *values])
     return _html_table([str(summary.load) for summary in first], rows)
 

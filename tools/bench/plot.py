@@ -1,7 +1,6 @@
-"""A plot as SVG text: several lines of points, nothing but what it is given.
+"""Draws a plot of several lines of points as SVG, without a library or a script.
 
-The geometry is a function of the values; there is no library and no script. Axes begin at zero,
-unless values too far apart for that are to be seen: then the vertical one counts in decades.
+Axes start at zero. The vertical axis can be logarithmic, for values of very different sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Protocol
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 40, 56
 COLOURS = ("#0b6bcb", "#d1495b", "#2e8b57", "#8a5cd1", "#c77d0a", "#4d5763")
-MOST_TICKS = 6
+MAX_TICKS = 6
 LABEL_WIDTH = 60
 LEGEND_ROW = 18
 
@@ -29,11 +28,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class PlotLine:
-    """dashed   for what is drawn beside another line of the same `colour`, an index"""
+    """A line of a plot."""
 
     name: str
     points: Sequence[Point]
+    #: Index into COLOURS.
     colour: int
+    #: Tells it apart from another line of the same colour.
     dashed: bool = False
 
 
@@ -42,13 +43,13 @@ class Scale(Protocol):
     def ticks(self) -> list[float]: ...
 
     def share(self, value: float) -> float:
-        """How far along the axis a value lies, from 0 to 1."""
+        """Return the position of a value on the axis, from 0 to 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From 0 to `top`, a tick every `step`; both are round numbers."""
+    """A linear axis from 0 to `top` with a tick every `step`. Both are round numbers."""
 
     top: float
     step: float
@@ -63,7 +64,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Decades:
-    """Logarithmic, between two of `ticks`, which are 1, 2 or 5 times powers of ten."""
+    """A logarithmic axis whose ticks are 1, 2 or 5 times powers of ten."""
 
     ticks: list[float]
 
@@ -73,17 +74,19 @@ class Decades:
 
 
 def axis(largest: float) -> Axis:
-    """The smallest that shows `largest` with at most MOST_TICKS steps of 1, 2 or 5 times a power of
-    ten."""
+    """Return the shortest axis for values up to `largest`.
+
+    It has at most MAX_TICKS steps, which are 1, 2 or 5 times a power of ten.
+    """
     if not largest > 0 or not math.isfinite(largest):
         return Axis(1.0, 0.5)
-    magnitude = 10.0 ** math.floor(math.log10(largest / MOST_TICKS))
-    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude * MOST_TICKS >= largest)
+    magnitude = 10.0 ** math.floor(math.log10(largest / MAX_TICKS))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude * MAX_TICKS >= largest)
     return Axis(step * math.ceil(largest / step), step)
 
 
 def decades(values: Sequence[float]) -> Decades:
-    """The shortest that holds all `values`, which are above 0."""
+    """Return the shortest logarithmic axis for all `values`, which must be above 0."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
@@ -95,7 +98,7 @@ def decades(values: Sequence[float]) -> Decades:
 def svg(
     title: str, x_name: str, y_name: str, lines: Sequence[PlotLine], *, logarithmic: bool = False
 ) -> str:
-    """The whole picture. logarithmic: upwards."""
+    """Return the plot. `logarithmic` applies to the vertical axis."""
     points = [point for line in lines for point in line.points]
     across = axis(max((point.x for point in points), default=0))
     heights = [point.y for point in points]
@@ -139,10 +142,10 @@ def _line(line: PlotLine, across: Scale, up: Scale) -> list[str]:
     dash = ' stroke-dasharray="5 4"' if line.dashed else ""
     drawn = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
     for (x, y), point in zip(places, line.points, strict=True):
-        told = escape(f"{line.name}, {point.label}: {number(point.x)}, {number(point.y)}")
+        tooltip = escape(f"{line.name}, {point.label}: {number(point.x)}, {number(point.y)}")
         drawn.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">'
-            f"<title>{told}</title></circle>"
+            f"<title>{tooltip}</title></circle>"
         )
         if not line.dashed:
             anchor = "end" if x > WIDTH - RIGHT - LABEL_WIDTH else "middle"
@@ -151,7 +154,7 @@ def _line(line: PlotLine, across: Scale, up: Scale) -> list[str]:
 
 
 def _legend(lines: Sequence[PlotLine]) -> list[str]:
-    """Below each other, and below the plot: curves may be anywhere in it."""
+    """Draw the legend below the plot, because curves may be anywhere in it."""
     drawn = []
     for row, line in enumerate(lines):
         y, colour = HEIGHT + LEGEND_ROW * row + LEGEND_ROW // 2, COLOURS[line.colour % len(COLOURS)]
@@ -181,5 +184,5 @@ def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
 
 
 def number(value: float) -> str:
-    """As short as it is exact enough for a reader."""
+    """Format a number with about three significant digits."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

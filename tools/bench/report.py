@@ -1,4 +1,4 @@
-"""What a person reads: a table per server, a column per load; ratios; what is to be distrusted."""
+"""The text output of a benchmark: tables with a column per load, ratios, and warnings."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ NOTHING = "-"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row. lower_is_better None: no ratio is made of it."""
+    """A row of the table."""
 
     name: str
-    of: Callable[[Summary], float | None]
+    value: Callable[[Summary], float | None]
+    #: None: servers are not compared by it.
     lower_is_better: bool | None = None
     digits: int = 0
 
-    def told(self, summary: Summary) -> str:
-        value = self.of(summary)
+    def format(self, summary: Summary) -> str:
+        value = self.value(summary)
         return NOTHING if value is None else f"{value:,.{self.digits}f}"
 
 
-def _spread(name: str, of: Callable[[Summary], Spread | None]) -> list[Metric]:
+def _spread(name: str, value: Callable[[Summary], Spread | None]) -> list[Metric]:
     def at(share: str) -> Callable[[Summary], float | None]:
-        return lambda summary: getattr(of(summary), share, None)
+        return lambda summary: getattr(value(summary), share, None)
 
     return [Metric(f"{name}, {s}", at(s), True, 1) for s in ("p50", "p90", "p99")]
 
@@ -50,69 +51,67 @@ METRICS = [
 ]
 
 
-def shown(summaries: Sequence[Summary]) -> list[Metric]:
-    """Those that somebody has a value for."""
-    return [metric for metric in METRICS if any(metric.of(s) is not None for s in summaries)]
+def with_values(summaries: Sequence[Summary]) -> list[Metric]:
+    """Return the metrics that have a value in at least one summary."""
+    return [metric for metric in METRICS if any(metric.value(s) is not None for s in summaries)]
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """Of one server."""
+    """Format the figures of one server."""
     rows = [["", *(str(summary.load) for summary in summaries)]]
-    for metric in shown(summaries):
-        rows.append([metric.name, *(metric.told(summary) for summary in summaries)])
+    for metric in with_values(summaries):
+        rows.append([metric.name, *(metric.format(summary) for summary in summaries)])
     return aligned(rows)
 
 
 def ratios(first: Sequence[Summary], other: Sequence[Summary]) -> str:
-    """Of the first server's figures to another's, load by load."""
+    """Format the ratios of the first server's figures to the other's, one column per load."""
     rows = [["", *(str(summary.load) for summary in first)]]
     for metric in METRICS:
         if metric.lower_is_better is None:
             continue
-        told = [ratio(metric, a, b) for a, b in zip(first, other, strict=True)]
-        if any(value is not None for value in told):
+        numbers = [ratio(metric, a, b) for a, b in zip(first, other, strict=True)]
+        if any(value is not None for value in numbers):
             better = "less is better" if metric.lower_is_better else "more is better"
-            values = (NOTHING if value is None else f"{value:.2f}" for value in told)
+            values = (NOTHING if value is None else f"{value:.2f}" for value in numbers)
             rows.append([f"{metric.name} ({better})", *values])
     return aligned(rows)
 
 
 def ratio(metric: Metric, one: Summary, other: Summary) -> float | None:
-    a, b = metric.of(one), metric.of(other)
+    a, b = metric.value(one), metric.value(other)
     return None if a is None or not b else a / b
 
 
 def warnings(summary: Summary) -> list[str]:
-    """What a reader of the figures has to know about them."""
+    """Return the errors, and the reasons why figures may be misleading."""
     where = f"{summary.server}, {summary.load}"
-    told = [
-        f"{where}: {count} x {kind}" + (f": {words}" if (words := summary.complaints[kind]) else "")
+    texts = [
+        f"{where}: {count} x {kind}" + (f": {first}" if (first := summary.complaints[kind]) else "")
         for kind, count in summary.errors.items()
     ]
     if counted := summary.counted_by.get("chunks"):
-        told.append(
-            f"{where}: the server did not say how many tokens {counted} answers have; their events "
-            "were counted instead, and no tokens of prompts"
+        texts.append(
+            f"{where}: the server did not report the token counts of {counted} answers; their "
+            "events were counted instead, and their prompts were not counted"
         )
     if summary.resent:
-        told.append(
-            f"{where}: {summary.resent} requests were sent again, since the server closed a "
+        texts.append(
+            f"{where}: {summary.resent} requests were sent again because the server closed a "
             "connection instead of answering"
         )
     if summary.short_answers:
-        told.append(
-            f"{where}: {summary.short_answers} answers ended before the length that was asked for"
-        )
+        texts.append(f"{where}: {summary.short_answers} answers are shorter than requested")
     if summary.is_client_busy:
-        told.append(
-            f"{where}: the client itself kept {summary.client_cpu:.2f} cores busy; its times are "
-            "not to be trusted, and the server may be faster than this"
+        texts.append(
+            f"{where}: the client used {summary.client_cpu:.2f} CPU cores, so its times are not "
+            "reliable; the server may be faster than shown"
         )
-    return told
+    return texts
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
+    """Format rows as a table: the first column is left-aligned, the others right-aligned."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

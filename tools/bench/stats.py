@@ -1,7 +1,7 @@
-"""From answers to figures. All that a report says about a load is in its `Summary`.
+"""Computes the figures of a load, its `Summary`, from the answers.
 
-Percentiles are nearest-rank: a value that was seen, never one between two. Failed requests are in
-no latency and in no throughput; they are counted by kind, with the words of the first of each.
+Percentiles are nearest-rank: always a measured value, never interpolated. Failed requests do not
+count in latencies and throughputs. They are counted by kind, with the first message of each.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from tools.bench.answers import BenchAnswer
 from tools.bench.config import BenchConfig, BenchLoad
 
 BUSY_CLIENT = 0.7
-"""Of a core: above this, what is measured is the client as well."""
+"""If the client uses more than this share of a core, its own delays affect the figures."""
 
 
 @dataclass(slots=True)
 class BenchRun:
-    """One server under one load, once; times on the clock of the answers.
-
-    cpu_s   what this process computed meanwhile
-    """
+    """One run of a load on one server. Times are on the clock of the answers."""
 
     answers: list[BenchAnswer]
     began: float
     ended: float
+    #: CPU time of this process during the run.
     cpu_s: float
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """In milliseconds."""
+    """The distribution of a latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -44,25 +42,15 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One server under one load.
-
-    errors           kind -> how many;   complaints  kind -> the words of the first
-    ttft_ms          from when a request was to be sent to the first piece of its answer
-    tpot_ms          per answer: the time per token behind the first
-    gap_ms           between two events of one stream: what a reader sees
-    e2e_ms           until the end of the stream
-    counted_by       answers whose tokens were counted by "usage" or by "chunks"
-    resent           requests that were sent again on a new connection, see `Answer.num_resent`
-    short_answers    that ended before the length that was asked for
-    good             complete answers within the objectives; None where there are none
-    client_cpu       cores that the client itself kept busy
-    """
+    """The figures of one server under one load. `--json` writes these fields."""
 
     server: str
     load: BenchLoad
     requests: int
     completed: int
+    #: Kind of error -> number of requests.
     errors: dict[str, int]
+    #: Kind of error -> its first message.
     complaints: dict[str, str]
     duration_s: float
     input_tokens: int
@@ -72,15 +60,24 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
+    #: From the time when a request was due to the first piece of its answer.
     ttft_ms: Spread | None
+    #: Time per token after the first, per answer.
     tpot_ms: Spread | None
+    #: Between two events of one stream.
     gap_ms: Spread | None
+    #: From the time when a request was due to the end of its stream.
     e2e_ms: Spread | None
+    #: "usage" or "chunks" -> number of answers whose tokens were counted this way.
     counted_by: dict[str, int]
+    #: Sum of `BenchAnswer.num_resent`.
     resent: int
+    #: Answers that are shorter than requested.
     short_answers: int
+    #: Complete answers within the objectives; None if there are no objectives.
     good: int | None
     goodput_per_s: float | None
+    #: CPU cores that the client used.
     client_cpu: float
 
     @property
@@ -91,7 +88,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def summarize(
     server: str, load: BenchLoad, runs: Sequence[BenchRun], config: BenchConfig
 ) -> Summary:
-    """All runs of one load as if they were one: their times add up, their answers are pooled."""
+    """Summarize all runs of one load as one: durations add up, and answers are pooled."""
     answers = [answer for run in runs for answer in run.answers]
     done = [answer for answer in answers if not answer.error]
     failed = [answer for answer in answers if answer.error]
@@ -109,7 +106,7 @@ def summarize(
         requests=len(answers),
         completed=len(done),
         errors=dict(Counter(answer.error for answer in failed)),
-        complaints={answer.error: answer.complaint for answer in reversed(failed)},
+        complaints={answer.error: answer.message for answer in reversed(failed)},
         duration_s=duration_s,
         input_tokens=input_tokens,
         cached_tokens=sum(map(_cached, done)),
@@ -132,7 +129,7 @@ def summarize(
 
 
 def spread(seconds: Iterable[float]) -> Spread | None:
-    """None of nothing."""
+    """Return the distribution of latencies given in seconds; None if there are none."""
     values = sorted(value * 1e3 for value in seconds)
     if not values:
         return None
@@ -141,7 +138,7 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def percentile(ascending: Sequence[float], share: int) -> float:
-    """The least value that `share` percent of all are not above."""
+    """Return the smallest value that is at least as large as `share` percent of all values."""
     return ascending[max(0, -(-share * len(ascending) // 100) - 1)]
 
 

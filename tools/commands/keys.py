@@ -1,8 +1,8 @@
-"""`tidegate keys`: make, list and revoke the keys of the HTTP API.
+"""`tidegate keys`: adds, lists and revokes API keys.
 
-The file belongs to its operator, who writes comments and limits into it. So it is changed as text,
-and only if what is read from it afterwards is exactly what was meant; it is replaced in one move,
-since servers read it at any time.
+The operator edits the keys file by hand, too, and adds comments and limits. So this module changes
+the file as text, and checks that the new text parses to exactly the intended keys. It replaces the
+file atomically because servers read it at any time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tools.failure import Failure
 from tools.flags import OneLineParser, add_flags, build
 
 DESCRIPTION = """\
-Make, list and revoke the keys of the HTTP API, for `tidegate serve --api-keys FILE`. The file has
-digests, not keys: a key is shown once, when it is made. A server that runs reads the file again
-within two seconds of a change.
+Add, list and revoke API keys, for `tidegate serve --api-keys FILE`. The file contains digests, not
+keys: a key is printed once, when it is created. A running server reloads the file within two
+seconds of a change.
 """
 
 EXAMPLES = """\
@@ -40,31 +40,35 @@ examples:
 NEW_FILE = "# Keys of Tidegate's HTTP API; see docs/security.md and `tidegate keys --help`.\n"
 MODE = 0o600
 MIN_OWN_LETTERS = 20
-"""A key that somebody brings could be guessed if it were shorter."""
+"""The minimum length of a key from --stdin. A shorter one could be guessed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    deeds = parser.add_subparsers(metavar="DEED", required=True, parser_class=OneLineParser)
-    adding = deeds.add_parser("add", help="make a key and print it")
-    listing = deeds.add_parser("list", help="show the keys' names and what they may do")
-    revoking = deeds.add_parser("revoke", help="take a key out")
-    for deed in (adding, listing, revoking):
-        deed.add_argument("file", metavar="FILE", help="the keys file")
-    for deed in (adding, revoking):
-        deed.add_argument("name", metavar="NAME", help="whose key: letters, digits, - and _")
+    actions = parser.add_subparsers(
+        title="actions", metavar="ACTION", required=True, parser_class=OneLineParser
+    )
+    adding = actions.add_parser("add", help="create a key and print it")
+    listing = actions.add_parser("list", help="list the keys with their scopes and limits")
+    revoking = actions.add_parser("revoke", help="remove a key")
+    for action in (adding, listing, revoking):
+        action.add_argument("file", metavar="FILE", help="the keys file")
+    for action in (adding, revoking):
+        action.add_argument(
+            "name", metavar="NAME", help="name of the key: letters, digits, - and _"
+        )
     adding.add_argument(
-        "--stdin", action="store_true", help="take the key from stdin instead of making one"
+        "--stdin", action="store_true", help="read the key from stdin instead of creating one"
     )
     add_flags(adding, KeyEntry, title="the key")
-    adding.set_defaults(deed=_add)
-    listing.set_defaults(deed=_list)
-    revoking.set_defaults(deed=_revoke)
+    adding.set_defaults(action=_add)
+    listing.set_defaults(action=_list)
+    revoking.set_defaults(action=_revoke)
 
 
 def run(options: argparse.Namespace) -> int:
     path = Path(options.file).expanduser()
     try:
-        options.deed(path, options)
+        options.action(path, options)
     except ValueError as error:
         raise Failure(str(error)) from None
     except OSError as error:
@@ -76,19 +80,22 @@ def _add(path: Path, options: argparse.Namespace) -> None:
     key = sys.stdin.readline().strip() if options.stdin else api_keys.new_key()
     api_keys.check_key(key)
     if len(key) < MIN_OWN_LETTERS:
-        raise ValueError(f"a key needs at least {MIN_OWN_LETTERS} letters, or it can be guessed")
+        raise ValueError(
+            f"the key has {len(key)} characters; at least {MIN_OWN_LETTERS} are required, or it "
+            "could be guessed"
+        )
     entry = build(KeyEntry, vars(options), digest=api_keys.digest_of(key))
     text = api_keys.read_text(str(path)) if path.exists() else NEW_FILE
     write(path, with_key(text, options.name, entry))
-    print(f"{options.name} is added; of the key the file has a digest alone", file=sys.stderr)
+    print(f"added {options.name}; the file contains only a digest of the key", file=sys.stderr)
     if not options.stdin:
         print(key)
 
 
 def _list(path: Path, options: argparse.Namespace) -> None:
     for name, entry in api_keys.read(str(path)).items():
-        told = msgspec.to_builtins(entry)
-        limits = [f"{field}={value}" for field, value in told.items() if field not in _NO_LIMITS]
+        fields = msgspec.to_builtins(entry)
+        limits = [f"{field}={value}" for field, value in fields.items() if field not in _NO_LIMITS]
         print(f"{name:<24} {','.join(entry.scopes):<28} {' '.join(limits)}".rstrip())
 
 
@@ -97,15 +104,15 @@ _NO_LIMITS = {"digest", "scopes"}
 
 def _revoke(path: Path, options: argparse.Namespace) -> None:
     write(path, without_key(api_keys.read_text(str(path)), options.name))
-    print(f"{options.name} is revoked", file=sys.stderr)
+    print(f"revoked {options.name}", file=sys.stderr)
 
 
 def with_key(text: str, name: str, entry: KeyEntry) -> str:
-    """The file's text with one key more. Raises ValueError where it cannot be added."""
+    """Return the file's text with the key added. Raises ValueError if it cannot be added."""
     api_keys.check_name(name)
     keys = api_keys.parse(text)
     if name in keys:
-        raise ValueError(f"there is a key {name}; revoke it first")
+        raise ValueError(f"the key {name} already exists; revoke it first")
     fields = msgspec.to_builtins(entry).items()
     table = [f"[keys.{name}]", *(f"{field} = {json.dumps(value)}" for field, value in fields)]
     changed = text.rstrip("\n") + "\n\n" + "\n".join(table) + "\n"
@@ -113,14 +120,17 @@ def with_key(text: str, name: str, entry: KeyEntry) -> str:
 
 
 def without_key(text: str, name: str) -> str:
-    """The file's text without a key; comments stay. Raises ValueError where there is none, or it is
-    written in another way than as a table of its own, one line after the other."""
+    """Return the file's text without the key; comments stay.
+
+    Raises ValueError if there is no such key, or if it is not written as a table of its own with
+    one line per field.
+    """
     keys = api_keys.parse(text)
     if keys.pop(name, None) is None:
-        raise ValueError(f"there is no key {name}")
+        raise ValueError(f"no key is named {name}")
     table = re.compile(
-        rf"""^\[keys\.{re.escape(name)}\][^\n]*\n  # its head
-        (?:[^\n\#\[][^\n]*(?:\n|\Z))*  # the lines behind it: no comment, no other table
+        rf"""^\[keys\.{re.escape(name)}\][^\n]*\n  # the table's header
+        (?:[^\n\#\[][^\n]*(?:\n|\Z))*  # the lines after it, up to a comment or another table
         \n?""",
         re.MULTILINE | re.VERBOSE,
     )
@@ -129,19 +139,19 @@ def without_key(text: str, name: str) -> str:
 
 
 def _checked(text: str, keys: dict[str, KeyEntry]) -> str:
-    """`text`, if it holds these keys. Raises ValueError."""
+    """Return `text` if it parses to `keys`. Raises ValueError otherwise."""
     try:
-        is_meant = api_keys.parse(text) == keys
+        is_correct = api_keys.parse(text) == keys
     except ValueError:
-        is_meant = False
-    if not is_meant:
-        raise ValueError("this file is written in a way that cannot be changed here; do it by hand")
+        is_correct = False
+    if not is_correct:
+        raise ValueError("cannot change this file because of how it is written; edit it by hand")
     return text
 
 
 def write(path: Path, text: str) -> None:
-    """In one move: who reads it meanwhile has the old file or the new one."""
-    target = path.resolve()  # a link stays a link
+    """Replace the file atomically: a reader gets the old text or the new one."""
+    target = path.resolve()  # replace a link's target, not the link
     mode = target.stat().st_mode & 0o777 if target.exists() else MODE
     with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=".keys-", delete=False) as new:
         try:

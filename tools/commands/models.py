@@ -1,7 +1,7 @@
-"""What MODEL on the command line means, and `tidegate models`.
+"""The MODEL argument of all commands, and `tidegate models`.
 
-A name from the catalogue, a .gguf file, or a Hugging Face directory. A catalogue name wins over a
-folder of the same name; write ./NAME for the folder.
+MODEL is a name from the catalogue, a .gguf file, or a Hugging Face directory. A catalogue name
+takes precedence over a directory of the same name; ./NAME selects the directory.
 """
 
 from __future__ import annotations
@@ -14,67 +14,76 @@ from pathlib import Path
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE
-from tools.models.fetch import Say, fetch, home, is_cached, place, say_on_stderr
+from tools.models.fetch import (
+    PrintLine,
+    cached_file,
+    fetch,
+    home,
+    is_cached,
+    print_on_stderr,
+)
 
-DESCRIPTION = "List the models known by name."
+DESCRIPTION = "List the built-in models: what they are, and where their files are."
 
 EXAMPLES = """\
 examples:
-  tidegate models                 what each is, and where it is kept
+  tidegate models
 """
 
 
-def resolve(model: str, cache: Path, say: Say = say_on_stderr, *, text_only: bool = False) -> Path:
-    """The absolute path of a model, fetched if it is one of the catalogue's. Raises Failure.
+def resolve(
+    model: str, cache: Path, print_line: PrintLine = print_on_stderr, *, text_only: bool = False
+) -> Path:
+    """Return the absolute path of a model. A catalogue model is downloaded first. Raises Failure.
 
-    say        prints a line of progress
-    text_only  a directory may hold no more than a tokenizer
+    print_line   prints a line of progress
+    text_only    accept a directory that contains only a tokenizer
     """
     if entry := CATALOGUE.get(model):
-        return fetch(entry, cache, say)
+        return fetch(entry, cache, print_line)
     path = Path(model).expanduser().absolute()
     if path.is_dir():
         needed = "tokenizer.json" if text_only else "config.json"
         if not (path / needed).is_file():
-            raise _unusable(f"{path} is no Hugging Face model directory: it has no {needed}")
+            raise _bad_model(f"{path} is not a Hugging Face model directory: it has no {needed}")
         return path
     if not path.is_file():
-        raise _unusable(f"no model {model!r}: {_instead(model)}")
+        raise _bad_model(f"no model {model!r}: {_suggestion(model)}")
     if path.suffix != ".gguf":
-        raise _unusable(f"{path} is neither a .gguf file nor a Hugging Face directory")
+        raise _bad_model(f"{path} is neither a .gguf file nor a Hugging Face directory")
     return path
 
 
-def _instead(model: str) -> str:
-    """Return what to type for a MODEL that is neither here nor in the catalogue."""
+def _suggestion(model: str) -> str:
+    """Return advice for a MODEL that is neither a path nor in the catalogue."""
     hub = re.fullmatch(r"[\w.-]+/([\w.-]+)", model)
     name = (hub[1] if hub else model).lower()
     if close := get_close_matches(name, CATALOGUE, n=1, cutoff=0.5):
         return f"did you mean {close[0]}?"
     if hub:
         return (
-            "nothing is fetched from the Hugging Face hub; fetch it first (hf download "
-            f"{model} --local-dir {hub[1]}), then name its folder"
+            "models are not downloaded from the Hugging Face hub; download it first (hf download "
+            f"{model} --local-dir {hub[1]}), then give its directory"
         )
-    return f"it is neither a path here nor a name in {_names()}"
+    return f"it is neither a path nor a name in {_names()}"
 
 
-def _unusable(why: str) -> Failure:
-    return Failure(why, exit_code=ExitCode.BAD_MODEL)
+def _bad_model(message: str) -> Failure:
+    return Failure(message, exit_code=ExitCode.BAD_MODEL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
+    """Add nothing: the command has no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """List the catalogue and what of it is in the cache."""
+    """List the catalogue, and which of its models are in the cache."""
     cache = home()
     for entry in CATALOGUE.values():
-        where = str(place(entry, cache)) if is_cached(entry, cache) else "not fetched yet"
-        print(f"{entry.name}\n  {entry.what}")
+        where = str(cached_file(entry, cache)) if is_cached(entry, cache) else "not downloaded yet"
+        print(f"{entry.name}\n  {entry.description}")
         print(f"  {entry.licence}, {entry.file_bytes / 1e6:.0f} MB; {where}")
-    print(f"\ncache: {cache}  ($TIDEGATE_HOME chooses another)")
+    print(f"\ncache: {cache}  (set $TIDEGATE_HOME to change it)")
     return 0
 
 

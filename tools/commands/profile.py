@@ -1,7 +1,7 @@
-"""`tidegate profile`: a trace of a running server's worker, and the CPU of each of its processes.
+"""`tidegate profile`: records a trace of a server's worker, and the CPU use of its processes.
 
-It asks the engine, not the gateway, so it works while HTTP is down. CPU is read from /proc while
-the worker records: of the server's own process and of all that descend from it.
+It connects to the engine, not the gateway, so it works when HTTP is down. While the worker records,
+this process reads the CPU times of the supervisor and all its descendants from /proc.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tools.failure import Failure
 from tools.processes.servers import add_server, local_server
 
 DESCRIPTION = """\
-Record what the worker of a running server does in its next steps, as a Chrome trace, and how much
-CPU each process takes meanwhile. It waits until there are steps: put a load on the server.
-Recording makes steps slower. Ctrl-C ends it early, and no trace is told of.
+Record the next steps of a running server's worker as a Chrome trace, and measure the CPU use of
+each process. The command waits for steps, so the server needs load. Recording makes steps slower.
+Ctrl-C ends the command without a trace.
 """
 
 EXAMPLES = """\
 examples:
-  tidegate profile                        50 steps, into ./profile
+  tidegate profile                        record 50 steps to ./profile
   tidegate profile --steps 10 --directory /var/tmp/traces --port 8001
-  then open the file at https://ui.perfetto.dev or in chrome://tracing
+open the file at https://ui.perfetto.dev or in chrome://tracing
 """
 
 WAIT_S = 3.0
@@ -42,30 +42,36 @@ SAMPLE_EVERY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CpuSample:
-    """seconds of CPU by process id, at `at` (seconds since 1970)"""
+    """CPU times of processes at one moment."""
 
+    #: Seconds since 1970.
     at: float
+    #: Process id -> seconds of CPU used so far.
     cpu_s: Mapping[int, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     parser.add_argument(
-        "--steps", type=int, default=50, metavar="N", help="how many (default %(default)s)"
+        "--steps",
+        type=int,
+        default=50,
+        metavar="N",
+        help="number of steps to record (default %(default)s)",
     )
     parser.add_argument(
         "--wait-s",
         type=float,
         default=60.0,
         metavar="X",
-        help="give up when they have not been made by then (default %(default)s)",
+        help="give up if the steps take longer than this many seconds (default %(default)s)",
     )
     parser.add_argument(
         "--directory",
         default="profile",
         metavar="DIRECTORY",
-        help="where the trace is written, on the server's machine; made if need be, and nobody "
-        "else may be able to enter it (default %(default)s)",
+        help="directory for the trace, on the server's machine; it is created if missing, and must "
+        "be accessible to its owner only (default %(default)s)",
     )
 
 
@@ -81,15 +87,15 @@ def run(options: argparse.Namespace) -> int:
     except EngineNotReady as error:
         raise Failure(f"the engine is not ready: {error}") from None
     except TimeoutError as error:
-        raise Failure(f"{error}: does the server have anything to do?") from None
+        raise Failure(f"{error}: does the server have any load?") from None
     except ServingError as error:
         raise Failure(str(error)) from None
-    print(told(profiled, sampler))
+    print(report(profiled, sampler))
     return 0
 
 
 class Sampler:
-    """Reads the CPU times of a process and its descendants, again and again while inside."""
+    """Samples the CPU times of a process and its descendants inside a `with` block."""
 
     def __init__(self, root: int, proc: Path = PROC) -> None:
         self.samples: list[CpuSample] = []
@@ -117,15 +123,18 @@ class Sampler:
 
 
 def descendants(root: int, proc: Path) -> dict[int, float]:
-    """Seconds of CPU that `root` and all below it have used, by process id."""
+    """Return the CPU seconds used by `root` and each of its descendants, by process id."""
     stats = all_stats(proc)
     found = families({root} & stats.keys(), {pid: stat.parent for pid, stat in stats.items()})
     return {pid: stats[pid].cpu_s for pid in sorted(found)}
 
 
-def shares(samples: list[CpuSample], began: float, ended: float) -> dict[int, float]:
-    """Cores that each process kept busy between the last sample before `began` and the first after
-    `ended`; of processes that were there all the time."""
+def cores_used(samples: list[CpuSample], began: float, ended: float) -> dict[int, float]:
+    """Return the average number of cores that each process used, by process id.
+
+    The time span is from the last sample before `began` to the first after `ended`. Processes that
+    did not exist for all of it are left out.
+    """
     before = [sample for sample in samples if sample.at <= began] or samples[:1]
     after = [sample for sample in samples if sample.at >= ended] or samples[-1:]
     if not before or after[0].at <= before[-1].at:
@@ -139,10 +148,10 @@ def shares(samples: list[CpuSample], began: float, ended: float) -> dict[int, fl
     }
 
 
-def told(profiled: Profiled, sampler: Sampler) -> str:
-    found = shares(sampler.samples, profiled.began, profiled.ended)
+def report(profiled: Profiled, sampler: Sampler) -> str:
+    cores = cores_used(sampler.samples, profiled.began, profiled.ended)
     rows = [["process", "pid", "CPU, cores"]]
-    rows += [[sampler.names[pid], str(pid), f"{share:.2f}"] for pid, share in found.items()]
+    rows += [[sampler.names[pid], str(pid), f"{share:.2f}"] for pid, share in cores.items()]
     return (
         f"{profiled.steps} steps in {profiled.ended - profiled.began:.2f} s: {profiled.file}\n\n"
         f"{aligned(rows)}"

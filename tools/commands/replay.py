@@ -1,5 +1,4 @@
-"""`tidegate replay`: what an engine with --journal went through, again. The work is the engine
-room's: it is started as a program of its own."""
+"""`tidegate replay`: replays the journal of an engine, in an `engine_core.journal` process."""
 
 from __future__ import annotations
 
@@ -8,10 +7,10 @@ import subprocess
 import sys
 
 DESCRIPTION = """\
-Give an engine's journal (`tidegate serve --journal DIRECTORY`) to an engine of this version,
-without a worker, and compare its decisions with those in the journal. If one differs, name the
-first difference and exit with code 1. Exit with code 2 if there is no journal. All journals of a
-directory are replayed, oldest first.
+Replay the journal of an engine (`tidegate serve --journal DIRECTORY`) in this version, without a
+worker, and compare all decisions with the journal. If a decision differs, the command prints the
+first difference and exits with code 1. If there is no journal, it exits with code 2. If PATH is a
+directory, all its journals are replayed, oldest first.
 """
 
 EXAMPLES = """\
@@ -19,14 +18,14 @@ examples:
   tidegate serve --journal /var/tmp/journals
   tidegate replay /var/tmp/journals     all journals in the directory
   tidegate replay /var/tmp/journals/engine-20260102-030405-77-0001.journal
-  tidegate replay PATH --check          check every invariant of slots and blocks too: slow
+  tidegate replay PATH --check          also check all invariants of slots and blocks (slow)
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a journal, or the directory of --journal")
+    parser.add_argument("path", metavar="PATH", help="a journal, or a directory of journals")
     parser.add_argument(
-        "--check", action="store_true", help="check the engine's laws after each record"
+        "--check", action="store_true", help="check the engine's invariants after each record"
     )
 
 

@@ -1,9 +1,9 @@
-"""`tidegate serve`: from the command line to running processes.
+"""`tidegate serve`: starts a server from the command line.
 
-    options -> configs -> the run directory's lock -> the model's path -> commands -> the watch loop
+    options -> configs -> lock of the run directory -> model path -> commands -> watch loop
 
-Which engines there are is decided by `tools.processes.topology`, and what to do while they run by
-`tools.processes.supervisor`; this file puts the pieces together.
+`tools.processes.topology` decides which engines to start, and `tools.processes.supervisor` what to
+do while they run. This module connects them.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from tools.models.catalogue import CATALOGUE, DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import ModelCheck, check_models, limit
 from tools.processes import run_lock
-from tools.processes.children import Child, Command, last_words
+from tools.processes.children import Child, Command, last_error_line
 from tools.processes.supervisor import STOP_S
 from tools.processes.topology import Engines, check_reachable, engines_of, wired, with_model
 from tools.processes.watch import supervise
 from tools.terminal import Terminal, log_style
 
 DESCRIPTION = """\
-Serve a model over the OpenAI API (HTTP) and over ZeroMQ. Ctrl-C stops the server after open
-requests have finished; pressed twice, at once.
+Serve a model over the OpenAI API (HTTP) and over ZeroMQ. Ctrl-C lets open requests finish and then
+stops the server; a second Ctrl-C stops it at once.
 """
 
 EXAMPLES = f"""\
@@ -55,12 +55,12 @@ examples:
   tidegate serve                                  the default model, {DEFAULT}, on port 8000
   tidegate serve ~/models/qwen3-4b                a Hugging Face directory (safetensors)
   tidegate serve model.gguf --port 8001           a GGUF file, on another port
-  tidegate serve --max-len 4096 --max-slots 16    less memory: shorter and fewer requests
+  tidegate serve --max-len 4096 --max-slots 16    use less memory: shorter and fewer requests
   tidegate serve --served-name small --gateways 2
-  tidegate serve --render-only DIRECTORY          no engine: render, derender, tokenize
-  tidegate serve --split                          two engines: one computes prompts, one answers
+  tidegate serve --render-only DIRECTORY          render, derender and tokenize, without an engine
+  tidegate serve --split                          two engines: one for prompts, one for answers
   tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
-                                                  the same over hosts: see tidegate engine --help
+                                                  engines on other hosts (tidegate engine --help)
 """
 
 ROOMS = (
@@ -70,34 +70,33 @@ ROOMS = (
     ("the supervisor", ServeConfig),
 )
 NEEDED = {"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch": "worker"}
-"""Libraries that a child would miss at once -> the extra that brings them."""
-COMPUTES = frozenset({"torch"})
-"""Those that only a server with an engine needs."""
-ENGINE_TELLS: dict[int, int] = {
+"""Libraries that the child processes need -> the extra that installs them."""
+ENGINE_LIBRARIES = frozenset({"torch"})
+"""Libraries that are only needed if the server has an engine."""
+ENGINE_EXIT_CODES: dict[int, int] = {
     code: code for code in ExitCode if code not in (ExitCode.OK, ExitCode.FAILED)
 }
-GATEWAY_TELLS: dict[int, int] = {4: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL}
-"""4: gunicorn's code for an application that cannot be made, as an option is wrong."""
+GATEWAY_EXIT_CODES: dict[int, int] = {4: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL}
+"""4: gunicorn's code if the application cannot be created because an option is wrong."""
 CHECKED = (
     *("api_keys", "chat_template", "default_chat_template_kwargs", "default_sampling"),
     *("tool_format", "reasoning_format", "otlp_traces_endpoint", "cors_origin", "allowed_host"),
 )
-"""Options of the gateway whose values only its own code can check."""
+"""Gateway options whose values only the gateway's code can check."""
 CHECK_TIMEOUT_S = 60
 CARD_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is to be started; nothing of it has happened yet.
+    """The server to start. Creating a plan starts nothing."""
 
-    key   our own, where the server has keys: with it we ask what it serves
-    """
-
-    engine: EngineConfig  # as the options describe one
+    #: One engine as the options describe it. `engines` derives the real ones.
+    engine: EngineConfig
     gateway: GatewayConfig
     serve: ServeConfig
     directory: Path
+    #: The supervisor's own API key for readiness checks; "" if the server has no keys.
     key: str = ""
 
     @property
@@ -122,11 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
-    """The configs that the options make; `worker.model` is still as the user named it.
+    """Return the plan that the options describe. `worker.model` is still as on the command line.
 
-    style   of the log lines of all processes
+    style   format of the log lines of all processes
 
-    Raises Failure, with the exit code of a usage error, where options contradict each other.
+    Raises Failure, with the exit code of a usage error, if options contradict each other.
     """
     try:
         gateway = build(GatewayConfig, options, log_format=style)
@@ -158,11 +157,13 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
-    """With the digests of its keys in their place, and that of our own: the gateway needs no more.
-    Raises ValueError for what can be no key."""
-    for given in config.api_key:
-        api_keys.check_key(given)
-    digests = [api_keys.digest_of(given) for given in config.api_key]
+    """Replace the API keys by their digests, and add the digest of the supervisor's own key.
+
+    The gateway needs only digests. Raises ValueError for an invalid key.
+    """
+    for api_key in config.api_key:
+        api_keys.check_key(api_key)
+    digests = [api_keys.digest_of(api_key) for api_key in config.api_key]
     own = api_keys.digest_of(key) if key else ""
     return msgspec.structs.replace(
         config, api_key=[], api_key_digests=digests, supervisor_digest=own
@@ -170,11 +171,11 @@ def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
 
 
 def commands(plan: Plan, *, lock: int) -> list[Command]:
-    """How to start the children, in the order in which a drain stops them.
+    """Return the commands that start the children, in the order in which a drain stops them.
 
-    `-P` keeps the working directory out of sys.path, so that a folder of the user's cannot pass for
-    one of our rooms. gunicorn puts it back, so the gateway works in the run directory, where only
-    sockets are.
+    `-P` keeps the working directory out of sys.path. Otherwise a directory of the user could shadow
+    one of our packages. gunicorn adds it again, so the gateway's working directory is the run
+    directory, which contains only sockets.
     """
     python = [sys.executable, "-P", "-m"]
     conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
@@ -184,9 +185,9 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
         environment={"TIDEGATE_GATEWAY": msgspec.json.encode(plan.gateway).decode()},
         directory=plan.directory,
         keeps_open=[lock],
-        stands_for=ExitCode.GATEWAY_LOST,
-        tells=GATEWAY_TELLS,
-        revives=True,
+        exit_code=ExitCode.GATEWAY_LOST,
+        exit_codes=GATEWAY_EXIT_CODES,
+        restarts_children=True,
         survivors_s=STOP_S,
         log_format=plan.gateway.log_format,
     )
@@ -201,45 +202,45 @@ def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
         name,
         arguments,
         keeps_open=[lock],
-        stands_for=ExitCode.ENGINE_LOST,
-        tells=ENGINE_TELLS,
+        exit_code=ExitCode.ENGINE_LOST,
+        exit_codes=ENGINE_EXIT_CODES,
         log_format=engine.log_format,
     )
 
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    own = os.environ.pop(KEY_VARIABLE, "")  # our children need its digest alone
-    given = [*(options.api_key or []), *([own] if own else [])]
+    own = os.environ.pop(KEY_VARIABLE, "")  # the children get only its digest
+    api_key = [*(options.api_key or []), *([own] if own else [])]
     terminal = Terminal(log_style(options.log_format))
-    wanted = plan({**vars(options), "api_key": given}, terminal.style)
-    check_installation(NEEDED if wanted.engines else NEEDED.keys() - COMPUTES)
-    check_key(wanted.serve.cluster_key)
-    if wanted.engines:
-        check_kv_disk(wanted.engine.worker.kv_disk)
-    _check_gateway(wanted.gateway)
-    with run_lock.holding(wanted.directory) as lock:
-        run_lock.check_port_is_free(wanted.gateway.host, wanted.gateway.port)
-        if wanted.serve.split:
-            _make_key(wanted.directory / run_lock.RUN_KEY)
-        _describe(lock, wanted, wanted.gateway.served_name)
-        return _serve(_with_model_path(wanted, terminal), lock, started, terminal)
+    planned = plan({**vars(options), "api_key": api_key}, terminal.style)
+    check_installation(NEEDED if planned.engines else NEEDED.keys() - ENGINE_LIBRARIES)
+    check_key(planned.serve.cluster_key)
+    if planned.engines:
+        check_kv_disk(planned.engine.worker.kv_disk)
+    _check_gateway(planned.gateway)
+    with run_lock.holding(planned.directory) as lock:
+        run_lock.check_port_is_free(planned.gateway.host, planned.gateway.port)
+        if planned.serve.split:
+            _make_key(planned.directory / run_lock.RUN_KEY)
+        _describe(lock, planned, planned.gateway.served_name)
+        return _serve(_with_model_path(planned, terminal), lock, started, terminal)
 
 
 def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
-    """Write down where the server is, and the first of its model's names, for other tools."""
+    """Write the server's URL and the first known model name into the lock, for other tools."""
     model = next(filter(None, names), "")
     run_lock.describe(lock, run_lock.LockFacts(url=plan.url, model=model))
 
 
 def _make_key(file: Path) -> None:
-    """For this run; the directory is ours alone."""
+    """Write a new cluster key for this run. The directory is private."""
     file.unlink(missing_ok=True)
     write_cluster_key(str(file))
 
 
 def check_key(path: str) -> None:
-    """Raises Failure where a key is named that cannot be used."""
+    """Raise Failure if the cluster key at `path` cannot be used."""
     try:
         read_cluster_key(path)
     except ValueError as error:
@@ -247,21 +248,22 @@ def check_key(path: str) -> None:
 
 
 def check_kv_disk(path: str) -> None:
-    """Make the folder for K/V on disk. Raises Failure if there can be none."""
+    """Create the directory for K/V on disk. Raises Failure if that is not possible."""
     try:
         if path:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        why = f"--kv-disk {path}: cannot create this folder: {error.strerror}"
-        raise Failure(why, exit_code=ExitCode.USAGE) from None
+        message = f"--kv-disk {path}: cannot create this directory: {error.strerror}"
+        raise Failure(message, exit_code=ExitCode.USAGE) from None
     if path and not os.access(path, os.W_OK | os.X_OK):
         raise Failure(f"--kv-disk {path}: not writable", exit_code=ExitCode.USAGE)
 
 
 def _check_gateway(config: GatewayConfig) -> None:
-    """Let the gateway's own code check its options before anything is started. Raises Failure.
+    """Check the gateway's options in a process of its own before anything is started.
 
-    That costs the time of its imports, so it is left out if all such options have their defaults.
+    The check takes the time of the gateway's imports, so it is skipped if all of these options have
+    their defaults. Raises Failure if an option is wrong.
     """
     default = GatewayConfig()
     if all(getattr(config, name) == getattr(default, name) for name in CHECKED):
@@ -276,19 +278,21 @@ def _check_gateway(config: GatewayConfig) -> None:
         timeout=CHECK_TIMEOUT_S,
     )
     if done.returncode == ExitCode.USAGE:
-        raise Failure(last_words(done.stderr.splitlines()), exit_code=ExitCode.USAGE)
+        raise Failure(last_error_line(done.stderr.splitlines()), exit_code=ExitCode.USAGE)
 
 
 def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
-    """Return the plan with the path of the model in place of its name, fetched if need be. Raises
-    Failure if the model cannot be served."""
+    """Return the plan with the model's path instead of its name, downloaded if necessary.
+
+    Raises Failure if the model cannot be served.
+    """
     render_only = plan.serve.render_only
     if not plan.engines and not render_only:
         return plan
-    say = terminal.progress
-    path = resolve(plan.engine.worker.model, home(), say, text_only=render_only)
+    print_line = terminal.progress
+    path = resolve(plan.engine.worker.model, home(), print_line, text_only=render_only)
     draft = "" if render_only else plan.engine.worker.draft_model
-    engine = with_model(plan.engine, path, resolve(draft, home(), say) if draft else None)
+    engine = with_model(plan.engine, path, resolve(draft, home(), print_line) if draft else None)
     found = replace(plan, engine=engine)
     with ModelCheck(plan.gateway) as check:
         if render_only:
@@ -303,14 +307,14 @@ def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
 
 
 def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:
-    """Log once what shortens requests."""
-    for said in dict.fromkeys(limit(plan) for plan in plans):
-        if said is not None:
-            terminal.log(said)
+    """Log each limit on the length of requests once."""
+    for message in dict.fromkeys(limit(plan) for plan in plans):
+        if message is not None:
+            terminal.log(message)
 
 
 def _write_card(worker: WorkerConfig, file: Path) -> Path:
-    """What the gateway has to know of the model, which the worker's room alone can read."""
+    """Write the model card, in a worker process because only the worker reads model files."""
     model, sampling = worker.model, worker.recommended_sampling
     command = [sys.executable, "-P", "-m", "worker.startup.card", model, str(file)]
     command += [f"--max-len={worker.max_len}"]
@@ -326,21 +330,21 @@ def _write_card(worker: WorkerConfig, file: Path) -> Path:
     except subprocess.TimeoutExpired:
         raise Failure(f"reading {model} took more than {CARD_TIMEOUT_S} s") from None
     if done.returncode:
-        words = last_words(done.stderr.splitlines()) or f"{model} cannot be read"
-        raise Failure(words, exit_code=ExitCode.BAD_MODEL)
+        message = last_error_line(done.stderr.splitlines()) or f"cannot read {model}"
+        raise Failure(message, exit_code=ExitCode.BAD_MODEL)
     return file
 
 
 def _serve(plan: Plan, lock: int, started: float, terminal: Terminal) -> int:
     has_model = bool(plan.engines or plan.serve.render_only)
 
-    def started_all(children: Sequence[Child]) -> None:
-        all_of_them = ", ".join(f"{child.name} started (pid {child.pid})" for child in children)
-        terminal.log(all_of_them + f"; model {plan.engine.worker.model}" * has_model)
+    def log_start(children: Sequence[Child]) -> None:
+        processes = ", ".join(f"{child.name} started (pid {child.pid})" for child in children)
+        terminal.log(processes + f"; model {plan.engine.worker.model}" * has_model)
 
-    def ready(model: str | None) -> None:
+    def show_banner(model: str | None) -> None:
         _describe(lock, plan, [model])
-        terminal.show(_welcome(plan, model, time.monotonic() - started))
+        terminal.show(_banner(plan, model, time.monotonic() - started))
 
     return supervise(
         commands(plan, lock=lock),
@@ -349,20 +353,20 @@ def _serve(plan: Plan, lock: int, started: float, terminal: Terminal) -> int:
         start_timeout_s=plan.serve.start_timeout_s,
         drain_s=plan.gateway.drain_s,
         max_restarts=plan.serve.max_restarts,
-        on_started=started_all,
+        on_started=log_start,
         on_listening=lambda: terminal.log(
             "gateway answers" + ("; the model is loading" if plan.engines else "")
         ),
-        on_ready=ready,
+        on_ready=show_banner,
     )
 
 
-def _welcome(plan: Plan, model: str | None, seconds: float) -> str:
+def _banner(plan: Plan, model: str | None, seconds: float) -> str:
     if plan.serve.render_only:
         return f"""
 Tidegate renders for {model} at {plan.url}, without an engine  (ready in {seconds:.1f} s)
 
-Ctrl-C stops it.
+Press Ctrl-C to stop.
 """
     header = f""" -H "Authorization: Bearer ${KEY_VARIABLE}" \\\n   """ if plan.key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
@@ -373,21 +377,21 @@ Tidegate serves {model} at {plan.url}  (ready in {seconds:.1f} s)
     -d '{body}'
 
   tidegate chat --url {plan.url}
-{_where(plan)}
+{_addresses(plan)}
 
-Ctrl-C stops it.
+Press Ctrl-C to stop.
 """
 
 
-def _where(plan: Plan) -> str:
-    """Which engines there are, and how to speak to them without HTTP."""
+def _addresses(plan: Plan) -> str:
+    """Return the banner's lines with the addresses of the engines."""
     if not plan.gateway.decode:
         return f"  ZeroMQ: {plan.gateway.engine}"
-    whose = {}
+    threads = {}
     if plan.serve.split:
-        whose = {c.address: f" ({c.worker.threads} threads)" for c in plan.engines.values()}
-    lines = [f"  prompts computed by {a}{whose.get(a, '')}" for a in plan.gateway.prefill]
-    lines += [f"  answers computed by {a}{whose.get(a, '')}" for a in plan.gateway.decode]
+        threads = {c.address: f" ({c.worker.threads} threads)" for c in plan.engines.values()}
+    lines = [f"  prompts computed by {a}{threads.get(a, '')}" for a in plan.gateway.prefill]
+    lines += [f"  answers computed by {a}{threads.get(a, '')}" for a in plan.gateway.decode]
     if plan.serve.split:
         lines.append(f"  ZeroMQ: {plan.engine.address}")
     return "\n".join(lines)
@@ -401,7 +405,7 @@ def check_installation(libraries: Iterable[str]) -> None:
 
 
 def _folder_of(room: str) -> Path:
-    """Where a room lies, without importing it."""
+    """Return the directory of a package without importing it."""
     spec = importlib.util.find_spec(room)
     if spec is None or spec.origin is None:
         raise Failure(f"the {room} package is not installed")

@@ -1,7 +1,8 @@
-"""`tidegate status`: one look at a running server, through the engine's own socket.
+"""`tidegate status`: shows the state of a running server.
 
-It asks the engine, not the gateway, so it still answers when HTTP is down, and says that it is. Of
-a server with engines of two kinds, which may be elsewhere, only the gateway knows which they are.
+It connects to the engine's socket, so it works when HTTP is down, and reports that HTTP is down. If
+prefill and decode engines are separate, the state of each comes from the gateway's /readyz instead,
+because they may run on other hosts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from protocol.stats import EngineStats
 from tools.http.web import WebServer
 from tools.processes.servers import RunningServer, add_server, local_server
 
-DESCRIPTION = "Show whether a server is ready and what it does."
+DESCRIPTION = """\
+Show whether a server is ready and how busy it is. The exit code is 0 if the server and all its
+engines are ready, and 1 if not.
+"""
 
 EXAMPLES = """\
 examples:
-  tidegate status                 of the only server that runs here
-  tidegate status --port 8001     of the server on this port
-  tidegate status --json          the same, for programs
+  tidegate status                 your only server on this machine
+  tidegate status --port 8001     the server on this port
+  tidegate status --json          one JSON line, for programs
 """
 
 WAIT_S = 3.0
@@ -34,33 +38,31 @@ WAIT_S = 3.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
-    parser.add_argument("--json", action="store_true", help="print it as one JSON line")
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 0 if the server and all its engines are ready, 1 if not. Raises Failure where there
-    is none."""
+    """Print the status. Raises Failure if no server runs."""
     server = local_server(options)
     answer = WebServer(server.url).get("/readyz", timeout_s=WAIT_S)
-    status, body = answer or (None, b"")
-    looked = _look(server, status, body)
-    print(msgspec.json.encode(looked).decode() if options.json else _told(looked))
-    return 0 if looked.ready else 1
+    http_status, body = answer or (None, b"")
+    status = _get_status(server, http_status, body)
+    print(msgspec.json.encode(status).decode() if options.json else _format(status))
+    return 0 if status.ready else 1
 
 
-class Looked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one look has found; `--json` prints it.
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The state of a server. `--json` prints these fields."""
 
-    http      status of /readyz; None: it does not answer
-    engines   of a server that has several: role, and what /readyz says of each
-    why       the engine cannot be asked
-    """
-
+    #: Process id of the supervisor.
     pid: int
     url: str
     ready: bool
+    #: HTTP status of /readyz; None if there is no answer.
     http: int | None
+    #: (role, state in /readyz) of each engine, if the server has several.
     engines: list[tuple[str, dict[str, Any]]] = []
+    #: Why the engine cannot be reached.
     why: str | None = None
     model: str | None = None
     architecture: str | None = None
@@ -69,15 +71,15 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stats: EngineStats | None = None
 
 
-def _look(server: RunningServer, http: int | None, body: bytes) -> Looked:
+def _get_status(server: RunningServer, http: int | None, body: bytes) -> ServerStatus:
     pid, address = server.pid, engine_address(server.port)
     is_ready = http == HTTPStatus.OK
     if several := _several(body):
         is_ready = is_ready and all(state["ready"] for _, state in several)
-        return Looked(pid=pid, url=server.url, ready=is_ready, http=http, engines=several)
+        return ServerStatus(pid=pid, url=server.url, ready=is_ready, http=http, engines=several)
     try:
         with Engine(address, name="status", wait_s=WAIT_S) as engine:
-            return Looked(
+            return ServerStatus(
                 pid=pid,
                 url=server.url,
                 ready=is_ready,
@@ -89,21 +91,21 @@ def _look(server: RunningServer, http: int | None, body: bytes) -> Looked:
                 stats=engine.look(0).stats,
             )
     except EngineError as error:
-        return Looked(pid=pid, url=server.url, ready=False, http=http, why=str(error))
+        return ServerStatus(pid=pid, url=server.url, ready=False, http=http, why=str(error))
 
 
-def _told(looked: Looked) -> str:
-    lines = [f"server   {looked.url} (pid {looked.pid})", f"http     {_http(looked.http)}"]
-    lines += [_one_of_several(role, state) for role, state in looked.engines]
-    if looked.why is not None:
-        lines.append(f"engine   not ready: {looked.why}")
-    if looked.stats is not None and looked.limits is not None:
-        lines.append(_engine(looked, looked.limits, looked.stats))
+def _format(status: ServerStatus) -> str:
+    lines = [f"server   {status.url} (pid {status.pid})", f"http     {_http(status.http)}"]
+    lines += [_one_of_several(role, state) for role, state in status.engines]
+    if status.why is not None:
+        lines.append(f"engine   not ready: {status.why}")
+    if status.stats is not None and status.limits is not None:
+        lines.append(_engine(status, status.limits, status.stats))
     return "\n".join(lines)
 
 
 def _several(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """(role, state) of each engine of a server that has several; see /readyz."""
+    """Return (role, state) of each engine in the body of /readyz, if the server has several."""
     facts = msgspec.json.decode(body) if body else {}
     return [(role, state) for role in ("prefill", "decode") for state in facts.get(role, [])]
 
@@ -117,22 +119,22 @@ def _one_of_several(role: str, state: dict[str, Any]) -> str:
     return (
         f"{role:<8} {state['address']}: {state['running']} running, "
         f"{state['waiting']} waiting ({state['waiting_tokens']} tokens), "
-        f"{used} of {state['total_blocks']} blocks hold tokens"
+        f"{used} of {state['total_blocks']} blocks in use"
     )
 
 
 def _http(status: int | None) -> str:
     if status is None:
-        return "does not answer"
+        return "no answer"
     return "ready" if status == HTTPStatus.OK else f"not ready (status {status})"
 
 
-def _engine(looked: Looked, limits: Limits, stats: EngineStats) -> str:
+def _engine(status: ServerStatus, limits: Limits, stats: EngineStats) -> str:
     used = stats.total_blocks - stats.free_blocks
-    draining = "\nengine   draining: it takes nothing new" if stats.draining else ""
+    draining = "\nengine   draining: new requests are refused" if stats.draining else ""
     return f"""\
-model    {looked.model} ({looked.architecture}, {looked.dtype})
+model    {status.model} ({status.architecture}, {status.dtype})
 running  {stats.running} of {limits.max_slots}
 waiting  {stats.waiting} ({stats.waiting_tokens} tokens)
-blocks   {used} of {stats.total_blocks} hold tokens ({limits.block_tokens} tokens each)
+blocks   {used} of {stats.total_blocks} in use ({limits.block_tokens} tokens each)
 clients  {stats.clients}{draining}"""

@@ -1,7 +1,7 @@
-"""`tidegate stop`: ends servers as Ctrl-C does, and whatever was left behind.
+"""`tidegate stop`: stops servers as Ctrl-C does, and removes what was left behind.
 
-A server is asked, and drains; where its supervisor is gone its processes are asked one and all.
-Nothing is killed unless --kill says so.
+The supervisor receives SIGTERM and drains its server. If the supervisor is gone, each process of
+the server receives SIGTERM. Only --kill sends SIGKILL.
 """
 
 from __future__ import annotations
@@ -21,66 +21,69 @@ from tools.processes.server_discovery import (
     RunningProcess,
     base_directory,
     clear,
-    look,
+    discover,
     processes,
 )
 from tools.processes.servers import add_server, local_server
 
 DESCRIPTION = """\
-Stop servers of this user: open requests may finish. What was left behind goes as well: processes
-whose supervisor is gone, and sockets that nobody answers. Strays that `ps` shows belong to no
-server that could be named here; whoever started them may want them.
+Stop your servers after their open requests finish. The command also ends processes whose supervisor
+is gone, and removes sockets without a process. It does not touch the stray processes that `tidegate
+ps` shows, because they belong to no server.
 """
 
 EXAMPLES = """\
 examples:
-  tidegate stop                the only server that runs here
-  tidegate stop 8000           the server on that port
-  tidegate stop --all          all servers and engines of this user on this machine
-  tidegate stop 8000 --kill    at once; what was open is lost
+  tidegate stop                your only server on this machine
+  tidegate stop 8000           the server on this port
+  tidegate stop --all          all your servers and engines on this machine
+  tidegate stop 8000 --kill    stop at once; open requests are lost
 """
 
-LOOK_EVERY_S = 0.05
+POLL_EVERY_S = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="PORT", help="or a name that `ps` shows")
+    parser.add_argument(
+        "names", nargs="*", metavar="PORT", help="port, or a name from `tidegate ps`"
+    )
     add_server(parser)
-    parser.add_argument("--all", action="store_true", help="all of this user")
-    parser.add_argument("--kill", action="store_true", help="at once, without asking")
+    parser.add_argument("--all", action="store_true", help="stop all your servers and engines")
+    parser.add_argument("--kill", action="store_true", help="kill at once, without a drain")
     parser.add_argument(
         "--wait-s",
         type=float,
         default=60.0,
         metavar="X",
-        help="leave with code 1 when they are not gone by then (default %(default)g)",
+        help="exit with code 1 if a process still runs after this many seconds "
+        "(default %(default)g)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    names = [] if options.all else options.names or [_only(options)]
+    names = [] if options.all else options.names or [_selected_name(options)]
     if options.all and (options.names or options.port or options.url):
-        raise Failure("name servers or use --all, not both", exit_code=2)
+        raise Failure("give servers or --all, not both", exit_code=2)
     base = base_directory()
-    places = chosen(look(base), names)
-    victims = [each for place in places for each in asked(place, everybody=options.kill)]
+    places = select(discover(base), names)
+    targets = [each for place in places for each in signal_targets(place, kill=options.kill)]
     leaving = [each for place in places for each in place.processes]
-    _signal(victims, signal.SIGKILL if options.kill else signal.SIGTERM)
-    _await_end(leaving, options.wait_s)
+    _signal(targets, signal.SIGKILL if options.kill else signal.SIGTERM)
+    _wait_for_exit(leaving, options.wait_s)
     for place in places:
-        _tell(place, clear(base / place.name))
+        _print_result(place, clear(base / place.name))
     if not leaving and not any(place.sockets for place in places):
-        print("nothing ran, and nothing was left behind")
+        print("no servers were running, and nothing was left behind")
     return 0
 
 
-def _only(options: argparse.Namespace) -> str:
-    """Return the name of the server that --port or --url names, or of the only one."""
+def _selected_name(options: argparse.Namespace) -> str:
+    """Return the name of the server that --port or --url selects, or of the only one."""
     return str(local_server(options, otherwise="see: tidegate ps").port)
 
 
-def chosen(found: Found, names: Sequence[str]) -> list[RunDirectory]:
-    """No names: all there is. Raises Failure where there is no such place."""
+def select(found: Found, names: Sequence[str]) -> list[RunDirectory]:
+    """Return the run directories with these names, or all if `names` is empty. Raises Failure."""
     if not names:
         return found.places
     by_name = {place.name: place for place in found.places}
@@ -90,36 +93,39 @@ def chosen(found: Found, names: Sequence[str]) -> list[RunDirectory]:
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
-def asked(place: RunDirectory, *, everybody: bool) -> list[RunningProcess]:
-    """Who gets the signal: the first process, which sees to the others, if it is there."""
-    if place.leads and not everybody:
+def signal_targets(place: RunDirectory, *, kill: bool) -> list[RunningProcess]:
+    """Return the processes to signal: the supervisor alone, which stops the others, if it runs.
+
+    kill   all processes
+    """
+    if place.leads and not kill:
         return [each for each in place.processes if each.pid == place.pid]
     return place.processes
 
 
-def _signal(victims: Iterable[RunningProcess], number: signal.Signals) -> None:
-    """Nobody who is another by now."""
+def _signal(targets: Iterable[RunningProcess], number: signal.Signals) -> None:
+    """Signal the processes, except any whose pid belongs to another process by now."""
     running = processes()
-    for victim in victims:
-        if _is_there(victim, running):
+    for target in targets:
+        if _is_running(target, running):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(victim.pid, number)
+                os.kill(target.pid, number)
 
 
-def _is_there(process: RunningProcess, running: dict[int, RunningProcess]) -> bool:
+def _is_running(process: RunningProcess, running: dict[int, RunningProcess]) -> bool:
     return process.pid in running and running[process.pid].started == process.started
 
 
-def _await_end(leaving: Sequence[RunningProcess], wait_s: float) -> None:
-    give_up = time.monotonic() + wait_s
-    while left := [each for each in leaving if _is_there(each, processes())]:
-        if time.monotonic() >= give_up:
-            who = ", ".join(f"{each.name} (pid {each.pid})" for each in left)
-            raise Failure(f"still there after {wait_s:g} s: {who}; --kill ends them at once")
-        time.sleep(LOOK_EVERY_S)
+def _wait_for_exit(leaving: Sequence[RunningProcess], wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    while left := [each for each in leaving if _is_running(each, processes())]:
+        if time.monotonic() >= deadline:
+            names = ", ".join(f"{each.name} (pid {each.pid})" for each in left)
+            raise Failure(f"still running after {wait_s:g} s: {names}; --kill ends them at once")
+        time.sleep(POLL_EVERY_S)
 
 
-def _tell(place: RunDirectory, cleared: Sequence[str]) -> None:
+def _print_result(place: RunDirectory, cleared: Sequence[str]) -> None:
     if place.processes:
         print(f"stopped  {place.name} ({len(place.processes)} processes)")
     if cleared:

@@ -1,4 +1,4 @@
-"""`tidegate top`: looks once a second, while somebody watches; once where nobody does."""
+"""`tidegate top`: shows the state of an engine, updated every second on a terminal."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from protocol.client import Engine
 from protocol.errors import ServingError
 from protocol.messages import EngineStatus
 from protocol.session import PING_EVERY_S
-from tools.engine_options import add_place, connect
+from tools.engine_options import add_engine_options, connect
 from tools.failure import Failure
-from tools.top.picture import Paper, TopScene, picture
+from tools.top.picture import Canvas, TopScene, render
 from tools.top.rates import rates
-from tools.top.screen import opened
+from tools.top.screen import open_screen
 
 DESCRIPTION = """\
-Watch an engine: slots, blocks, tokens per second, and each open request, by name and never by its
-words. It asks the engine itself, so it works when HTTP is down; an engine that nobody watches
-spends nothing on it. q leaves. Where the output is no terminal, one picture is printed.
+Watch an engine: slots, blocks, tokens per second, and each open request by name, without its text.
+Press q to quit. If the output is not a terminal, the state is printed once. The command connects to
+the engine directly, so it works when HTTP is down. It costs the engine nothing unless it runs.
 """
 
 EXAMPLES = """\
 examples:
   tidegate top
-  tidegate top --once                    one picture, as text
-  tidegate top --json                    the same for programs
+  tidegate top --once                    print the state once, as text
+  tidegate top --json                    print the state once, as JSON
   tidegate top --engine tcp://host:5600 --cluster-key cluster.key
 """
 
@@ -40,21 +40,21 @@ ONCE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
-    parser.add_argument("--once", action="store_true", help="print one picture and leave")
-    parser.add_argument("--json", action="store_true", help="print what it shows as one JSON line")
+    add_engine_options(parser)
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    parser.add_argument("--json", action="store_true", help="print the state once, as JSON")
     parser.add_argument(
         "--every-s",
         type=float,
         default=PING_EVERY_S,
         metavar="X",
-        help="seconds between two looks (default %(default)g)",
+        help="seconds between updates (default %(default)g)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     if not 0.05 <= options.every_s <= 3600:
-        raise Failure("--every-s is 0.05 to 3600 seconds", exit_code=2)
+        raise Failure("--every-s must be from 0.05 to 3600", exit_code=2)
     with connect(options, "top") as engine:
         is_watched = sys.stdin.isatty() and sys.stdout.isatty()
         try:
@@ -68,37 +68,37 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _once(engine: Engine, options: argparse.Namespace) -> str:
-    """Two looks: rates are differences."""
+    """Return the state as text or JSON. It takes two views, because rates are differences."""
     before = engine.look(0)
     time.sleep(options.every_s)
     view = engine.look(ALL_ROWS)
     if options.json:
-        told = {"model": engine.model.name, "limits": engine.limits, "rates": rates(before, view)}
-        return msgspec.json.encode({**told, "view": view}).decode()
+        facts = {"model": engine.model.name, "limits": engine.limits, "rates": rates(before, view)}
+        return msgspec.json.encode({**facts, "view": view}).decode()
     scene = TopScene(engine.model.name, engine.limits, [before, view])
-    return "\n".join(picture(scene, Paper(ONCE_WIDTH, has_colours=_wants_colours())))
+    return "\n".join(render(scene, Canvas(ONCE_WIDTH, has_colours=_use_colours())))
 
 
-def _wants_colours() -> bool:
+def _use_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _watch(engine: Engine, every_s: float) -> None:
-    """Until somebody leaves. An engine that is lost is waited for."""
+    """Update the screen until the user quits. If the engine is lost, keep trying."""
     views: deque[EngineStatus] = deque(maxlen=KEPT_VIEWS)
-    trouble = ""
-    with opened(has_colours=_wants_colours()) as screen:
-        looked_at = float("-inf")
+    error_text = ""
+    with open_screen(has_colours=_use_colours()) as screen:
+        polled_at = float("-inf")
         while True:
-            if time.monotonic() - looked_at >= every_s:
-                looked_at = time.monotonic()
+            if time.monotonic() - polled_at >= every_s:
+                polled_at = time.monotonic()
                 try:
-                    views.append(engine.look(screen.paper.height or ALL_ROWS))
-                    trouble = ""
+                    views.append(engine.look(screen.canvas.height or ALL_ROWS))
+                    error_text = ""
                 except ServingError as error:
-                    trouble = str(error)
+                    error_text = str(error)
             if views:
-                scene = TopScene(engine.model.name, engine.limits, list(views), trouble)
-                screen.show(picture(scene, screen.paper))
-            if not screen.wait(max(0.0, looked_at + every_s - time.monotonic())):
+                scene = TopScene(engine.model.name, engine.limits, list(views), error_text)
+                screen.show(render(scene, screen.canvas))
+            if not screen.wait(max(0.0, polled_at + every_s - time.monotonic())):
                 return

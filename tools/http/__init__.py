@@ -1,1 +1,1 @@
-"""HTTP as the tools need it."""
+"""HTTP clients of the tools."""

@@ -1,6 +1,6 @@
-"""One conversation with a chat model over the OpenAI API: its history, and answers as they stream.
+"""A conversation over the OpenAI API: its history and its streamed answers.
 
-Knows HTTP and server-sent events, not the terminal; `tools.commands.chat` is the terminal.
+`tools.commands.chat` adds the terminal.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from tools.http.web import WebServer, hang_up
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """What is known about an answer; complete when its stream has ended.
-
-    tokens      as counted by the server; 0 if it did not say
-    started_at, ended_at   when its first and its last text came, in seconds of a steady clock
-    """
+    """An answer, which grows until its stream ends. Times are in seconds of a monotonic clock."""
 
     text: str = ""
     finish_reason: str | None = None
+    #: As counted by the server; 0 if it did not report it.
     tokens: int = 0
+    #: When the first text arrived.
     started_at: float = 0.0
+    #: When the last text arrived.
     ended_at: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding: the first token's wait is not in it. 0 where it cannot be told."""
+        """Decoding speed, without the wait for the first token. 0 if it is unknown."""
         seconds = self.ended_at - self.started_at
         return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """History and options. `messages` holds whole turns: what the user said and was answered."""
+    """History and options of a conversation. `messages` contains only complete turns."""
 
     server: WebServer
     model: str
@@ -50,10 +49,10 @@ class ChatSession:
     last: ChatAnswer = field(default_factory=ChatAnswer)
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Say `text`; yield the answer's pieces as they come. Raises Failure.
+        """Send `text` and yield the pieces of the answer as they arrive. Raises Failure.
 
-        Closing the iterator early hangs up, which stops the server's work; what had come by then
-        stays in the history, since the user has read it. A refused turn is not remembered.
+        Closing the iterator early disconnects, which ends the request on the server. The text so
+        far stays in the history because the user has read it. A refused turn is not added.
         """
         turn = {"role": "user", "content": text}
         self.last = answer = ChatAnswer()
@@ -61,7 +60,8 @@ class ChatSession:
         try:
             yield from self._stream(connection, turn, answer)
         except (OSError, http.client.HTTPException) as error:
-            raise Failure(f"the connection to {self.server.url} broke: {_words(error)}") from None
+            reason = str(error) or type(error).__name__
+            raise Failure(f"lost the connection to {self.server.url}: {reason}") from None
         finally:
             hang_up(connection)
             if answer.text or answer.finish_reason:
@@ -86,34 +86,34 @@ class ChatSession:
         except ConnectionRefusedError:
             raise no_server(self.server) from None
         if response.status != http.client.OK:
-            raise Failure(_complaint(response.status, response.read()))
+            raise Failure(_error_message(response.status, response.read()))
         for data in events(response):
-            if piece := _take(json.loads(data), answer):
+            if piece := _apply(json.loads(data), answer):
                 yield piece
 
 
 def events(lines: Iterable[bytes]) -> Iterator[str]:
-    """The data of each server-sent event, up to [DONE]; comments (keep-alives) are skipped.
+    """Yield the data of each server-sent event until [DONE]. Comments (keep-alives) are skipped.
 
-    Raises Failure if the stream ends without [DONE]: what came may be half an answer.
+    Raises Failure if the stream ends without [DONE], because the answer may be incomplete.
     """
     reader = EventReader()
     for line in lines:
-        for data in reader.feed(line):
+        for data in reader.push(line):
             if data == DONE:
                 return
             yield data.decode()
-    raise Failure("the server ended the answer without saying that it was complete")
+    raise Failure("the answer is incomplete: the server closed the stream without [DONE]")
 
 
 def no_server(server: WebServer) -> Failure:
     return Failure(f"no server answers at {server.url}; start one with: tidegate serve")
 
 
-def _take(chunk: dict[str, Any], answer: ChatAnswer) -> str:
-    """Note what a chunk says in `answer`; its text, "" if it has none."""
+def _apply(chunk: dict[str, Any], answer: ChatAnswer) -> str:
+    """Add a chunk to `answer`, and return its text."""
     if error := chunk.get("error"):
-        raise Failure(f"the server gave up: {error.get('message', error)}")
+        raise Failure(f"the server reported an error: {error.get('message', error)}")
     if usage := chunk.get("usage"):
         answer.tokens = usage["completion_tokens"]
     piece = ""
@@ -127,13 +127,9 @@ def _take(chunk: dict[str, Any], answer: ChatAnswer) -> str:
     return piece
 
 
-def _complaint(status: int, body: bytes) -> str:
-    """What a refusal says, in OpenAI's shape or any other."""
+def _error_message(status: int, body: bytes) -> str:
+    """Return the message of an error response, in OpenAI's format or any other."""
     try:
-        return f"the server refused ({status}): {json.loads(body)['error']['message']}"
+        return f"the server refused the request ({status}): {json.loads(body)['error']['message']}"
     except (ValueError, LookupError, TypeError):
-        return f"the server refused with status {status}"
-
-
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        return f"the server refused the request with status {status}"

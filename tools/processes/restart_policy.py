@@ -1,8 +1,8 @@
-"""Whether a process that has died is started again, and when. Reads no clock.
+"""Decides whether and when a failed process is restarted. Reads no clock.
 
-At once the first time, so that an accident costs its start-up and no more; then after a wait that
-doubles each time. Accidents that lie WINDOW_S back are forgotten. More than `limit` of them within
-that time are none: there is a cause that a restart does not mend.
+The first restart is immediate. The delay before each further one doubles. Failures older than
+WINDOW_S are forgotten. After `limit` restarts within that time there are no more, because the cause
+is one that a restart does not fix.
 """
 
 from __future__ import annotations
@@ -12,34 +12,41 @@ from collections import deque
 from protocol.exit_codes import ExitCode
 
 WINDOW_S = 300.0
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-SAME_AGAIN = frozenset({ExitCode.USAGE, ExitCode.BAD_MODEL, ExitCode.IN_USE})
-"""What is wrong will be wrong the next time, too."""
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
+PERMANENT = frozenset({ExitCode.USAGE, ExitCode.BAD_MODEL, ExitCode.IN_USE})
+"""Exit codes of failures that a restart does not fix."""
 
 
 class RestartPolicy:
-    """limit   so many within WINDOW_S; 0: none. `why_not` says, after a None, why."""
+    """Restarts a process at most `limit` times within WINDOW_S; 0 disables restarts.
+
+    After `delay` returned None, `why_not` is the reason for the user, or "".
+    """
 
     def __init__(self, limit: int) -> None:
-        self.is_on = limit > 0
+        self.is_enabled = limit > 0
         self.why_not = ""
         self._limit = limit
-        self._at: deque[float] = deque()
+        self._restarts: deque[float] = deque()  # their times
 
     @property
-    def told(self) -> str:
-        """Which one this is, in words."""
-        return f"restart {len(self._at)} of at most {self._limit} in {WINDOW_S / 60:g} minutes"
+    def description(self) -> str:
+        """The number of this restart, in words."""
+        number = len(self._restarts)
+        return f"restart {number} of at most {self._limit} in {WINDOW_S / 60:g} minutes"
 
-    def after(self, stands_for: int, code: int, now: float) -> float | None:
-        """How many seconds to wait before a start that mends this death; None: do not."""
-        if not self.is_on or (code > 0 and stands_for in SAME_AGAIN):
+    def delay(self, server_code: int, code: int, now: float) -> float | None:
+        """Return the seconds to wait before a restart, or None if there is none.
+
+        server_code, code   see `ProcessExit`
+        """
+        if not self.is_enabled or (code > 0 and server_code in PERMANENT):
             return None
-        while self._at and now - self._at[0] > WINDOW_S:
-            self._at.popleft()
-        if len(self._at) >= self._limit:
-            self.why_not = f"; it was started again {self._limit} times, which did not help"
+        while self._restarts and now - self._restarts[0] > WINDOW_S:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._limit:
+            self.why_not = f"; {self._limit} restarts did not help"
             return None
-        num_before = len(self._at)
-        self._at.append(now)
-        return min(FIRST_WAIT_S * 2 ** (num_before - 1), LONGEST_WAIT_S) if num_before else 0.0
+        num_before = len(self._restarts)
+        self._restarts.append(now)
+        return min(FIRST_DELAY_S * 2 ** (num_before - 1), MAX_DELAY_S) if num_before else 0.0

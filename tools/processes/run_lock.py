@@ -1,9 +1,9 @@
-"""One server per port: the lock in the run directory, and who holds a port that is not ours.
+"""The lock of a run directory, which allows one server per port, and the check of the HTTP port.
 
-The lock is a file that the kernel lets one process lock (flock). The children inherit the locked
-descriptor, so the directory stays taken until the last of them is gone, even if we are killed: a
-new server cannot bind its sockets where an old engine is about to clear up. Its text is the pid of
-the server, and a line of JSON (`LockFacts`).
+The lock is a file that is locked with flock. The children inherit the locked descriptor, so the
+directory stays locked until the last of them is gone, even if the supervisor was killed. Otherwise
+an old engine that cleans up could remove the sockets of a new server. The file contains the pid of
+the supervisor and a line of JSON (`LockFacts`).
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from tools.failure import Failure
 
 LOCK = "pid"
 RUN_KEY = "cluster.key"
-"""The key of `--split`, new with each run."""
+"""The cluster key of `--split`, new in each run."""
 CARD_FILE = "model.card"
 METRICS = "metrics"
-"""A folder in which several gateway processes count together."""
+"""The directory in which several gateway processes share their metrics."""
 ATTEMPTS, ATTEMPT_EVERY_S = 25, 0.02
 LISTENING = "0A"  # the state column of /proc/net/tcp
 
 
 class LockFacts(msgspec.Struct, frozen=True):
-    """What a server says of itself beside its pid; each is "" until it is known."""
+    """What a server writes into its lock in addition to its pid; "" until it is known."""
 
     url: str = ""
     model: str = ""
 
 
-PORT_TAKEN = ("a server already runs on port {}", "--port")
+PORT_IN_USE = ("a server already runs on port {}", "--port")
 
 
 @contextlib.contextmanager
-def holding(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> Iterator[int]:
-    """Hold the directory for a whole run, as `hold`. Remove the files of killed servers before, and
-    those of this one after.
+def holding(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> Iterator[int]:
+    """Hold the directory inside the `with` block; see `hold`.
 
-    After an unexpected exception the files are left alone: children may still use them.
+    The files of killed servers are removed before, and the files of this server after. An
+    unexpected exception leaves the files alone, because children may still use them.
     """
     sweep(directory.parent)
-    lock = hold(directory, taken)
+    lock = hold(directory, in_use)
     try:
         clear(directory)
         yield lock
@@ -65,10 +65,12 @@ def holding(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> Iterator[in
         os.close(lock)
 
 
-def hold(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> int:
-    """Make `directory` private and ours until the returned descriptor is closed. Raises Failure.
+def hold(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> int:
+    """Make `directory` private, and lock it until the returned descriptor is closed.
 
-    taken   what to say where it is another's, around the directory's name; what to choose instead
+    Raises Failure if another process holds it.
+
+    in_use   for the error message: a format with the directory's name; the option to change
     """
     for _ in range(ATTEMPTS):
         try:
@@ -82,13 +84,15 @@ def hold(directory: Path, taken: tuple[str, str] = PORT_TAKEN) -> int:
             os.ftruncate(lock, 0)
             describe(lock, LockFacts())
             return lock
-        time.sleep(ATTEMPT_EVERY_S)  # tools lock it for a moment, too
-    raise Failure(_taken(directory, *taken), exit_code=ExitCode.IN_USE)
+        time.sleep(ATTEMPT_EVERY_S)  # a tool may hold it for a moment
+    raise Failure(_in_use_message(directory, *in_use), exit_code=ExitCode.IN_USE)
 
 
 def _try_lock(directory: Path, flags: int = 0) -> int | None:
-    """Return the locked file of `directory`; None if another process has locked it, or it was
-    removed meanwhile: its lock would be nobody's. Raises OSError."""
+    """Return the descriptor of the locked file in `directory`. Raises OSError.
+
+    Returns None if another process has locked it, or if the file was removed meanwhile.
+    """
     path = directory / LOCK
     lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
@@ -100,7 +104,10 @@ def _try_lock(directory: Path, flags: int = 0) -> int | None:
 
 
 def clear(directory: Path) -> list[str]:
-    """Remove what a server makes in its directory; the names. For the holder of its lock."""
+    """Remove the files of a server from its directory, and return their names.
+
+    The caller must hold the lock.
+    """
     removed = []
     for path in sorted(directory.iterdir()):
         if path.name == METRICS and path.is_dir():
@@ -114,7 +121,7 @@ def clear(directory: Path) -> list[str]:
 
 
 def dissolve(directory: Path) -> list[str]:
-    """As `clear`; the directory and its lock go, too, unless there is something else in it."""
+    """Call `clear`, then remove the lock, and the directory if it is empty."""
     removed = clear(directory)
     (directory / LOCK).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -123,7 +130,7 @@ def dissolve(directory: Path) -> list[str]:
 
 
 def sweep(base: Path) -> None:
-    """Dissolve the run directories in `base` that no process holds: their servers were killed."""
+    """Remove the run directories in `base` that no process holds: their servers were killed."""
     for directory in [lock.parent for lock in base.glob(f"*/{LOCK}")]:
         with contextlib.suppress(OSError):
             lock = _try_lock(directory)
@@ -140,16 +147,16 @@ def describe(lock: int, facts: LockFacts) -> None:
 
 
 def facts(directory: Path) -> LockFacts:
-    """Return what the holder of `directory` said last; nothing if it said nothing."""
+    """Return the facts in the lock of `directory`, or empty ones if there are none."""
     try:
-        said = (directory / LOCK).read_text().split("\n")[1]
-        return msgspec.json.decode(said, type=LockFacts)
+        line = (directory / LOCK).read_text().split("\n")[1]
+        return msgspec.json.decode(line, type=LockFacts)
     except (OSError, LookupError, msgspec.DecodeError):
         return LockFacts()
 
 
 def holder(directory: Path) -> int | None:
-    """The pid of the server that holds `directory`; None if nobody does. May be gone already."""
+    """Return the pid of the supervisor that holds `directory`, which may have exited, or None."""
     try:
         with (directory / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -162,7 +169,7 @@ def holder(directory: Path) -> int | None:
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Raises Failure, naming the holder's pid where the system lets us see it."""
+    """Raise Failure if the port is in use, with the pid that uses it if that is visible to us."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -172,31 +179,32 @@ def check_port_is_free(host: str, port: int) -> None:
             trial.bind(address)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            words = (
-                f"cannot listen on {host}:{port}: {error.strerror}; choose with --host and --port"
+            message = (
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another address with "
+                "--host and --port"
             )
-            raise Failure(words, exit_code=ExitCode.IN_USE) from None
-        who = _listener(port)
+            raise Failure(message, exit_code=ExitCode.IN_USE) from None
+        user = _listener(port)
         raise Failure(
-            f"port {port} is in use by {who or 'another program'}; choose another with --port",
+            f"port {port} is in use by {user or 'another program'}; choose another with --port",
             exit_code=ExitCode.IN_USE,
         ) from None
 
 
-def _taken(directory: Path, what: str, option: str) -> str:
-    pid, words = holder(directory), what.format(directory.name)
+def _in_use_message(directory: Path, template: str, option: str) -> str:
+    pid, text = holder(directory), template.format(directory.name)
     if pid is not None and not Path(f"/proc/{pid}").exists():
-        return f"{words}: process {pid} is gone, but its children still stop; wait"
-    whose = f"process {pid}" if pid is not None else "another process"
-    return f"{words}: {whose}; choose another with {option}"
+        return f"{text}: process {pid} is gone, but its children are still stopping; try again soon"
+    user = f"process {pid}" if pid is not None else "another process"
+    return f"{text}: {user}; choose another with {option}"
 
 
 def _listener(port: int) -> str | None:
-    """ "pid 12 (name)" of the process that listens on `port`, if it is one of ours."""
-    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    """Return "pid 12 (name)" of the process that listens on `port`, if this user owns it."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            if os.readlink(descriptor) in wanted:
+            if os.readlink(descriptor) in sockets:
                 process = descriptor.parents[1]
                 return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
     return None

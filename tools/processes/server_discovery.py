@@ -1,8 +1,7 @@
-"""What runs here, and what was left behind: run directories, who holds them, and processes.
+"""Finds this user's servers, their processes, and what dead servers left behind.
 
-A server's processes inherit its lock (run_lock.py), so the kernel knows whose they are, even where
-the first of them is gone. What these have started in turn is found below them. Only what is of this
-user is looked at. Reads; changes nothing but in `clear`.
+The processes of a server inherit its lock (run_lock.py), so they can be found even if the
+supervisor is gone. Their descendants belong to the server, too. Only `clear` changes anything.
 """
 
 from __future__ import annotations
@@ -22,37 +21,36 @@ from tools.failure import Failure
 from tools.processes import run_lock
 
 ROOMS = frozenset({"engine_core", "worker"})
-"""What none but us starts; a gateway is one of many that run by gunicorn."""
+"""Process names that only Tidegate uses. Gateways run in gunicorn, as other programs do."""
 INIT = 1
 
 
 class RunningProcess(msgspec.Struct, frozen=True):
-    """started: ticks since the boot; with `pid` it is never another's."""
+    """A process of this user. `pid` and `started` together identify it."""
 
     pid: int
     parent: int
+    #: Clock ticks between the boot and the start of the process.
     started: int
     name: str
 
 
 class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A run directory.
+    """A run directory, and the server that holds it."""
 
-    name       the HTTP port of a server, or "engine-..." of an engine that runs alone
-    url        of the server, or the engine's address; "" of one that has not said it
-    model      the name of what it serves; "" until it is known
-    pid        of its first process, as it has said; None where nobody holds the directory
-    leads      that process is there
-    processes  all that belong to it
-    sockets    files that lie there
-    """
-
+    #: The HTTP port of a server, or "engine-..." for an engine without a gateway.
     name: str
+    #: URL of the server, or address of the engine; "" until it is known.
     url: str = ""
+    #: Name of the model; "" until it is known.
     model: str = ""
+    #: Process id of the supervisor; None if no process holds the directory.
     pid: int | None
+    #: Whether the supervisor runs.
     leads: bool
+    #: All processes of the server.
     processes: list[RunningProcess]
+    #: Names of the sockets in the directory.
     sockets: list[str]
 
     @property
@@ -63,12 +61,12 @@ class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """strays   rooms of ours that belong to no run directory, and whose parent is gone
-    devices  of each that anybody has, who that is
-    """
+    """The servers of this user on this machine. `tidegate ps --json` prints these fields."""
 
     places: list[RunDirectory]
+    #: Engines and workers that belong to no run directory, and whose parent is gone.
     strays: list[RunningProcess]
+    #: Device -> the processes that use it.
     devices: dict[str, list[DeviceHolder]] = {}
 
 
@@ -76,7 +74,7 @@ def base_directory() -> Path:
     return run_directory(0).parent
 
 
-def look(base: Path, proc: Path = PROC) -> Found:
+def discover(base: Path, proc: Path = PROC) -> Found:
     running = processes(proc)
     places = []
     for directory in sorted(base.iterdir()) if base.is_dir() else []:
@@ -106,7 +104,7 @@ def _is_stray(process: RunningProcess) -> bool:
 
 
 def processes(proc: Path = PROC) -> dict[int, RunningProcess]:
-    """Of this user, by number; those that have ended and wait to be counted are none."""
+    """Return the processes of this user by pid, without zombies."""
     found = {}
     for folder in proc.glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -120,7 +118,7 @@ def processes(proc: Path = PROC) -> dict[int, RunningProcess]:
 
 
 def _holding(lock: Path, running: Mapping[int, RunningProcess], proc: Path) -> Iterator[int]:
-    """Those that have it open."""
+    """Yield the processes that have the lock file open."""
     info = lock.stat()
     for pid in running:
         with contextlib.suppress(OSError):
@@ -138,14 +136,16 @@ def _family(heads: Iterator[int], running: Mapping[int, RunningProcess]) -> set[
 
 
 def clear(directory: Path) -> list[str]:
-    """Remove what lies in a directory that nobody holds; the names. A server that starts meanwhile
-    is safe, for we hold its lock."""
+    """Remove a run directory that no process holds. Returns the names of the removed files.
+
+    This function holds the lock meanwhile, so it cannot affect a server that is just starting.
+    """
     if not directory.is_dir():
         return []
     try:
         lock = run_lock.hold(directory)
     except Failure:
-        return []  # somebody has come
+        return []  # a server has just started
     try:
         return run_lock.dissolve(directory)
     finally:

@@ -1,7 +1,7 @@
-"""How a command names a server: `--port`, `--url`, or neither if only one runs here.
+"""Selects a server by `--port` or `--url`, or the only one that runs on this machine.
 
-A server writes its URL and its model into its lock (run_lock.py), so a tool finds both by the run
-directory, whatever host the server listens on.
+A server writes its URL and its model into its lock (run_lock.py). So a tool finds both in the run
+directory, on whichever host the server listens.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ DEFAULT_PORT = GatewayConfig().port
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server of this user on this machine.
-
-    pid    of its supervisor
-    model  the name of what it serves; "" if it has not said so yet
-    """
+    """A server of this user on this machine."""
 
     port: int
+    #: Process id of the supervisor.
     pid: int
     url: str
+    #: Name of the model; "" until it is known.
     model: str
 
     def __str__(self) -> str:
@@ -41,19 +39,19 @@ class RunningServer:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add --port and --url. Without both, a command means the only server that runs here."""
+    """Add --port and --url. Without both, a command uses the only server on this machine."""
     (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
     parser.add_argument(
         port.name,
         type=port.read,
         metavar=port.metavar,
-        help="use the server on this port; default: your only server on this machine",
+        help="use the server on this port (default: your only server on this machine)",
     )
     parser.add_argument("--url", metavar="URL", help="use the server at this URL")
 
 
 def running(base: Path | None = None) -> list[RunningServer]:
-    """Return the servers that hold a run directory, by port."""
+    """Return the servers that hold a run directory, sorted by port."""
     base = base or run_directory(0).parent
     found = []
     for directory in base.iterdir() if base.is_dir() else []:
@@ -68,25 +66,33 @@ def running(base: Path | None = None) -> list[RunningServer]:
 
 
 def local_server(options: argparse.Namespace, *, otherwise: str = START_ONE) -> RunningServer:
-    """Return the running server that the options name. Raise Failure if there is none, or if
-    several run and none is named. `otherwise` says what to do if none runs."""
+    """Return the running server that the options select.
+
+    Raises Failure if there is none, or if several run and the options select none of them.
+
+    otherwise   advice for the error message if no server runs
+    """
     servers = running()
     found = _named(options, servers)
     if len(found) == 1:
         return found[0]
     if found:
         listed = ", ".join(map(str, found))
-        raise Failure(f"{len(found)} servers run here: {listed}; choose with --port", exit_code=2)
+        raise Failure(
+            f"{len(found)} servers are running: {listed}; select one with --port", exit_code=2
+        )
     if options.url:
-        raise Failure(f"no server of yours on this machine is at {options.url}")
-    where = "here" if options.port is None else f"on port {options.port}"
-    here = f"running: {', '.join(map(str, servers))}" if servers else otherwise
-    raise Failure(f"no server runs {where}; {here}")
+        raise Failure(f"none of your servers on this machine has the URL {options.url}")
+    where = "" if options.port is None else f" on port {options.port}"
+    advice = f"running: {', '.join(map(str, servers))}" if servers else otherwise
+    raise Failure(f"no server is running{where}; {advice}")
 
 
 def server_url(options: argparse.Namespace) -> str:
-    """Return the URL of the server that the options name, which may be anybody's: without options
-    and without a server of this user, the default port is meant."""
+    """Return the URL of the server that the options select, which may be any server.
+
+    Without options, and if this user runs no server, return the default port on this machine.
+    """
     if options.url:
         _named(options, [])
         return str(options.url)
@@ -98,17 +104,17 @@ def server_url(options: argparse.Namespace) -> str:
 
 
 def _named(options: argparse.Namespace, servers: list[RunningServer]) -> list[RunningServer]:
-    """Return those of `servers` that the options can mean."""
+    """Return those of `servers` that match the options."""
     if options.url and options.port is not None:
-        raise Failure("--port and --url both name a server: give one of them", exit_code=2)
+        raise Failure("give only one of --port and --url", exit_code=2)
     if options.url:
-        wanted = _place(options.url)
-        return [server for server in servers if _place(server.url) == wanted]
+        address = _host_and_port(options.url)
+        return [server for server in servers if _host_and_port(server.url) == address]
     return [server for server in servers if options.port in (None, server.port)]
 
 
-def _place(url: str) -> tuple[str, int | None]:
-    """Return the host and port of a URL; all names of this machine's loopback are one host."""
+def _host_and_port(url: str) -> tuple[str, int | None]:
+    """Return the host and port of a URL. All loopback names count as one host."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         host, port = parts.hostname or "", parts.port

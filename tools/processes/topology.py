@@ -1,12 +1,12 @@
-"""Which engines a command starts, under which names and addresses. Starts nothing itself.
+"""The engines that a command starts, with their names and addresses. Starts nothing itself.
 
     serve                       one engine
-    serve --cluster-key FILE    one engine, which can hand K/V to others of its cluster
-    serve --split               two on this machine: prefill and decode, with a key for this run
-    serve --prefill --decode    none: they run elsewhere
-    engine                      one of a cluster, without a gateway
+    serve --cluster-key FILE    one engine, which can pass K/V to other engines of its cluster
+    serve --split               a prefill and a decode engine on this machine, with a temporary key
+    serve --prefill --decode    none: the engines run elsewhere
+    engine                      one engine of a cluster, without a gateway
 
-The engine that answers keeps the address where every client looks for a server's engine.
+The engine that answers has the default address of a server's engine, where clients connect to.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from tools.models.fetch import home
 from tools.processes.run_lock import RUN_KEY
 
 Engines = Mapping[str, EngineConfig]
-"""name -> config, in the order in which a drain stops them"""
+"""Engine name -> config, in the order in which a drain stops them."""
 
 _with = msgspec.structs.replace
 
 
 def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Engines:
-    """`engine` as the options describe one; `directory` is the server's own."""
+    """Return the engines to start.
+
+    engine      one engine as the options describe it
+    directory   the run directory of the server
+    """
     if serve.render_only or serve.decode:
         return {}
     if not serve.split:
@@ -43,7 +47,7 @@ def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Eng
         kv_address = serve.kv_address or f"ipc://{directory / 'kv.sock'}"
         return {"engine": in_cluster(engine, serve.cluster_key, kv_address)}
     key = str(directory / RUN_KEY)
-    engine = _with_worker(engine, share_device=True)  # both halves compute on the one there is
+    engine = _with_worker(engine, share_device=True)  # both engines use the same device
     for_p, for_d = _halves(len(os.sched_getaffinity(0)))
     decode = in_cluster(_with(engine, role="decode"), key, "")
     prefill = _with(engine, role="prefill", address=f"ipc://{directory / 'prefill.sock'}")
@@ -61,7 +65,7 @@ def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Eng
 def wired(
     gateway: GatewayConfig, serve: ServeConfig, engine: EngineConfig, engines: Engines
 ) -> GatewayConfig:
-    """The gateway before these engines, or before those that the options name."""
+    """Return the gateway's config with the addresses of its engines."""
     prefill, decode, key = serve.prefill, serve.decode, serve.cluster_key
     if serve.split:
         decode, prefill = ([config.address] for config in engines.values())
@@ -76,7 +80,10 @@ def wired(
 
 
 def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
-    """`kv_address`: where other engines fetch from it; "" and role decode: nowhere."""
+    """Return `engine` as a member of a cluster.
+
+    kv_address   where other engines fetch its K/V; "" and for role decode: nowhere
+    """
     key = os.path.abspath(key)
     exports = engine.role != "decode"
     engine = _with(engine, cluster_key=key)
@@ -86,7 +93,7 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
 
 
 def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> EngineConfig:
-    """Return `engine` with its model, still as the user named it, replaced by the model's path."""
+    """Return `engine` with the model's path in place of its name."""
     entry = CATALOGUE.get(engine.worker.model)
     measurements = str(home() / "measurements")
     draft_path = str(draft or "")
@@ -100,15 +107,16 @@ def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> E
 
 
 def check_reachable(address: str, option: str) -> None:
-    """Raises Failure where other hosts are to be told an address that names none."""
+    """Raise Failure if other hosts could not connect to `address`."""
     if not sockets.names_a_host(address):
         raise Failure(
-            f"{option} {address} names no host: others are told to come there", exit_code=2
+            f"{option} {address}: the host must be one that other machines can connect to",
+            exit_code=2,
         )
 
 
 def _halves(cores: int) -> tuple[int, int]:
-    """Threads for P and D: computing prompts takes what is odd."""
+    """Return the numbers of threads for P and D. If `cores` is odd, P gets one more."""
     return max(1, cores - cores // 2), max(1, cores // 2)
 
 

@@ -1,8 +1,8 @@
-"""The loop around the supervisor: what happens becomes events, its orders become deeds.
+"""The loop around the supervisor: turns what happens into events, and performs its actions.
 
-Decides nothing. It sleeps in one `select` on everything that can happen: a signal, a child's exit,
-a child's output, news of readiness, the supervisor's deadline; and once a second it looks whether
-somebody has stopped a process. Signal handlers do nothing but wake it.
+It decides nothing. One `select` waits for a signal, a child's exit, a child's output, a change of
+readiness, and the supervisor's deadline. Once a second the loop checks for stopped processes
+(SIGSTOP). Signal handlers only wake the loop.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tools.http.web import ServerReadiness
 from tools.processes.children import Child, Command
 from tools.processes.restart_policy import RestartPolicy
 from tools.processes.supervisor import (
+    Action,
     EndServer,
     KillProcess,
     LogAction,
-    Order,
     SendSignal,
     StartProcess,
     Supervisor,
@@ -32,93 +32,101 @@ from tools.processes.supervisor import (
 from tools.terminal import Terminal
 
 PROBE_EVERY_S = 0.1
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 LISTENING, READY = b"l", b"r"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class WatchedProcess(Protocol):
-    """What is started here, as its clients find it."""
+class ReadinessProbe(Protocol):
+    """Checks whether a server is ready."""
 
     def readiness(self) -> ServerReadiness | None:
-        """None where nobody answers. Asked several times a second, in a thread of its own."""
+        """Return the server's readiness, or None if it does not answer.
+
+        Called several times a second, in a thread of its own.
+        """
 
 
-class Asking:
-    """Asks the server until it is ready; `news` is readable when it first answers, and when it is.
+class ReadinessPoller:
+    """Polls the server, in a thread of its own, until it is ready.
 
-    `model` is the served model's name, known once READY has been said.
+    `changes` receives LISTENING when the server first answers, and READY when it is ready. `model`,
+    the name of the served model, is set before READY is sent.
     """
 
-    def __init__(self, server: WatchedProcess) -> None:
+    def __init__(self, server: ReadinessProbe) -> None:
         self.model: str | None = None
         self._server = server
-        self._lives: frozenset[str] = frozenset()  # of the engines that were ready, and are no more
-        self.news, self._tell = socket.socketpair()
-        self._is_over = False
-        self._wanted = threading.Event()
-        self._pause = threading.Event()  # set: no more pauses
+        self._epochs: frozenset[str] = frozenset()  # engines of the last READY, now lost
+        self.changes, self._sender = socket.socketpair()
+        self._is_closed = False
+        self._is_needed = threading.Event()
+        self._stop_waiting = threading.Event()
         self._thread = threading.Thread(target=self._run, name="readiness", daemon=True)
 
     def __enter__(self) -> Self:
-        self._wanted.set()
+        self._is_needed.set()
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._is_over = True
-        self._pause.set()
-        self._wanted.set()
+        self._is_closed = True
+        self._stop_waiting.set()
+        self._is_needed.set()
         self._thread.join()
-        self.news.close()
-        self._tell.close()
+        self.changes.close()
+        self._sender.close()
 
-    def again(self, *, is_engine: bool) -> None:
-        """Something was started again: say READY once more, when it is. A gateway that has not yet
-        noticed that its engine was lost answers for the old one, which does not count."""
+    def restart(self, *, is_engine: bool) -> None:
+        """Poll again after a process was restarted, and send READY once more.
+
+        If an engine was restarted, the gateway may still report the old engine as ready. That does
+        not count.
+        """
         if not is_engine:
-            self._lives = frozenset()
-        self._wanted.set()
+            self._epochs = frozenset()
+        self._is_needed.set()
 
     def _run(self) -> None:
-        heard = False
-        while not self._is_over:
-            self._wanted.wait()
-            if self._pause.wait(PROBE_EVERY_S):
+        has_answered = False
+        while not self._is_closed:
+            self._is_needed.wait()
+            if self._stop_waiting.wait(PROBE_EVERY_S):
                 return
             answer = self._server.readiness()
-            if answer is not None and not heard:
-                heard = True
-                self._tell.send(LISTENING)
+            if answer is not None and not has_answered:
+                has_answered = True
+                self._sender.send(LISTENING)
             if answer is not None and answer.is_ready and self._is_new(answer):
-                self.model, self._lives = answer.model, answer.lives
-                self._wanted.clear()
-                self._tell.send(READY)
+                self.model, self._epochs = answer.model, answer.epochs
+                self._is_needed.clear()
+                self._sender.send(READY)
 
     def _is_new(self, answer: ServerReadiness) -> bool:
-        return not self._lives or answer.lives != self._lives
+        return not self._epochs or answer.epochs != self._epochs
 
 
 @contextlib.contextmanager
-def signals() -> Iterator[socket.socket]:
-    """A socket that receives the number of each stop signal, one byte each, while inside.
+def stop_signals() -> Iterator[socket.socket]:
+    """Handle stop signals inside the `with` block.
 
-    A SIGHUP that was ignored when we came (nohup) stays ignored.
+    Yields a socket that receives the number of each signal as one byte. If SIGHUP was ignored
+    before (nohup), it stays ignored.
     """
-    ours, kernels = socket.socketpair()
-    ours.setblocking(False)
-    kernels.setblocking(False)
-    heard = [number for number in STOP_SIGNALS if not _under_nohup(number)]
-    before = {number: signal.signal(number, lambda *_: None) for number in heard}
-    old = signal.set_wakeup_fd(kernels.fileno(), warn_on_full_buffer=False)
+    receiver, sender = socket.socketpair()
+    receiver.setblocking(False)
+    sender.setblocking(False)
+    handled = [number for number in STOP_SIGNALS if not _under_nohup(number)]
+    before = {number: signal.signal(number, lambda *_: None) for number in handled}
+    old = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
-        yield ours
+        yield receiver
     finally:
         signal.set_wakeup_fd(old)
         for number, handler in before.items():
             signal.signal(number, handler)
-        ours.close()
-        kernels.close()
+        receiver.close()
+        sender.close()
 
 
 def _under_nohup(number: signal.Signals) -> bool:
@@ -126,10 +134,10 @@ def _under_nohup(number: signal.Signals) -> bool:
 
 
 class Watch:
-    """Carries out a supervisor's orders on real processes until it says End.
+    """Performs a supervisor's actions on real processes until it returns EndServer.
 
-    on_listening   called once, when the server gets so far
-    on_ready       called when it is ready for the first time
+    on_listening   called once, when the server first answers
+    on_ready       called once, when the server is first ready
     """
 
     def __init__(
@@ -139,7 +147,7 @@ class Watch:
         children: Sequence[Child],
         *,
         wakeups: socket.socket,
-        readiness: Asking,
+        readiness: ReadinessPoller,
         terminal: Terminal,
         on_listening: Callable[[], None],
         on_ready: Callable[[], None],
@@ -152,106 +160,106 @@ class Watch:
         self._terminal = terminal
         self._on_listening = on_listening
         self._on_ready = on_ready
-        self._look_at = time.monotonic()
+        self._check_at = time.monotonic()
         self._lost_at = 0.0
-        self._said_last = ""  # to the terminal, by us
-        self._bury_at: dict[str, float] = {}  # children that are dead, but not what they started
+        self._last_line = ""  # our last line on the terminal; "" if a child printed after it
+        self._reap_at: dict[str, float] = {}  # exited children whose own children still run
         self._selector = selectors.DefaultSelector()
-        self._selector.register(wakeups, selectors.EVENT_READ, self._hear_signals)
-        self._selector.register(readiness.news, selectors.EVENT_READ, self._hear_readiness)
+        self._selector.register(wakeups, selectors.EVENT_READ, self._receive_signals)
+        self._selector.register(readiness.changes, selectors.EVENT_READ, self._receive_readiness)
         for child in children:
-            self._listen_to(child)
+            self._register(child)
 
     def run(self) -> int:
-        """The exit code. Returns when the last child is gone."""
+        """Run until the last child is gone, and return the exit code."""
         with self._selector:
             while True:
-                for happened, _ in self._selector.select(self._patience()):
-                    if happened.fd not in self._selector.get_map():
+                for key, _ in self._selector.select(self._timeout()):
+                    if key.fd not in self._selector.get_map():
                         continue  # the event before this one closed it
-                    code = self._obey(happened.data())
+                    code = self._perform(key.data())
                     if code is not None:
                         return code
                 now = time.monotonic()
-                code = self._obey([*self._bury_due(now), *self._supervisor.tick(now)])
+                code = self._perform([*self._reap_due(now), *self._supervisor.tick(now)])
                 if code is not None:
                     return code
-                self._look(now)
+                self._check_stopped(now)
 
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         deadline = self._supervisor.deadline
-        times = [self._look_at, *self._bury_at.values(), *([] if deadline is None else [deadline])]
+        times = [self._check_at, *self._reap_at.values(), *([] if deadline is None else [deadline])]
         return max(0.0, min(times) - time.monotonic())
 
-    def _look(self, now: float) -> None:
-        if now < self._look_at:
+    def _check_stopped(self, now: float) -> None:
+        if now < self._check_at:
             return
-        self._look_at = now + LOOK_EVERY_S
+        self._check_at = now + CHECK_EVERY_S
         stopped = [each for child in self._children.values() for each in child.stopped()]
-        self._obey(self._supervisor.saw(stopped, now))
+        self._perform(self._supervisor.on_stopped(stopped, now))
 
-    def _listen_to(self, child: Child) -> None:
-        def printed() -> list[Order]:
-            goes_on = child.relay()
+    def _register(self, child: Child) -> None:
+        def on_output() -> list[Action]:
+            is_open = child.relay()
             self._note_output(child)
-            if not goes_on:
+            if not is_open:
                 self._selector.unregister(child.output)
-                if child.name in self._bury_at:
-                    return self._bury(child)
+                if child.name in self._reap_at:
+                    return self._reap(child)
             return []
 
-        def exited() -> list[Order]:
+        def on_exit() -> list[Action]:
             self._selector.unregister(child.pidfd)
             now = time.monotonic()
             if self._supervisor.phase is SupervisorPhase.SERVING:
                 self._lost_at = now
             if child.survivors_s and child.output in self._selector.get_map():
-                self._bury_at[child.name] = now + child.survivors_s  # or when its output ends
+                self._reap_at[child.name] = now + child.survivors_s  # or when its output ends
                 return []
-            return self._bury(child)
+            return self._reap(child)
 
-        self._selector.register(child.output, selectors.EVENT_READ, printed)
-        self._selector.register(child.pidfd, selectors.EVENT_READ, exited)
+        self._selector.register(child.output, selectors.EVENT_READ, on_output)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, on_exit)
 
-    def _bury_due(self, now: float) -> list[Order]:
-        due = [name for name, when in self._bury_at.items() if when <= now]
-        return [order for name in due for order in self._bury(self._children[name])]
+    def _reap_due(self, now: float) -> list[Action]:
+        due = [name for name, when in self._reap_at.items() if when <= now]
+        return [action for name in due for action in self._reap(self._children[name])]
 
-    def _bury(self, child: Child) -> list[Order]:
-        self._bury_at.pop(child.name, None)
+    def _reap(self, child: Child) -> list[Action]:
+        self._reap_at.pop(child.name, None)
         if child.output in self._selector.get_map():
             self._selector.unregister(child.output)
         del self._children[child.name]
-        exit = child.bury()
+        exit = child.reap()
         self._note_output(child)
-        return self._supervisor.exited(exit, time.monotonic())
+        return self._supervisor.on_exit(exit, time.monotonic())
 
     def _note_output(self, child: Child) -> None:
         if child.has_printed:
-            self._said_last, child.has_printed = "", False
+            self._last_line, child.has_printed = "", False
 
-    def _hear_signals(self) -> list[Order]:
+    def _receive_signals(self) -> list[Action]:
         now = time.monotonic()
-        orders: list[Order] = []
+        actions: list[Action] = []
         for number in self._wakeups.recv(64):
             if number in STOP_SIGNALS:
-                orders += self._supervisor.interrupted(signal.Signals(number), now)
-        return orders
+                actions += self._supervisor.on_signal(signal.Signals(number), now)
+        return actions
 
-    def _hear_readiness(self) -> list[Order]:
-        orders: list[Order] = []
-        for word in self._readiness.news.recv(8):
+    def _receive_readiness(self) -> list[Action]:
+        actions: list[Action] = []
+        for change in self._readiness.changes.recv(8):
             phase = self._supervisor.phase
-            if word == LISTENING[0] and phase is SupervisorPhase.STARTING:
+            if change == LISTENING[0] and phase is SupervisorPhase.STARTING:
                 self._on_listening()
-            elif word == READY[0]:
-                orders += self._supervisor.ready()
-                self._tell_ready(phase)
-        return orders
+            elif change == READY[0]:
+                actions += self._supervisor.on_ready()
+                self._report_ready(phase)
+        return actions
 
-    def _tell_ready(self, before: SupervisorPhase) -> None:
+    def _report_ready(self, before: SupervisorPhase) -> None:
         if self._supervisor.phase is not SupervisorPhase.SERVING:
-            return  # it comes too late to be good news
+            return  # the server is already stopping
         if before is SupervisorPhase.STARTING:
             self._on_ready()
         elif before is SupervisorPhase.RESTARTING:
@@ -260,16 +268,17 @@ class Watch:
     def _start(self, name: str) -> None:
         command = self._commands[name]
         child = self._children[name] = Child(command)
-        self._listen_to(child)
-        self._readiness.again(is_engine=not command.revives)
+        self._register(child)
+        self._readiness.restart(is_engine=not command.restarts_children)
         self._terminal.log(f"{name} started again (pid {child.pid})")
 
-    def _obey(self, orders: Sequence[Order]) -> int | None:
-        for order in orders:
-            match order:
+    def _perform(self, actions: Sequence[Action]) -> int | None:
+        """Perform the actions. Returns the exit code if the server ends."""
+        for action in actions:
+            match action:
                 case LogAction(text, is_failure):
                     (self._terminal.fail if is_failure else self._terminal.log)(text)
-                    self._said_last = text
+                    self._last_line = text
                 case StartProcess(child):
                     self._start(child)
                 case SendSignal(child, number):
@@ -277,7 +286,7 @@ class Watch:
                 case KillProcess(child, pid):
                     self._children[child].kill(pid)
                 case EndServer(code, cause):
-                    if cause and cause != self._said_last:
+                    if cause and cause != self._last_line:
                         self._terminal.fail(cause)
                     return code
         return None
@@ -285,7 +294,7 @@ class Watch:
 
 def supervise(
     commands: Sequence[Command],
-    server: WatchedProcess,
+    server: ReadinessProbe,
     terminal: Terminal,
     *,
     start_timeout_s: float,
@@ -295,25 +304,27 @@ def supervise(
     on_listening: Callable[[], None],
     on_ready: Callable[[str | None], None],
 ) -> int:
-    """Start `commands` together and stay with them to the end; the exit code.
+    """Start `commands` together, supervise them until the end, and return the exit code.
 
     commands       in the order in which a drain stops them
     max_restarts   see `RestartPolicy`
-    on_*           called once each, as the start gets so far; `on_ready` with the model's name
+    on_started     called once, after the processes were started
+    on_listening   called once, when the server first answers
+    on_ready       called once, with the model's name, when the server is first ready
     """
     names = [command.name for command in commands]
-    with signals() as wakeups:
+    with stop_signals() as wakeups:
         supervisor = Supervisor(
             names,
             time.monotonic(),
             start_timeout_s=start_timeout_s,
             drain_s=drain_s,
             restarts=RestartPolicy(max_restarts),
-            revives=[command.name for command in commands if command.revives],
+            restarts_children=[each.name for each in commands if each.restarts_children],
         )
         children = [Child(command) for command in commands]
         on_started(children)
-        with Asking(server) as readiness:
+        with ReadinessPoller(server) as readiness:
             return Watch(
                 supervisor,
                 commands,

@@ -1,7 +1,6 @@
-"""`tidegate top`: what an engine does, as a picture that moves.
+"""The parts of `tidegate top`. The command itself is `tools.commands.top`.
 
-rates     what changed between two views, per second; pure
-picture   views as lines of text; pure
-screen    the terminal: its size, its keys, its colours
-command   the command line, and the loop around the three
+rates     rates per second between two views; pure
+picture   renders views as lines of text; pure
+screen    the terminal: size, keys, alternate screen
 """

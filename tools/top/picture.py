@@ -1,4 +1,4 @@
-"""Views of an engine as lines of text, with or without colours. Pure."""
+"""Renders views of an engine as lines of text, with or without colours. Pure."""
 
 from __future__ import annotations
 
@@ -18,66 +18,72 @@ FAINT, BOLD, GREEN, YELLOW, RED, CYAN, PLAIN = (
     f"\x1b[{code}m" for code in ("2", "1", "32", "33", "31", "36", "0")
 )
 BUSY, FULL = 0.7, 0.9
-"""Of a bar: from here on it is yellow, and red."""
+"""A bar is yellow from the first share on, and red from the second."""
 STAGE_COLOURS = {"decode": GREEN, "prefill": CYAN, "preempted": RED}
 
 
 @dataclass(frozen=True, slots=True)
 class TopScene:
-    """What is drawn. views: the latest last; at least one."""
+    """The state to show."""
 
     model: str
     limits: Limits
+    #: At least one view; the latest is last.
     views: Sequence[EngineStatus]
-    trouble: str = ""
+    #: Why the engine does not answer; "" if it does.
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
-    """What it is drawn on. height: lines; None: as many as it takes."""
+class Canvas:
+    """The size of the output in characters and lines, and whether it has colours."""
 
     width: int = 100
+    #: None: no limit.
     height: int | None = None
     has_colours: bool = False
 
-    def ink(self, text: str, *codes: str) -> str:
+    def style(self, text: str, *codes: str) -> str:
+        """Return `text` with these escape codes, or as it is if there are no colours."""
         return "".join(codes) + text + PLAIN if self.has_colours and text else text
 
 
-def picture(scene: TopScene, paper: Paper) -> list[str]:
-    """Lines of at most the paper's width, as terminals count it, and at most its height."""
-    paper = Paper(max(paper.width, MIN_WIDTH), paper.height, paper.has_colours)
-    lines = [*_head(scene, paper), *_gauges(scene, paper), ""]
-    room = None if paper.height is None else paper.height - len(lines)
-    return [*lines, *_rows(scene.views[-1], paper, room)][: paper.height]
+def render(scene: TopScene, canvas: Canvas) -> list[str]:
+    """Return the lines of the picture, within the width and the height of the canvas."""
+    canvas = Canvas(max(canvas.width, MIN_WIDTH), canvas.height, canvas.has_colours)
+    lines = [*_head(scene, canvas), *_gauges(scene, canvas), ""]
+    room = None if canvas.height is None else canvas.height - len(lines)
+    return [*lines, *_rows(scene.views[-1], canvas, room)][: canvas.height]
 
 
-def _head(scene: TopScene, paper: Paper) -> list[str]:
+def _head(scene: TopScene, canvas: Canvas) -> list[str]:
     view = scene.views[-1]
     state = "draining" if view.stats.draining else "serving"
-    if scene.trouble:
-        state = scene.trouble
+    if scene.error:
+        state = scene.error
     colour = GREEN if state == "serving" else YELLOW
     title = clean(f"tidegate top  {scene.model}")
-    room = paper.width - len(title) - 2
-    return [paper.ink(cut(title, paper.width), BOLD) + "  " + paper.ink(cut(state, room), colour)]
+    room = canvas.width - len(title) - 2
+    return [
+        canvas.style(cut(title, canvas.width), BOLD) + "  " + canvas.style(cut(state, room), colour)
+    ]
 
 
-def _gauges(scene: TopScene, paper: Paper) -> list[str]:
+def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
     view, limits = scene.views[-1], scene.limits
     stats = view.stats
     now = rates(scene.views[-2], view) if len(scene.views) > 1 else Rates()
     used = stats.total_blocks - stats.free_blocks
     waiting = f"waiting {stats.waiting:,} ({stats.waiting_tokens:,} tokens)"
-    kept = f"{stats.leased_blocks:,} kept for others" if stats.leased_blocks else ""
+    kept = f"{stats.leased_blocks:,} kept for other engines" if stats.leased_blocks else ""
     lines = [
-        _gauge("slots", stats.running, limits.max_slots, waiting, paper),
-        _gauge("blocks", used, stats.total_blocks, kept, paper),
-        _gauge("busy", round(now.busy * 100), 100, f"{now.steps_per_s:,.0f} steps/s", paper, "%"),
+        _gauge("slots", stats.running, limits.max_slots, waiting, canvas),
+        _gauge("blocks", used, stats.total_blocks, kept, canvas),
+        _gauge("busy", round(now.busy * 100), 100, f"{now.steps_per_s:,.0f} steps/s", canvas, "%"),
     ]
     words = f"tokens   {now.tokens_per_s:,.0f}/s answered  {now.computed_per_s:,.0f}/s computed"
     line = curve([rates(a, b).tokens_per_s for a, b in pairwise(scene.views)], 30)
-    lines.append(cut(words, paper.width) + paper.ink(_rest(line, words, paper), CYAN))
+    lines.append(cut(words, canvas.width) + canvas.style(_rest(line, words, canvas), CYAN))
     facts = [
         f"cache    {_percent(now.cache_hits)} hits",
         *([f"drafts {_percent(now.drafts_right)} right"] if stats.num_draft_tokens else []),
@@ -86,25 +92,25 @@ def _gauges(scene: TopScene, paper: Paper) -> list[str]:
         f"preempted {stats.num_preemptions:,}",
         f"clients {stats.clients}",
     ]
-    return [*lines, cut("  ".join(facts), paper.width)]
+    return [*lines, cut("  ".join(facts), canvas.width)]
 
 
-def _rest(line: str, words: str, paper: Paper) -> str:
-    room = paper.width - len(words) - 2
+def _rest(line: str, words: str, canvas: Canvas) -> str:
+    room = canvas.width - len(words) - 2
     return "  " + line[-room:] if room > 0 and line else ""
 
 
-def _gauge(name: str, part: int, whole: int, beside: str, paper: Paper, unit: str = "") -> str:
+def _gauge(name: str, part: int, whole: int, beside: str, canvas: Canvas, unit: str = "") -> str:
     counts = f"{part:,}{unit}" if unit else f"{part:,}/{whole:,}"
-    size = max(8, min(32, paper.width - 60))
+    size = max(8, min(32, canvas.width - 60))
     share = part / whole if whole else 0.0
     colour = RED if share >= FULL else YELLOW if share >= BUSY else GREEN
-    text = cut(f"  {counts:<14}{beside}", paper.width - 9 - size)
-    return f"{name:<9}" + paper.ink(bar(share, size), colour) + text.rstrip()
+    text = cut(f"  {counts:<14}{beside}", canvas.width - 9 - size)
+    return f"{name:<9}" + canvas.style(bar(share, size), colour) + text.rstrip()
 
 
 def bar(share: float, width: int) -> str:
-    """Filled to eighths of a character."""
+    """Draw a bar with a resolution of an eighth of a character."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     whole, part = divmod(eighths, 8)
     filled = BLOCKS[-1] * whole + (BLOCKS[part] if part else "")
@@ -112,7 +118,7 @@ def bar(share: float, width: int) -> str:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """The last values, from nothing up to the highest of them."""
+    """Draw the last `width` values, scaled to the highest of them."""
     last = values[-width:]
     top = max(last, default=0.0)
     if top <= 0:
@@ -123,28 +129,33 @@ def curve(values: Sequence[float], width: int) -> str:
 # ---- the requests
 
 
-def _rows(view: EngineStatus, paper: Paper, room: int | None) -> list[str]:
-    """room: lines; None: as many as it takes. The last one counts what is not shown."""
+def _rows(view: EngineStatus, canvas: Canvas, room: int | None) -> list[str]:
+    """Return the table of requests. The last line counts those that are not shown.
+
+    room   maximum number of lines; None: no limit
+    """
     head = f"{'request':<{NAME_WIDTH}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
     head += f"{'answer':>13} {'tokens/s':>8}  {'account':<12} client"
     shown = len(view.rows)
     if room is not None and 1 + shown + (view.num_open > shown) > room:
         shown = max(0, room - 2)
-    lines = [paper.ink(cut(head, paper.width), FAINT)]
-    lines += [_row(row, paper) for row in view.rows[:shown]]
+    lines = [canvas.style(cut(head, canvas.width), FAINT)]
+    lines += [_row(row, canvas) for row in view.rows[:shown]]
     left = view.num_open - shown
-    return [*lines, paper.ink(f"and {left:,} more", FAINT)] if left else lines
+    return [*lines, canvas.style(f"and {left:,} more", FAINT)] if left else lines
 
 
-def _row(row: RequestView, paper: Paper) -> str:
+def _row(row: RequestView, canvas: Canvas) -> str:
     speed = row.generated_tokens / row.decode_s if row.decode_s > 0 else 0.0
     answer = f"{row.generated_tokens:,}/{row.most_tokens:,}"
     name = f"{cut(clean(row.name), NAME_WIDTH):<{NAME_WIDTH}} "
     stage = f"{row.stage:<9} "
-    told = f"{age(row.age_s):>7} {row.prompt_tokens:>7,} {row.cached_tokens:>7,} {answer:>13} "
-    told += f"{speed:>8.1f}  {cut(clean(row.account), 12):<12} {clean(row.client)}"
-    room = paper.width - len(name) - len(stage)
-    return name + paper.ink(stage, STAGE_COLOURS.get(row.stage, YELLOW)) + cut(told, room).rstrip()
+    rest = f"{age(row.age_s):>7} {row.prompt_tokens:>7,} {row.cached_tokens:>7,} {answer:>13} "
+    rest += f"{speed:>8.1f}  {cut(clean(row.account), 12):<12} {clean(row.client)}"
+    room = canvas.width - len(name) - len(stage)
+    return (
+        name + canvas.style(stage, STAGE_COLOURS.get(row.stage, YELLOW)) + cut(rest, room).rstrip()
+    )
 
 
 def age(seconds: float) -> str:

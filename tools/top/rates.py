@@ -1,4 +1,4 @@
-"""What an engine did between two views, per second. Pure."""
+"""Rates per second between two views of an engine. Pure."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from protocol.messages import EngineStatus
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """tokens       of answers, and computed: positions of prompts, answers and drafts
-    cache_hits   of the prompt tokens that came, the share that was cached; None: none came
-    drafts_right   of the tokens that were guessed ahead, the share that is in answers
-    busy         share of the time in which the worker had something to do
-    """
+    """Rates of one engine between two views."""
 
+    #: Generated tokens.
     tokens_per_s: float = 0.0
+    #: Computed positions of prompts, answers and drafts.
     computed_per_s: float = 0.0
     steps_per_s: float = 0.0
     requests_per_s: float = 0.0
+    #: Share of the new prompt tokens that were cached; None: there were none.
     cache_hits: float | None = None
+    #: Share of the draft tokens that were accepted; None: there were none.
     drafts_right: float | None = None
+    #: Share of the time in which the worker computed.
     busy: float = 0.0
 
 
 def rates(before: EngineStatus, now: EngineStatus) -> Rates:
-    """All zero where no time has passed, or another engine's life has begun."""
+    """Return the rates between two views; all zero if no time passed or the engine restarted."""
     seconds = now.now_s - before.now_s
     old, new = before.stats, now.stats
     if seconds <= 0 or new.num_steps < old.num_steps:

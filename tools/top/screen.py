@@ -1,4 +1,4 @@
-"""The terminal: a screen of our own while we are there, and everything as it was afterwards."""
+"""The terminal of `tidegate top`: the alternate screen, its size, and the keyboard."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import termios
 import tty
 from collections.abc import Iterator, Sequence
 
-from tools.top.picture import Paper
+from tools.top.picture import Canvas
 
 OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
-LEAVE = frozenset(b"q\x03\x04")
+QUIT_KEYS = frozenset(b"q\x03\x04")
 """q, Ctrl-C, Ctrl-D"""
 
 
 class TopScreen:
-    """To be made by `opened`."""
+    """The screen. Create it with `open_screen`."""
 
     def __init__(self, wake: int, has_colours: bool) -> None:
         self._wake = wake
         self._has_colours = has_colours
 
     @property
-    def paper(self) -> Paper:
-        """As large as the terminal is now."""
+    def canvas(self) -> Canvas:
+        """A canvas of the terminal's current size."""
         size = os.get_terminal_size(sys.stdout.fileno())
-        return Paper(size.columns, size.lines, self._has_colours)
+        return Canvas(size.columns, size.lines, self._has_colours)
 
     def show(self, lines: Sequence[str]) -> None:
         text = f"{REST_OF_LINE}\n".join(lines)
@@ -38,7 +38,7 @@ class TopScreen:
         sys.stdout.flush()
 
     def wait(self, seconds: float) -> bool:
-        """Until time has passed or the size has changed; False: somebody wants to leave."""
+        """Wait for `seconds`, a new size or a key. Returns False if the user quits."""
         stdin = sys.stdin.fileno()
         ready, _, _ = select.select([stdin, self._wake], [], [], seconds)
         if self._wake in ready:
@@ -46,12 +46,15 @@ class TopScreen:
         if stdin not in ready:
             return True
         keys = os.read(stdin, 64)
-        return bool(keys) and not LEAVE & set(keys)
+        return bool(keys) and not QUIT_KEYS & set(keys)
 
 
 @contextlib.contextmanager
-def opened(*, has_colours: bool) -> Iterator[TopScreen]:
-    """stdin and stdout are a terminal."""
+def open_screen(*, has_colours: bool) -> Iterator[TopScreen]:
+    """Switch to the alternate screen, and restore the terminal afterwards.
+
+    stdin and stdout must be a terminal.
+    """
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
     ours, kernels = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests.benchmarks.peers.plan import Pace, loads, warm_up_load
 from tests.benchmarks.peers.servers import Competitor, running
 from tools.bench import datasets
-from tools.bench.client import OPTIONAL, BenchClient, StampedLoop, fields_taken
+from tools.bench.client import OPTIONAL, BenchClient, StampedLoop, accepted_fields
 from tools.bench.config import BenchConfig
 from tools.bench.load import body_of, run_load
 from tools.bench.stats import BenchRun
@@ -52,10 +52,10 @@ async def _measure(url: str, configs: Mapping[str, BenchConfig], seed: int) -> d
     warm_up = warm_up_load()
     probe = body_of(datasets.probe(warm_up, seed), warm_up, model, frozenset(OPTIONAL))
     try:
-        taken = await fields_taken(client, probe)
+        taken = await accepted_fields(client, probe)
 
         async def run(config: BenchConfig, number: int) -> BenchRun:
-            asks = datasets.asks(config, seed, number)
+            asks = datasets.prompts(config, seed, number)
             bodies = (body_of(ask, config, model, taken) for ask in asks)
             (load,) = config.loads
             return await run_load(client, bodies, load, config, seed, lambda _: None)
