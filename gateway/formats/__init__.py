@@ -1,1 +1,3 @@
-"""What the generated text means: push machines from token ids to events, one chain per choice."""
+"""The meaning of generated text: parsers from token ids to events, and grammars of the same
+syntaxes.
+"""

@@ -200,7 +200,7 @@ class ArgPairsParser(CallParser):
         if s.raw:
             s.raw.append(text[: len(text) - len(rest)])
         if rest and s.raw:
-            self._give_back("a marker of tool calls with no call behind it")
+            self._reject("a marker of tool calls with no call behind it")
             s.done = True
         elif rest:
             self.builder.warn(PARSE_FAILED, "text between tool calls")
@@ -230,7 +230,7 @@ class ArgPairsParser(CallParser):
 
     def _no_call(self) -> None:
         s = self.s
-        self._give_back("a tool call without a name")
+        self._reject("a tool call without a name")
         if self.syntax.open and self.builder.num_calls:
             self._begin("broken")
         else:
@@ -244,11 +244,11 @@ class ArgPairsParser(CallParser):
         if status == "broken":
             self._begin("broken" if s.json.name is None else "call")
             if s.raw:
-                self._give_back("a tool call that is no JSON")
+                self._reject("a tool call that is no JSON")
         elif status == "end":
             self._begin("between")
             if s.json.name is None:
-                self._give_back("a tool call without a name")
+                self._reject("a tool call without a name")
             s.raw = []
         return text[position:]
 
@@ -339,7 +339,7 @@ class ArgPairsParser(CallParser):
         elif s.raw and not (marker == x.call_open and s.at == "opened"):
             if marker == x.call_close or marker in x.close:
                 s.raw += [*s.text, marker]
-            self._give_back("a marker of tool calls with no call behind it")
+            self._reject("a marker of tool calls with no call behind it")
         self._go_on(marker)
 
     def _go_on(self, marker: str) -> None:
@@ -379,7 +379,7 @@ class ArgPairsParser(CallParser):
             self.builder.abandon_call()
         elif s.raw:
             s.raw += s.text
-            self._give_back("a tool call that is not finished")
+            self._reject("a tool call that is not finished")
 
 
 GLM = ArgPairs()

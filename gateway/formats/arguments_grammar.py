@@ -1,4 +1,4 @@
-"""A tool's arguments, as all formats see them: members with names, some may be left out."""
+"""The grammar of a tool's arguments, in any syntax: named members, some of them optional."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from protocol.grammar import Form, LiteralForm, Repeat
 PATH = "parameters"
 
 ArgumentWriter = Callable[[str | None, Any, str], Form | None]
-"""(name, schema, path) -> one argument; None: the format cannot write the name. Without a name it
-may have any, and the schema is that of the value."""
+"""(name, schema, path) -> the form of one argument, or None if the format cannot write the name.
+
+The name None stands for any undeclared name; the schema is then that of its value.
+"""
 
 
 def arguments_form(values: Values, write: ArgumentWriter, comma: Form | None = None) -> Form:
-    """All arguments of one call, in the schema's order."""
+    """Return the form of all arguments of one call, in the schema's order."""
     schemas = values.schemas
     return either(
         _members(values, case.limits, write, comma)
@@ -28,7 +30,9 @@ def arguments_form(values: Values, write: ArgumentWriter, comma: Form | None = N
 
 
 def _refuse_kind(schemas: Schemas) -> bool:
-    """Parameters that say nothing admit every type: of these, arguments are only ever objects."""
+    """Refuse parameters whose declared type is not an object. Without a type they are taken as
+    an object.
+    """
     if schemas.root and "type" in schemas.root:
         schemas.refuse(PATH, "type", "must be 'object'")
     return False
@@ -45,7 +49,7 @@ def _members(values: Values, limits: Any, write: ArgumentWriter, comma: Form | N
         if member is not None:
             found.append((member, required))
         elif required:
-            values.schemas.refuse(PATH, name, "is no name that this format can write")
+            values.schemas.refuse(PATH, name, "is a name that this format cannot write")
     if comma is not None:
         return values.listed(found, comma)
     return sequence(*(form if required else optional(form) for form, required in found))
@@ -60,5 +64,5 @@ def _any_number(member: Form, least: int, most: int | None, comma: Form | None) 
 
 
 def _assert_form(form: Form | None) -> Form:
-    assert form is not None, "without a name, every argument can be written"
+    assert form is not None, "every format can write arguments of any name"
     return form

@@ -55,11 +55,15 @@ from gateway.formats.xtml import Xtml
 from protocol.grammar import Form, LiteralForm, Pattern, Rules
 
 BETWEEN = Pattern(r"[ \n]{1,4}")
-"""Between two stretches: bounded, as a model that cannot decide would write blanks for ever."""
+"""Blanks between two groups of calls. Bounded, because an undecided model could write blanks
+forever.
+"""
 
 
 def required(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
-    """Nothing but calls of these tools: one, or with `many` as many as the model likes."""
+    """Return the grammar of calls of these tools and nothing else: one call, or any number if
+    `many`.
+    """
     grammar, syntax = GrammarBuilder(bound.lexicon), bound.format.tools
     assert syntax is not None, "without a format there are no calls"
     if isinstance(syntax, AnswerSyntax):
@@ -75,8 +79,11 @@ def required(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -
 
 
 def required_or_other(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
-    """Return `required`, for an answer that may also be text of a form. Its beginning shows which
-    of the two it is; if calls begin like any JSON, its content does."""
+    """Return `required` for an answer that may also be text of another form.
+
+    The start of the answer shows which of the two it is. If calls start like any JSON, the content
+    of the JSON decides.
+    """
     syntax = bound.format.tools
     if not isinstance(syntax, JsonTags) or not syntax.start_openers():
         return required(bound, tools, many=many)
@@ -85,7 +92,9 @@ def required_or_other(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many
 
 
 def preferred_opener(syntax: CallSyntax, lexicon: Lexicon) -> str:
-    """What models open a stretch with that is all they say: of several, what the vocabulary has."""
+    """Return the opener that the model writes: the first that its vocabulary has, else the first
+    one.
+    """
     if syntax.start_openers():
         return syntax.start_openers()[0]
     openers = syntax.openers()
@@ -97,7 +106,7 @@ def _is_known(syntax: CallSyntax, opener: str, lexicon: Lexicon) -> bool:
 
 
 def _bound(syntax: CallSyntax, opener: str) -> str:
-    """The marker without which the opener opens nothing."""
+    """Return the marker that must follow the opener, or ""."""
     return dict(syntax.bound).get(opener, "") if isinstance(syntax, JsonTags) else ""
 
 
@@ -105,8 +114,11 @@ def _bound(syntax: CallSyntax, opener: str) -> str:
 
 
 def strict(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> Rules:
-    """Free text with calls of these tools in it; one whose arguments may be anything has no
-    parameters here. Without `many` the answer ends with its first call."""
+    """Return the grammar of free text with calls of these tools in it.
+
+    A tool whose arguments may be anything has no parameters here. Without `many` the answer ends
+    with its first call.
+    """
     grammar, syntax = GrammarBuilder(bound.lexicon), bound.format.tools
     assert syntax is not None, "without a format there are no calls"
     if isinstance(syntax, AnswerSyntax):
@@ -128,7 +140,7 @@ def strict(bound: BoundFormat, tools: Sequence[DeclaredTool], *, many: bool) -> 
 
 
 def _silent(reasoning: ReasoningFormat) -> tuple[str, ...]:
-    """Markers outside the reasoning that say nothing."""
+    """Return the markers outside the reasoning that have no meaning of their own."""
     around = (*reasoning.wrap_open, *reasoning.wrap_close)
     return (*reasoning.header, *around, *reasoning.ignored)
 
@@ -140,6 +152,13 @@ WriteAnswer = Callable[[Any, Sequence[DeclaredTool], bool, GrammarBuilder], Form
 
 
 class AnswerWriter(msgspec.Struct, frozen=True):
+    """The grammar writer of a syntax that covers the whole answer.
+
+    The grammar starts where the prompt or the reasoning ends. `required` writes calls and nothing
+    else; `strict` writes messages of any kind in which every call is one of the tools'. Both raise
+    NotWritable for a tool that the syntax cannot write.
+    """
+
     frame: Callable[[Any], AnswerFrame]
     required: WriteAnswer
     strict: WriteAnswer
@@ -157,8 +176,11 @@ ANSWER_WRITERS: Mapping[type[AnswerSyntax], AnswerWriter] = {
 
 
 def frame_of(bound: BoundFormat) -> AnswerFrame:
-    """What answers of this format have around their parts; markers around the answer proper only
-    where the vocabulary shows that the model was taught them."""
+    """Return the markup around the parts of answers in this format.
+
+    Markers around the answer proper are included only if the vocabulary shows that the model was
+    trained on them.
+    """
     syntax, reasoning = bound.format.tools, bound.format.reasoning
     if isinstance(syntax, AnswerSyntax):
         return ANSWER_WRITERS[type(syntax)].frame(syntax)
@@ -177,6 +199,13 @@ def frame_of(bound: BoundFormat) -> AnswerFrame:
 
 
 CallWriter = Callable[[Any, str, Sequence[DeclaredTool], bool, GrammarBuilder], Form]
+"""(syntax, opener, tools, many, grammar) -> the form of everything after the opener, including the
+marker that closes the calls.
+
+With `many` it admits as many calls as the syntax writes in one group, otherwise exactly one. The
+syntax's parser reads all that the form admits without a warning. Raises NotWritable for a tool that
+the syntax cannot write.
+"""
 
 CALL_WRITERS: Mapping[type[CallSyntax], CallWriter] = {
     JsonTags: json_tags.write_calls,

@@ -1,11 +1,11 @@
-"""A formatted answer, read: token ids -> pieces -> the format's machine -> stop strings -> events.
+"""The parser chain of a formatted answer: token ids, pieces, format parser, stop strings, events.
 
-Stop strings are looked for in content alone: one inside the reasoning or a call's arguments ends
-nothing. Content on both sides of a call or of reasoning is not one text, so a stop string does not
-span it. Where only one call is allowed, the answer ends with it.
+Stop strings are matched in content only. One inside reasoning or a call's arguments ends nothing.
+Content on both sides of a call or of reasoning is not one text, so a stop string does not span it.
+If only one call is allowed, the answer ends with that call.
 
-Special tokens have no text here, but for those of which the format's markers are made: the machine
-gets them as `Part`s, and they are text within a marker.
+Special tokens have no text here, except those that occur in the format's markers: the parser gets
+them as `MarkerPart`s, which count as text within a marker.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gateway.text.stop import StopMatcher
 
 
 class ParserChain:
-    """One choice's.
+    """The chain of one choice.
 
-    parts        special tokens are not in the detokenizer's text: markers made of them need them
-    min_tokens   content of the first so many tokens is not searched for stop strings
-    thoughts     reasoning is told
+    parts        special tokens are missing in the detokenizer's text, so markers need them as parts
+    min_tokens   content of the first `min_tokens` tokens is not searched for stop strings
+    thoughts     reasoning is emitted
     many         more than one call is allowed
-    completed    calls that are complete
+    completed    number of complete calls
     full         the answer has ended with the only call that is allowed
     """
 
@@ -65,7 +65,7 @@ class ParserChain:
         self._min_tokens = min_tokens if stop is not None else 0
         self._thoughts = thoughts
         self._many = many
-        self._is_plain = stop is None and thoughts and many  # all is told, and nothing looked for
+        self._is_plain = stop is None and thoughts and many  # all is sent, and nothing looked for
         self.parser = parser
         self.num_tokens = 0
         self.completed = 0
@@ -73,11 +73,13 @@ class ParserChain:
 
     @property
     def ended(self) -> bool:
-        """The answer has ended by what it says; nothing more is told."""
+        """Whether a stop string or the only allowed call has ended the answer. Nothing more is
+        emitted.
+        """
         return self.full or (self._stop is not None and self._stop.matched is not None)
 
     def is_marker(self, token_id: int | None) -> bool:
-        """A marker, or a part of one."""
+        """Return whether the token is a marker or a part of one."""
         return token_id in self._pieces
 
     def push(self, ids: Sequence[int]) -> list[Event]:
@@ -88,22 +90,24 @@ class ParserChain:
         unsearched = self._min_tokens - self.num_tokens
         self.num_tokens += len(ids)
         if unsearched <= 0:
-            return self._told(self._understood(ids), search=self._stop is not None)
-        events = self._told(self._understood(ids[:unsearched]), search=False)
+            return self._filtered(self._parse(ids), search=self._stop is not None)
+        events = self._filtered(self._parse(ids[:unsearched]), search=False)
         if len(ids) > unsearched and not self.ended:
-            events += self._told(self._understood(ids[unsearched:]), search=True)
+            events += self._filtered(self._parse(ids[unsearched:]), search=True)
         return events
 
     def finish(self, *, complete: bool) -> list[Event]:
-        """The rest. `complete`: the model has ended by itself, and was not cut off."""
+        """Return the remaining events. `complete`: the model ended by itself and was not cut
+        off.
+        """
         search = self._stop is not None and self.num_tokens > self._min_tokens
         rest = self._text(self._detokenizer.finish()) + self.parser.finish(complete)
-        events = self._told(rest, search=search)
+        events = self._filtered(rest, search=search)
         if search and not self.ended:
             self._flush(events)
         return events
 
-    def _understood(self, ids: Sequence[int]) -> list[Event]:
+    def _parse(self, ids: Sequence[int]) -> list[Event]:
         if self._read_by_id.isdisjoint(ids):
             return self._text(self._detokenizer.push(ids))
         events: list[Event] = []
@@ -119,16 +123,16 @@ class ParserChain:
     def _text(self, text: str) -> list[Event]:
         return self.parser.push(text) if text else []
 
-    def _told(self, events: list[Event], *, search: bool) -> list[Event]:
-        """What the client is told of `events`; no more than that, once the answer has ended."""
+    def _filtered(self, events: list[Event], *, search: bool) -> list[Event]:
+        """Return the part of `events` that the client receives, up to the end of the answer."""
         if not search and self._thoughts and self._many:
             return self._counted(events)
-        told: list[Event] = []
+        sent: list[Event] = []
         for event in events:
-            self._tell(event, told, search)
+            self._filter(event, sent, search)
             if self.ended:
                 break
-        return told
+        return sent
 
     def _counted(self, events: list[Event]) -> list[Event]:
         for event in events:
@@ -136,24 +140,24 @@ class ParserChain:
                 self.completed += 1
         return events
 
-    def _tell(self, event: Event, told: list[Event], search: bool) -> None:
+    def _filter(self, event: Event, sent: list[Event], search: bool) -> None:
         if isinstance(event, Content):
             text = self._stop.push(event.text) if search and self._stop else event.text
             if text:
-                told.append(Content(text))
+                sent.append(Content(text))
             return
         if search and not isinstance(event, OutputWarning):
-            self._flush(told)
+            self._flush(sent)
             if self.ended:
                 return
         if self._thoughts or not isinstance(event, Reasoning):
-            told.append(event)
+            sent.append(event)
         if isinstance(event, ToolCallEnd):
             self.completed += 1
             self.full = not self._many
 
-    def _flush(self, told: list[Event]) -> None:
-        """Content ends here: what was held back, since it might have become a stop string."""
+    def _flush(self, sent: list[Event]) -> None:
+        """Emit content that was held back because it might have become a stop string."""
         assert self._stop is not None
         if text := self._stop.finish():
-            told.append(Content(text))
+            sent.append(Content(text))

@@ -1,9 +1,9 @@
-"""One choice, read: the engine's news in, events out.
+"""The parser of one choice: the engine's outputs in, events out.
 
-The chain is detokenizer -> stop strings -> events; where the answer has a format, `chain.Chain`.
-What it says depends on the tokens alone, not on how they were cut into messages: events merged are
-always equal. A reader belongs to one choice and is made by a `ParserFactory`, which holds what the
-choices of one request share and nothing that changes.
+The chain is detokenizer, stop strings, events; an answer with a format uses `chain.ParserChain`.
+The result depends on the tokens alone, not on how they were cut into messages: merged events are
+always equal. A parser belongs to one choice. Its `ParserFactory` holds what the choices of one
+request share, all of it constant.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from protocol.messages import Output, TokenLogprobs
 
 
 class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request wants its answers read.
+    """How a request's answers are detokenized and stopped.
 
     stop                 strings that end the text
-    include_stop         the text includes what ended it: the stop string, or the stop token's text
-    min_tokens           text of the first so many tokens is not searched for stop strings
+    include_stop         the text includes the stop string, or the text of the stop token
+    min_tokens           text of the first `min_tokens` tokens is not searched for stop strings
     skip_special_tokens  special tokens have no text
-    continues            the answer goes on after the prompt's text (a completion), so a blank
-                         before its first word is kept
+    continues            the answer continues the prompt's text (a completion), so a blank before
+                         its first word is kept
     """
 
     stop: Sequence[str] = ()
@@ -44,15 +44,15 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request's answers are to be understood.
+    """How a request's answers are parsed.
 
-    format               of the answers, for this model's vocabulary
-    tools                what the request declared; None: nothing is known, and no name is unknown
+    format               format of the answers, for this model's vocabulary
+    tools                tools of the request; None: unknown, and then any name is accepted
     starts_inside        the prompt has already opened the reasoning (`BoundFormat.starts_inside`)
-    include_reasoning    reasoning is told; otherwise it is read, and not told
-    parallel_tool_calls  if not, the answer ends with its first complete call
+    include_reasoning    reasoning is emitted; otherwise it is parsed and dropped
+    parallel_tool_calls  if false, the answer ends with its first complete call
     calls_or_text        the answer is calls or text, never both: nothing in a text is a call
-    new_id               an id for a call that has none of its own
+    new_id               makes an id for a call that has none of its own
     """
 
     format: BoundFormat
@@ -65,8 +65,11 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParserState(msgspec.Struct, frozen=True):
-    """A reader between two pushes, as plain data. `stop` is None where there are no stop strings,
-    `machine` where the answer has no format."""
+    """State of a `ChoiceParser` between two pushes, as plain data.
+
+    `stop` is None if there are no stop strings; `parser` is None if the answer has no format. Its
+    name on the wire is older than its name here.
+    """
 
     detokenizer: DetokenizerState
     stop: StopState | None
@@ -80,7 +83,7 @@ class ParserState(msgspec.Struct, frozen=True):
 
 
 class ParserFactory:
-    """Makes one reader for each choice of a request. Without `answer` all text is content."""
+    """Makes one parser for each choice of a request. Without `answer` all text is content."""
 
     def __init__(
         self,
@@ -94,19 +97,20 @@ class ParserFactory:
         self.stops = compile_stops(self.options.stop)
         is_one_call = answer is not None and not answer.parallel_tool_calls
         self.may_stop = self.stops is not None or is_one_call
-        """Answers may end by what they say, at any of their tokens."""
+        """A stop string or the only allowed call may end an answer at any of its tokens."""
 
     def new(self, state: ParserState | None = None) -> ChoiceParser:
-        """A fresh reader, or one that goes on where `state` was taken."""
+        """Return a fresh parser, or one that continues from `state`."""
         return ChoiceParser(self, state)
 
 
 class ChoiceParser:
-    """See the module's law. After `finished` every push is empty, so late news does no harm.
+    """Parses one choice. After `finished` every push returns an empty delta, so late messages do no
+    harm.
 
-    stopped   the answer has ended by what it says (a stop string, the only call allowed): the
-              engine should be told to abort the request, unless it has ended by itself
-    finished  the last event is out
+    stopped   a stop string, or the only allowed call, has ended the answer: the engine should abort
+              the request unless it has ended by itself
+    finished  the last event has been returned
     """
 
     __slots__ = (
@@ -189,15 +193,17 @@ class ChoiceParser:
 
     @property
     def num_waiting(self) -> int:
-        """Tokens that have not been told, as their text is held back."""
+        """Number of tokens that have not been returned because their text is held back."""
         return len(self._waiting_ids)
 
     def release(self) -> OutputDelta:
-        """Those tokens, before their text: for whoever may not keep any number of them."""
+        """Return the waiting tokens before their text, for callers that may only keep a few."""
         return self._delta([])
 
     def push(self, output: Output) -> OutputDelta:
-        """The news `output` brings. Empty (and false) while its text is held back."""
+        """Return the delta that `output` produces. It is empty (and false) while its text is
+        held back.
+        """
         if self.finished:
             return OutputDelta(num_behind=len(output.tokens))
         if len(output.tokens) > 1 and self._factory.may_stop:
@@ -221,8 +227,10 @@ class ChoiceParser:
         return self._delta(events)
 
     def _push_each(self, output: Output) -> OutputDelta:
-        """One token after the other, so that an answer that ends by what it says has the same
-        tokens however they came."""
+        """Push one token at a time.
+
+        An answer that a stop string or a call ends then has the same tokens however they arrived.
+        """
         events: list[Event] = []
         ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -247,7 +255,7 @@ class ChoiceParser:
         return self._delta([*events, self._end(output)])
 
     def _textual(self, output: Output) -> list[int]:
-        """The tokens that have text: all but the one that ended the answer."""
+        """Return the tokens that have text: all except the one that ended the answer."""
         if output.stop_token is None or self._factory.options.include_stop:
             return output.tokens
         return output.tokens[:-1]
@@ -264,7 +272,7 @@ class ChoiceParser:
         return free + self._stop.push(self._detokenizer.push(ids[unsearched:]))
 
     def _rest(self) -> str:
-        """What was held back, once the engine has said its last."""
+        """Return the text that was held back, after the engine's last output."""
         text = self._detokenizer.finish()
         if self._stop is None:
             return text
@@ -291,8 +299,9 @@ class ChoiceParser:
 def end_of(
     output: Output, reason: str, eos_token_ids: Collection[int], matched: str | None = None
 ) -> Finished | Failed:
-    """The last event. It names what ended the answer: the stop string that `matched`, or the stop
-    token, if the request named it; the model's own ends are no news."""
+    """Return the last event. It names the stop string `matched`, or the stop token if the
+    request named it.
+    """
     if reason == "error":
         return Failed(output.error or _UNEXPLAINED)
     if matched is not None or output.stop_token in eos_token_ids:
@@ -301,7 +310,7 @@ def end_of(
 
 
 _NOTHING = OutputDelta()
-_UNEXPLAINED = ErrorInfo(code="engine_error", message="the engine failed and did not say why")
+_UNEXPLAINED = ErrorInfo(code="engine_error", message="the engine failed without giving a reason")
 
 
 def _singly(output: Output) -> Iterator[Output]:

@@ -1,17 +1,18 @@
-"""What machines tell, in order: content, reasoning, calls. Shared by every syntax.
+"""Builds the events of one answer: content, reasoning and calls. Shared by every syntax.
 
-Two laws live here, so that no syntax has to know them.
+It applies two rules, so that no syntax has to.
 
-Blanks. Blanks around markup are no content: those before a call or a block of reasoning, between
-calls, and after a call are dropped. So blanks at the end of content wait for what follows, and are
-content only if more content does, or the end. Behind a block of reasoning or a marker around the
-answer proper, and at both ends of the reasoning, newlines are dropped, as the templates do when
-they render the answer again.
+Blanks. Blanks around markup are not content: those before a call or a block of reasoning, between
+calls, and after a call are dropped. So blanks at the end of content wait, and become content only
+if more content or the end of the answer follows. Newlines are dropped after a block of reasoning,
+after a marker around the answer proper, and at both ends of reasoning, as templates do when they
+render the answer again.
 
-Calls. They are numbered from 0. Fragments of arguments go out as they come; joined they are the
-JSON text. What can only be meant as JSON is mended (`json_object`). A call that ends is checked
-once: no arguments are `{}`; what is no JSON object is told all the same, with a warning. Only `end`
-makes a call complete: one that was cut off never ends.
+Calls. They are numbered from 0. Fragments of arguments are emitted as they come; joined they are
+the JSON text. Text that can only be meant as JSON is repaired (`json_object`). A call is checked
+once, when it ends: empty arguments become `{}`, and arguments that are not a JSON object are
+emitted all the same, with a warning. Only `end_call` completes a call; one that was cut off never
+ends.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class DeclaredTool(msgspec.Struct, frozen=True):
 
 
 class EventBuilderState(msgspec.Struct):
-    """blanks      wait to be content; joined, and not told yet
-    dropping    characters that are dropped until there is another one
-    said        content or a call has been told
-    num_calls   how many calls have begun
-    open        the last of them has not ended
-    arguments   whether the open call's arguments so far are the beginning of a JSON object
+    """State of an `EventBuilder`, as plain data.
+
+    blanks      blanks that become content if more content follows
+    dropping    characters that are dropped until another one comes
+    said        content or a call has been emitted
+    num_calls   number of calls that have started
+    open        the last of these has not ended
+    arguments   scan of the open call's arguments so far
     """
 
     blanks: list[str] = []
@@ -67,15 +70,17 @@ class EventBuilderState(msgspec.Struct):
 
 
 class BuilderCheckpoint(msgspec.Struct, frozen=True):
-    """What `EventBuilder.roll_back` goes back to."""
+    """A position to which `EventBuilder.roll_back` returns."""
 
     num_events: int
     state: EventBuilderState
 
 
 class EventBuilder:
-    """One choice's. Events gather in `out` until they are taken. Calls get their ids then, so none
-    is drawn for a call that is rolled back."""
+    """Builds one choice's events, which collect in `out` until they are drained.
+
+    Calls get their ids when they are drained, so no id is spent on a call that is rolled back.
+    """
 
     __slots__ = ("_lacks_ids", "_new_id", "_tools", "out", "s")
 
@@ -92,7 +97,7 @@ class EventBuilder:
         self.s = EventBuilderState() if state is None else msgspec.convert(state, EventBuilderState)
 
     def state(self) -> dict[str, Any]:
-        """Plain data. Events that have not been taken are no part of it."""
+        """Return the state as plain data. It does not include events that have not been drained."""
         data: dict[str, Any] = msgspec.to_builtins(self.s)
         return data
 
@@ -107,12 +112,12 @@ class EventBuilder:
         return call if call.id else ToolCall(call.index, self._new_id(), call.name)
 
     def checkpoint(self) -> BuilderCheckpoint:
-        """No call is open."""
+        """Return the current position. No call may be open."""
         state = msgspec.structs.replace(self.s, blanks=[*self.s.blanks], arguments=ObjectScan())
         return BuilderCheckpoint(len(self.out), state)
 
     def roll_back(self, checkpoint: BuilderCheckpoint) -> None:
-        """Untell all events since then. None of them may have been taken."""
+        """Remove all events since the checkpoint. None of them may have been drained."""
         del self.out[checkpoint.num_events :]
         self.s = checkpoint.state
 
@@ -132,12 +137,14 @@ class EventBuilder:
             self._content_with_blanks(text)
 
     def passes_content(self, text: str) -> bool:
-        """`text`, which is not empty, would be told as it stands, and alone."""
+        """Return whether the non-empty `text` would be emitted unchanged, as one event."""
         s = self.s
         return not s.blanks and not s.dropping and s.said and text[-1] not in BLANKS
 
     def passes_reasoning(self, text: str) -> bool:
-        """The same of reasoning."""
+        """Return whether the non-empty reasoning `text` would be emitted unchanged, as one
+        event.
+        """
         s = self.s
         return not s.blanks and not s.dropping and text[-1] not in NEWLINES
 
@@ -155,7 +162,7 @@ class EventBuilder:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def reasoning(self, text: str) -> None:
-        """Between `begin_reasoning` and `end_reasoning`."""
+        """Add reasoning, between `start_reasoning` and `end_reasoning`."""
         s = self.s
         if s.dropping:
             text = text.lstrip(s.dropping)
@@ -173,11 +180,11 @@ class EventBuilder:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def markup(self) -> None:
-        """Markup that is neither: blanks before it and newlines behind it are no content."""
+        """Note markup that is neither: blanks before it and newlines after it are not content."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def finish(self) -> None:
-        """Blanks at the very end of content are content."""
+        """Emit the blanks at the very end of content, which are content."""
         if self.s.blanks:
             self.out.append(Content("".join(self.s.blanks)))
             self.s.blanks = []
@@ -186,7 +193,7 @@ class EventBuilder:
         self.out.append(OutputWarning(code, message))
 
     def reject_call(self, text: str, why: str) -> None:
-        """Text that looked like a call and is none: content, with a warning."""
+        """Emit text that looked like a call and is not one as content, with a warning."""
         self.content(text)
         self.warn(PARSE_FAILED, why)
 
@@ -194,12 +201,12 @@ class EventBuilder:
 
     @property
     def is_open(self) -> bool:
-        """A call has begun and not ended."""
+        """Whether a call has started and not ended."""
         return self.s.open
 
     @property
     def has_arguments(self) -> bool:
-        """Of the open call, something has been told."""
+        """Whether any arguments of the open call have been emitted."""
         return not self.s.arguments.is_blank
 
     @property
@@ -207,16 +214,18 @@ class EventBuilder:
         return self.s.num_calls
 
     def declares(self, name: str, *, surely: bool = False) -> bool:
-        """Whether the request has such a tool; where nothing is known, anything but `surely`."""
+        """Return whether the request has this tool. If its tools are unknown, return `not
+        surely`.
+        """
         return not surely if self._tools is None else name in self._tools
 
     def parameters(self, name: str) -> Mapping[str, Any] | None:
-        """The JSON schema of a tool's arguments, where it is known."""
+        """Return the JSON schema of a tool's arguments, if it is known."""
         tool = self._tools.get(name) if self._tools else None
         return tool.parameters if tool else None
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """A call begins. `call_id` is the model's own; without one it gets ours."""
+        """Start a call. `call_id` is the model's own id; without one the call gets a new id."""
         assert not self.s.open, "calls do not nest"
         s = self.s
         s.blanks, s.dropping, s.said, s.open = [], BLANKS, True, True
@@ -224,35 +233,37 @@ class EventBuilder:
         self.out.append(ToolCall(s.num_calls, call_id or "", name))
         s.num_calls += 1
         if not self.declares(name):
-            self.warn(UNKNOWN_TOOL, f"{name!r} is no tool of this request")
+            self.warn(UNKNOWN_TOOL, f"{name!r} is not a tool of this request")
 
     def arguments_delta(self, text: str) -> None:
-        """More of the open call's arguments."""
+        """Add to the open call's arguments."""
         if mended := self.s.arguments.push(text):
             self.out.append(ToolArguments(self.s.num_calls - 1, mended))
 
     def fast_arguments(self, text: str) -> ToolArguments | None:
-        """What `fragment` would tell of text that only goes on with a JSON string, or with what is
-        no JSON anyway; None where it has to be read."""
+        """Return the event for text that only continues a JSON string or broken JSON, else None.
+
+        Other text must go through `arguments_delta`.
+        """
         at = self.s.arguments.at
         if at == BROKEN or (at == STRING and PLAIN.fullmatch(text)):
             return ToolArguments(self.s.num_calls - 1, text)
         return None
 
     def end_call(self) -> None:
-        """The open call is complete."""
+        """Complete the open call."""
         index, arguments = self.s.num_calls - 1, self.s.arguments
         if rest := arguments.finish():
             self.out.append(ToolArguments(index, rest))
         if arguments.is_blank:
             self.out.append(ToolArguments(index, "{}"))
         elif not arguments.is_object:
-            self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are no JSON object")
+            self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are not a JSON object")
         self.out.append(ToolCallEnd(index))
         self.abandon_call()
 
     def abandon_call(self) -> None:
-        """The open call, if there is one, was cut off: it never ends."""
+        """Close the open call, if any, without an end: it was cut off."""
         self.s.open, self.s.arguments = False, ObjectScan()
 
 
@@ -261,7 +272,7 @@ def new_call_id() -> str:
 
 
 def is_json_object(text: str) -> bool:
-    """In linear time, for any text: numbers are not computed."""
+    """Return whether the text is a JSON object, in linear time: numbers are not computed."""
     try:
         value = json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -270,4 +281,4 @@ def is_json_object(text: str) -> bool:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

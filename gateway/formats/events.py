@@ -1,8 +1,8 @@
-"""The one vocabulary between model formats and APIs: what an answer says, in order.
+"""Events of one answer, in order: the interface between model formats and APIs.
 
-A format turns text into these, an API turns these into its JSON; neither knows the other. Pieces of
-the same kind that follow each other are one thing, told bit by bit: joining their texts (`merged`)
-is the whole answer. `Finished` or `Failed` comes exactly once and last.
+A format parser turns text into events, and an API turns events into its JSON. Neither depends on
+the other. Neighbouring events of the same kind are pieces of one thing: joining their texts
+(`merged`) gives the whole answer. `Finished` or `Failed` comes exactly once, as the last event.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from protocol.messages import TokenLogprobs
 
 
 class Content(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """A bit of the answer's text."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """A bit of the model's thinking aloud."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """A call begins. `index` counts the calls of this answer from 0; `id` is unique to the call."""
+    """The start of a call. `index` counts the calls of this answer from 0; `id` is unique to the
+    call.
+    """
 
     index: int
     id: str
@@ -36,36 +38,40 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """A bit of the JSON text of call `index`'s arguments."""
+    """A piece of the JSON text of the arguments of call `index`."""
 
     index: int
     fragment: str
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """Call `index` is complete: the model has written all of it. A call that was cut off has no
-    end."""
+    """The end of call `index`: the model has written all of it. A call that was cut off has no
+    end.
+    """
 
     index: int
 
 
 class OutputWarning(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """Something about the answer that is not as it should be, and how it was told all the same."""
+    """A defect of the answer, and how it was handled."""
 
     code: str
     message: str
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The end. `stop_reason` is the stop string, or the stop token the request named, that ended
-    it."""
+    """The end of the answer.
+
+    `stop_reason` is the stop string that ended it, or the stop token if the request named that
+    token.
+    """
 
     reason: str
     stop_reason: str | int | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The end: the engine could not go on."""
+    """The end of the answer, because the engine failed."""
 
     error: ErrorInfo
 
@@ -76,19 +82,18 @@ Event = (
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """News of one choice: events, and the tokens they are made of.
+    """New events of one choice, and the tokens they are made of.
 
-    A token whose text is still held back travels with the delta that releases it, so tokens and
-    text stay in step, and no token is ever lost: the last delta brings all that are left. Where
-    nobody asks for text (`output.tokens`), tokens come without events.
-
-    num_behind   tokens that came together with the answer's end, and stand behind it: nobody has
-                 said them, wherever they were cut
+    A token whose text is still held back travels with the delta that releases the text. So tokens
+    and text stay in step, and no token is lost: the last delta has all that are left. If the client
+    requested no text (`output.tokens`), tokens come without events.
     """
 
     events: list[Event] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    #: Tokens that arrived together with the end of the answer and come after it. They are not part
+    #: of the answer.
     num_behind: int = 0
 
     def __bool__(self) -> bool:
@@ -96,7 +101,7 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The same answer with as few events as possible: the fold of a stream."""
+    """Return the same answer in as few events as possible: the fold of a stream."""
     whole: list[Event] = []
     runs: list[list[str]] = []
     for event in events:

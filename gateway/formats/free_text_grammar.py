@@ -1,4 +1,4 @@
-"""Free text in which whatever opens a call must go on as one."""
+"""The grammar of free text in which everything that opens a call continues as a call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from protocol.grammar import Form, Pattern, Repeat, Until
 
 
 class FreeText:
-    """calls  opener -> what must follow; without any there are none
-    marks  markers that say nothing, and may stand anywhere. What is spelt out may do so anyway
-    many   further calls may follow the first; otherwise it ends the answer
+    """Free text with calls and markers in it.
+
+    calls  opener -> form of what must follow; empty if there are no calls
+    marks  markers without a meaning of their own, which may stand anywhere. Spelt-out markers are
+           ordinary text and need no entry
+    many   further calls may follow the first; otherwise the first call ends the answer
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class FreeText:
         return sequence(*map(Repeat, steps), last)
 
     def not_starting_with(self, beginnings: Iterable[str]) -> Form:
-        """What begins with none of these."""
+        """Return the form of free text that starts with none of `beginnings`."""
         guard = pattern_not_starting_with(beginnings)
         steps = [sequence(self._mark(guard), self.anything())] if self.marks else []
         if self.calls:
@@ -46,10 +49,11 @@ class FreeText:
 
 
 def _grouped(calls: Mapping[str, Form], lexicon: Lexicon) -> dict[str, Form]:
-    """What opens a call -> what must follow.
+    """Return a form of what must follow each opener, grouped by the text before the first special
+    token.
 
-    An opener that is spelt out ends a text where it is complete, or where its first token begins.
-    So of two that begin alike up to there, the shorter beginning opens both.
+    A spelt-out opener ends a text where the opener is complete, or where its first special token
+    begins. So if two openers are equal up to that point, the shorter beginning opens both.
     """
     found: dict[str, dict[str, Form]] = {}
     for opener in sorted(calls, key=lambda opener: (_spelt(opener, lexicon), opener)):
@@ -65,7 +69,7 @@ def _grouped(calls: Mapping[str, Form], lexicon: Lexicon) -> dict[str, Form]:
 
 
 def _spelt(opener: str, lexicon: Lexicon) -> str:
-    """What of an opener is spelt out before its first token."""
+    """Return the part of an opener that is spelt out before its first special token."""
     places = (opener.find(piece) for piece in _pieces(lexicon))
     return opener[: min((place for place in places if place >= 0), default=len(opener))]
 

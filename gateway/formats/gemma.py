@@ -145,7 +145,7 @@ class GemmaParser(CallParser):
             return rest[1:]
         if rest or len(s.head) > MAX_NAME_CHARS:
             s.raw.append(s.head)
-            self._give_back("a marker of a tool call with no call behind it")
+            self._reject("a marker of a tool call with no call behind it")
             s.done = True
         return rest
 
@@ -309,7 +309,7 @@ class GemmaParser(CallParser):
             self._end_call()
         elif s.raw:
             s.raw += [s.head, marker] if marker == x.close else [s.head]
-            self._give_back("a marker of a tool call with no call behind it")
+            self._reject("a marker of a tool call with no call behind it")
         if marker == x.close:
             s.done = True
         else:
@@ -338,7 +338,7 @@ class GemmaParser(CallParser):
             self.builder.abandon_call()
         elif s.raw:
             s.raw.append(s.head)
-            self._give_back("a tool call that is not finished")
+            self._reject("a tool call that is not finished")
 
 
 # ---- the grammar of the same syntax

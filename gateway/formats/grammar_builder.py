@@ -1,7 +1,6 @@
-"""The rules and schemas of one grammar, collected while it is written.
+"""Collects the rules and schemas of one grammar while it is written.
 
-What several calls have in common is written once: equal schemas get one name, and so do equal
-forms.
+Equal schemas share one name, and so do equal forms.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from gateway.formats.parser import Lexicon
 from protocol.grammar import Form, GrammarRule, Json, Rules
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-"""The schema of a tool that has none."""
+"""The schema of a tool without parameters."""
 
 
 class NotWritable(ValueError):
     """The format cannot write calls of a tool.
 
-    field  the part of the tool's `function` that it cannot write: "name",
-           "parameters.properties.x", ...
+    field  part of the tool's `function` that cannot be written: "name", "parameters.properties.x"
     """
 
     def __init__(self, tool: str, field: str, why: str) -> None:
@@ -33,7 +31,11 @@ class NotWritable(ValueError):
 
 
 class GrammarBuilder:
-    """lexicon  which of the format's markers are tokens; variants of a format are told by it"""
+    """Rules and schemas of one grammar.
+
+    lexicon  markers of the format that are single tokens; some formats have variants that differ
+             in these
+    """
 
     def __init__(self, lexicon: Lexicon | None = None) -> None:
         self.lexicon = lexicon or Lexicon()
@@ -41,7 +43,7 @@ class GrammarBuilder:
         self._schemas: dict[str, str] = {}
 
     def json(self, schema: Mapping[str, Any] | None) -> Json:
-        """JSON that `schema` admits; any object, where there is none."""
+        """Return a form for JSON that `schema` admits; for any object if `schema` is empty."""
         text = msgspec.json.encode(schema or ANY_OBJECT).decode()
         for name, known in self._schemas.items():
             if known == text:
@@ -51,11 +53,13 @@ class GrammarBuilder:
         return Json(name)
 
     def arguments(self, tool: DeclaredTool) -> Json:
-        """The arguments of `tool` as one JSON object."""
+        """Return a form for the arguments of `tool` as one JSON object."""
         return self.json({**(tool.parameters or {}), **ANY_OBJECT})
 
     def rule(self, hint: str, form: Form) -> GrammarRule:
-        """`form` as a rule, whose name begins with `hint`."""
+        """Add `form` as a rule whose name begins with `hint`, or return the equal rule that
+        exists.
+        """
         for name, known in self._rules.items():
             if known == form:
                 return GrammarRule(name)
@@ -64,11 +68,11 @@ class GrammarBuilder:
         return GrammarRule(name)
 
     def define(self, name: str, form: Form) -> GrammarRule:
-        """A rule of just this name, which forms may have referred to already."""
+        """Add a rule with exactly this name. Forms may refer to it before it is defined."""
         assert self._rules.get(name, form) == form, f"two rules {name!r}"
         self._rules[name] = form
         return GrammarRule(name)
 
     def body(self, start: Form) -> Rules:
-        """The whole grammar."""
+        """Return the whole grammar."""
         return Rules(start=start, rules=dict(self._rules), schemas=dict(self._schemas))

@@ -1,4 +1,4 @@
-"""Forms that several syntaxes write."""
+"""Building blocks of grammars: functions that make forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ ANY_TEXT = Pattern("(?s:.*)")
 
 
 def sequence(*parts: Form | str) -> Form:
-    """One behind the other; neighbouring texts are one, as a marker may be made of both."""
+    """Return the parts one after another. Neighbouring literals are joined, as they may make up
+    a marker.
+    """
     items: list[Form] = []
     for part in parts:
         form = LiteralForm(part) if isinstance(part, str) else part
@@ -26,7 +28,7 @@ def sequence(*parts: Form | str) -> Form:
 
 
 def without_prefix(beginning: str, form: Form) -> Form:
-    """What is left of `form`, which begins with this text."""
+    """Return the rest of `form`, which begins with the text `beginning`."""
     first, *rest = form.items if isinstance(form, Sequence) else [form]
     assert isinstance(first, LiteralForm)
     assert first.text.startswith(beginning)
@@ -34,18 +36,18 @@ def without_prefix(beginning: str, form: Form) -> Form:
 
 
 def either(options: Iterable[Form]) -> Form:
-    """One of these; there is at least one."""
+    """Return a form for one of `options`, of which there is at least one."""
     found = list(options)
     return found[0] if len(found) == 1 else Either(found)
 
 
 def repeated(item: Form, *, many: bool = True) -> Form:
-    """As often as the model likes; never, if there may not be `many`."""
+    """Return `item` repeated any number of times; if not `many`, the empty form."""
     return Repeat(item) if many else LiteralForm("")
 
 
 def several(item: Form, between: Form | str = "", *, many: bool = True) -> Form:
-    """At least one, with something between; just one, if there may not be `many`."""
+    """Return one or more `item`s separated by `between`; exactly one if not `many`."""
     return sequence(item, repeated(sequence(between, item), many=many))
 
 
@@ -54,17 +56,19 @@ def optional(item: Form) -> Form:
 
 
 def quoted(text: str) -> str:
-    """A JSON string."""
+    """Return `text` as a JSON string."""
     return msgspec.json.encode(text).decode()
 
 
 def pattern_not_starting_with(beginnings: Iterable[str]) -> str:
-    """A pattern of all texts that begin, behind their blanks, with none of these."""
+    """Return a pattern of all texts that, after leading blanks, start with none of `beginnings`."""
     return rf"(?s:[ \t\r\n]*{_not_starting_with(set(beginnings), blanks=True)})"
 
 
 def _not_starting_with(beginnings: set[str], *, blanks: bool = False) -> str:
-    """Nothing, or a character that none begins with, or one of theirs and then another way on."""
+    """Match nothing, a character that starts no beginning, or one that does followed by a
+    mismatch.
+    """
     firsts = sorted({text[0] for text in beginnings})
     others = "".join(map(_sign, firsts)) + (r" \t\r\n" if blanks else "")
     ways = [f"[^{others}].*"]
@@ -80,9 +84,11 @@ def _sign(sign: str) -> str:
 
 
 class AnswerFrame(msgspec.Struct, frozen=True):
-    """opens, closes  stand around a block of thinking; `closes` leads to where the next part of the
-                   answer begins. "" where there is no thinking, or only the prompt opens it
-    before, after  stand around content. What ends the whole answer is no part of it
+    """Markup around the reasoning and around the answer proper.
+
+    opens, closes  stand around a block of reasoning; `closes` includes all markup up to the next
+                   part of the answer. "" if there is no reasoning, or if only the prompt opens it
+    before, after  stand around content. The marker that ends the whole answer is not included
     """
 
     opens: str = ""

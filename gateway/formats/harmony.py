@@ -175,7 +175,7 @@ class HarmonyParser(FormatParser):
         super().__init__(context, builder, own or None)
         if state is None and starts_inside:
             self._begin_body("reasoning")
-            self._follow()
+            self._update_scanner()
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"section": self.call_parser.state() if self.call_parser else None}

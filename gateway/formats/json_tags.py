@@ -206,7 +206,7 @@ class JsonTagsParser(CallParser):
         """No call stands where one should."""
         s = self.s
         if not s.calls:
-            self._give_back("the marker of a tool call, and no call behind it")
+            self._reject("the marker of a tool call, and no call behind it")
             s.done = True
         elif s.at == "after" and not self.syntax.is_closed(s.opener):
             s.done = True
@@ -222,7 +222,7 @@ class JsonTagsParser(CallParser):
         """It lasts up to a marker; where none will come, it ends here."""
         self.s.at = "broken"
         if not self.builder.is_open and not self.syntax.is_closed(self.s.opener):
-            self._give_back("a tool call that cannot be read")
+            self._reject("a tool call that cannot be read")
             self.s.done = True
 
     def _tell_broken(self, text: str) -> None:
@@ -233,7 +233,7 @@ class JsonTagsParser(CallParser):
         else:
             self.builder.content(text)
 
-    def _give_back(self, why: str) -> None:
+    def _reject(self, why: str) -> None:
         text = "".join(self.s.raw)
         self.s.raw.clear()
         if self.s.opener in self.syntax.soft:
@@ -256,7 +256,7 @@ class JsonTagsParser(CallParser):
             self.builder.end_call()
         elif "".join(s.raw).strip(BLANKS + ","):
             s.raw.append(marker if marker in self.syntax.close else "")
-            self._give_back("a tool call that cannot be read")
+            self._reject("a tool call that cannot be read")
         if marker in self.syntax.close:
             s.done = True
         else:
@@ -273,7 +273,7 @@ class JsonTagsParser(CallParser):
             self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
             self.builder.abandon_call()
         elif "".join(self.s.raw).strip(BLANKS + ","):
-            self._give_back("a tool call that is not finished")
+            self._reject("a tool call that is not finished")
 
 
 TOOL_CALL = JsonTags(open=("<tool_call>",), close=("</tool_call>",), before="\n", behind="\n")

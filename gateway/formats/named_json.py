@@ -176,7 +176,7 @@ class NamedJsonParser(CallParser):
         else:
             s.name = word[0]
         if read < len(text):
-            self._give_back("the marker of a tool call, and no name behind it")
+            self._reject("the marker of a tool call, and no name behind it")
             s.done = True
         return text[read:]
 
@@ -186,7 +186,7 @@ class NamedJsonParser(CallParser):
         if s.at == "opened":
             s.at, s.value = ("arguments", JsonScan()) if text[0] == "{" else ("broken", s.value)
         elif s.at == "between" and s.raw:
-            self._give_back("the marker of tool calls, and no call behind it")
+            self._reject("the marker of tool calls, and no call behind it")
             s.done = True
         else:
             self.builder.warn(PARSE_FAILED, "text between tool calls")
@@ -232,7 +232,7 @@ class NamedJsonParser(CallParser):
         if not s.name.strip(BLANKS):
             s.raw.append(marker)
             if marker not in BLANKS:
-                self._give_back("a tool call without a name")
+                self._reject("a tool call without a name")
                 s.done = True
             return
         self._tell_name()
@@ -261,7 +261,7 @@ class NamedJsonParser(CallParser):
             self.builder.end_call()
         elif s.at in ("kind", "name", "id"):
             s.raw.append(marker)
-            self._give_back("a tool call without a name")
+            self._reject("a tool call without a name")
         if marker in self.syntax.call_open:
             self._begin(marker)
         elif marker in self.syntax.section_close:
@@ -277,7 +277,7 @@ class NamedJsonParser(CallParser):
         if complete and self.builder.is_open:
             self.builder.warn(PARSE_FAILED, "the last tool call is not finished")
         elif complete and self.s.at in ("kind", "name", "id"):
-            self._give_back("a tool call that is not finished")
+            self._reject("a tool call that is not finished")
         self.builder.abandon_call()
 
 

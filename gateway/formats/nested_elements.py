@@ -136,7 +136,7 @@ class NestedElementsParser(CallParser):
         if s.raw:
             s.raw.append(text[: len(text) - len(rest)])
         if rest and s.raw:
-            self._give_back("a marker of tool calls with no call behind it")
+            self._reject("a marker of tool calls with no call behind it")
             s.done = True
         elif rest:
             self.builder.warn(PARSE_FAILED, "text between tool calls")
@@ -184,7 +184,7 @@ class NestedElementsParser(CallParser):
             self.builder.content(text)
         elif s.raw:
             s.raw.append(text)
-            self._give_back("a marker of tool calls with no call behind it")
+            self._reject("a marker of tool calls with no call behind it")
             s.done = True
         elif s.at == "outside":
             self.builder.reject_call(text, "text between tool calls")
@@ -220,7 +220,7 @@ class NestedElementsParser(CallParser):
             self._end_call()
         elif s.raw:
             s.raw.append(self.syntax.mark + s.tag)
-            self._give_back("a marker of tool calls with no call behind it")
+            self._reject("a marker of tool calls with no call behind it")
         s.done = True
 
     # ---- values
@@ -287,7 +287,7 @@ class NestedElementsParser(CallParser):
         elif s.at == "tag":
             self._no_tag()
         if s.raw and complete:
-            self._give_back("a tool call that is not finished")
+            self._reject("a tool call that is not finished")
 
 
 def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
@@ -483,7 +483,7 @@ class _ElementWriter:
             if member is not None:
                 found.append((sequence(member, self.mark), required))
             elif required:
-                self.schemas.refuse(path, name, "is no name that this format can write")
+                self.schemas.refuse(path, name, "is a name that this format cannot write")
         if not empty and not any(required for _, required in found):
             return self._at_least_one([member for member, _ in found], path)
         return sequence(*(form if required else optional(form) for form, required in found))

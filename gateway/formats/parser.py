@@ -32,19 +32,20 @@ from gateway.text.markers import MarkerSet, Scanner, ScannerState
 NOTHING = ScannerState("")
 
 BLOCK_CHARS = 4096
-"""Text is read in blocks of so many characters: what follows a marker is copied, so without blocks
-a long text full of markers would take quadratic time."""
+"""Text is read in blocks of at most this many characters. The text after a marker is copied, so
+without blocks a long text full of markers would take quadratic time.
+"""
 
 
 class MarkerToken(msgspec.Struct, frozen=True, gc=False):
-    """A marker of the active format, as the one token it is."""
+    """A marker of the active format that is one token."""
 
     token_id: int
     text: str
 
 
 class MarkerPart(msgspec.Struct, frozen=True, gc=False):
-    """A special token that occurs in markers which are spelt out; no text anywhere else."""
+    """A special token that occurs in spelt-out markers. It has no text anywhere else."""
 
     text: str
 
@@ -53,11 +54,11 @@ Piece = str | MarkerToken | MarkerPart
 
 
 class Lexicon:
-    """Which markers of a format are tokens, for one vocabulary; shared, as it only ever caches.
+    """The markers of a format that are tokens of one vocabulary. Shared, as it only caches.
 
     tokens  token id -> marker
-    parts   token id -> text, of the special tokens that occur in markers which are no tokens
-    pieces  token id -> what it is to a machine, for both
+    parts   token id -> text, for special tokens that occur in markers which are not tokens
+    pieces  token id -> the parser's input for it, for both
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Lexicon:
         return marker in self._by_id
 
     def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
-        """Finds those of `markers` that are spelt out; None where there are none of that kind."""
+        """Return a matcher for the spelt-out ones of `markers`, or None if there are none."""
         if markers not in self._sets:
             spelt = [marker for marker in markers if marker not in self._by_id]
             self._sets[markers] = MarkerSet(spelt) if spelt else None
@@ -84,10 +85,10 @@ class Lexicon:
 
 
 class ParserContext(msgspec.Struct, frozen=True):
-    """What the machines of one request share, and never change.
+    """Constants that the parsers of one request share.
 
-    tools   what the request declared; None: nothing is known, so no name is unknown
-    new_id  an id for a call whose format brings none
+    tools   tools of the request; None: unknown, so any name is accepted
+    new_id  makes an id for a call whose format brings none
     calls_or_text  the answer is calls or text, never both: nothing in a text is a call
     """
 
@@ -97,16 +98,16 @@ class ParserContext(msgspec.Struct, frozen=True):
     calls_or_text: bool = False
 
     def event_builder(self, state: Mapping[str, Any] | None = None) -> EventBuilder:
-        """A fresh one, or one that goes on from `state`: one per choice."""
+        """Return a fresh builder for one choice, or one that continues from `state`."""
         return EventBuilder(self.tools, self.new_id, state)
 
 
 class FormatParserState(msgspec.Struct):
-    """Base of every machine's memory: mutable, of plain data.
+    """Base of every parser's state: mutable plain data.
 
-    at    the state it is in; a subclass says where it begins
-    held  read, but perhaps the beginning of a marker; kept by the scanner while the machine runs
-    done  it reads no more: what follows is not its to read
+    at    current state; a subclass sets the first one as the default
+    held  text that may be the beginning of a marker; the scanner keeps it while the parser runs
+    done  the parser has ended, and the text that follows is not its to read
     """
 
     at: str = ""
@@ -115,25 +116,23 @@ class FormatParserState(msgspec.Struct):
 
 
 class FormatParser(ABC):
-    """Base of all machines. A subclass says:
+    """Base of all parsers. A subclass defines:
 
-    State        its memory, a struct derived from MachineState
-    table()      state -> the markers looked for there, in order of precedence; a state without
-                 markers may be left out
-    UNSCANNED    states whose text is handed over unsearched (a JSON value that knows its own end);
-                 markers that are tokens are recognised there all the same
-    on_text      text that is certainly outside markers. Returns what it did not read, which is read
-                 next in the state that it is in then; it must have read some, changed the state or
-                 be done
-    on_marker    a marker of this state's table
-    on_part      a `MarkerPart` in a state whose text is not searched; by default it has none there.
-                 Returns what it did not read
-    on_stray     a marker token that is not in this state's table; it is markup that means nothing
-                 here, so by default it is dropped
-    on_end       nothing more will come. `complete`: the model has ended by itself, and was not cut
-                 off
+    State        its state, a struct derived from FormatParserState
+    table()      state -> the markers to look for, in order of precedence; states without markers
+                 may be left out
+    UNSCANNED    states whose text is passed on without a search (a JSON value whose end is found
+                 by its scanner); markers that are tokens are recognised there all the same
+    on_text      handles text that is certainly outside markers. Returns the part that it did not
+                 read, which is read next in the state that it is in then. It must read some text,
+                 change the state or be done
+    on_marker    handles a marker of this state's table
+    on_part      handles a `MarkerPart` in a state whose text is not searched; by default it has no
+                 text there. Returns the part that it did not read
+    on_stray     handles a marker token that is not in this state's table; by default it is dropped
+    on_end       handles the end. `complete`: the model ended by itself and was not cut off
 
-    What it has to say it tells its `teller`.
+    Events go to its `builder`.
     """
 
     State: ClassVar[type[FormatParserState]]
@@ -148,13 +147,13 @@ class FormatParser(ABC):
         self._table = self.table()
         self._scanner: Scanner | None = None
         self._scans = ""  # the state that `_scanner` was made for
-        self._enter(self.s.held)
+        self._make_scanner(self.s.held)
         self.s.held = NOTHING
 
     def _memory(self, state: Mapping[str, Any] | None) -> Any:
         return self.State() if state is None else msgspec.convert(state, self.State)
 
-    # ---- what a subclass says
+    # ---- what a subclass defines
 
     @abstractmethod
     def table(self) -> Mapping[str, tuple[str, ...]]: ...
@@ -169,34 +168,39 @@ class FormatParser(ABC):
         return ""
 
     def on_stray(self, marker: str) -> None:  # noqa: B027  (few formats care)
-        """Dropped."""
+        """Drop the marker."""
 
     def on_end(self, complete: bool) -> None:  # noqa: B027  (few formats care)
-        """Nothing to do."""
+        """Do nothing."""
 
-    # ---- what everyone else calls
+    # ---- for callers
 
     def push(self, piece: Piece) -> list[Event]:
-        """What `piece` makes certain."""
+        """Return the events that `piece` makes certain."""
         self.read(piece)
         return self.builder.drain()
 
     def finish(self, complete: bool = True) -> list[Event]:
-        """The rest. An answer that was cut off (`complete` is false) may end inside a marker, which
-        is then not shown: markup is no content."""
+        """Return the remaining events.
+
+        An answer that was cut off (`complete` is false) may end inside a marker, which is not shown
+        then: markup is not content.
+        """
         self.end(complete)
         return self.builder.drain()
 
     def state(self) -> dict[str, Any]:
-        """Plain data, from which a machine of this class goes on."""
+        """Return plain data, from which a parser of this class can continue."""
         data: dict[str, Any] = msgspec.to_builtins(self.s)
         data["held"] = msgspec.to_builtins(self._scanner.state() if self._scanner else NOTHING)
         return data
 
-    # ---- reading, also for machines made of machines
+    # ---- reading, also for parsers made of parsers
 
     def read(self, piece: Piece) -> str:
-        """Like `push`, but events stay with the teller. Returns what was not read, once done."""
+        """Read like `push`, but leave the events with the builder. Return the unread text once
+        done.
+        """
         if isinstance(piece, MarkerToken):
             self.read_token(piece.text)
             return ""
@@ -211,17 +215,17 @@ class FormatParser(ABC):
         return ""
 
     def read_token(self, marker: str) -> None:
-        """A marker that is one token. What was held before it cannot grow any more."""
-        self._settle()
+        """Read a marker that is one token. Text held before it cannot become a marker any more."""
+        self._release_held()
         if marker in self._table.get(self.s.at, ()):
             self.on_marker(marker)
         else:
             self.on_stray(marker)
-        self._follow()
+        self._update_scanner()
 
     def end(self, complete: bool) -> None:
         if complete:
-            self._settle()
+            self._release_held()
         self.on_end(complete)
 
     def _read_text(self, text: str) -> str:
@@ -233,21 +237,21 @@ class FormatParser(ABC):
         if self._scanner is not None:
             return self._read_text(self._step(part.text, final=False, part=True))
         rest = self.on_part(part)
-        self._follow()
+        self._update_scanner()
         return self._read_text(rest)
 
-    def _settle(self) -> None:
-        """Nothing can continue the text so far: what is held is what it is."""
+    def _release_held(self) -> None:
+        """Release held text: nothing can continue it."""
         text = ""
         while not self.s.done and (text or (self._scanner and self._scanner.state().held)):
             text = self._step(text, final=True)
 
     def _step(self, text: str, *, final: bool, part: bool = False) -> str:
-        """Read on up to the next marker or change of state; returns what is left to read."""
+        """Read up to the next marker or change of state. Return the text that is left."""
         scanner = self._scanner
         if scanner is None:
             rest = self.on_text(text)
-            self._follow()
+            self._update_scanner()
             return rest
         at = self.s.at
         certain, marker, rest = scanner.next(text, final=final, part=part)
@@ -255,19 +259,19 @@ class FormatParser(ABC):
             unread = self.on_text(certain)
             if unread or self.s.at != at or self.s.done:
                 held = scanner.state().held if marker is None else marker
-                self._enter(NOTHING)
+                self._make_scanner(NOTHING)
                 return unread + held + rest
         if marker is not None:
             self.on_marker(marker)
-            self._follow()
+            self._update_scanner()
         return rest
 
-    def _follow(self) -> None:
-        """The state may have changed, with nothing held: look for what is looked for there."""
+    def _update_scanner(self) -> None:
+        """Make the scanner for the current state, if the state has changed. Nothing may be held."""
         if self._scans != self.s.at:
-            self._enter(NOTHING)
+            self._make_scanner(NOTHING)
 
-    def _enter(self, held: ScannerState) -> None:
+    def _make_scanner(self, held: ScannerState) -> None:
         at = self._scans = self.s.at
         markers = () if at in self.UNSCANNED else self._table.get(at, ())
         automaton = self.context.lexicon.automaton(markers)
@@ -275,15 +279,15 @@ class FormatParser(ABC):
 
 
 class CallParser(FormatParser):
-    """A machine for one stretch of tool calls, entered by `open` and left when it is `done`.
+    """Parser of one group of tool calls, entered by `open` and left when it is `done`.
 
-    One section may be opened any number of times; `open` begins anew.
+    One parser may be opened any number of times; `open` resets it.
 
-    syntax   the description that it reads by; a subclass names its kind
+    syntax   the description that it reads by; a subclass declares its type
     BETWEEN  states in which all calls so far are complete, and another may follow
 
-    Where its State has `raw`, a list of strings, that is what was read and not told: until a call
-    is certain, it may have to be given back.
+    If its State has a list of strings `raw`, that is the text read but not emitted: until a call is
+    certain, this text may have to become content.
     """
 
     syntax: CallSyntax
@@ -304,22 +308,25 @@ class CallParser(FormatParser):
         return self.s.at in self.BETWEEN
 
     def open(self, marker: str) -> None:
-        """`marker` has opened it. All that an earlier stretch left is forgotten."""
+        """Start after the opening `marker`. State of an earlier group is discarded."""
         self.s = self.State()
         self.on_open(marker)
-        self._enter(NOTHING)
+        self._make_scanner(NOTHING)
 
     @abstractmethod
     def on_open(self, marker: str) -> None: ...
 
     def more(self, text: str) -> Event | None:
-        """What `text` is told as, where it changes nothing that is remembered; None where it has to
-        be read. A shortcut, for syntaxes whose arguments are worth one."""
+        """Return the event for `text` if it changes no state, else None. A shortcut for long
+        arguments.
+        """
         return None
 
-    def _give_back(self, why: str) -> None:
-        """What was read is no call after all: it is content, with a warning. There is nothing to
-        warn of if the text has a form, which may begin like a call."""
+    def _reject(self, why: str) -> None:
+        """Emit the text read so far as content, with a warning: it is not a call after all.
+
+        There is no warning if the text has another form, which may begin like a call.
+        """
         text = "".join(self.s.raw)
         if self.context.calls_or_text:
             self.builder.content(text)
@@ -329,34 +336,40 @@ class CallParser(FormatParser):
 
 
 class Syntax(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the descriptions of formats: markers and options, as data, from which the machine
-    reads and the grammar is built. What raises NotImplementedError a subclass has to say: a Struct
-    cannot have abstract methods."""
+    """Base of the descriptions of formats: markers and options, as data.
+
+    The parser reads by it and the grammar is built from it. A subclass overrides the methods that
+    raise NotImplementedError; a Struct cannot have abstract methods.
+    """
 
     def markers(self) -> tuple[str, ...]:
-        """Every marker that a vocabulary may have as one token."""
+        """Return every marker that a vocabulary may have as one token."""
         raise NotImplementedError
 
     def fitted(self, vocabulary: Collection[str]) -> Self:
-        """The same format as a checkpoint with these added tokens writes it."""
+        """Return the same format as a checkpoint with these added tokens writes it."""
         return self
 
 
 class CallSyntax(Syntax, frozen=True, kw_only=True):
-    """Tool calls in stretches between content: the usual case."""
+    """A syntax of tool calls in groups between content: the usual case."""
 
     def openers(self) -> tuple[str, ...]:
-        """Each opens a section, wherever it stands in the content. Of two at one place the first
-        wins."""
+        """Return the markers that open a group anywhere in content. If two match at one place,
+        the first wins.
+        """
         raise NotImplementedError
 
     def start_openers(self) -> tuple[str, ...]:
-        """These open a section only where nothing but blanks has been said before. They are always
-        looked for as text, and are part of what the section has to give back if it is no call."""
+        """Return the openers that open a group only if nothing but blanks came before.
+
+        They are always matched as text, and are part of the text that becomes content if there is
+        no call.
+        """
         return ()
 
     def call_id(self, ours: str) -> str:
-        """The id of a call to which the model gave none, in this format's form."""
+        """Return an id in this format's form, for a call to which the model gave none."""
         return ours
 
     def call_parser(
@@ -366,11 +379,11 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
 
 
 class AnswerSyntax(Syntax, frozen=True, kw_only=True):
-    """A format that rules the whole answer: content, reasoning and calls are one grammar."""
+    """A format that covers the whole answer: content, reasoning and calls are one grammar."""
 
     @property
     def frames_content(self) -> bool:
-        """Content stands between markers of its own."""
+        """Whether content stands between markers of its own."""
         return True
 
     def parser(
@@ -381,12 +394,12 @@ class AnswerSyntax(Syntax, frozen=True, kw_only=True):
         *,
         starts_inside: bool = False,
     ) -> FormatParser:
-        """starts_inside  the prompt has already opened the reasoning"""
+        """Return a parser. `starts_inside`: the prompt has already opened the reasoning."""
         raise NotImplementedError
 
 
 def tokens_of(markers: Iterable[str], token_id: Callable[[str], int | None]) -> dict[int, str]:
-    """token id -> marker, of those that are tokens."""
+    """Return token id -> marker, for the markers that are tokens."""
     found = ((token_id(marker), marker) for marker in markers)
     return {token: marker for token, marker in found if token is not None}
 

@@ -1,12 +1,12 @@
-"""Values as plain text up to what ends them, so that `typed_value` reads them as they are meant.
+"""The grammar of argument values written as plain text, up to the marker that ends them.
 
-A string is written verbatim, null, booleans and numbers as JSON writes them, arrays and objects as
-JSON. What the reader makes of a text depends on all types that the schema allows, in its order. So
-a value that may be a string or something else is only written as a text which is valid whatever it
-is read as: a string does not begin like a type that has limits.
+Every value is written so that `typed_value` reads it back unchanged: strings verbatim; null,
+booleans and numbers as in JSON; arrays and objects as JSON. The parser tries all types that the
+schema allows, in its order. So a value that may be a string or another type is only written as text
+that is valid whatever type it is read as: a string does not start like a type that has limits.
 
-A string without limits is any text up to the first thing that may end it. One with limits does not
-hold the first sign of what ends it. Inside of JSON no string holds the whole of it.
+A string without limits is any text up to the first thing that may end it. A string with limits does
+not contain the first character of that ending. Inside JSON, no string contains the whole ending.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from protocol.grammar import Form, Until
 NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 WHOLE = "-?(?:0|[1-9][0-9]*)"
 UNLIMITED = {"null": "null", "boolean": "true|false", "integer": WHOLE, "number": NUMBER}
-"""Type -> all that is written of it, where it has no limits."""
+"""Type -> pattern of its text, if it has no limits."""
 FIRST_CHARS: dict[str, Ranges] = {
     "null": signs("nN"),
     "boolean": signs("tTfF"),
@@ -46,19 +46,19 @@ FIRST_CHARS: dict[str, Ranges] = {
     "object": signs("{[("),
     "array": signs("{[("),
 }
-"""Type -> what a text that is read as it may begin with."""
+"""Type -> first characters of texts that are read as this type."""
 CONTAINERS = ("object", "array")
 RESERVED_FIRST: Ranges = merged([*signs(BLANKS), *signs('"')])
 
 
 class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """What ends a value, and what around it is markup.
+    """The marker that ends a value, and the markup around the value.
 
-    close   ends it; part of the form
-    others  end it, too, or may: they do not stand in it
-    around  written on both sides
-    trim    what the reader takes off
-    bare    the reader takes a value of unknown type for JSON, if it is
+    close   ends the value; part of the form
+    others  may end it, too, so they must not occur in it
+    around  written on both sides of the value
+    trim    what the parser strips
+    bare    the parser reads a value of unknown type as JSON if it is valid JSON
     """
 
     close: str
@@ -73,7 +73,7 @@ class ValueEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlainValues:
-    """values  writes the arrays and objects of the same tool"""
+    """Writes the plain-text values of one tool. `values` writes its arrays and objects."""
 
     def __init__(self, values: Values, ending: ValueEnd) -> None:
         self.values = values
@@ -82,15 +82,16 @@ class PlainValues:
         self._careful = StringEscapes(never=signs("".join(word[0] for word in ending.words)))
 
     def argument(self, key: str | None, schema: Any, path: str) -> Form:
-        """The value of one argument, up to its end and with it. Without a key it has some name that
-        is not declared."""
+        """Return the form of one argument's value, including its end. The key None is any
+        undeclared name.
+        """
         root = self.schemas.root
         if key is None:
             return self.value(schema, kinds_of(root.get("additionalProperties"), root), path)
         return self.value(schema, kinds_of(schema_of(root, key), root), path)
 
     def value(self, schema: Any, kinds: Sequence[str], path: str) -> Form:
-        """`kinds`: the types that the reader tries."""
+        """Return the form of a value. `kinds` are the types that the parser tries."""
         cases = self.schemas.cases(schema, path)
         if not kinds and anything(cases):
             return self.text()
@@ -98,14 +99,16 @@ class PlainValues:
         return self.of(cases, kinds, path)
 
     def check_kinds(self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str) -> None:
-        """The reader tries the types that there are, and no others."""
+        """Refuse a schema if the parser would try other types than the schema has."""
         if {_kind(kind) for kind in kinds} != {_kind(case.kind) for case in cases}:
             self.schemas.refuse(path, "type", "is missing, or too hidden to be read back by")
 
     def of(
         self, cases: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges = ()
     ) -> Form:
-        """`apart`: what no string begins with."""
+        """Return the form of a value of one of `cases`. No string starts with a character of
+        `apart`.
+        """
         strings = [case for case in cases if case.kind == "string"]
         others = [case for case in cases if case.kind != "string"]
         if not any(case.free for case in strings):
@@ -116,7 +119,7 @@ class PlainValues:
         return self._beside_any_string(limited, kinds, path, apart)
 
     def text(self) -> Form:
-        """Any text."""
+        """Return the form of any text."""
         others = self.ending.others
         if not others:
             return Until(self.ending.close)
@@ -128,7 +131,9 @@ class PlainValues:
     def _beside_any_string(
         self, others: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges
     ) -> Form:
-        """Any string that is not read as one of `others`, which have limits; and those."""
+        """Return the form of `others`, which have limits, or of a string that is not read as one
+        of them.
+        """
         taken = [*apart, *(span for case in others for span in FIRST_CHARS[case.kind])]
         first = StringEscapes(never=merged([*RESERVED_FIRST, *self._careful.never, *taken])).any()
         return self._either(
@@ -143,7 +148,7 @@ class PlainValues:
         path: str,
         apart: Ranges,
     ) -> Form:
-        """Strings with limits, and other types."""
+        """Return the form of strings with limits, or of other types."""
         clashing = [case for case in others if not case.free or case.kind in CONTAINERS]
         taken = [*apart, *(span for case in clashing for span in FIRST_CHARS[case.kind])]
         texts = []
@@ -157,8 +162,10 @@ class PlainValues:
     def _either(
         self, texts: list[str], others: Sequence[SchemaCase], kinds: Sequence[str], path: str
     ) -> Form:
-        """One of `texts`, which are expressions, or of `others`: as few forms as can be, as what
-        is read as one of several must not be read as the beginning of another."""
+        """Return the form of one of `texts`, which are patterns, or of `others`.
+
+        It uses as few forms as possible: text of one must not be read as the beginning of another.
+        """
         close, around = self.ending.close, self.ending.around
         forms: list[Form] = []
         for case in others:
@@ -177,7 +184,9 @@ class PlainValues:
     # ---- strings
 
     def _limited(self, case: SchemaCase, taken: Ranges, path: str) -> str:
-        """Strings that begin with none of `taken`, nor with what the reader takes off."""
+        """Return the pattern of strings that start neither with `taken` nor with what the parser
+        strips.
+        """
         limits = case.limits
         edges = {"nothing": "", "newline": "" if self.ending.around else "\n", "blanks": BLANKS}
         off = signs(edges[self.ending.trim])
@@ -212,7 +221,7 @@ class PlainValues:
     def _constants(
         self, case: SchemaCase, kinds: Sequence[str], path: str, taken: Ranges
     ) -> list[str]:
-        """Those of its values that are read back as one of them, as expressions."""
+        """Return patterns of the constants that are read back as one of the case's values."""
         values = case.values or ()
         found = []
         for value in values:
@@ -225,7 +234,7 @@ class PlainValues:
         return found
 
     def _trimmed(self, text: str) -> str:
-        """As the reader sees it."""
+        """Return `text` as the parser sees it."""
         text = self.ending.around + text + self.ending.around
         if self.ending.trim == "newline":
             return text.removeprefix("\n").removesuffix("\n")
@@ -233,5 +242,5 @@ class PlainValues:
 
 
 def _kind(kind: str) -> str:
-    """A whole number reads the same as any number."""
+    """Return "number" for "integer": both read the same."""
     return "number" if kind == "integer" else kind

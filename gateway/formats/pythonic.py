@@ -226,7 +226,7 @@ class PythonicParser(CallParser):
         """Here is no call, or no more of one."""
         s = self.s
         if s.raw:
-            self._give_back("a list of tool calls that is none")
+            self._reject("a list of tool calls that is none")
             s.done = True
             return text
         if not self.builder.is_open:
@@ -253,7 +253,7 @@ class PythonicParser(CallParser):
             self._cut_short()
         elif s.raw:
             s.raw += [s.word, marker] if marker in x.close else [s.word]
-            self._give_back("a marker of tool calls with no call behind it")
+            self._reject("a marker of tool calls with no call behind it")
         if marker in x.close:
             s.done = True
         else:
@@ -281,7 +281,7 @@ class PythonicParser(CallParser):
             self.builder.abandon_call()
         elif s.raw:
             s.raw.append(s.word)
-            self._give_back("a list of tool calls that is not finished")
+            self._reject("a list of tool calls that is not finished")
         elif s.word:
             self.builder.content(s.word)
 

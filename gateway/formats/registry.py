@@ -1,4 +1,4 @@
-"""The table of formats: every name, joined from what each syntax exports."""
+"""The table of formats: all names, collected from the syntaxes."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ REASONING_OF_ANSWER_SYNTAX: Mapping[str, str] = {
     "kimi_k3": "kimi_k3",
     "muse_glimmer": "muse_glimmer",
 }
-"""Reasoning that is part of a syntax which rules the whole answer: its name -> the tool format."""
+"""Reasoning formats that are part of a syntax for the whole answer: name -> tool format."""
 
 
 class Format(msgspec.Struct, frozen=True):
-    """How an answer is to be read: a tool syntax, a way of thinking aloud, both or neither.
+    """How an answer is parsed: a tool syntax, a reasoning format, both or neither.
 
-    An AnswerSyntax rules the whole answer; `reasoning` then only says where it starts.
+    An AnswerSyntax covers the whole answer. `reasoning` then only describes where it starts.
     """
 
     tools: ToolSyntax | None = None
@@ -69,13 +69,13 @@ class Format(msgspec.Struct, frozen=True):
 
     @property
     def has_calls(self) -> bool:
-        """It says what calls look like."""
+        """Whether the format describes tool calls."""
         if isinstance(self.tools, ResponseTemplate):
             return self.tools.has_calls
         return self.tools is not None
 
     def markers(self) -> tuple[str, ...]:
-        """Every marker that a vocabulary may have as one token."""
+        """Return all markers that a vocabulary may have as one token."""
         tools = self.tools.markers() if self.tools else ()
         reasoning = self.reasoning.markers() if self.reasoning else ()
         return tuple(dict.fromkeys(tools + reasoning))
@@ -85,9 +85,9 @@ class Format(msgspec.Struct, frozen=True):
         token_id: Callable[[str], int | None],
         specials: Mapping[int, str] | None = None,
     ) -> Lexicon:
-        """Once per format and vocabulary.
+        """Return the format's markers in one vocabulary. Call it once per format and vocabulary.
 
-        token_id  a marker's id, None if it is no one token
+        token_id  returns a marker's id, or None if it is not a single token
         specials  id -> text of the tokens that otherwise have no text
         """
         tokens = tokens_of(self.markers(), token_id)
@@ -100,7 +100,7 @@ class Format(msgspec.Struct, frozen=True):
         return Lexicon(tokens, parts)
 
     def _texts(self) -> set[str]:
-        """All that is looked for, patterns too, in whatever part of the description it stands."""
+        """Return all strings that the format searches for, including its patterns."""
         tools = self.tools
         openers = tools.openers() if isinstance(tools, CallSyntax) else ()
         if isinstance(tools, ResponseTemplate):  # its anchor stands in the prompt
@@ -108,7 +108,7 @@ class Format(msgspec.Struct, frozen=True):
         return {*_strings(tools), *_strings(self.reasoning), *openers}
 
     def fitted(self, vocabulary: Collection[str]) -> Format:
-        """The same format as a checkpoint with these added tokens writes it."""
+        """Return the format as a checkpoint with these added tokens writes it."""
         tools = self.tools.fitted(vocabulary) if self.tools else None
         reasoning = self.reasoning.fitted(vocabulary) if self.reasoning else None
         return Format(tools, reasoning)
@@ -123,7 +123,7 @@ class Format(msgspec.Struct, frozen=True):
         calls_or_text: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> FormatParser:
-        """A fresh machine for one choice, or one that goes on from `state`."""
+        """Return a fresh parser for one choice, or one that continues from `state`."""
         context = ParserContext(lexicon, tools, self._id_maker(new_id), calls_or_text)
         own = dict(state or {})
         builder = context.event_builder(own.pop("teller", None))
@@ -146,9 +146,9 @@ class Format(msgspec.Struct, frozen=True):
 
 
 def format_of(tools: str | None, reasoning: str | None) -> Format:
-    """The format of these names; None: no tool calls, or no reasoning, are looked for.
+    """Return the format with these names. None: no tool calls, or no reasoning, are parsed.
 
-    Raises ValueError, naming those that exist, for a name that does not.
+    Raise ValueError, listing the known names, if a name is unknown.
     """
     if reasoning is not None and reasoning in REASONING_OF_ANSWER_SYNTAX:
         whole = REASONING_OF_ANSWER_SYNTAX[reasoning]
@@ -165,7 +165,7 @@ def format_of(tools: str | None, reasoning: str | None) -> Format:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in a description; of a pattern, with its escaped letters as they are meant."""
+    """Yield every string of a description. Escaped characters of a pattern are unescaped."""
     if isinstance(value, str):
         yield re.sub(r"\\(\W)", r"\1", value)
     elif isinstance(value, tuple):
@@ -217,7 +217,7 @@ class BoundFormat(msgspec.Struct, frozen=True):
         calls_or_text: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> FormatParser:
-        """See `Format.machine`."""
+        """See `Format.parser`."""
         return self.format.parser(
             self.lexicon,
             tools=tools,
@@ -239,15 +239,15 @@ def bind(format: Format, tokenizer: Tokenizer) -> BoundFormat:
 
 
 def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
-    """The id of a marker that is always written as one token; None for one that is spelt out.
+    """Return the id of a marker that is always written as one token, or None if it is spelt out.
 
     Only added tokens are always written as one. An ordinary token with the same letters may be
-    merged with what stands around it, so such a marker is found in the text.
+    merged with its neighbours, so such a marker is found in the text.
     """
     token_id = tokenizer.token_id(marker)
     return token_id if token_id in tokenizer.added_tokens else None
 
 
 def parser_state(parser: FormatParser) -> dict[str, Any]:
-    """What `Format.machine` takes as `state`."""
+    """Return the plain data that `Format.parser` accepts as `state`."""
     return parser.state() | {"teller": parser.builder.state()}

@@ -185,7 +185,7 @@ class ResponseTemplateParser(FormatParser):
             self._enter_region(at_start[0])
         else:
             self._leave_region()
-        self._follow()
+        self._update_scanner()
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"section": self.call_parser.state() if self.call_parser else None}

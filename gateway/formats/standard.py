@@ -105,7 +105,7 @@ class StandardParser(FormatParser):
             self._open_reasoning()
         elif self.reasoning.header:
             self.s.at = HEADER
-        self._follow()
+        self._update_scanner()
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"section": self.call_parser.state() if self.call_parser else None}
@@ -378,15 +378,15 @@ class StandardParser(FormatParser):
         if self._again:
             self._read_again()
 
-    def _settle(self) -> None:
-        super()._settle()
+    def _release_held(self) -> None:
+        super()._release_held()
         while self._again:
             self._read_again()
-            super()._settle()
+            super()._release_held()
 
     def _read_again(self) -> None:
         """What a trial has given back. It may be given back once more, before what follows it."""
-        self._follow()
+        self._update_scanner()
         while self._again:
             pieces, self._again = self._again, []
             for place, (kind, text) in enumerate(pieces, start=1):
@@ -430,5 +430,5 @@ class StandardParser(FormatParser):
             return True
         if s.opener:
             self._give_up(checkpoint)
-        self._settle()
+        self._release_held()
         return False

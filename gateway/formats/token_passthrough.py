@@ -1,6 +1,6 @@
-"""One choice of which only the tokens are told: nothing is read, no token is ever held back.
+"""A choice of which only the tokens are returned: nothing is parsed and no token is held back.
 
-The same deltas as a `ChoiceParser`'s, without text. Stop strings need a `ChoiceParser`.
+Its deltas are those of a `ChoiceParser` without text. Stop strings need a `ChoiceParser`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from protocol.messages import Output
 
 
 class TokenPassthroughFactory:
-    """Makes one for each choice of a request. eos_token_ids: the model's own ends."""
+    """Makes one `TokenPassthrough` per choice. `eos_token_ids` are the model's own end tokens."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos_token_ids = eos_token_ids
@@ -24,7 +24,9 @@ class TokenPassthroughFactory:
 
 
 class TokenPassthrough:
-    """After the end every push is empty, so late news does no harm."""
+    """Passes tokens on. After the end every push returns an empty delta, so late messages do no
+    harm.
+    """
 
     __slots__ = ("_eos_token_ids", "_finished")
     may_stop = False

@@ -227,7 +227,7 @@ class Values:
                 value = self.value(schema, f"{path}.properties.{name}")
                 found.append((sequence(key, self.notation.colon, value), required))
             elif required:
-                self.schemas.refuse(path, name, "is no name that this format can write")
+                self.schemas.refuse(path, name, "is a name that this format cannot write")
         return sequence(opens, self.listed(found, comma), closes)
 
     def _extra(self, schema: Any, path: str) -> Form:

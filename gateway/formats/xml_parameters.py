@@ -193,7 +193,7 @@ class XmlParametersParser(CallParser):
         if not rest:
             return ""
         if s.at == "opened":
-            self._give_back("a marker of tool calls with no call behind it")
+            self._reject("a marker of tool calls with no call behind it")
         elif not s.bare:
             self.builder.warn(PARSE_FAILED, "text between tool calls")
             s.at = "broken"
@@ -256,7 +256,7 @@ class XmlParametersParser(CallParser):
             self._begin_doubtless("call")
         elif s.raw:
             s.raw.append(s.tag)
-            self._give_back("a tool call that has no name")
+            self._reject("a tool call that has no name")
             s.done = True
         else:
             self.builder.reject_call(self.syntax.call_open + s.tag, "a tool call that has no name")
@@ -374,7 +374,7 @@ class XmlParametersParser(CallParser):
         if s.raw:
             if marker in self.syntax.close:
                 s.raw.append(marker)
-            self._give_back("a marker of tool calls with no call behind it")
+            self._reject("a marker of tool calls with no call behind it")
         if marker in self.syntax.close:
             s.done = True
         else:
@@ -405,7 +405,7 @@ class XmlParametersParser(CallParser):
         elif s.at == "call_tag":
             self._no_tag()
         elif s.raw:
-            self._give_back("a tool call that is not finished")
+            self._reject("a tool call that is not finished")
 
 
 # ---- the grammar of the same syntax

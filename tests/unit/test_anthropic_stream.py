@@ -235,7 +235,7 @@ ANSWERS: dict[str, list[Event]] = {
         ToolCall(0, "c", "now"),
         ToolArguments(0, '{"zone": Eur'),
         ToolArguments(0, "ope}"),
-        OutputWarning(INVALID_ARGUMENTS, "the arguments of call 0 are no JSON object"),
+        OutputWarning(INVALID_ARGUMENTS, "the arguments of call 0 are not a JSON object"),
         ToolCallEnd(0),
         Finished("tool_calls"),
     ],
