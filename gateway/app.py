@@ -98,7 +98,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
         service.start()
         visit: Visit = _visit()
         g.visit = visit
-        g.exchange = RequestContext(
+        g.context = RequestContext(
             service.metrics,
             method=request.method,
             path=printable(path_in(visit.target)),
@@ -111,20 +111,20 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
             gate.check_target(visit)
             return flask.Response(status=204)
         g.caller = gate.admit(visit)
-        g.exchange.caller = g.caller.name
+        g.context.caller = g.caller.name
         return None
 
     @app.after_request
     def end(response: Response) -> Response:
-        exchange: RequestContext = g.exchange
+        context: RequestContext = g.context
         response.headers.update(gate.cors_headers(g.visit))
-        response.headers[REQUEST_ID_HEADER] = exchange.request_id
+        response.headers[REQUEST_ID_HEADER] = context.request_id
         if _is_anthropic():
-            response.headers[ANTHROPIC_REQUEST_ID_HEADER] = exchange.request_id
+            response.headers[ANTHROPIC_REQUEST_ID_HEADER] = context.request_id
         if ignored := g.get("ignored"):  # fields that had no effect
             response.headers[IGNORED_HEADER] = ", ".join(ignored)
-        if not exchange.is_streaming:  # a stream closes its exchange itself, when it is over
-            exchange.close(response.status_code)
+        if not context.is_streaming:  # a stream closes its exchange itself, when it is over
+            context.close(response.status_code)
         return response
 
 
@@ -194,8 +194,8 @@ def _is_below(path: str) -> bool:
 
 def _response(fault: HTTPFault) -> Response:
     if _is_anthropic():
-        exchange: RequestContext = g.exchange
-        body = anthropic_errors.error_body(fault, exchange.request_id)
+        context: RequestContext = g.context
+        body = anthropic_errors.error_body(fault, context.request_id)
     else:
         body = error_body(fault)
     is_last = fault.status in LEAVE_BODY or (fault.status in NOT_READ and _has_long_body())

@@ -102,7 +102,7 @@ class ServedModel:
     names: Sequence[str]
     tokenizer: Tokenizer
     renderer: ChatRenderer
-    reading: ModelOutputFormat
+    output_format: ModelOutputFormat
     defaults: SamplingDefaults
     default_kwargs: Mapping[str, Any]
     fingerprint: str
@@ -125,7 +125,7 @@ class ServedModel:
             names=options.served_names or [card.name],
             tokenizer=tokenizer,
             renderer=renderer,
-            reading=ModelOutputFormat(
+            output_format=ModelOutputFormat(
                 card,
                 tokenizer,
                 options.tool_format,

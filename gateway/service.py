@@ -102,7 +102,7 @@ class Service:
         self.give_up: Callable[[str, ExitCode | None], None] = lambda why, code: None
         self.tracing = tracing_to(config.otlp_traces_endpoint, self._model_name)
         self.idle_connections = IdleConnections()
-        self.keeping = Persistence.of(config)
+        self.persistence = Persistence.of(config)
         self._since = time.monotonic()
         self._answers: set[ChoiceGroup] = set()
         self._standing = StandingRefusals()
@@ -125,15 +125,15 @@ class Service:
     def close(self) -> None:
         """The server has waited for all connections; generations that have none are waited for
         here, as long as a drain may take."""
-        if self.keeping is not None:
-            while self.keeping.is_busy and self._watch is not None:
+        if self.persistence is not None:
+            while self.persistence.is_busy and self._watch is not None:
                 if not self.is_draining():
                     self._end_answers()
                 gevent.sleep(WATCH_S)
         if self._watch is not None:
             self._watch.kill()
-        if self.keeping is not None:
-            self.keeping.close()
+        if self.persistence is not None:
+            self.persistence.close()
         self.engine.close()
         self.templates.close()
         self._trial.close()
@@ -239,7 +239,7 @@ class Service:
             "serving %s after %.2f s of preparation; formats: %s",
             served.names[0],
             time.monotonic() - started_at,
-            served.reading.why,
+            served.output_format.why,
         )
         if (why := served.renderer.why_unusable) is not None:
             log.warning("chats are refused: %s", why)

@@ -104,7 +104,7 @@ class GenerationRunner:
         is_whole   the client waits for all of it
         """
         self.service = service
-        exchange: RequestContext = g.exchange
+        context: RequestContext = g.context
         caller: Caller = g.caller
         caller.check_limits(max(len(ask.choices) for ask in asks), terms.priority)
         headers = request.headers if is_whole else None
@@ -117,17 +117,17 @@ class GenerationRunner:
             priority=terms.priority,
             labels=[
                 label
-                for name in (terms.label, exchange.request_id)
+                for name in (terms.label, context.request_id)
                 if name
                 for label in caller.labels(name)
             ],
             account=caller.account,
-            journal=exchange.journal,
+            journal=context.journal,
             patience=patience,
         )
         if terms.timings:
             measure(self.answer)
-        exchange.begin(self.answer)
+        context.begin(self.answer)
         self.hang_up = HangUp(request.environ if needs_client else {}, self.answer.abandon)
         try:
             self.answer.open()
@@ -179,8 +179,8 @@ def stream(
     """`sink_of` makes what writes the answer's events to the outlet, and finishes it."""
     opened = GenerationRunner(service, asks, terms)
     answer = opened.answer
-    exchange: RequestContext = g.exchange
-    exchange.is_streaming = True
+    context: RequestContext = g.context
+    context.is_streaming = True
 
     def attach(outlet: Outlet) -> None:
         if answer.is_gone:
@@ -191,7 +191,7 @@ def stream(
 
     def end() -> None:
         opened.close()
-        exchange.close(200)
+        context.close(200)
 
     response = EventStream(
         attach,
@@ -219,16 +219,16 @@ def detached(
     except BaseException:
         opened.close()
         raise
-    exchange: RequestContext = g.exchange
-    exchange.is_streaming = True
-    gevent.spawn(_see_to_its_end, opened, exchange)
+    context: RequestContext = g.context
+    context.is_streaming = True
+    gevent.spawn(_see_to_its_end, opened, context)
 
 
-def _see_to_its_end(opened: GenerationRunner, exchange: RequestContext) -> None:
+def _see_to_its_end(opened: GenerationRunner, context: RequestContext) -> None:
     with contextlib.suppress(ServingError, ClientGone):  # its sink has heard of it
         opened.answer.wait()
     opened.close()
-    exchange.close(200)
+    context.close(200)
 
 
 class Listened(Protocol):
@@ -241,15 +241,15 @@ class Listened(Protocol):
 def listening(service: Service, source: Listened, *, owns_exchange: bool = True) -> Response:
     """A stream of what somebody else says; its end ends nothing else. `owns_exchange`: the request
     is over with it."""
-    exchange: RequestContext = g.exchange
-    exchange.is_streaming = True
+    context: RequestContext = g.context
+    context.is_streaming = True
     hang_up = HangUp(request.environ, source.leave)
 
     def end() -> None:
         hang_up.close()
         source.leave()
         if owns_exchange:
-            exchange.close(200)
+            context.close(200)
 
     response = EventStream(
         source.listen,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.api.responses.interrupted import response_epitaph
-from gateway.api.resume.numbering import stream_epitaph
+from gateway.api.responses.interrupted import interrupted_response
+from gateway.api.resume.numbering import interrupted_stream
 from gateway.store.runs import Runs
 from gateway.store.store import Store
 from protocol.config.gateway import NO_STORE, GatewayConfig
@@ -14,7 +14,7 @@ RESPONSE = "response"
 """A run that is a response made in the background."""
 STREAM = "stream"
 """One that is a stream which can be picked up again."""
-EPITAPHS = {RESPONSE: response_epitaph, STREAM: stream_epitaph}
+EPITAPHS = {RESPONSE: interrupted_response, STREAM: interrupted_stream}
 DAY_S = 86400.0
 
 

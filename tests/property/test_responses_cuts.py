@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.responses.events import Frame, ResponseEvents, last_frame
-from gateway.api.responses.response import ResponseHead, Told
-from gateway.api.responses.stream import LogprobsShown, ResponseSink
+from gateway.api.responses.response import Json, ResponseHead
+from gateway.api.responses.stream import ResponseSink, TextLogprobs
 from gateway.engine.client import Subscriber
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import ModelOutputFormat
@@ -45,15 +45,15 @@ class CutFrames:
 
     def __init__(self) -> None:
         self.data = b""
-        self.response: Told = {}
+        self.response: Json = {}
 
-    def begun(self, response: Told) -> None:
+    def start(self, response: Json) -> None:
         pass
 
     def write(self, frames: list[Frame]) -> None:
         self.data += b"".join(frames)
 
-    def close(self, response: Told, number: int) -> None:
+    def close(self, response: Json, number: int) -> None:
         self.data += last_frame(number, response)
         self.response = response
 
@@ -82,7 +82,7 @@ def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) 
     answer = ChoiceGroup(line, asks)
     answer.open()
     events = ResponseEvents(HEAD)
-    sink = ResponseSink(answer, events, taken, LogprobsShown(TOKENIZER, 1))
+    sink = ResponseSink(answer, events, taken, TextLogprobs(TOKENIZER, 1))
     answer.attach(sink)
     is_paused = iter(pauses)
     ids = [*marked_ids(text), *([EOS] if finish == "stop" else [])]
@@ -133,10 +133,10 @@ def test_logprobs_of_a_text_are_those_of_its_tokens_however_they_came(
     assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]) == part["text"].encode()
 
 
-def comparable(response: Told) -> Told:
+def comparable(response: Json) -> Json:
     """Without the time, and without logprobs: where markup is told as text, in pieces that no
     tokens spell, what belongs to which depends on the cut."""
-    copy: Told = msgspec.json.decode(msgspec.json.encode(response))
+    copy: Json = msgspec.json.decode(msgspec.json.encode(response))
     for item in copy["output"]:
         for part in item.get("content", ()):
             part.pop("logprobs", None)

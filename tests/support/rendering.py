@@ -114,7 +114,7 @@ class Trip:
         """(whole, stream)"""
         body = requests.chat_decoder.decode(encode(self.body))
         preparation = Preparation(body, self.model)
-        ask = preparation.ask(preparation.prompt(body.messages))
+        ask = preparation.prompt_request(preparation.prompt(body.messages))
 
         def dialect() -> ResponseBuilder:
             return ChatResponseBuilder(
@@ -126,13 +126,13 @@ class Trip:
     def completion(self) -> tuple[dict[str, Any], list[Any]]:
         body = requests.completion_decoder.decode(encode(self.body))
         completion = Completion(body, self.model, max_prompts=99)
-        return self._told(body, completion.asks, completion.dialect, "cmpl")
+        return self._told(body, completion.prompt_requests, completion.builder, "cmpl")
 
     def _told(
         self, body: Any, asks: Any, dialect: Any, kind: str
     ) -> tuple[dict[str, Any], list[Any]]:
         origin = OpenAIEnvelope(f"{kind}-7", self.model.names[0], self.model.fingerprint)
-        tells_ids = bool(body.return_token_ids)
+        includes_ids = bool(body.return_token_ids)
 
         def stream(answer: ChoiceGroup, write: Any) -> ChunkStream:
             return ChunkStream(
@@ -142,7 +142,7 @@ class Trip:
                 write=write,
                 finish=lambda: None,
                 includes_usage=True,
-                tells_ids=tells_ids,
+                includes_ids=includes_ids,
             )
 
         played = play(asks, self.outputs, stream)
@@ -151,7 +151,7 @@ class Trip:
             played.fold,
             dialect(),
             origin,
-            tells_ids=tells_ids,
+            includes_ids=includes_ids,
             prompt_logprobs=prompt_shape(body, self.model),
         )
         return json.loads(whole), played.events
@@ -178,12 +178,12 @@ class Trip:
         body = generate_decoder.decode(
             encode(rendered | {"stream_options": {"include_usage": True}})
         )
-        told = telling.GenerateAnswer.of(body, self.model, rendered["request_id"], [])
+        told = telling.GenerateEnvelope.from_request(body, self.model, rendered["request_id"], [])
 
         def stream(answer: ChoiceGroup, write: Any) -> telling.GenerateStream:
             return telling.GenerateStream(answer, told, write=write, finish=lambda: None)
 
-        played = play([asking.ask_of(body, self.model)], self.outputs, stream)
+        played = play([asking.to_request(body, self.model)], self.outputs, stream)
         return json.loads(telling.whole_response(played.answer, played.fold, told)), played.events
 
     # ---- derendered

@@ -44,7 +44,7 @@ from protocol.sampling import SamplingParams
 from tests.support import answers
 from tests.support.anthropic import anthropic_events, message_of
 
-ORIGIN = AnthropicEnvelope("1", 'model "m"', asides={"ignored_params": ["speed"]})
+ORIGIN = AnthropicEnvelope("1", 'model "m"', extensions={"ignored_params": ["speed"]})
 
 
 def an_answer(max_tokens: int | None = 100) -> ChoiceGroup:

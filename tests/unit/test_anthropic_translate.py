@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.api.anthropic.conversation import LEFT_OUT
-from gateway.api.anthropic.model_limits import NO_BUDGET, fitted
+from gateway.api.anthropic.model_limits import NO_BUDGET, clamp_to_model
 from gateway.api.anthropic.requests import CountBody, MessagesBody
 from gateway.api.anthropic.translate import MessagesTranslation, chat_body, translate
 from gateway.api.openai.requests import ChatBody
@@ -262,7 +262,7 @@ def test_a_message_of_the_chat_has_its_place_in_the_request() -> None:
         "messages[2].content[1]",
         "messages[3]",
     ]
-    with pytest.raises(InvalidRequest) as raised, told.named():
+    with pytest.raises(InvalidRequest) as raised, told.renaming():
         raise InvalidRequest("messages[3].content: bad", param="messages[3].content")
     assert raised.value.param == "messages[2].content[0]"
     assert raised.value.message == "messages[2].content[0]: bad"
@@ -349,7 +349,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: Any, param: 
 )
 def test_errors_about_the_chat_speak_of_the_request(chat_name: str, own: str) -> None:
     told: MessagesTranslation = translate(body())
-    with pytest.raises(InvalidRequest) as raised, told.named():
+    with pytest.raises(InvalidRequest) as raised, told.renaming():
         raise InvalidRequest(f"{chat_name} is odd", param=chat_name)
     assert (raised.value.param, raised.value.message) == (own, f"{own} is odd")
 
@@ -406,7 +406,7 @@ def test_a_request_is_fitted_to_a_model_its_client_does_not_know() -> None:
     plain, thinker = (
         ModelOutputFormat(card, Tokenizer(card)) for card in (scripted_card(), thinking_card())
     )
-    told, warnings = fitted(asked, 512, plain)
+    told, warnings = clamp_to_model(asked, 512, plain)
     assert (told.max_tokens, told.thinking) == (512, {"type": "enabled"})
     assert warnings == [
         OutputWarning(
@@ -415,5 +415,5 @@ def test_a_request_is_fitted_to_a_model_its_client_does_not_know() -> None:
             "leave the field out, or restart the server with --reasoning-format",
         )
     ]
-    told, warnings = fitted(asked, 1 << 20, thinker)
+    told, warnings = clamp_to_model(asked, 1 << 20, thinker)
     assert (told.max_tokens, told.thinking, warnings) == (32_000, thinking, [])

@@ -115,7 +115,7 @@ def test_every_chunk_is_json_whatever_the_text_and_the_names() -> None:
 
 def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
     answer = an_answer()
-    told = ReceivedChunks(answer, chat_dialect(1), tells_ids=True)
+    told = ReceivedChunks(answer, chat_dialect(1), includes_ids=True)
     (choice,) = answer.choices
     logprobs = [scripted_logprob(token, 1) for token in (72, 105, 257)]
     told.stream.delta(choice, OutputDelta([Content("H")], [72], logprobs[:1]))
@@ -128,7 +128,7 @@ def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
     assert [bit["logprobs"] and len(bit["logprobs"]["content"]) for bit in bits] == [1, 1, None]
 
     answer = an_answer()
-    told = ReceivedChunks(answer, chat_dialect(1), tells_ids=True)
+    told = ReceivedChunks(answer, chat_dialect(1), includes_ids=True)
     told.stream.delta(answer.choices[0], OutputDelta([Finished("stop")], [257], logprobs[2:]))
     told.stream.end()
     _, finish = told.events()
@@ -138,7 +138,7 @@ def test_tokens_are_told_once_with_the_text_or_with_the_end() -> None:
 
 def test_a_completion_ends_with_its_last_text_and_the_logprobs_of_it() -> None:
     answer = an_answer()
-    told = ReceivedChunks(answer, _text_dialect(1, None), tells_ids=True)
+    told = ReceivedChunks(answer, _text_dialect(1, None), includes_ids=True)
     (choice,) = answer.choices
     logprobs = [scripted_logprob(token, 1) for token in (72, 105)]
     told.stream.delta(choice, OutputDelta([Content("H")], [72], logprobs[:1]))
@@ -308,7 +308,7 @@ def test_a_bit_that_comes_alone_is_the_chunk_that_it_is_among_others(includes_us
     for deltas in ([OutputDelta([bit]) for bit in bits], [OutputDelta(bits)]):
         answer = an_answer()
         told = ReceivedChunks(answer, chat_dialect(), includes_usage=includes_usage)
-        told.stream.begin()
+        told.stream.start()
         for delta in deltas:
             told.stream.delta(answer.choices[0], delta)
         told.stream.end()

@@ -33,7 +33,7 @@ def test_a_call_in_the_thinking_of_an_answer_with_a_grammar_is_a_draft(
     said = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools} | fields
     body = msgspec.convert(said, ChatBody)
     preparation = Preparation(body, MODEL)
-    readers = preparation.ask(preparation.prompt(body.messages)).readers
+    readers = preparation.prompt_request(preparation.prompt(body.messages)).readers
     assert isinstance(readers, ParserFactory)
     answer = readers.answer
     assert answer is not None

@@ -37,7 +37,7 @@ def take(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
     data, body = request(sampling, **fields)
     asking.check(body, max_n=8)
     asking.ignored_fields(asking.unknown(data), body, LIMITS)
-    asking.ask_of(body, THINKER)
+    asking.to_request(body, THINKER)
 
 
 def without_none(annotation: Any) -> Any:
@@ -63,7 +63,7 @@ def test_every_optional_field_may_be_null(kind: type[msgspec.Struct]) -> None:
 
 def test_what_is_not_said_is_neutral_whatever_the_model_would_like() -> None:
     assert PLAIN.defaults.temperature == 0.7
-    assert asking.ask_of(body_of(), PLAIN).choices == [SamplingParams()]
+    assert asking.to_request(body_of(), PLAIN).choices == [SamplingParams()]
 
 
 def test_what_is_said_is_what_the_engine_is_asked() -> None:
@@ -91,7 +91,7 @@ def test_what_is_said_is_what_the_engine_is_asked() -> None:
     params = SamplingParams(
         **(said | {"logit_bias": {5: -1.5}}), bad_words=[ids_of("b"), ids_of(" b")]
     )
-    ask = asking.ask_of(body_of(sampling), PLAIN)
+    ask = asking.to_request(body_of(sampling), PLAIN)
     assert ask.prompt_ids == [72, 105]
     assert ask.choices == [msgspec.structs.replace(params, seed=seed) for seed in (9, 10)]
 
@@ -181,10 +181,10 @@ def test_fields_without_effect_are_listed_with_where_they_stand() -> None:
 
 def test_text_is_read_only_where_the_request_needs_it() -> None:
     assert isinstance(
-        asking.ask_of(body_of({"logprobs": 3}), PLAIN).readers, TokenPassthroughFactory
+        asking.to_request(body_of({"logprobs": 3}), PLAIN).readers, TokenPassthroughFactory
     )
-    assert isinstance(asking.ask_of(body_of({"stop": ["x"]}), PLAIN).readers, ParserFactory)
-    assert isinstance(asking.ask_of(body_of(output_mode="text"), PLAIN).readers, ParserFactory)
+    assert isinstance(asking.to_request(body_of({"stop": ["x"]}), PLAIN).readers, ParserFactory)
+    assert isinstance(asking.to_request(body_of(output_mode="text"), PLAIN).readers, ParserFactory)
 
 
 def grammar(prompt: str = "", sampling: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -233,7 +233,7 @@ def test_a_budget_of_thinking_stands_alone_or_beside_a_form() -> None:
 def test_the_engines_words_for_fields_become_those_of_the_request() -> None:
     body = body_of({"structured_outputs": FORM})
     told = {
-        name: asking.named(InvalidRequest("no", param=name), body).param
+        name: asking.rename_field(InvalidRequest("no", param=name), body).param
         for name in (
             *("prompt", "prompt[3]", "stop_token_ids[3]", "logit_bias.500"),
             *("grammar", "max_tokens", "model"),
@@ -249,7 +249,7 @@ def test_the_engines_words_for_fields_become_those_of_the_request() -> None:
         "model": "model",
     }
     own = body_of(grammar={"body": {"kind": "json_object"}})
-    assert asking.named(InvalidRequest("no", param="grammar"), own).param == "grammar"
+    assert asking.rename_field(InvalidRequest("no", param="grammar"), own).param == "grammar"
 
 
 def test_nothing_cached_is_read_where_the_request_does_not_want_it() -> None:

@@ -21,7 +21,7 @@ from gateway.api.tokens.generate_responses import (
     GenerateTextResponse,
 )
 from gateway.api.tokens.generate_stream import (
-    GenerateAnswer,
+    GenerateEnvelope,
     GenerateStream,
     chosen_token,
     whole_response,
@@ -54,8 +54,10 @@ class GeneratedChunks:
 
     def __init__(self, body: GenerateBody, ignored: list[str] | None = None) -> None:
         self.data = b""
-        self.answer = ChoiceGroup(ZmqEngineClient("ipc:///nowhere"), [asking.ask_of(body, MODEL)])
-        self.telling = GenerateAnswer.of(body, MODEL, "7", ignored or [])
+        self.answer = ChoiceGroup(
+            ZmqEngineClient("ipc:///nowhere"), [asking.to_request(body, MODEL)]
+        )
+        self.telling = GenerateEnvelope.from_request(body, MODEL, "7", ignored or [])
         self.stream = GenerateStream(
             self.answer, self.telling, write=self._write, finish=lambda: None
         )

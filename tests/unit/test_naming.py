@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.openai.naming import named
+from gateway.api.openai.naming import renaming
 from protocol.errors import EngineLost, InvalidRequest, RequestError
 
 
 def told(message: str, param: str | None) -> tuple[str, str | None]:
-    with pytest.raises(RequestError) as raised, named({"stop": "stop_sequences"}.__getitem__):
+    with pytest.raises(RequestError) as raised, renaming({"stop": "stop_sequences"}.__getitem__):
         raise InvalidRequest(message, param=param)
     return raised.value.message, raised.value.param
 
@@ -30,5 +30,5 @@ def test_an_error_that_names_nothing_is_as_it_was() -> None:
 
 
 def test_a_failure_of_ours_is_as_it_was() -> None:
-    with pytest.raises(EngineLost, match="stop"), named({}.__getitem__):
+    with pytest.raises(EngineLost, match="stop"), renaming({}.__getitem__):
         raise EngineLost("stop")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gateway.api.responses.events import Frame, ResponseEvents, last_frame
-from gateway.api.responses.interrupted import response_epitaph
+from gateway.api.responses.interrupted import interrupted_response
 from gateway.api.responses.items import item_id, response_of, seal
-from gateway.api.responses.response import ResponseHead, Told
-from gateway.api.responses.stream import LogprobsShown, ResponseSink
+from gateway.api.responses.response import Json, ResponseHead
+from gateway.api.responses.stream import ResponseSink, TextLogprobs
 from gateway.formats.events import (
     Content,
     Event,
@@ -38,10 +38,10 @@ class TakenFrames:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.snapshots: list[Told] = []
-        self.response: Told | None = None
+        self.snapshots: list[Json] = []
+        self.response: Json | None = None
 
-    def begun(self, response: Told) -> None:
+    def start(self, response: Json) -> None:
         self.snapshots.append(response)
 
     def write(self, frames: list[Frame]) -> None:
@@ -49,7 +49,7 @@ class TakenFrames:
         assert frames
         self.frames += frames
 
-    def close(self, response: Told, number: int) -> None:
+    def close(self, response: Json, number: int) -> None:
         assert self.response is None
         self.response = response
         self.frames.append(last_frame(number, response))
@@ -65,7 +65,7 @@ class Telling:
     def __init__(self, *, num_top: int | None = None, seals: bool = False, **options: Any) -> None:
         self.answer = an_answer()
         self.told = TakenFrames()
-        logprobs = None if num_top is None else LogprobsShown(TOKENIZER, num_top)
+        logprobs = None if num_top is None else TextLogprobs(TOKENIZER, num_top)
         events = ResponseEvents(HEAD, seals=seals)
         self.sink = ResponseSink(self.answer, events, self.told, logprobs, **options)
 
@@ -278,8 +278,8 @@ def test_ids_name_their_response() -> None:
 
 
 def test_the_dead_have_failed() -> None:
-    body = json.dumps(HEAD.told("in_progress")).encode()
-    told = response_epitaph(HEAD.id, 7, body)
+    body = json.dumps(HEAD.response("in_progress")).encode()
+    told = interrupted_response(HEAD.id, 7, body)
     (event,) = typed_events(told.frame)
     assert (event["type"], event["sequence_number"]) == ("response.failed", 7)
     assert told.body is not None

@@ -17,11 +17,16 @@ from gateway.api.responses.items import (
     reasoning_text,
     seal,
 )
-from gateway.api.responses.kept.listing import listed
+from gateway.api.responses.kept.listing import page_of
 from gateway.api.responses.messages import check_outputs
 from gateway.api.responses.requests import ResponsesBody, responses_decoder
 from gateway.api.responses.translate import SAME, ResponsesTranslation, chat_body
-from gateway.api.responses.truncation import behind, cuts_of, fitted, room_for
+from gateway.api.responses.truncation import (
+    items_after,
+    possible_cuts,
+    render_fitting,
+    reserved_tokens,
+)
 from protocol.errors import ContextTooLong, InvalidRequest
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
@@ -162,7 +167,7 @@ def test_names_of_the_chat_have_names_in_the_request(name: str, own: str) -> Non
         before=[said("user", "earlier")],
         instructions="i",
     )
-    told = translation.renamed(InvalidRequest(f"{name}: wrong", param=name))
+    told = translation.rename_error(InvalidRequest(f"{name}: wrong", param=name))
     assert told.param == own
     assert told.message == f"{own}: wrong"
 
@@ -208,14 +213,14 @@ LONG = placed(
     ],
 )
 def test_the_oldest_items_go_with_what_belongs_to_them(most: int, left: list[str]) -> None:
-    assert fitted(LONG, length, lambda told: len(told) <= most) == left
+    assert render_fitting(LONG, length, lambda told: len(told) <= most) == left
 
 
 def test_each_cut_leaves_less_and_no_output_without_its_call() -> None:
-    cuts = cuts_of(LONG)
+    cuts = possible_cuts(LONG)
     assert cuts == sorted(cuts)
     for cut in cuts:
-        left = behind(LONG, cut)
+        left = items_after(LONG, cut)
         calls = [p.item["call_id"] for p in left if p.item["type"] == "function_call"]
         outputs = [p.item["call_id"] for p in left if p.item["type"] == "function_call_output"]
         assert set(outputs) <= set(calls)
@@ -227,9 +232,9 @@ def test_what_cannot_even_be_read_is_too_long_as_well() -> None:
             raise ContextTooLong("too long", param="input")
         return len(items)
 
-    assert fitted(LONG, render, lambda told: True) == 3
+    assert render_fitting(LONG, render, lambda told: True) == 3
     with pytest.raises(ContextTooLong):
-        fitted(placed(*[said("system", "s")] * 4), render, lambda told: True)
+        render_fitting(placed(*[said("system", "s")] * 4), render, lambda told: True)
 
 
 def test_the_place_is_found_by_halving() -> None:
@@ -240,14 +245,14 @@ def test_the_place_is_found_by_halving() -> None:
         tries.append(len(items))
         return len(items)
 
-    assert fitted(many, render, lambda told: told <= 17) == 17
+    assert render_fitting(many, render, lambda told: told <= 17) == 17
     assert len(tries) < 16
 
 
 def test_room_is_left_for_the_answer() -> None:
-    assert room_for(100, 4096) == 100
-    assert room_for(None, 4096) == 256
-    assert room_for(10_000, 4096) == 2048
+    assert reserved_tokens(100, 4096) == 100
+    assert reserved_tokens(None, 4096) == 256
+    assert reserved_tokens(10_000, 4096) == 2048
 
 
 # ---- lists
@@ -258,16 +263,16 @@ def test_pages_cover_a_list() -> None:
     seen: list[str] = []
     after = None
     while True:
-        page = listed(items, 3, after)
+        page = page_of(items, 3, after)
         seen += [item["id"] for item in page["data"]]
         assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], seen[-1])
         if not page["has_more"]:
             break
         after = page["last_id"]
     assert seen == [str(n) for n in range(7)]
-    assert listed([], 3, None)["first_id"] is None
+    assert page_of([], 3, None)["first_id"] is None
     with pytest.raises(InvalidRequest):
-        listed(items, 3, "nobody")
+        page_of(items, 3, "nobody")
 
 
 # ---- outputs of calls

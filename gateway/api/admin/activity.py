@@ -42,8 +42,8 @@ def in_words(worker: WorkerView, token_budget: int) -> str:
     if not worker.step:
         return "idle"
     expected = f" ({worker.expected_s:.1f} s expected)" if worker.expected_s else ""
-    told = f"computing step {worker.step} for {worker.step_s:.1f} s{expected}"
+    text = f"computing step {worker.step} for {worker.step_s:.1f} s{expected}"
     if not worker.prompt_tokens:
-        return told
+        return text
     chunk = worker.computed_tokens // token_budget + 1
-    return f"{told}: chunk {chunk} of {max(chunk, -(-worker.prompt_tokens // token_budget))}"
+    return f"{text}: chunk {chunk} of {max(chunk, -(-worker.prompt_tokens // token_budget))}"

@@ -60,7 +60,7 @@ def model(service: Service, name: str) -> Response:
 
 
 def _model(served: ServedModel, name: str) -> dict[str, Any]:
-    reading = served.reading
+    output_format = served.output_format
     return {
         "id": name,
         "object": "model",
@@ -70,7 +70,11 @@ def _model(served: ServedModel, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": served.limits.max_len,
         "default_sampling": served.defaults.in_effect(),
-        "formats": {"tools": reading.tools, "reasoning": reading.reasoning, "why": reading.why},
+        "formats": {
+            "tools": output_format.tools,
+            "reasoning": output_format.reasoning,
+            "why": output_format.why,
+        },
     }
 
 

@@ -84,16 +84,16 @@ class Arguments:
         self._raw.append(text)
         if self.is_broken:
             return ""
-        told: list[str] = []
+        emitted: list[str] = []
         text, self._rest = self._rest + text, ""
         position = 0
         while position < len(text) and not self.is_broken:
-            then = self._token(text, position, told)
-            if then == position:  # the token is not complete
+            next_state = self._token(text, position, emitted)
+            if next_state == position:  # the token is not complete
                 self._rest = text[position:]
                 break
-            position = then
-        return "".join(told)
+            position = next_state
+        return "".join(emitted)
 
     def finish(self, *, complete: bool) -> str:
         """Return the rest of the object. `complete`: the model finished the call."""
@@ -110,34 +110,34 @@ class Arguments:
 
     # ---- tokens
 
-    def _token(self, text: str, position: int, told: list[str]) -> int:
+    def _token(self, text: str, position: int, emitted: list[str]) -> int:
         """Read one token at `position`. Return its end, or `position` if it is incomplete."""
         if self._at in (STRING, KEY_STRING):
-            return self._in_string(text, position, told)
+            return self._in_string(text, position, emitted)
         if blanks := _BLANKS.match(text, position):
             self._held.append(blanks[0])
             return blanks.end()
         scalar = _SCALAR.match(text, position)
         if scalar is None:
-            self._structural(text[position], told)
+            self._structural(text[position], emitted)
             return position + 1
         if scalar.end() == len(text) and len(scalar[0]) <= MAX_SCALAR_CHARS:
             return position
-        self._scalar(scalar[0], told)
+        self._scalar(scalar[0], emitted)
         return scalar.end()
 
-    def _in_string(self, text: str, position: int, told: list[str]) -> int:
+    def _in_string(self, text: str, position: int, emitted: list[str]) -> int:
         if run := _RUN.match(text, position):
-            self._within(run[0], told)
+            self._within(run[0], emitted)
             return run.end()
         char = text[position]
         if char == '"':
-            self._within(char, told)
+            self._within(char, emitted)
             self._at = COLON if self._at == KEY_STRING else AFTER
         elif char != "\\":
-            self._within(json.dumps(char)[1:-1], told)
+            self._within(json.dumps(char)[1:-1], emitted)
         elif escape := _ESCAPE.match(text, position):
-            self._within(escape[0], told)
+            self._within(escape[0], emitted)
             return escape.end()
         elif len(text) - position < MAX_ESCAPE_CHARS:
             return position
@@ -145,51 +145,51 @@ class Arguments:
             self.is_broken = True
         return position + 1
 
-    def _within(self, text: str, told: list[str]) -> None:
+    def _within(self, text: str, emitted: list[str]) -> None:
         """Add part of a string. A value can be split between characters; a key cannot be split."""
         if self._at == STRING:
-            told.append(text)
+            emitted.append(text)
         else:
             self._held.append(text)
 
-    def _scalar(self, text: str, told: list[str]) -> None:
-        then = _NEXT.get((self._at, "scalar"))
+    def _scalar(self, text: str, emitted: list[str]) -> None:
+        next_state = _NEXT.get((self._at, "scalar"))
         is_whole = len(text) <= MAX_SCALAR_CHARS and _COMPLETE_SCALAR.fullmatch(text)
-        if then is None or not is_whole:
+        if next_state is None or not is_whole:
             self.is_broken = True
         else:
-            self._at = then
-            self._tell(text, told)
+            self._at = next_state
+            self._emit(text, emitted)
 
-    def _structural(self, char: str, told: list[str]) -> None:
-        then = _NEXT.get((self._at, char))
-        if then is None or (char in "}]" and self._closers[-1] != char):
+    def _structural(self, char: str, emitted: list[str]) -> None:
+        next_state = _NEXT.get((self._at, char))
+        if next_state is None or (char in "}]" and self._closers[-1] != char):
             self.is_broken = True
             return
-        self._at = then
+        self._at = next_state
         if char in _OPEN:
             self._closers.append(_OPEN[char][0])
-            self._tell(char, told)
+            self._emit(char, emitted)
         elif char in "}]":
-            self._close(char, told)
-        elif then == STRING:
-            self._tell(char, told)
+            self._close(char, emitted)
+        elif next_state == STRING:
+            self._emit(char, emitted)
         else:
             if char == "," and self._closers[-1] == "]":
                 self._at = VALUE
             self._held.append(char)
 
-    def _close(self, char: str, told: list[str]) -> None:
+    def _close(self, char: str, emitted: list[str]) -> None:
         """Close a bracket. The outermost one is held back, because invalid text may follow."""
         self._closers.pop()
         if self._closers:
-            self._tell(char, told)
+            self._emit(char, emitted)
         else:
             self._at = DONE
             self._held.append(char)
 
-    def _tell(self, text: str, told: list[str]) -> None:
-        told.extend(self._held)
-        told.append(text)
+    def _emit(self, text: str, emitted: list[str]) -> None:
+        emitted.extend(self._held)
+        emitted.append(text)
         self._held.clear()
         self._has_member = self._has_member or self._at != FIRST_KEY or len(self._closers) > 1

@@ -32,10 +32,10 @@ SIGNATURE_BYTES = 32
 
 
 class BlockSink(Protocol):
-    """Receives one block at a time: `start`, any number of `delta`s, `stop`."""
+    """Receives one block at a time: `start`, any number of `block_delta`s, `stop`."""
 
     def start(self, index: int, kind: Kind, call: ToolCall | None) -> None: ...
-    def bit(self, text: str) -> None: ...
+    def block_delta(self, text: str) -> None: ...
     def stop(self, signature: str | None) -> None: ...
 
 
@@ -68,19 +68,19 @@ class ContentBlocks:
         self._arguments = Arguments()
         self._digest = new_digest()
 
-    def say(self, event: Event) -> None:
+    def push(self, event: Event) -> None:
         match event:
             case Content(text):
                 if self._open != "text":
                     self._start("text")
-                self._sink.bit(text)
+                self._sink.block_delta(text)
             case Reasoning(text):
-                self._think(text)
+                self._push_reasoning(text)
             case ToolCall():
                 self._start("tool_use", event)
                 self._arguments = Arguments()
             case ToolArguments(_, fragment):
-                self._bit(self._arguments.push(fragment))
+                self._push_arguments(self._arguments.push(fragment))
             case ToolCallEnd():
                 self._stop_call(complete=True)
             case OutputWarning():
@@ -91,13 +91,13 @@ class ContentBlocks:
             case Failed():  # the owner of the sink reports it
                 pass
 
-    def _think(self, text: str) -> None:
+    def _push_reasoning(self, text: str) -> None:
         if self._open != "thinking":
             self._start("thinking")
             self._digest = new_digest()
         self._digest.update(text.encode("utf-8", "surrogatepass"))
         if self._shows_thinking:
-            self._sink.bit(text)
+            self._sink.block_delta(text)
 
     def _start(self, kind: Kind, call: ToolCall | None = None) -> None:
         self._stop()
@@ -105,9 +105,9 @@ class ContentBlocks:
         self._open = kind
         self._sink.start(self._index, kind, call)
 
-    def _bit(self, text: str) -> None:
+    def _push_arguments(self, text: str) -> None:
         if text:
-            self._sink.bit(text)
+            self._sink.block_delta(text)
 
     def _stop(self) -> None:
         if self._open == "tool_use":
@@ -118,7 +118,7 @@ class ContentBlocks:
             self._sink.stop(signature)
 
     def _stop_call(self, *, complete: bool) -> None:
-        self._bit(self._arguments.finish(complete=complete))
+        self._push_arguments(self._arguments.finish(complete=complete))
         if self._arguments.is_broken:
             self._warn_broken()
         self._open = None

@@ -46,7 +46,7 @@ class Chat(msgspec.Struct):
     continues: bool = False
 
 
-def chat_of(system: Any, messages: Sequence[Any]) -> Chat:
+def translate_conversation(system: Any, messages: Sequence[Any]) -> Chat:
     """Translate a conversation. Raise InvalidRequest naming the path of the invalid value."""
     writer = _ConversationWriter()
     if system is not None:
@@ -69,19 +69,19 @@ class _ConversationWriter:
         self.unanswered: dict[str, str] = {}
         self.blocks: Mapping[str, Mapping[str, Callable[[Block, str], None]]] = {
             "user": {
-                "text": self._said,
-                "document": self._said,
-                "search_result": self._said,
-                "image": self._said,
-                "tool_result": self._result,
+                "text": self._user_block,
+                "document": self._user_block,
+                "search_result": self._user_block,
+                "image": self._user_block,
+                "tool_result": self._tool_result,
             },
             "assistant": {
-                "text": self._answered,
-                "thinking": self._thought,
-                "redacted_thinking": self._hidden,
-                "tool_use": self._call,
+                "text": self._assistant_text,
+                "thinking": self._thinking,
+                "redacted_thinking": self._redacted_thinking,
+                "tool_use": self._tool_use,
             },
-            "system": {"text": self._said_by_system},
+            "system": {"text": self._system_text},
         }
 
     def system(self, system: Any) -> None:
@@ -91,7 +91,7 @@ class _ConversationWriter:
         ]
         texts = [text for text in texts if text and not text.startswith(BILLING)]
         for text in texts:
-            self._say("system", text, "system")
+            self._add_text("system", text, "system")
 
     def turn(self, message: Any, at: str) -> None:
         message = members_of(message, at)
@@ -104,7 +104,7 @@ class _ConversationWriter:
             )
         blocks = blocks_of(message.get("content"), f"{at}.content")
         if role == "assistant":
-            self._begin_answer(at)
+            self._start_assistant(at)
         elif not blocks:
             self._current(role, at)
         for place, block in blocks:
@@ -132,7 +132,7 @@ class _ConversationWriter:
             self.chat.places.append(at)
         return messages[-1]
 
-    def _begin_answer(self, at: str) -> None:
+    def _start_assistant(self, at: str) -> None:
         messages = self.chat.messages
         if not messages or messages[-1]["role"] != "assistant":
             self._check_answered()
@@ -145,30 +145,30 @@ class _ConversationWriter:
                 param=at,
             )
 
-    def _say(self, role: str, text: str, at: str) -> None:
+    def _add_text(self, role: str, text: str, at: str) -> None:
         self._current(role, at)["content"].append({"type": "text", "text": text})
 
     # ---- blocks
 
-    def _said(self, block: Block, at: str) -> None:
-        self._say("user", readable(block, at), at)
+    def _user_block(self, block: Block, at: str) -> None:
+        self._add_text("user", readable(block, at), at)
 
-    def _said_by_system(self, block: Block, at: str) -> None:
-        self._say("system", text_of_block(block, at), at)
+    def _system_text(self, block: Block, at: str) -> None:
+        self._add_text("system", text_of_block(block, at), at)
 
-    def _answered(self, block: Block, at: str) -> None:
-        self._say("assistant", text_of_block(block, at), at)
+    def _assistant_text(self, block: Block, at: str) -> None:
+        self._add_text("assistant", text_of_block(block, at), at)
 
-    def _thought(self, block: Block, at: str) -> None:
+    def _thinking(self, block: Block, at: str) -> None:
         """Add thinking. Its signature is not checked."""
         text = text_in(block, "thinking", at)
         if text:
             self._current("assistant", at).setdefault("reasoning", []).append(text)
 
-    def _hidden(self, block: Block, at: str) -> None:
+    def _redacted_thinking(self, block: Block, at: str) -> None:
         """Ignore thinking that another server encrypted."""
 
-    def _call(self, block: Block, at: str) -> None:
+    def _tool_use(self, block: Block, at: str) -> None:
         call_id, name = text_in(block, "id", at), text_in(block, "name", at)
         if call_id in self.names:
             raise InvalidRequest(
@@ -180,7 +180,7 @@ class _ConversationWriter:
         calls = self._current("assistant", at).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _result(self, block: Block, at: str) -> None:
+    def _tool_result(self, block: Block, at: str) -> None:
         call_id = text_in(block, "tool_use_id", at)
         if self.unanswered.pop(call_id, None) is None:
             problem = f"the previous message has no tool_use with the id {call_id!r}"

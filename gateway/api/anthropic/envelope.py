@@ -37,7 +37,7 @@ class AnthropicEnvelope:
     request_id: str
     model: str
     shows_thinking: bool = True
-    asides: Mapping[str, Any] = field(default_factory=dict)
+    extensions: Mapping[str, Any] = field(default_factory=dict)
     warnings: Sequence[OutputWarning] = ()
     block_tokens: int = 0
 
@@ -59,17 +59,17 @@ class AnthropicEnvelope:
             "content": content,
             **end,
             "usage": usage,
-            **self.asides,
+            **self.extensions,
         }
 
 
 NO_END = {"stop_reason": None, "stop_sequence": None}
 
 
-def end_of(finished: Finished, answer: ChoiceGroup) -> dict[str, Any]:
+def end_of(finished: Finished, group: ChoiceGroup) -> dict[str, Any]:
     """Return the stop reason. An answer cut off before the request's `max_tokens` filled the
     context."""
-    (choice,) = answer.choices
+    (choice,) = group.choices
     reason = STOP_REASONS[finished.reason]
     matched = finished.stop_reason if isinstance(finished.stop_reason, str) else None
     if finished.reason == "stop" and matched is not None:
@@ -80,23 +80,23 @@ def end_of(finished: Finished, answer: ChoiceGroup) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def usage_of(answer: ChoiceGroup, block_tokens: int) -> dict[str, Any]:
+def usage_of(group: ChoiceGroup, block_tokens: int) -> dict[str, Any]:
     """Return the usage so far. Each token of the prompt was read from the cache, written to it, or
     neither. `block_tokens` is the block size of the prefix cache; 0: there is no cache.
 
     The blocks that the same prompt can find later count as written: all that are full without the
     last token, which is always computed.
     """
-    prompt, cached = answer.num_prompt_tokens, answer.num_cached_tokens
-    findable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
-    written = max(0, findable - cached)
+    prompt, cached = group.num_prompt_tokens, group.num_cached_tokens
+    cacheable = (prompt - 1) // block_tokens * block_tokens if block_tokens else 0
+    written = max(0, cacheable - cached)
     usage: dict[str, Any] = {
         "input_tokens": prompt - cached - written,
         "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
-        "output_tokens": answer.num_generated_tokens,
+        "output_tokens": group.num_generated_tokens,
     }
-    if (thinking := answer.num_reasoning_tokens) is not None:
+    if (thinking := group.num_reasoning_tokens) is not None:
         usage["output_tokens_details"] = {"thinking_tokens": thinking}
     return usage
 
@@ -121,7 +121,7 @@ def empty_block(kind: Kind, call: ToolCall | None) -> dict[str, Any]:
             return {"type": kind, "id": call.id, "name": call.name, "input": {}}
 
 
-def told_warnings(warnings: Sequence[OutputWarning]) -> dict[str, Any]:
+def warnings_member(warnings: Sequence[OutputWarning]) -> dict[str, Any]:
     """Return the `warnings` member, or nothing if there are none."""
-    told = [{"code": warning.code, "message": warning.message} for warning in warnings]
-    return {"warnings": told} if told else {}
+    listed = [{"code": warning.code, "message": warning.message} for warning in warnings]
+    return {"warnings": listed} if listed else {}

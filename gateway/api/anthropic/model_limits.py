@@ -15,8 +15,8 @@ from gateway.prompt.kwargs import thinking_budget
 NO_BUDGET = "thinking_budget_not_kept"
 
 
-def fitted(
-    chat: ChatBody, max_len: int, reading: ModelOutputFormat
+def clamp_to_model(
+    chat: ChatBody, max_len: int, output_format: ModelOutputFormat
 ) -> tuple[ChatBody, list[OutputWarning]]:
     """Return the request within the model's limits, and warnings about changes.
 
@@ -29,8 +29,8 @@ def fitted(
     if chat.max_tokens is not None and chat.max_tokens > max_len:
         changes["max_tokens"] = max_len
     budget = thinking_budget(chat.thinking_fields)
-    if reading.reasoning is None and budget:
-        changes |= {"thinking": _unlimited(chat.thinking), "thinking_token_budget": None}
+    if output_format.reasoning is None and budget:
+        changes |= {"thinking": _without_budget(chat.thinking), "thinking_token_budget": None}
         message = (
             f"{budget[0]}: ignored, because this model's reasoning format is unknown; leave the "
             "field out, or restart the server with --reasoning-format"
@@ -39,7 +39,7 @@ def fitted(
     return msgspec.structs.replace(chat, **changes), warnings
 
 
-def _unlimited(thinking: object) -> object:
+def _without_budget(thinking: object) -> object:
     if not isinstance(thinking, Mapping):
         return thinking
     return {name: value for name, value in thinking.items() if name != "budget_tokens"}

@@ -11,15 +11,15 @@ from flask import Blueprint, Response, g, request
 
 from gateway.api.anthropic import requests
 from gateway.api.anthropic.envelope import AnthropicEnvelope, encode
-from gateway.api.anthropic.model_limits import fitted
+from gateway.api.anthropic.model_limits import clamp_to_model
 from gateway.api.anthropic.stream import PING, EventWriter
 from gateway.api.anthropic.translate import MessagesTranslation, translate
 from gateway.api.anthropic.whole import whole_message
-from gateway.api.openai.checks import listed
+from gateway.api.openai.checks import ignored_fields
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.context import RequestContext
 from gateway.formats.events import OutputWarning
-from gateway.generation import run as any_api
+from gateway.generation import run
 from gateway.generation.group import ChoiceGroup
 from gateway.http.client_socket import Outlet
 from gateway.served_model import ServedModel
@@ -39,36 +39,36 @@ def blueprint(service: Service) -> Blueprint:
 def messages(service: Service) -> Response:
     body = _read(service, requests.messages_decoder)
     translation = _translated(body)
-    with translation.named():
+    with translation.renaming():
         model = service.model(translation.chat.model)
-        any_api.knock(service)
+        run.knock(service)
         preparation, prompt, warnings = _prepare(service, translation, model)
-        ask = preparation.ask(prompt)
-        origin = _origin(preparation, prompt, translation, warnings)
-        terms = any_api.RequestOptions.of(body, origin.id)
+        prompt_request = preparation.prompt_request(prompt)
+        envelope = _envelope(preparation, prompt, translation, warnings)
+        options = run.RequestOptions.of(body, envelope.id)
         try:
             if body.stream:
-                return any_api.stream(
+                return run.stream(
                     service,
-                    [ask],
-                    terms,
-                    lambda answer, outlet: _writer(answer, outlet, origin),
+                    [prompt_request],
+                    options,
+                    lambda group, outlet: _writer(group, outlet, envelope),
                 )
-            answer, fold = any_api.whole(service, [ask], terms)
+            group, collected = run.whole(service, [prompt_request], options)
         except RequestError as error:
-            raise preparation.named(error) from None
-    return _json(whole_message(answer, fold.whole[0].events, origin))
+            raise preparation.rename_field(error) from None
+    return _json(whole_message(group, collected.whole[0].events, envelope))
 
 
 def count(service: Service) -> Response:
     """Count the prompt tokens of a request."""
     body = _read(service, requests.count_decoder)
     translation = _translated(body)
-    with translation.named():
+    with translation.renaming():
         model = service.model(translation.chat.model)
         _, prompt, _ = _prepare(service, translation, model)
-    told: dict[str, Any] = {"input_tokens": len(prompt.ids), **_asides(body, prompt)}
-    return _json(encode(told))
+    count: dict[str, Any] = {"input_tokens": len(prompt.ids), **_extensions(body, prompt)}
+    return _json(encode(count))
 
 
 def _read(service: Service, decoder: msgspec.json.Decoder[Body]) -> Body:
@@ -78,55 +78,57 @@ def _read(service: Service, decoder: msgspec.json.Decoder[Body]) -> Body:
 
 def _translated(body: requests.CountBody) -> MessagesTranslation:
     translation = translate(body)
-    g.ignored = listed(g.ignored, translation.chat)
+    g.ignored = ignored_fields(g.ignored, translation.chat)
     return translation
 
 
 def _prepare(
     service: Service, translation: MessagesTranslation, model: ServedModel
 ) -> tuple[Preparation, Prompt, list[OutputWarning]]:
-    chat, warnings = fitted(
-        translation.chat, g.caller.context_limit(model.limits.max_len), model.reading
+    chat, warnings = clamp_to_model(
+        translation.chat, g.caller.context_limit(model.limits.max_len), model.output_format
     )
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(chat, model, trusts_template=trusts)
-    g.ignored = listed([*g.ignored, *map(translation.own_name, preparation.ignored)], chat)
-    with g.exchange.journal.tokenizing():
+    g.ignored = ignored_fields(
+        [*g.ignored, *map(translation.request_path, preparation.ignored)], chat
+    )
+    with g.context.journal.tokenizing():
         prompt = preparation.prompt(chat.messages)
     return preparation, prompt, warnings
 
 
-def _origin(
+def _envelope(
     preparation: Preparation,
     prompt: Prompt,
     translation: MessagesTranslation,
     warnings: Sequence[OutputWarning],
 ) -> AnthropicEnvelope:
-    exchange: RequestContext = g.exchange
+    context: RequestContext = g.context
     chat, limits = translation.chat, preparation.model.limits
     return AnthropicEnvelope(
-        exchange.request_id,
+        context.request_id,
         chat.model or preparation.model.names[0],
         shows_thinking=translation.shows_thinking,
-        asides=_asides(chat, prompt),
+        extensions=_extensions(chat, prompt),
         warnings=[*translation.warnings, *warnings],
         block_tokens=limits.block_tokens if limits.prefix_cache else 0,
     )
 
 
-def _asides(body: Any, prompt: Prompt) -> dict[str, Any]:
-    asides: dict[str, Any] = {}
+def _extensions(body: Any, prompt: Prompt) -> dict[str, Any]:
+    extensions: dict[str, Any] = {}
     if g.ignored:
-        asides["ignored_params"] = g.ignored
+        extensions["ignored_params"] = g.ignored
     if body.return_effective_kwargs:
-        asides["effective"] = prompt.effective
-    return asides
+        extensions["effective"] = prompt.effective
+    return extensions
 
 
-def _writer(answer: ChoiceGroup, outlet: Outlet, origin: AnthropicEnvelope) -> EventWriter:
+def _writer(group: ChoiceGroup, outlet: Outlet, envelope: AnthropicEnvelope) -> EventWriter:
     return EventWriter(
-        answer,
-        origin,
+        group,
+        envelope,
         write=outlet.write,
         finish=outlet.finish,
         on_start=lambda: outlet.keep_alive_with(PING),

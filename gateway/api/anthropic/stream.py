@@ -24,9 +24,9 @@ from gateway.api.anthropic.envelope import (
     empty_block,
     encode,
     end_of,
-    told_warnings,
     usage_at_start,
     usage_of,
+    warnings_member,
 )
 from gateway.api.anthropic.errors import error_body
 from gateway.formats.events import OutputDelta, ToolCall
@@ -38,13 +38,13 @@ from protocol.errors import ServingError
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b'
-_BIT: Mapping[Kind, bytes] = {
+_DELTA_TYPES: Mapping[Kind, bytes] = {
     "text": b'{"type":"text_delta","text":',
     "thinking": b'{"type":"thinking_delta","thinking":',
     "tool_use": b'{"type":"input_json_delta","partial_json":',
 }
 _SIGNATURE = b'{"type":"signature_delta","signature":'
-_BIT_END = b"}}\n\n"
+_DELTA_END = b"}}\n\n"
 
 
 def event(kind: str, **members: Any) -> bytes:
@@ -62,29 +62,29 @@ class EventWriter:
 
     def __init__(
         self,
-        answer: ChoiceGroup,
-        origin: AnthropicEnvelope,
+        group: ChoiceGroup,
+        envelope: AnthropicEnvelope,
         *,
         write: Callable[[bytes], None],
         finish: Callable[[], None],
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self._answer = answer
-        self._origin = origin
+        self._group = group
+        self._envelope = envelope
         self._write = write
         self._finish = finish
         self._on_start = on_start
         self._has_started = False
-        self._blocks = ContentBlocks(self, shows_thinking=origin.shows_thinking)
+        self._blocks = ContentBlocks(self, shows_thinking=envelope.shows_thinking)
         self._frames: list[bytes] = []
         self._index = 0
-        self._bit_head = b""
+        self._delta_head = b""
 
     # ---- for the answer
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
-        for one in delta.events:
-            self._blocks.say(one)
+        for item in delta.events:
+            self._blocks.push(item)
         if self._frames:
             self._write(self._opening() + b"".join(self._frames))
             self._frames.clear()
@@ -92,20 +92,20 @@ class EventWriter:
     def end(self) -> None:
         finished = self._blocks.finished
         assert finished is not None, "an answer that has ended has a Finished event"
-        warnings = told_warnings([*self._origin.warnings, *self._blocks.warnings])
+        warnings = warnings_member([*self._envelope.warnings, *self._blocks.warnings])
         last = event(
             "message_delta",
-            delta=end_of(finished, self._answer),
+            delta=end_of(finished, self._group),
             usage=self._usage(),
             **warnings,
-            **told_timings(self._answer),
+            **told_timings(self._group),
         )
         self._write(self._opening() + last + event("message_stop"))
         self._finish()
 
     def fail(self, error: ServingError) -> None:
         self._write(
-            b"event: error\ndata: %b\n\n" % error_body(fault_of(error), self._origin.request_id)
+            b"event: error\ndata: %b\n\n" % error_body(fault_of(error), self._envelope.request_id)
         )
         self._finish()
 
@@ -115,25 +115,25 @@ class EventWriter:
             return b""
         self._has_started = True
         self._on_start()
-        message = self._origin.message([], NO_END, usage_at_start(self._usage()))
+        message = self._envelope.message([], NO_END, usage_at_start(self._usage()))
         return event("message_start", message=message) + PING
 
     def _usage(self) -> dict[str, Any]:
-        return usage_of(self._answer, self._origin.block_tokens)
+        return usage_of(self._group, self._envelope.block_tokens)
 
     # ---- for the blocks
 
     def start(self, index: int, kind: Kind, call: ToolCall | None) -> None:
         self._index = index
-        self._bit_head = _DELTA % (index, _BIT[kind])
+        self._delta_head = _DELTA % (index, _DELTA_TYPES[kind])
         block = empty_block(kind, call)
         self._frames.append(event("content_block_start", index=index, content_block=block))
 
-    def bit(self, text: str) -> None:
-        self._frames.append(self._bit_head + encode(text) + _BIT_END)
+    def block_delta(self, text: str) -> None:
+        self._frames.append(self._delta_head + encode(text) + _DELTA_END)
 
     def stop(self, signature: str | None) -> None:
         if signature is not None:
             head = _DELTA % (self._index, _SIGNATURE)
-            self._frames.append(head + encode(signature) + _BIT_END)
+            self._frames.append(head + encode(signature) + _DELTA_END)
         self._frames.append(event("content_block_stop", index=self._index))

@@ -25,21 +25,22 @@ Block = Mapping[str, Any]
 def readable(block: Block, at: str) -> str:
     """Return a block's text. Raise InvalidRequest if it has none."""
     kind = block.get("type")
-    read = _READERS.get(kind) if isinstance(kind, str) else None
-    if read is not None:
-        return read(block, at)
+    convert = _CONVERTERS.get(kind) if isinstance(kind, str) else None
+    if convert is not None:
+        return convert(block, at)
     if kind == "image":
         raise _not_text(f"{at}.type", kind)
-    raise unexpected(kind, at, tuple(_READERS))
+    raise unexpected(kind, at, tuple(_CONVERTERS))
 
 
 def result_text(block: Block, at: str) -> tuple[str, str | None]:
     """Return the text of a block in a tool result, and its type if it was left out."""
     kind = block.get("type")
     if not isinstance(kind, str):
-        raise unexpected(kind, at, tuple(_READERS))
-    is_readable = kind in _READERS and (
-        kind != "document" or members_of(block.get("source"), f"{at}.source").get("type") in _TEXTS
+        raise unexpected(kind, at, tuple(_CONVERTERS))
+    is_readable = kind in _CONVERTERS and (
+        kind != "document"
+        or members_of(block.get("source"), f"{at}.source").get("type") in _TEXT_SOURCES
     )
     if is_readable:
         return readable(block, at), None
@@ -83,10 +84,10 @@ def _not_text(at: str, kind: Any) -> InvalidRequest:
     return InvalidRequest(f"{at}: this model reads text only; got {kind!r}", param=at)
 
 
-_READERS: Mapping[str, Callable[[Block, str], str]] = {
+_CONVERTERS: Mapping[str, Callable[[Block, str], str]] = {
     "text": text_of_block,
     "document": _document,
     "search_result": _search_result,
 }
-_TEXTS = ("text", "content")
+_TEXT_SOURCES = ("text", "content")
 """Types of a document's source that are text."""

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.api.anthropic.conversation import chat_of
+from gateway.api.anthropic.conversation import translate_conversation
 from gateway.api.anthropic.pieces import members_of
 from gateway.api.anthropic.requests import CountBody
 from gateway.api.anthropic.tools import chat_tool_choice, chat_tools
 from gateway.api.openai.checks import check_chat, unsupported
-from gateway.api.openai.naming import named
+from gateway.api.openai.naming import renaming
 from gateway.api.openai.requests import ChatBody
 from gateway.formats.events import OutputWarning
 from gateway.http.body import check_depth
@@ -53,11 +53,11 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
     shows_thinking: bool
     warnings: list[OutputWarning]
 
-    def named(self) -> AbstractContextManager[None]:
+    def renaming(self) -> AbstractContextManager[None]:
         """Rename the fields of errors raised inside the block to those of the request."""
-        return named(self.own_name)
+        return renaming(self.request_path)
 
-    def own_name(self, name: str) -> str:
+    def request_path(self, name: str) -> str:
         """Return the path in the request of a chat field."""
         if (found := _PLACE.match(name)) and int(found[1]) < len(self.places):
             return self.places[int(found[1])]
@@ -86,7 +86,7 @@ def translate(body: CountBody) -> MessagesTranslation:
     for field in ("container", "mcp_servers"):
         if getattr(body, field):
             raise unsupported(field)
-    conversation = chat_of(body.system, body.messages)
+    conversation = translate_conversation(body.system, body.messages)
     effort, format_field, form = _output(body)
     thinking, display = _thinking(body.thinking)
     choice, parallel = chat_tool_choice(body.tool_choice)
@@ -102,12 +102,12 @@ def translate(body: CountBody) -> MessagesTranslation:
         continue_final_message=conversation.continues or None,
         **{name: getattr(body, name) for name in SAME},
     )
-    told = MessagesTranslation(
+    translation = MessagesTranslation(
         chat, conversation.places, format_field, display != "omitted", conversation.warnings
     )
-    with told.named():
+    with translation.renaming():
         check_chat(chat)
-    return told
+    return translation
 
 
 def _thinking(thinking: Any) -> tuple[Any, Display]:
@@ -132,13 +132,13 @@ def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
         if name not in known and value is not None:
             raise unsupported(f"output_config.{name}", f"supported members: {', '.join(known)}")
     forms = {"output_config.format": config.get("format"), "output_format": body.output_format}
-    said = {field: form for field, form in forms.items() if form is not None}
-    if len(said) > 1:
+    formats = {field: form for field, form in forms.items() if form is not None}
+    if len(formats) > 1:
         raise InvalidRequest(
             "output_format: cannot be combined with output_config.format; set only one of them",
             param="output_format",
         )
-    for field, form in said.items():
+    for field, form in formats.items():
         return config.get("effort"), field, _form(form, field)
     return config.get("effort"), "output_config.format", None
 

@@ -13,9 +13,9 @@ from gateway.api.anthropic.envelope import (
     empty_block,
     encode,
     end_of,
-    told_warnings,
     usage_at_start,
     usage_of,
+    warnings_member,
 )
 from gateway.formats.events import Event, ToolCall
 from gateway.generation.group import ChoiceGroup
@@ -27,17 +27,17 @@ class _Content:
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
-        self._bits: list[str] = []
+        self._deltas: list[str] = []
 
     def start(self, index: int, kind: Kind, call: ToolCall | None) -> None:
         self.blocks.append(empty_block(kind, call))
-        self._bits = []
+        self._deltas = []
 
-    def bit(self, text: str) -> None:
-        self._bits.append(text)
+    def block_delta(self, text: str) -> None:
+        self._deltas.append(text)
 
     def stop(self, signature: str | None) -> None:
-        block, text = self.blocks[-1], "".join(self._bits)
+        block, text = self.blocks[-1], "".join(self._deltas)
         if block["type"] == "tool_use":
             block["input"] = msgspec.Raw(text.encode())
         else:
@@ -46,17 +46,19 @@ class _Content:
             block["signature"] = signature
 
 
-def whole_message(answer: ChoiceGroup, events: Iterable[Event], origin: AnthropicEnvelope) -> bytes:
+def whole_message(
+    group: ChoiceGroup, events: Iterable[Event], envelope: AnthropicEnvelope
+) -> bytes:
     """Return the body of a 200 for a group that ended without an error. `events` are all of its
     events."""
     content = _Content()
-    blocks = ContentBlocks(content, shows_thinking=origin.shows_thinking)
+    blocks = ContentBlocks(content, shows_thinking=envelope.shows_thinking)
     for event in events:
-        blocks.say(event)
+        blocks.push(event)
     assert blocks.finished is not None
-    message = origin.message(
+    message = envelope.message(
         content.blocks,
-        end_of(blocks.finished, answer),
-        usage_at_start(usage_of(answer, origin.block_tokens)),
-    ) | told_warnings([*origin.warnings, *blocks.warnings])
-    return encode(message | told_timings(answer))
+        end_of(blocks.finished, group),
+        usage_at_start(usage_of(group, envelope.block_tokens)),
+    ) | warnings_member([*envelope.warnings, *blocks.warnings])
+    return encode(message | told_timings(group))

@@ -103,7 +103,7 @@ def _check_common(body: ChatBody | BatchBody | CompletionBody) -> None:
         check_depth(getattr(body, field), field)
 
 
-def listed(ignored: Iterable[str], body: GenerationBody) -> list[str]:
+def ignored_fields(ignored: Iterable[str], body: GenerationBody) -> list[str]:
     """Return the fields without effect for `ignored_params`, each once. Raise InvalidRequest if
     the body has strict_params."""
     fields = list(dict.fromkeys(ignored))[:MAX_LISTED_FIELDS]

@@ -41,7 +41,7 @@ class Completion:
         self.ignored: list[str] = form.ignored if form else []
         self._form_field = form.field if form else ""
         choices = choices_of(body, model.defaults, model.tokenizer)
-        readers = ParserFactory(model.tokenizer, self._options)
+        parsers = ParserFactory(model.tokenizer, self._options)
         grammar = Grammar(body=form.body) if form is not None else None
         if ids is None:
             is_list = self._prompts is body.prompt  # else it is a single prompt
@@ -49,9 +49,11 @@ class Completion:
                 _prompt_ids(prompt, model, f"prompt[{place}]" if is_list else "prompt")
                 for place, prompt in enumerate(self._prompts)
             ]
-        self.asks = [PromptRequest(known, choices, readers, grammar=grammar) for known in ids]
+        self.prompt_requests = [
+            PromptRequest(prompt_ids, choices, parsers, grammar=grammar) for prompt_ids in ids
+        ]
 
-    def dialect(self) -> CompletionResponseBuilder:
+    def builder(self) -> CompletionResponseBuilder:
         body = self.body
         texts = None
         if body.echo:
@@ -65,7 +67,7 @@ class Completion:
             body.logprob_token_ids or (),
         )
 
-    def named(self, error: RequestError) -> RequestError:
+    def rename_field(self, error: RequestError) -> RequestError:
         """Rename the engine's "grammar" in an error to the field of the request."""
         error.param = self._form_field if error.param == "grammar" else error.param
         return error

@@ -8,24 +8,24 @@ from contextlib import contextmanager
 
 from protocol.errors import RequestError
 
-OwnName = Callable[[str], str]
+RequestPath = Callable[[str], str]
 """Maps the path of a chat field to its path in the client's request."""
 
 
 @contextmanager
-def named(own_name: OwnName) -> Iterator[None]:
+def renaming(request_path: RequestPath) -> Iterator[None]:
     """Rename the fields of each RequestError raised inside the block."""
     try:
         yield
     except RequestError as error:
-        raise renamed(error, own_name) from None
+        raise rename_error(error, request_path) from None
 
 
-def renamed(error: RequestError, own_name: OwnName) -> RequestError:
+def rename_error(error: RequestError, request_path: RequestPath) -> RequestError:
     """Replace the field path in the error's `param` and message."""
     if error.param:
-        own = own_name(error.param)
-        there = rf"(?<![\w.]){re.escape(error.param)}(?!\w)"
-        error.message = re.sub(there, lambda _: own, error.message)
-        error.param = own
+        path = request_path(error.param)
+        pattern = rf"(?<![\w.]){re.escape(error.param)}(?!\w)"
+        error.message = re.sub(pattern, lambda _: path, error.message)
+        error.param = path
     return error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gateway.api.openai.naming import renamed
+from gateway.api.openai.naming import rename_error
 from gateway.api.openai.requests import BatchBody, ChatBody, empty_prompt
 from gateway.api.openai.structured import answer_form
 from gateway.api.openai.tool_grammar import calls_instead, tool_grammar
@@ -89,7 +89,7 @@ class Preparation:
         return self.model.renderer.compiled(source)
 
     def _check_tools(self) -> None:
-        if self.plan.demands_call and self.model.reading.tools is None:
+        if self.plan.demands_call and self.model.output_format.tools is None:
             raise InvalidRequest(
                 "tool_choice: tool calls cannot be required, because this model's tool format is "
                 "unknown; set tool_choice to 'auto', or restart the server with --tool-format",
@@ -101,10 +101,10 @@ class Preparation:
         """Whether the answer is either calls or text that matches the form."""
         return self.form is not None and self.plan.mode == "auto"
 
-    def named(self, error: RequestError) -> RequestError:
+    def rename_field(self, error: RequestError) -> RequestError:
         """Rename the engine's field in an error to the field of the request."""
         if error.param == "max_tokens":  # the message contains the name, too
-            return renamed(error, lambda _: self.body.max_tokens_field)
+            return rename_error(error, lambda _: self.body.max_tokens_field)
         fields = {
             "prompt": "messages",
             "grammar": self.form_field,
@@ -123,7 +123,7 @@ class Preparation:
                 messages=messages,
                 param=param,
                 template=self._template,
-                teaches=self.model.reading.tools in tool_prompt.FORMATS,
+                teaches=self.model.output_format.tools in tool_prompt.FORMATS,
                 tools=self.plan.shown or None,
                 documents=body.documents,
                 kwargs=kwargs,
@@ -147,54 +147,54 @@ class Preparation:
             template.profile,
         )
 
-    def begin(self, prompt: Prompt) -> AnswerStart:
+    def answer_start(self, prompt: Prompt) -> AnswerStart:
         """Return the state in which the answers to `prompt` start. It depends on the end of the
         prompt and on its template arguments."""
         calls = self.plan.mode != "none"
-        return self.model.reading.begin(prompt.text, prompt.kwargs, calls=calls)
+        return self.model.output_format.begin(prompt.text, prompt.kwargs, calls=calls)
 
-    def ask(self, prompt: Prompt) -> PromptRequest:
+    def prompt_request(self, prompt: Prompt) -> PromptRequest:
         """Return the request for one prompt, with its grammar."""
-        begun = self.begin(prompt)
-        return replace(self.told(prompt, begun), grammar=self._grammar(begun))
+        start = self.answer_start(prompt)
+        return replace(self.parse_request(prompt, start), grammar=self._grammar(start))
 
-    def told(self, prompt: Prompt, begun: AnswerStart) -> PromptRequest:
+    def parse_request(self, prompt: Prompt, start: AnswerStart) -> PromptRequest:
         """Return the request for one prompt without a grammar, to parse an existing answer."""
         body, model, plan = self.body, self.model, self.plan
-        marks, inside = begun.marks, begun.inside
+        marks, inside = start.marks, start.inside
         return PromptRequest(
             prompt.ids,
             choices_of(body, model.defaults, model.tokenizer),
             ParserFactory(
-                model.tokenizer, read_options(body, continues=False), self._answer(begun)
+                model.tokenizer, read_options(body, continues=False), self._parser_options(start)
             ),
             new_meter=partial(ThinkingMeter, marks, starts_inside=inside) if marks else None,
             demand=ToolChoiceCheck(plan.name) if plan.demands_call else None,
         )
 
-    def _grammar(self, begun: AnswerStart) -> Grammar | None:
-        said = thinking_budget(self.body.thinking_fields)
-        budget = begun.budget(*said) if said else None
+    def _grammar(self, start: AnswerStart) -> Grammar | None:
+        field_budget = thinking_budget(self.body.thinking_fields)
+        budget = start.budget(*field_budget) if field_budget else None
         if self.form is not None:
-            beside = None
+            calls_form = None
             if self.is_calls_or_form:
-                beside = calls_instead(begun.bound, self.plan, self.form_field)
-            return begun.grammar(self.form, budget, beside)
-        calls = tool_grammar(begun.bound, self.plan)
+                calls_form = calls_instead(start.bound, self.plan, self.form_field)
+            return start.grammar(self.form, budget, calls_form)
+        calls = tool_grammar(start.bound, self.plan)
         if calls is not None:
-            return begun.call_grammar(calls, budget)
+            return start.call_grammar(calls, budget)
         return Grammar(budget=budget) if budget else None
 
-    def _answer(self, begun: AnswerStart) -> AnswerOptions | None:
+    def _parser_options(self, start: AnswerStart) -> AnswerOptions | None:
         """Return the parser options, or None if all text is content."""
-        if begun.bound is None:
+        if start.bound is None:
             return None
         plan = self.plan
         has_grammar = plan.is_enforced or self.form is not None
         return AnswerOptions(
-            format=begun.bound.with_drafts() if has_grammar else begun.bound,
+            format=start.bound.with_drafts() if has_grammar else start.bound,
             tools=plan.declared,
-            starts_inside=begun.inside,
+            starts_inside=start.inside,
             include_reasoning=self.body.include_reasoning is not False,
             parallel_tool_calls=self.plan.many,
             calls_or_text=self.is_calls_or_form,

@@ -18,7 +18,7 @@ from gateway.api.resume import respond as resume
 from gateway.context import RequestContext
 from gateway.engine.kv_params import handed, told, wish_of
 from gateway.formats.events import OutputWarning
-from gateway.generation import run as any_api
+from gateway.generation import run
 from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.parameters import check_counts
@@ -29,7 +29,7 @@ from gateway.text.logprobs import prompt_chances
 from protocol.kv import KV_FIELD
 
 
-def origin(
+def envelope_of(
     kind: str,
     name: str | None,
     model: ServedModel,
@@ -38,17 +38,17 @@ def origin(
     warnings: list[OutputWarning] | None = None,
 ) -> OpenAIEnvelope:
     """Return the envelope of the current request. `effective` is None if it was not requested."""
-    exchange: RequestContext = g.exchange
-    asides: dict[str, Any] = {}
+    context: RequestContext = g.context
+    extensions: dict[str, Any] = {}
     if g.get("ignored"):
-        asides["ignored_params"] = g.ignored
+        extensions["ignored_params"] = g.ignored
     if effective is not None:
-        asides["effective"] = effective
+        extensions["effective"] = effective
     return OpenAIEnvelope(
-        f"{kind}-{exchange.request_id}",
+        f"{kind}-{context.request_id}",
         name or model.names[0],
         model.fingerprint,
-        asides=asides,
+        extensions=extensions,
         warnings=warnings or [],
     )
 
@@ -56,28 +56,30 @@ def origin(
 def respond(
     service: Service,
     body: GenerationBody,
-    asks: list[PromptRequest],
-    dialect: ResponseBuilder,
-    origin: OpenAIEnvelope,
+    prompt_requests: list[PromptRequest],
+    builder: ResponseBuilder,
+    envelope: OpenAIEnvelope,
 ) -> Response:
     """Run the requests and return the response. A refusal raises before any header is sent."""
     config, limits = service.config, service.model(body.model).limits
-    asks = handed(asks, wish_of(body.kv_transfer_params), limits, streams=bool(body.stream))
-    check_counts(asks, body, config.max_n, max(config.max_n, config.max_prompts))
-    terms = any_api.RequestOptions.of(body, origin.id)
+    prompt_requests = handed(
+        prompt_requests, wish_of(body.kv_transfer_params), limits, streams=bool(body.stream)
+    )
+    check_counts(prompt_requests, body, config.max_n, max(config.max_n, config.max_prompts))
+    options = run.RequestOptions.of(body, envelope.id)
     if body.stream:
-        sink_of = partial(_chunk_stream, body=body, dialect=dialect, origin=origin)
-        stream = resume.resumable if resume.is_wanted() else any_api.stream
-        return stream(service, asks, terms, sink_of)
-    answer, fold = any_api.whole(service, asks, terms)
-    if (params := told(answer)) is not None:
-        origin = replace(origin, asides={**origin.asides, KV_FIELD: params})
+        make_sink = partial(_chunk_stream, body=body, builder=builder, envelope=envelope)
+        stream = resume.start_resumable if resume.is_requested() else run.stream
+        return stream(service, prompt_requests, options, make_sink)
+    group, collected = run.whole(service, prompt_requests, options)
+    if (params := told(group)) is not None:
+        envelope = replace(envelope, extensions={**envelope.extensions, KV_FIELD: params})
     data = whole_response(
-        answer,
-        fold,
-        dialect,
-        origin,
-        tells_ids=bool(body.return_token_ids),
+        group,
+        collected,
+        builder,
+        envelope,
+        includes_ids=bool(body.return_token_ids),
         prompt_logprobs=prompt_shape(body, service.model(body.model)),
     )
     return flask.Response(data, content_type="application/json")
@@ -95,20 +97,20 @@ def prompt_shape(
 
 
 def _chunk_stream(
-    answer: ChoiceGroup,
+    group: ChoiceGroup,
     outlet: resume.Frames,
     *,
     body: GenerationBody,
-    dialect: ResponseBuilder,
-    origin: OpenAIEnvelope,
+    builder: ResponseBuilder,
+    envelope: OpenAIEnvelope,
 ) -> ChunkStream:
     return ChunkStream(
-        answer,
-        dialect,
-        origin,
+        group,
+        builder,
+        envelope,
         write=outlet.write,
         finish=outlet.finish,
         includes_usage=body.includes_usage,
         repeats_usage=body.repeats_usage,
-        tells_ids=bool(body.return_token_ids),
+        includes_ids=bool(body.return_token_ids),
     )

@@ -51,7 +51,7 @@ class OpenAIEnvelope:
     model: str
     fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
-    asides: dict[str, Any] = field(default_factory=dict)
+    extensions: dict[str, Any] = field(default_factory=dict)
     warnings: list[OutputWarning] = field(default_factory=list)
 
     def fields(self, kind: str, constants: Mapping[str, str]) -> dict[str, Any]:
@@ -65,24 +65,24 @@ class OpenAIEnvelope:
         }
 
 
-def usage_of(answer: ChoiceGroup) -> dict[str, Any]:
+def usage_of(group: ChoiceGroup) -> dict[str, Any]:
     """Return the usage so far: each prompt once, and all choices."""
-    prompt, generated = answer.num_prompt_tokens, answer.num_generated_tokens
+    prompt, generated = group.num_prompt_tokens, group.num_generated_tokens
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": group.num_cached_tokens},
     }
-    if details := _completion_details(answer):
+    if details := _completion_details(group):
         usage["completion_tokens_details"] = details
     return usage
 
 
-def usage_of_choice(answer: ChoiceGroup, choice: Choice, num_tokens: int) -> dict[str, Any]:
+def usage_of_choice(group: ChoiceGroup, choice: Choice, num_tokens: int) -> dict[str, Any]:
     """Return the usage of one choice after `num_tokens` of its tokens were sent."""
-    prompt = answer.num_prompt_tokens
-    if len(answer.asks) > 1:
+    prompt = group.num_prompt_tokens
+    if len(group.asks) > 1:
         prompt = len(choice.ask.prompt_ids)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
@@ -96,11 +96,11 @@ def usage_of_choice(answer: ChoiceGroup, choice: Choice, num_tokens: int) -> dic
     return usage
 
 
-def _completion_details(answer: ChoiceGroup) -> dict[str, int]:
+def _completion_details(group: ChoiceGroup) -> dict[str, int]:
     details = {}
-    if (reasoning := answer.num_reasoning_tokens) is not None:
+    if (reasoning := group.num_reasoning_tokens) is not None:
         details["reasoning_tokens"] = reasoning
-    accepted, rejected = answer.num_predictions
+    accepted, rejected = group.num_predictions
     if accepted or rejected:
         details["accepted_prediction_tokens"] = accepted
         details["rejected_prediction_tokens"] = rejected
@@ -117,16 +117,16 @@ class ResponseBuilder(Protocol):
     ends_with_text: bool  # the finish reason comes with the last text, not in its own chunk
     constants: Mapping[str, str]  # more members of the envelope
 
-    def said(self, text: str) -> bytes:
+    def content(self, text: str) -> bytes:
         """Return the members of a chunk's choice for a delta of content."""
 
-    def told(self, event: Event) -> bytes | None:
+    def event(self, event: Event) -> bytes | None:
         """Return the members for any other event, or None if it is not sent."""
 
     def opening(self, choice: Choice) -> bytes | None:
         """Return the members of the first chunk of a choice, or None if it has no such chunk."""
 
-    def nothing(self) -> bytes:
+    def empty(self) -> bytes:
         """Return the members of a chunk without text, such as a finish chunk."""
 
     def whole(self, choice: Choice, message: MessageBuilder) -> dict[str, Any]:
@@ -168,13 +168,13 @@ class ChatResponseBuilder:
         self.num_logprobs = num_logprobs
         self.prompt_ids_on_top = not in_batch
 
-    def said(self, text: str) -> bytes:
+    def content(self, text: str) -> bytes:
         return b'"delta":{"content":%b}' % encode(text)
 
-    def told(self, event: Event) -> bytes | None:
+    def event(self, event: Event) -> bytes | None:
         if type(event) is Reasoning:
-            bit = encode(event.text)
-            return b'"delta":{"reasoning":%b,"reasoning_content":%b}' % (bit, bit)
+            text = encode(event.text)
+            return b'"delta":{"reasoning":%b,"reasoning_content":%b}' % (text, text)
         if type(event) is ToolArguments:
             return b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
                 event.index,
@@ -188,13 +188,13 @@ class ChatResponseBuilder:
     def opening(self, choice: Choice) -> bytes | None:
         return b'"delta":{"role":"assistant","content":"","refusal":null}'
 
-    def nothing(self) -> bytes:
+    def empty(self) -> bytes:
         return b'"delta":{}'
 
     def whole(self, choice: Choice, message: MessageBuilder) -> dict[str, Any]:
         """Return the message. `content` is null if it has only reasoning or tool calls."""
         has_other = bool(message.calls or message.reasoning)
-        told: dict[str, Any] = {
+        json: dict[str, Any] = {
             "role": "assistant",
             "content": None if has_other and not message.text else message.text,
             "refusal": None,
@@ -203,9 +203,9 @@ class ChatResponseBuilder:
             "reasoning_content": message.reasoning or None,
         }
         if message.calls:
-            told["tool_calls"] = message.calls
+            json["tool_calls"] = message.calls
         place = {"conversation": choice.prompt_index} if self._in_batch else {}
-        return {**place, "message": told}
+        return {**place, "message": json}
 
     def logprobs(self, choice: Choice, delta: OutputDelta) -> Any:
         if self.num_logprobs is None:
@@ -249,16 +249,16 @@ class CompletionResponseBuilder:
         self._offsets: dict[int, TextOffsets] = {}
         self.num_logprobs = num_logprobs
 
-    def said(self, text: str) -> bytes:
+    def content(self, text: str) -> bytes:
         return b'"text":%b' % encode(text)
 
-    def told(self, event: Event) -> bytes | None:
+    def event(self, event: Event) -> bytes | None:
         return None
 
     def opening(self, choice: Choice) -> bytes | None:
-        return None if self._prompts is None else self.said(self.echo(choice))
+        return None if self._prompts is None else self.content(self.echo(choice))
 
-    def nothing(self) -> bytes:
+    def empty(self) -> bytes:
         return b'"text":""'
 
     def whole(self, choice: Choice, message: MessageBuilder) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class CompletionResponseBuilder:
         )
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def concatenated(parts: Sequence[Any]) -> Any:
     """Return the concatenation of logprobs objects; None if all parts are None."""
     found = [msgspec.to_builtins(part) for part in parts if part is not None]
     if not found:

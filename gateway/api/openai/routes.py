@@ -10,7 +10,7 @@ from flask import Blueprint, Response, g, request
 from gateway.api.openai import checks, requests
 from gateway.api.openai.completion import Completion
 from gateway.api.openai.prepare import Preparation
-from gateway.api.openai.respond import origin, respond
+from gateway.api.openai.respond import envelope_of, respond
 from gateway.api.openai.response_builder import ChatResponseBuilder
 from gateway.engine.kv_params import is_idle
 from gateway.generation.run import knock
@@ -35,19 +35,19 @@ def chat(service: Service) -> Response:
     knock(service)
     preparation = _preparation(service, body, model)
     _note_ignored([*unknown, *preparation.ignored], body, model)
-    with g.exchange.journal.tokenizing():
+    with g.context.journal.tokenizing():
         prompt = preparation.prompt(body.messages)
     effective = prompt.effective if body.return_effective_kwargs else None
     try:
         return respond(
             service,
             body,
-            [preparation.ask(prompt)],
+            [preparation.prompt_request(prompt)],
             ChatResponseBuilder(model.tokenizer, body.num_logprobs, body.logprob_token_ids or ()),
-            origin("chatcmpl", body.model, model, effective=effective),
+            envelope_of("chatcmpl", body.model, model, effective=effective),
         )
     except RequestError as error:
-        raise preparation.named(error) from None
+        raise preparation.rename_field(error) from None
 
 
 def batch(service: Service) -> Response:
@@ -59,7 +59,7 @@ def batch(service: Service) -> Response:
     knock(service)
     preparation = _preparation(service, body, model)
     _note_ignored([*unknown, *preparation.ignored], body, model)
-    with g.exchange.journal.tokenizing():
+    with g.context.journal.tokenizing():
         prompts = [
             preparation.prompt(messages, f"messages[{place}]")
             for place, messages in enumerate(body.messages)
@@ -71,14 +71,14 @@ def batch(service: Service) -> Response:
         return respond(
             service,
             body,
-            [preparation.ask(prompt) for prompt in prompts],
+            [preparation.prompt_request(prompt) for prompt in prompts],
             ChatResponseBuilder(
                 model.tokenizer, body.num_logprobs, body.logprob_token_ids or (), in_batch=True
             ),
-            origin("chatcmpl", body.model, model, effective=effective),
+            envelope_of("chatcmpl", body.model, model, effective=effective),
         )
     except RequestError as error:
-        raise preparation.named(error) from None
+        raise preparation.rename_field(error) from None
 
 
 def _preparation(
@@ -91,7 +91,7 @@ def _preparation(
 def _note_ignored(ignored: list[str], body: requests.GenerationBody, model: ServedModel) -> None:
     if is_idle(body.kv_transfer_params, model.limits):
         ignored.append(KV_FIELD)
-    g.ignored = checks.listed(ignored, body)
+    g.ignored = checks.ignored_fields(ignored, body)
 
 
 def completions(service: Service) -> Response:
@@ -100,16 +100,16 @@ def completions(service: Service) -> Response:
     checks.check_completion(body)
     model = service.model(body.model)
     knock(service)
-    with g.exchange.journal.tokenizing():
+    with g.context.journal.tokenizing():
         completion = Completion(body, model, max_prompts=service.config.max_prompts)
     _note_ignored([*unknown, *completion.ignored], body, model)
     try:
         return respond(
             service,
             body,
-            completion.asks,
-            completion.dialect(),
-            origin("cmpl", body.model, model),
+            completion.prompt_requests,
+            completion.builder(),
+            envelope_of("cmpl", body.model, model),
         )
     except RequestError as error:
-        raise completion.named(error) from None
+        raise completion.rename_field(error) from None

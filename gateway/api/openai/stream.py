@@ -50,12 +50,12 @@ from protocol.errors import ServingError
 class ChunkStreamState(msgspec.Struct):
     """The state of a ChunkStream: plain data, so that another process can continue the stream.
 
-    has_begun   the first chunks were written
+    has_started   the first chunks were written
     warnings    choice -> warnings to send with its finish chunk
     num_tokens  choice -> number of tokens sent; counted only if each chunk has a usage
     """
 
-    has_begun: bool = False
+    has_started: bool = False
     warnings: dict[int, list[OutputWarning]] = {}
     num_tokens: dict[int, int] = {}
 
@@ -73,36 +73,36 @@ class ChunkStream:
 
     def __init__(
         self,
-        answer: ChoiceGroup,
-        dialect: ResponseBuilder,
-        origin: OpenAIEnvelope,
+        group: ChoiceGroup,
+        builder: ResponseBuilder,
+        envelope: OpenAIEnvelope,
         *,
         write: Callable[[bytes], None],
         finish: Callable[[], None],
         includes_usage: bool = False,
         repeats_usage: bool = False,
-        tells_ids: bool = False,
-        told: ChunkStreamState | None = None,
+        includes_ids: bool = False,
+        state: ChunkStreamState | None = None,
     ) -> None:
-        self._answer = answer
-        self._dialect = dialect
+        self._group = group
+        self._builder = builder
         self._write = write
         self._finish = finish
         self._includes_usage = includes_usage
         self._repeats_usage = repeats_usage
-        self._tells_ids = tells_ids
-        self._origin = origin
-        self.told = told or ChunkStreamState()
-        self._is_plain = not (repeats_usage or tells_ids or dialect.num_logprobs is not None)
-        shared = encode(origin.fields(dialect.chunk_kind, dialect.constants))[:-1]
+        self._includes_ids = includes_ids
+        self._envelope = envelope
+        self.state = state or ChunkStreamState()
+        self._is_plain = not (repeats_usage or includes_ids or builder.num_logprobs is not None)
+        shared = encode(envelope.fields(builder.chunk_kind, builder.constants))[:-1]
         self._head = b"data: " + shared + b',"choices":['
-        self._heads = [self._head + b'{"index":%d,' % c.index for c in answer.choices]
+        self._heads = [self._head + b'{"index":%d,' % c.index for c in group.choices]
         usage = b',"usage":null' if includes_usage else b""
         self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         events = delta.events
-        if len(events) == 1 and self._is_plain and self.told.has_begun:
+        if len(events) == 1 and self._is_plain and self.state.has_started:
             members = self._plain_members(events[0])
             if members is not None:  # the common case
                 self._write(self._heads[choice.index] + members + self._plain_tail)
@@ -112,18 +112,20 @@ class ChunkStream:
         frames = self._openings()
         num_openings = len(frames)
         self.count(choice, delta)
-        said = [m for m in (self._members(choice, event) for event in events) if m is not None]
+        members_list = [
+            m for m in (self._members(choice, event) for event in events) if m is not None
+        ]
         end = events[-1] if events else None
-        ending = self._dialect.nothing()
-        if said and type(end) is Finished and self._dialect.ends_with_text:
-            ending = said.pop()
-        for members in said:
-            frames.append(self._said(choice, members, delta))
-            delta = _TOLD
+        ending = self._builder.empty()
+        if members_list and type(end) is Finished and self._builder.ends_with_text:
+            ending = members_list.pop()
+        for members in members_list:
+            frames.append(self._delta_chunk(choice, members, delta))
+            delta = _SENT
         if type(end) is Finished:
-            frames.append(self._finished(choice, end, delta, ending))
+            frames.append(self._finish_chunk(choice, end, delta, ending))
         if len(frames) == num_openings and not self._is_plain:  # no text yet, but tokens
-            frames.append(self._said(choice, self._dialect.nothing(), delta))
+            frames.append(self._delta_chunk(choice, self._builder.empty(), delta))
         if frames:
             self._write(b"".join(frames) if len(frames) > 1 else frames[0])
 
@@ -131,41 +133,41 @@ class ChunkStream:
         """Count the tokens of `delta` as sent. A chunk's usage covers the text sent so far, which
         may lag behind the tokens generated."""
         if self._repeats_usage and delta.token_ids:
-            counts = self.told.num_tokens
+            counts = self.state.num_tokens
             counts[choice.index] = counts.get(choice.index, 0) + len(delta.token_ids)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Write the first chunks now, instead of with the first delta."""
         if frames := self._openings():
             self._write(b"".join(frames))
 
     def _openings(self) -> list[bytes]:
-        if self.told.has_begun:
+        if self.state.has_started:
             return []
-        self.told.has_begun = True
-        return list(filter(None, map(self._opening, self._answer.choices)))
+        self.state.has_started = True
+        return list(filter(None, map(self._opening, self._group.choices)))
 
     def _plain_members(self, event: Event) -> bytes | None:
         """Return the members for an event that can be sent as it is, else None."""
         if type(event) is Content:
-            return self._dialect.said(event.text)
-        return self._dialect.told(event) if type(event) in _BITS else None
+            return self._builder.content(event.text)
+        return self._builder.event(event) if type(event) in _PLAIN_EVENTS else None
 
     def _members(self, choice: Choice, event: Event) -> bytes | None:
         """Return the members for an event, or None if nothing is sent now. Warnings wait for the
         finish chunk of their choice."""
         if type(event) is Content:
-            return self._dialect.said(event.text)
+            return self._builder.content(event.text)
         if type(event) is OutputWarning:
-            self.told.warnings.setdefault(choice.index, []).append(event)
+            self.state.warnings.setdefault(choice.index, []).append(event)
             return None
-        return self._dialect.told(event)
+        return self._builder.event(event)
 
     def end(self) -> None:
         more: dict[str, Any] = {}
         if self._includes_usage:
-            more["usage"] = usage_of(self._answer)
-        more |= told_timings(self._answer)
+            more["usage"] = usage_of(self._group)
+        more |= told_timings(self._group)
         last = self._head + b"],%b}\n\n" % encode(more)[1:-1] if more else b""
         self._write(last + sse.DONE)
         self._finish()
@@ -175,51 +177,51 @@ class ChunkStream:
         self._finish()
 
     def _opening(self, choice: Choice) -> bytes | None:
-        members = self._dialect.opening(choice)
+        members = self._builder.opening(choice)
         if members is None:
-            if not (self._tells_ids or (self._asides() and not choice.index)):
+            if not (self._includes_ids or (self._extensions() and not choice.index)):
                 return None
-            members = self._dialect.nothing()
-        logprobs = encode(self._dialect.echo_logprobs(choice))
+            members = self._builder.empty()
+        logprobs = encode(self._builder.echo_logprobs(choice))
         on_top = in_choice = b""
-        if self._tells_ids:
+        if self._includes_ids:
             ids = b',"prompt_token_ids":%b' % encode(choice.ask.prompt_ids)
-            on_top, in_choice = (ids, b"") if self._dialect.prompt_ids_on_top else (b"", ids)
+            on_top, in_choice = (ids, b"") if self._builder.prompt_ids_on_top else (b"", ids)
         if not choice.index:
-            on_top += self._asides()
+            on_top += self._extensions()
         return self._chunk(choice, members, logprobs, b"null", in_choice, on_top)
 
-    def _asides(self) -> bytes:
+    def _extensions(self) -> bytes:
         """Return the members about the request. They are sent once."""
-        asides = dict(self._origin.asides)
-        if self._origin.warnings:
-            asides["warnings"] = [warning_of(w, None) for w in self._origin.warnings]
-        return b"," + encode(asides)[1:-1] if asides else b""
+        extensions = dict(self._envelope.extensions)
+        if self._envelope.warnings:
+            extensions["warnings"] = [warning_of(w, None) for w in self._envelope.warnings]
+        return b"," + encode(extensions)[1:-1] if extensions else b""
 
-    def _said(self, choice: Choice, members: bytes, delta: OutputDelta) -> bytes:
+    def _delta_chunk(self, choice: Choice, members: bytes, delta: OutputDelta) -> bytes:
         if self._is_plain:
             return self._heads[choice.index] + members + self._plain_tail
         return self._chunk(
             choice, members, self._logprobs(choice, delta), b"null", self._ids(delta)
         )
 
-    def _finished(
+    def _finish_chunk(
         self, choice: Choice, event: Finished, delta: OutputDelta, members: bytes
     ) -> bytes:
         """Return the finish chunk. It carries the tokens of `delta` if no earlier chunk did."""
-        logprobs = b"null" if delta is _TOLD else self._logprobs(choice, delta)
+        logprobs = b"null" if delta is _SENT else self._logprobs(choice, delta)
         more = self._ids(delta) + b',"stop_reason":%b' % encode(event.stop_reason)
-        warnings = self.told.warnings.pop(choice.index, ())
+        warnings = self.state.warnings.pop(choice.index, ())
         on_top = b""
         if warnings:
             on_top = b',"warnings":%b' % encode([warning_of(w, choice.index) for w in warnings])
         return self._chunk(choice, members, logprobs, encode(event.reason), more, on_top)
 
     def _logprobs(self, choice: Choice, delta: OutputDelta) -> bytes:
-        return encode(self._dialect.logprobs(choice, delta))
+        return encode(self._builder.logprobs(choice, delta))
 
     def _ids(self, delta: OutputDelta) -> bytes:
-        return b',"token_ids":%b' % encode(delta.token_ids) if self._tells_ids else b""
+        return b',"token_ids":%b' % encode(delta.token_ids) if self._includes_ids else b""
 
     def _chunk(
         self,
@@ -233,12 +235,12 @@ class ChunkStream:
         """Return one frame. `in_choice` and `on_top` are more members, each preceded by a comma."""
         usage = b',"usage":null' if self._includes_usage else b""
         if self._repeats_usage:
-            num_tokens = self.told.num_tokens.get(choice.index, 0)
-            usage = b',"usage":%b' % encode(usage_of_choice(self._answer, choice, num_tokens))
+            num_tokens = self.state.num_tokens.get(choice.index, 0)
+            usage = b',"usage":%b' % encode(usage_of_choice(self._group, choice, num_tokens))
         inner = b'%b,"logprobs":%b,"finish_reason":%b%b}' % (members, logprobs, reason, in_choice)
         return b"%b%b]%b%b}\n\n" % (self._heads[choice.index], inner, on_top, usage)
 
 
-_BITS = (Reasoning, ToolArguments)
-_TOLD = OutputDelta()
+_PLAIN_EVENTS = (Reasoning, ToolArguments)
+_SENT = OutputDelta()
 """Stands for a delta whose tokens were sent with an earlier chunk."""

@@ -9,8 +9,8 @@ from gateway.api.openai.message import MessageBuilder, message_of, warning_of
 from gateway.api.openai.response_builder import (
     OpenAIEnvelope,
     ResponseBuilder,
+    concatenated,
     encode,
-    joined,
     usage_of,
 )
 from gateway.formats.events import OutputDelta
@@ -21,12 +21,12 @@ from gateway.observe.timings import told_timings
 
 
 def whole_response(
-    answer: ChoiceGroup,
-    fold: CollectSink,
-    dialect: ResponseBuilder,
-    origin: OpenAIEnvelope,
+    group: ChoiceGroup,
+    collected: CollectSink,
+    builder: ResponseBuilder,
+    envelope: OpenAIEnvelope,
     *,
-    tells_ids: bool = False,
+    includes_ids: bool = False,
     prompt_logprobs: Callable[[Choice], list[Any] | None] | None = None,
 ) -> bytes:
     """Return the body of a 200 for a group that ended without an error.
@@ -35,40 +35,40 @@ def whole_response(
     includes_ids     add the token ids of prompt and answer
     prompt_logprobs  formats a choice's prompt logprobs; None omits them
     """
-    warnings = [warning_of(warning, None) for warning in origin.warnings]
+    warnings = [warning_of(warning, None) for warning in envelope.warnings]
     choices: list[dict[str, Any]] = []
-    beside: dict[str, Any] = {}
-    for choice in answer.choices:
-        delta = fold.whole[choice.index]
+    top_members: dict[str, Any] = {}
+    for choice in group.choices:
+        delta = collected.whole[choice.index]
         message = message_of(delta.events)
-        told = _choice(choice, message, delta, dialect)
-        of_prompt = {
-            "prompt_token_ids": choice.ask.prompt_ids if tells_ids else None,
+        json = _choice(choice, message, delta, builder)
+        prompt_members = {
+            "prompt_token_ids": choice.ask.prompt_ids if includes_ids else None,
             "prompt_logprobs": prompt_logprobs(choice) if prompt_logprobs else None,
         }
-        if tells_ids:
-            told["token_ids"] = delta.token_ids
-        if dialect.prompt_ids_on_top:
-            beside = beside or of_prompt
+        if includes_ids:
+            json["token_ids"] = delta.token_ids
+        if builder.prompt_ids_on_top:
+            top_members = top_members or prompt_members
         else:
-            told |= of_prompt
-        choices.append(told)
+            json |= prompt_members
+        choices.append(json)
         warnings += [warning_of(warning, choice.index) for warning in message.warnings]
-    body = origin.fields(dialect.kind, dialect.constants)
-    body |= {"choices": choices, "usage": usage_of(answer)}
+    body = envelope.fields(builder.kind, builder.constants)
+    body |= {"choices": choices, "usage": usage_of(group)}
     if warnings:
         body["warnings"] = warnings
-    return encode(body | beside | origin.asides | told_timings(answer))
+    return encode(body | top_members | envelope.extensions | told_timings(group))
 
 
 def _choice(
-    choice: Choice, message: MessageBuilder, delta: OutputDelta, dialect: ResponseBuilder
+    choice: Choice, message: MessageBuilder, delta: OutputDelta, builder: ResponseBuilder
 ) -> dict[str, Any]:
-    logprobs = [dialect.echo_logprobs(choice), dialect.logprobs(choice, delta)]
+    logprobs = [builder.echo_logprobs(choice), builder.logprobs(choice, delta)]
     return {
         "index": choice.index,
-        **dialect.whole(choice, message),
-        "logprobs": joined(logprobs),
+        **builder.whole(choice, message),
+        "logprobs": concatenated(logprobs),
         "finish_reason": message.end.reason,
         "stop_reason": message.end.stop_reason,
     }

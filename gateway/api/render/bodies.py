@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.api.openai.checks import check_chat, check_completion
 from gateway.api.openai.completion import Completion
-from gateway.api.openai.naming import named
+from gateway.api.openai.naming import renaming
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody, CompletionBody, prompts_of
 from gateway.api.openai.response_builder import ChatResponseBuilder
@@ -34,7 +34,7 @@ def _in(field: str) -> Callable[[str], str]:
     return lambda param: f"{field}.{param}"
 
 
-def _needed(value: T | None, field: str, when: str) -> T:
+def _required(value: T | None, field: str, when: str) -> T:
     if value is None:
         raise InvalidRequest(f"{field}: required {when}", param=field)
     return value
@@ -79,7 +79,7 @@ class ChatDerendering:
         self._model = model
         self._config = config
         self._request = body.chat_request or self._plain_request()
-        with named(_in(CHAT)):
+        with renaming(_in(CHAT)):
             check_chat(self._request)
             trusts = config.trust_request_chat_template
             self._preparation = Preparation(self._request, model, trusts_template=trusts)
@@ -87,21 +87,21 @@ class ChatDerendering:
 
     def _plain_request(self) -> ChatBody:
         """Return a minimal request for an unknown one: all text is content."""
-        reading = self._model.reading
-        writes_calls = reading.tools is not None and not self._model.renderer.writes_no_tools
-        if reading.reasoning is not None or writes_calls:
+        output_format = self._model.output_format
+        writes_calls = output_format.tools is not None and not self._model.renderer.writes_no_tools
+        if output_format.reasoning is not None or writes_calls:
             raise InvalidRequest(
                 f"{CHAT}: required, because this model's answers are parsed for reasoning "
-                f"({reading.reasoning}) and tool calls ({reading.tools})",
+                f"({output_format.reasoning}) and tool calls ({output_format.tools})",
                 param=CHAT,
             )
         body = self._body
         if body.stream:
             field = "generate_chunk"
-            choices = _needed(body.generate_chunk, field, "with stream").choices
+            choices = _required(body.generate_chunk, field, "with stream").choices
         else:
             field = "generate_response"
-            choices = _needed(body.generate_response, field, "without stream").choices
+            choices = _required(body.generate_response, field, "without stream").choices
         num_top = num_logprobs(choices)
         return ChatBody(
             messages=[],
@@ -113,38 +113,40 @@ class ChatDerendering:
         )
 
     def whole(self) -> bytes:
-        response = _needed(self._body.generate_response, "generate_response", "without stream")
+        response = _required(self._body.generate_response, "generate_response", "without stream")
         prompt = self._prompt(response.prompt_token_ids)
-        ask = self._preparation.told(prompt, self._preparation.begin(prompt))
-        self._check_counts(ask)
+        prompt_request = self._preparation.parse_request(
+            prompt, self._preparation.answer_start(prompt)
+        )
+        self._check_counts(prompt_request)
         usage_tokens = response.usage.prompt_tokens if response.usage else 0
         count = None if prompt.ids else self._body.prompt_tokens or usage_tokens
-        return derendered(self._case(), [ask], [response], ["generate_response"], count)
+        return derendered(self._case(), [prompt_request], [response], ["generate_response"], count)
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:
         """Return (derendered chunk, stream state after it)."""
         body, preparation = self._body, self._preparation
-        chunk = _needed(body.generate_chunk, "generate_chunk", "with stream")
+        chunk = _required(body.generate_chunk, "generate_chunk", "with stream")
         key = key_of(self._model, body.chat_request)
         if body.stream_state is None:
             prompt = self._prompt(_ids_of(chunk))
-            begun = preparation.begin(prompt)
+            start = preparation.answer_start(prompt)
             count = len(prompt.ids) or body.prompt_tokens or 0
-            state = first_state(self._model.reading.ending(begun), count)
+            state = first_state(self._model.output_format.ending(start), count)
         else:
             state = opened(body.stream_state, key)
             prompt = Prompt(state.ending, [], self._kwargs)
-            begun = preparation.begin(prompt)
-        ask = preparation.told(prompt, begun)
-        self._check_counts(ask)
-        told_chunk, state = derendered_chunk(
-            self._case(), ask, state, chunk, is_first=body.stream_state is None
+            start = preparation.answer_start(prompt)
+        prompt_request = preparation.parse_request(prompt, start)
+        self._check_counts(prompt_request)
+        derendered, state = derendered_chunk(
+            self._case(), prompt_request, state, chunk, is_first=body.stream_state is None
         )
-        return told_chunk, sealed(state, key)
+        return derendered, sealed(state, key)
 
-    def _check_counts(self, ask: PromptRequest) -> None:
-        with named(_in(CHAT)):
-            check_counts([ask], self._request, self._config.max_n, self._config.max_n)
+    def _check_counts(self, prompt_request: PromptRequest) -> None:
+        with renaming(_in(CHAT)):
+            check_counts([prompt_request], self._request, self._config.max_n, self._config.max_n)
 
     def _case(self) -> DerenderCase:
         request, model = self._request, self._model
@@ -153,16 +155,16 @@ class ChatDerendering:
             request=request,
             model=model,
             kind="chatcmpl",
-            dialect=ChatResponseBuilder(
+            builder=ChatResponseBuilder(
                 model.tokenizer, request.num_logprobs, request.logprob_token_ids or ()
             ),
             effective=effective if request.return_effective_kwargs else None,
         )
 
-    def _prompt(self, told: Sequence[int] | None) -> Prompt:
+    def _prompt(self, response_ids: Sequence[int] | None) -> Prompt:
         """Return the prompt: from the body, else from the response, else rendered again."""
         body = self._body
-        ids = body.prompt_token_ids or told
+        ids = body.prompt_token_ids or response_ids
         if ids:
             check_token_ids(ids, self._model.card.vocab_size, "prompt_token_ids")
             end = self._model.tokenizer.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False)
@@ -170,15 +172,15 @@ class ChatDerendering:
         elif body.chat_request is None:
             return Prompt("", [], self._kwargs)
         else:
-            with named(_in(CHAT)):
+            with renaming(_in(CHAT)):
                 prompt = self._preparation.prompt(body.chat_request.messages)
         _check_count(body.prompt_tokens, len(prompt.ids), "prompt_tokens")
         return prompt
 
 
-def _check_count(said: int | None, count: int, at: str) -> None:
-    if said not in (None, count):
-        raise InvalidRequest(f"{at}: {said:,}, but the prompt has {count:,}", param=at)
+def _check_count(declared: int | None, count: int, at: str) -> None:
+    if declared not in (None, count):
+        raise InvalidRequest(f"{at}: {declared:,}, but the prompt has {count:,}", param=at)
 
 
 class CompletionDerendering:
@@ -189,7 +191,7 @@ class CompletionDerendering:
         self._model = model
         self._config = config
         self._request = body.completion_request or self._plain_request()
-        with named(_in(COMPLETION)):
+        with renaming(_in(COMPLETION)):
             check_completion(self._request)
             self._prompts = prompts_of(self._request, config.max_prompts)
         for field in ("generate_responses", "prompt_tokens", "prompt_token_ids"):
@@ -206,10 +208,10 @@ class CompletionDerendering:
         body = self._body
         if body.stream:
             field, count = "generate_chunk", 1 + body.prompt_index
-            choices = _needed(body.generate_chunk, field, "with stream").choices
+            choices = _required(body.generate_chunk, field, "with stream").choices
         else:
             field = "generate_responses"
-            responses = _needed(body.generate_responses, field, "without stream")
+            responses = _required(body.generate_responses, field, "without stream")
             choices = [choice for response in responses for choice in response.choices]
             count = len(responses)
         if not 0 < count <= self._config.max_prompts:
@@ -229,17 +231,17 @@ class CompletionDerendering:
 
     def whole(self) -> bytes:
         body = self._body
-        responses = _needed(body.generate_responses, "generate_responses", "without stream")
+        responses = _required(body.generate_responses, "generate_responses", "without stream")
         completion = self._completion(self._request, self._whole_ids(responses))
         total = 0
-        for place, ask in enumerate(completion.asks):
-            count = len(ask.prompt_ids)
-            said = body.prompt_tokens[place] if body.prompt_tokens else None
+        for place, prompt_request in enumerate(completion.prompt_requests):
+            count = len(prompt_request.prompt_ids)
+            declared = body.prompt_tokens[place] if body.prompt_tokens else None
             if count:
-                _check_count(said, count, f"prompt_tokens[{place}]")
-            total += count or said or 0
+                _check_count(declared, count, f"prompt_tokens[{place}]")
+            total += count or declared or 0
         at = [f"generate_responses[{place}]" for place in range(len(responses))]
-        return derendered(self._case(completion), completion.asks, responses, at, total)
+        return derendered(self._case(completion), completion.prompt_requests, responses, at, total)
 
     def _whole_ids(self, responses: Sequence[GenerateResponse]) -> list[list[int]] | None:
         """Return the prompts of the body or the responses; None to use those of the request."""
@@ -251,13 +253,16 @@ class CompletionDerendering:
             return [ids or [] for ids in found]
         if not any(found):
             return None
-        rendered = self._completion(self._request, None).asks
-        return [ids or ask.prompt_ids for ids, ask in zip(found, rendered, strict=True)]
+        rendered = self._completion(self._request, None).prompt_requests
+        return [
+            ids or prompt_request.prompt_ids
+            for ids, prompt_request in zip(found, rendered, strict=True)
+        ]
 
     def chunk(self) -> tuple[dict[str, Any] | None, str]:
         """Return (derendered chunk, stream state after it)."""
         body, place = self._body, self._body.prompt_index
-        chunk = _needed(body.generate_chunk, "generate_chunk", "with stream")
+        chunk = _required(body.generate_chunk, "generate_chunk", "with stream")
         if place >= len(self._prompts):
             raise InvalidRequest(
                 f"prompt_index: {place} is out of range; the request has {len(self._prompts):,} "
@@ -269,15 +274,15 @@ class CompletionDerendering:
         is_first = body.stream_state is None
         if body.stream_state is None:
             completion = self._completion(request, self._own_ids(place, chunk))
-            said = body.prompt_tokens[place] if body.prompt_tokens else 0
-            state = first_state("", len(completion.asks[0].prompt_ids) or said)
+            declared = body.prompt_tokens[place] if body.prompt_tokens else 0
+            state = first_state("", len(completion.prompt_requests[0].prompt_ids) or declared)
         else:
             state = opened(body.stream_state, key)
             completion = self._completion(request, [[]])
-        told, state = derendered_chunk(
-            self._case(completion), completion.asks[0], state, chunk, is_first=is_first
+        derendered, state = derendered_chunk(
+            self._case(completion), completion.prompt_requests[0], state, chunk, is_first=is_first
         )
-        return _index_offset(told, place * (request.n or 1)), sealed(state, key)
+        return _index_offset(derendered, place * (request.n or 1)), sealed(state, key)
 
     def _own_ids(self, place: int, chunk: GenerateChunk) -> list[list[int]] | None:
         given = self._body.prompt_token_ids
@@ -289,15 +294,15 @@ class CompletionDerendering:
     def _completion(self, request: CompletionBody, ids: Sequence[list[int]] | None) -> Completion:
         for place, given in enumerate(ids or ()):
             check_token_ids(given, self._model.card.vocab_size, f"prompt_token_ids[{place}]")
-        with named(_in(COMPLETION)):
+        with renaming(_in(COMPLETION)):
             completion = Completion(
                 request, self._model, max_prompts=self._config.max_prompts, ids=ids
             )
-            most = max(self._config.max_n, self._config.max_prompts)
-            check_counts(completion.asks, request, self._config.max_n, most)
+            max_choices = max(self._config.max_n, self._config.max_prompts)
+            check_counts(completion.prompt_requests, request, self._config.max_n, max_choices)
         return completion
 
     def _case(self, completion: Completion) -> DerenderCase:
         return DerenderCase(
-            request=completion.body, model=self._model, kind="cmpl", dialect=completion.dialect()
+            request=completion.body, model=self._model, kind="cmpl", builder=completion.builder()
         )

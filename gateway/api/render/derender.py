@@ -26,7 +26,7 @@ from gateway.api.openai.response_builder import (
 from gateway.api.openai.stream import ChunkStream, ChunkStreamState
 from gateway.api.openai.whole import whole_response
 from gateway.api.render.merging import chunk_of
-from gateway.api.render.recorded import Recorded, Reports, prompt_entries
+from gateway.api.render.recorded import Recorded, RecordedOutputs, prompt_entries
 from gateway.api.render.stream_state import StreamState, restore, state_of, wrong_state
 from gateway.api.tokens.generate_responses import GenerateChunk, GeneratedChoice, GenerateResponse
 from gateway.formats.choice_parser import ChoiceParser
@@ -57,35 +57,37 @@ class DerenderCase:
     request: GenerationBody
     model: ServedModel
     kind: str
-    dialect: ResponseBuilder
+    builder: ResponseBuilder
     effective: Any = None
 
     @property
     def num_logprobs(self) -> int | None:
-        return self.dialect.num_logprobs
+        return self.builder.num_logprobs
 
-    def origin(
-        self, said_id: str, fingerprint: Any, created: int, beside: dict[str, Any]
+    def envelope(
+        self, generated_id: str, fingerprint: Any, created: int, extensions: dict[str, Any]
     ) -> OpenAIEnvelope:
-        asides = dict(beside)
+        extensions = dict(extensions)
         if self.effective is not None:
-            asides["effective"] = self.effective
+            extensions["effective"] = self.effective
         return OpenAIEnvelope(
-            _own_id(said_id, self.kind),
+            _response_id(generated_id, self.kind),
             self.request.model or self.model.names[0],
             self.model.fingerprint if fingerprint is UNSET else fingerprint,
             created,
-            asides,
+            extensions,
         )
 
-    def reports(self, at: str, usage: Any) -> Reports:
-        asked = self.request.logprob_token_ids or ()
-        return Reports(at, self.model, num_logprobs=self.num_logprobs, asked_ids=asked, usage=usage)
+    def outputs(self, at: str, usage: Any) -> RecordedOutputs:
+        logprob_ids = self.request.logprob_token_ids or ()
+        return RecordedOutputs(
+            at, self.model, num_logprobs=self.num_logprobs, asked_ids=logprob_ids, usage=usage
+        )
 
 
-def _own_id(said: str, kind: str) -> str:
+def _response_id(generated_id: str, kind: str) -> str:
     """Return the API's response id, which is part of the token endpoint's id."""
-    own = said.removeprefix(GENERATE_PREFIX)
+    own = generated_id.removeprefix(GENERATE_PREFIX)
     return own if own.startswith(f"{kind}-") else f"{kind}-{own}"
 
 
@@ -94,7 +96,7 @@ def _own_id(said: str, kind: str) -> str:
 
 def derendered(
     case: DerenderCase,
-    asks: Sequence[PromptRequest],
+    prompt_requests: Sequence[PromptRequest],
     responses: Sequence[GenerateResponse],
     at: Sequence[str],
     prompt_tokens: int | None = None,
@@ -106,28 +108,28 @@ def derendered(
     prompt_tokens  number of prompt tokens, if the ids are unknown
     """
     request, model = case.request, case.model
-    answer = Recorded(asks, prompt_tokens)
-    fold = CollectSink(len(answer.choices))
-    answer.attach(fold)
+    group = Recorded(prompt_requests, prompt_tokens)
+    collected = CollectSink(len(group.choices))
+    group.attach(collected)
     for place, (response, where) in enumerate(zip(responses, at, strict=True)):
-        choices = [choice for choice in answer.choices if choice.prompt_index == place]
-        _play_whole(case, choices, response, where, answer)
-    answer.wait()
+        choices = [choice for choice in group.choices if choice.prompt_index == place]
+        _play_whole(case, choices, response, where, group)
+    group.wait()
     first = responses[0]
-    beside: dict[str, Any] = {}
+    extensions: dict[str, Any] = {}
     if len(responses) == 1 and first.kv_transfer_params is not None:
-        beside["kv_transfer_params"] = first.kv_transfer_params
+        extensions["kv_transfer_params"] = first.kv_transfer_params
     return whole_response(
-        answer,
-        fold,
-        case.dialect,
-        case.origin(
+        group,
+        collected,
+        case.builder,
+        case.envelope(
             first.request_id,
             first.system_fingerprint,
             int(time.time()) if first.created is None else first.created,
-            beside,
+            extensions,
         ),
-        tells_ids=bool(request.return_token_ids),
+        includes_ids=bool(request.return_token_ids),
         prompt_logprobs=prompt_shape(request, model) or _passed_on(responses),
     )
 
@@ -144,7 +146,7 @@ def _play_whole(
     choices: Sequence[Choice],
     response: GenerateResponse,
     at: str,
-    answer: Recorded,
+    group: Recorded,
 ) -> None:
     parts = {part.index: (place, part) for place, part in enumerate(response.choices)}
     if len(response.choices) != len(choices) or set(parts) != set(range(len(choices))):
@@ -153,7 +155,7 @@ def _play_whole(
             f"{len(choices)})",
             param=f"{at}.choices",
         )
-    reports = case.reports(at, response.usage)
+    outputs = case.outputs(at, response.usage)
     for index, choice in enumerate(choices):
         place, part = parts[index]
         if part.finish_reason is None:
@@ -163,7 +165,7 @@ def _play_whole(
             choice.prompt_logprobs = prompt_entries(
                 choice.ask.prompt_ids, response.prompt_logprobs, f"{at}.prompt_logprobs"
             )
-        answer.play(choice, reports.of(part, choice.params, place))
+        group.replay(choice, outputs.output(part, choice.params, place))
 
 
 # ---- chunk by chunk
@@ -171,7 +173,7 @@ def _play_whole(
 
 def derendered_chunk(
     case: DerenderCase,
-    ask: PromptRequest,
+    prompt_request: PromptRequest,
     state: StreamState,
     chunk: GenerateChunk,
     *,
@@ -182,8 +184,8 @@ def derendered_chunk(
     The ids of the prompt are needed for the first chunk only. Raises InvalidRequest.
     """
     try:
-        going_on = _GoingOn(case, ask, state)
-        return going_on.tell(chunk), going_on.state()
+        derenderer = _ChunkDerenderer(case, prompt_request, state)
+        return derenderer.derender(chunk), derenderer.state()
     except ServingError:
         raise
     except Exception:  # a forged state can make any parser fail
@@ -197,42 +199,46 @@ def first_state(ending: str, prompt_tokens: int) -> StreamState:
     return StreamState(int(time.time()), ending, prompt_tokens, ChunkStreamState(), {})
 
 
-class _GoingOn:
+class _ChunkDerenderer:
     """Derenders one chunk from one state to the next. It is the sink of its group."""
 
-    def __init__(self, case: DerenderCase, ask: PromptRequest, state: StreamState) -> None:
+    def __init__(
+        self, case: DerenderCase, prompt_request: PromptRequest, state: StreamState
+    ) -> None:
         self._case = case
         self._state = state
         self._frames: list[bytes] = []
-        self._answer = Recorded([ask], state.prompt_tokens)
-        for index, told in state.choices.items():
-            restore(self._answer.choices[index], told)
-            if told.offsets is not None and isinstance(case.dialect, CompletionResponseBuilder):
-                case.dialect.offsets(index, told.offsets)
-        self._answer.attach(self)
+        self._group = Recorded([prompt_request], state.prompt_tokens)
+        for index, choice_state in state.choices.items():
+            restore(self._group.choices[index], choice_state)
+            if choice_state.offsets is not None and isinstance(
+                case.builder, CompletionResponseBuilder
+            ):
+                case.builder.offsets(index, choice_state.offsets)
+        self._group.attach(self)
 
-    def tell(self, chunk: GenerateChunk) -> dict[str, Any] | None:
+    def derender(self, chunk: GenerateChunk) -> dict[str, Any] | None:
         self._stream = self._new_stream(chunk)
         if chunk.choices:
-            self._stream.begin()
-        reports = self._case.reports("generate_chunk", chunk.usage)
+            self._stream.start()
+        outputs = self._case.outputs("generate_chunk", chunk.usage)
         for place, part in enumerate(chunk.choices):
             choice = self._choice(part, place)
-            self._answer.play(choice, reports.of(part, choice.params, place))
+            self._group.replay(choice, outputs.output(part, choice.params, place))
             self._release(choice)
         if not chunk.choices and chunk.usage is not None:
             if (details := chunk.usage.prompt_tokens_details) is not None:
-                self._answer.choices[0].num_cached = details.cached_tokens
+                self._group.choices[0].num_cached = details.cached_tokens
             self._stream.end()
-        told = chunk_of(self._frames)
-        if told is not None and isinstance(chunk.kv_transfer_params, dict):
-            told["kv_transfer_params"] = chunk.kv_transfer_params
-        return told
+        merged = chunk_of(self._frames)
+        if merged is not None and isinstance(chunk.kv_transfer_params, dict):
+            merged["kv_transfer_params"] = chunk.kv_transfer_params
+        return merged
 
     def state(self) -> StreamState:
         """Return the state for the next chunk."""
         choices = dict(self._state.choices)
-        for choice in self._answer.choices:
+        for choice in self._group.choices:
             if choice.num_generated or choice.index in choices:
                 choices[choice.index] = state_of(choice, self._offsets(choice))
         return msgspec.structs.replace(self._state, choices=choices)
@@ -252,21 +258,23 @@ class _GoingOn:
 
     def _new_stream(self, chunk: GenerateChunk) -> ChunkStream:
         request, state = self._case.request, self._state
-        origin = self._case.origin(chunk.request_id, chunk.system_fingerprint, state.created, {})
+        envelope = self._case.envelope(
+            chunk.request_id, chunk.system_fingerprint, state.created, {}
+        )
         return ChunkStream(
-            self._answer,
-            self._case.dialect,
-            origin,
+            self._group,
+            self._case.builder,
+            envelope,
             write=self._frames.append,
             finish=lambda: None,
             includes_usage=request.includes_usage,
             repeats_usage=request.repeats_usage,
-            tells_ids=bool(request.return_token_ids),
-            told=state.told,
+            includes_ids=bool(request.return_token_ids),
+            state=state.chunks,
         )
 
     def _choice(self, part: GeneratedChoice, place: int) -> Choice:
-        choices = self._answer.choices
+        choices = self._group.choices
         if not 0 <= part.index < len(choices):
             at = f"generate_chunk.choices[{place}].index"
             raise InvalidRequest(
@@ -285,7 +293,7 @@ class _GoingOn:
             self._stream.delta(choice, reader.release())
 
     def _offsets(self, choice: Choice) -> tuple[DetokenizerState, int] | None:
-        dialect = self._case.dialect
-        if self._case.num_logprobs is None or not isinstance(dialect, CompletionResponseBuilder):
+        builder = self._case.builder
+        if self._case.num_logprobs is None or not isinstance(builder, CompletionResponseBuilder):
             return None
-        return dialect.offsets(choice.index).state()
+        return builder.offsets(choice.index).state()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.openai.response_builder import joined
+from gateway.api.openai.response_builder import concatenated
 from gateway.http import sse
 
 JOINED = ("content", "reasoning", "reasoning_content")
@@ -48,7 +48,7 @@ def _merged(before: Json, after: Json) -> Json:
         whole["delta"] = _merged_delta(before["delta"], after["delta"])
     if "text" in after:
         whole["text"] = before["text"] + after["text"]
-    whole["logprobs"] = joined([before["logprobs"], after["logprobs"]])
+    whole["logprobs"] = concatenated([before["logprobs"], after["logprobs"]])
     if "token_ids" in before and "token_ids" in after:
         whole["token_ids"] = before["token_ids"] + after["token_ids"]
     return whole

@@ -17,7 +17,7 @@ from protocol.messages import Output, TokenLogprobs, Usage
 from protocol.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
 
 
-class _Nowhere:
+class _NoEngine:
     """An engine client without requests, for groups that are generated elsewhere."""
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
@@ -33,11 +33,13 @@ class Recorded(ChoiceGroup):
     prompt_tokens  number of prompt tokens, if the ids are unknown
     """
 
-    def __init__(self, asks: Sequence[PromptRequest], prompt_tokens: int | None = None) -> None:
-        super().__init__(_Nowhere(), asks)
+    def __init__(
+        self, prompt_requests: Sequence[PromptRequest], prompt_tokens: int | None = None
+    ) -> None:
+        super().__init__(_NoEngine(), prompt_requests)
         self._prompt_tokens = prompt_tokens
 
-    def play(self, choice: Choice, output: Output) -> None:
+    def replay(self, choice: Choice, output: Output) -> None:
         """Process one output of a choice. Exceptions propagate to the caller."""
         self._output(choice, output)
 
@@ -46,7 +48,7 @@ class Recorded(ChoiceGroup):
         return super().num_prompt_tokens if self._prompt_tokens is None else self._prompt_tokens
 
 
-class Reports:
+class RecordedOutputs:
     """Converts the choices of a response or chunk, found at the path `at`, to engine outputs.
 
     num_logprobs, asked_ids   the logprobs that the derendered request asks for
@@ -67,7 +69,7 @@ class Reports:
         self._asked_ids = asked_ids
         self._usage = usage
 
-    def of(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
+    def output(self, part: GeneratedChoice, params: SamplingParams, place: int) -> Output:
         """Return the output for the choice at index `place`. Raise InvalidRequest."""
         at = f"{self._at}.choices[{place}]"
         check_token_ids(part.token_ids, self._model.card.vocab_size, f"{at}.token_ids")
@@ -80,10 +82,10 @@ class Reports:
             logprobs=self._logprobs(part, at),
             finish=part.finish_reason,
             stop_token=stop_token,
-            usage=self._cost(),
+            usage=self._engine_usage(),
         )
 
-    def _cost(self) -> Usage | None:
+    def _engine_usage(self) -> Usage | None:
         usage = self._usage
         if usage is None or usage.prompt_tokens_details is None:
             return None
@@ -150,16 +152,17 @@ def entry_of(token: ChosenToken, num_top: int, asked_ids: Sequence[int]) -> Toke
 
 
 def prompt_entries(
-    ids: Sequence[int], told: Sequence[dict[str, TokenChance] | None], at: str
+    ids: Sequence[int], logprobs: Sequence[dict[str, TokenChance] | None], at: str
 ) -> list[TokenLogprobs]:
     """Invert `text.logprobs.prompt_chances`."""
-    if len(told) != len(ids):
+    if len(logprobs) != len(ids):
         raise InvalidRequest(
-            f"{at}: must have one item per prompt token ({len(ids):,}); got {len(told):,}", param=at
+            f"{at}: must have one item per prompt token ({len(ids):,}); got {len(logprobs):,}",
+            param=at,
         )
     return [
         _prompt_entry(token_id, chances or {}, f"{at}[{place}]")
-        for place, (token_id, chances) in enumerate(zip(ids, told, strict=True))
+        for place, (token_id, chances) in enumerate(zip(ids, logprobs, strict=True))
         if place
     ]
 

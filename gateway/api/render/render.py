@@ -21,7 +21,7 @@ from gateway.served_model import ServedModel
 from protocol.errors import ContextTooLong
 from protocol.sampling import SamplingParams, check_vocabulary
 
-_SAID_OTHERWISE = frozenset({"seed", "bad_words", "logprobs_of"})
+_NOT_COPIED = frozenset({"seed", "bad_words", "logprobs_of"})
 """Fields of SamplingParams that are not copied: the first two differ in form, and these APIs have
 no logprobs_of."""
 
@@ -30,13 +30,13 @@ def rendered_chat(
     preparation: Preparation, prompt: Prompt, carried: Carried, request_id: str
 ) -> RenderedRequest:
     """Render a chat. Raise the errors that the engine would raise."""
-    begun = preparation.begin(prompt)
+    start = preparation.answer_start(prompt)
     request = _rendered(
-        preparation.body, preparation.model, preparation.ask(prompt), carried, request_id
+        preparation.body, preparation.model, preparation.prompt_request(prompt), carried, request_id
     )
     return msgspec.structs.replace(
         request,
-        reasoning_ended=begun.closed,
+        reasoning_ended=start.closed,
         reasoning_parser_kwargs=ReasoningParserKwargs(prompt.kwargs),
         reads_calls=preparation.plan.mode != "none",
     )
@@ -46,22 +46,30 @@ def rendered_completion(
     completion: Completion, model: ServedModel, carried: Carried, request_id: str
 ) -> list[RenderedRequest]:
     """Render a completion into one request per prompt."""
-    asks = completion.asks
-    ids = [request_id] if len(asks) == 1 else [f"{request_id}-{i}" for i in range(len(asks))]
+    prompt_requests = completion.prompt_requests
+    ids = (
+        [request_id]
+        if len(prompt_requests) == 1
+        else [f"{request_id}-{i}" for i in range(len(prompt_requests))]
+    )
     return [
-        _rendered(completion.body, model, ask, carried, name)
-        for ask, name in zip(asks, ids, strict=True)
+        _rendered(completion.body, model, prompt_request, carried, name)
+        for prompt_request, name in zip(prompt_requests, ids, strict=True)
     ]
 
 
 def _rendered(
-    body: GenerationBody, model: ServedModel, ask: PromptRequest, carried: Carried, request_id: str
+    body: GenerationBody,
+    model: ServedModel,
+    prompt_request: PromptRequest,
+    carried: Carried,
+    request_id: str,
 ) -> RenderedRequest:
-    _check_fits(ask, model)
+    _check_fits(prompt_request, model)
     return RenderedRequest(
         request_id=request_id,
-        token_ids=ask.prompt_ids,
-        sampling_params=sampling_of(body, ask.choices[0]),
+        token_ids=prompt_request.prompt_ids,
+        sampling_params=sampling_of(body, prompt_request.choices[0]),
         model=body.model or model.names[0],
         stream=bool(body.stream),
         stream_options=body.stream_options,
@@ -69,31 +77,31 @@ def _rendered(
         priority=body.priority or 0,
         timeout_s=body.timeout_s,
         queue_timeout_s=body.queue_timeout_s,
-        grammar=ask.grammar,
+        grammar=prompt_request.grammar,
         kv_transfer_params=carried.kv_transfer_params,
     )
 
 
-def _check_fits(ask: PromptRequest, model: ServedModel) -> None:
+def _check_fits(prompt_request: PromptRequest, model: ServedModel) -> None:
     """Check the request as the engine does, so that an impossible one is not rendered."""
-    params, most = ask.choices[0], model.limits.max_len
+    params, max_len = prompt_request.choices[0], model.limits.max_len
     check_vocabulary(params, model.card.vocab_size)
-    if len(ask.prompt_ids) + (params.max_tokens != 0) > most:
+    if len(prompt_request.prompt_ids) + (params.max_tokens != 0) > max_len:
         raise ContextTooLong(
-            f"the prompt is {len(ask.prompt_ids):,} tokens; this model takes {most:,} tokens of "
-            "prompt and answer together",
+            f"the prompt is {len(prompt_request.prompt_ids):,} tokens; this model takes "
+            f"{max_len:,} tokens of prompt and answer together",
             param="prompt",
         )
 
 
 def sampling_of(body: GenerationBody, params: SamplingParams) -> dict[str, Any]:
     """Return `sampling_params`. `params` are those of the first choice."""
-    told = {
+    fields = {
         name: value
         for name, value in msgspec.structs.asdict(params).items()
-        if value is not None and name not in _SAID_OTHERWISE
+        if value is not None and name not in _NOT_COPIED
     }
-    told |= {
+    fields |= {
         "n": body.n or 1,
         "stop": body.stop_strings,
         "include_stop_str_in_output": bool(body.include_stop_str_in_output),
@@ -101,5 +109,5 @@ def sampling_of(body: GenerationBody, params: SamplingParams) -> dict[str, Any]:
         "bad_words": body.bad_words or [],
     }
     if params.seed is not None:
-        told["seed"] = params.seed
-    return told
+        fields["seed"] = params.seed
+    return fields

@@ -11,7 +11,7 @@ import flask
 import msgspec
 from flask import Blueprint, Response, g, request
 
-from gateway.api.anthropic.model_limits import fitted
+from gateway.api.anthropic.model_limits import clamp_to_model
 from gateway.api.anthropic.requests import messages_decoder
 from gateway.api.anthropic.translate import translate
 from gateway.api.openai import checks, requests
@@ -25,7 +25,7 @@ from gateway.api.render.requests import (
     derender_chat_decoder,
     derender_completion_decoder,
 )
-from gateway.api.responses.checks import check, ignored
+from gateway.api.responses.checks import check, fields_without_effect
 from gateway.api.responses.rendering import rendered
 from gateway.api.responses.requests import responses_decoder
 from gateway.api.responses.routes import history_of
@@ -82,11 +82,13 @@ def render_completions(service: Service) -> Response:
     model, config = service.model(body.model), service.config
     completion = Completion(body, model, max_prompts=config.max_prompts)
     _note_ignored([*unknown, *completion.ignored], body)
-    check_counts(completion.asks, body, config.max_n, max(config.max_n, config.max_prompts))
+    check_counts(
+        completion.prompt_requests, body, config.max_n, max(config.max_n, config.max_prompts)
+    )
     try:
         return _json(rendered_completion(completion, model, carried, _id("cmpl")))
     except RequestError as error:
-        raise completion.named(error) from None
+        raise completion.rename_field(error) from None
 
 
 def render_responses(service: Service) -> Response:
@@ -96,20 +98,20 @@ def render_responses(service: Service) -> Response:
     model = service.model(body.model)
     trusts = service.config.trust_request_chat_template
     ready = rendered(body, [*before, *items], model, trusts_template=trusts)
-    names = [*ignored(body, unknown), *ready.ignored]
+    names = [*fields_without_effect(body, unknown), *ready.ignored]
     _note_ignored(names, ready.translation.chat)
-    with ready.named():
+    with ready.renaming():
         return _chat(service, carried, ready.preparation, ready.prompt, "resp")
 
 
 def render_messages(service: Service) -> Response:
     body, carried, unknown = _read(service, messages_decoder)
     translation = translate(body)
-    with translation.named():
+    with translation.renaming():
         model = service.model(translation.chat.model)
-        chat, _ = fitted(translation.chat, model.limits.max_len, model.reading)
+        chat, _ = clamp_to_model(translation.chat, model.limits.max_len, model.output_format)
         preparation = _preparation(service, chat)
-        _note_ignored([*unknown, *map(translation.own_name, preparation.ignored)], chat)
+        _note_ignored([*unknown, *map(translation.request_path, preparation.ignored)], chat)
         return _chat(service, carried, preparation, preparation.prompt(chat.messages), "msg")
 
 
@@ -126,7 +128,7 @@ def _chat(
     try:
         return _json(rendered_chat(preparation, prompt, carried, _id(kind)))
     except RequestError as error:
-        raise preparation.named(error) from None
+        raise preparation.rename_field(error) from None
 
 
 def _read(
@@ -139,14 +141,14 @@ def _read(
 
 
 def _note_ignored(names: list[str], body: requests.GenerationBody) -> None:
-    g.ignored = checks.listed(
+    g.ignored = checks.ignored_fields(
         (name for name in names if name not in Carried.__struct_fields__), body
     )
 
 
 def _id(kind: str) -> str:
-    exchange: RequestContext = g.exchange
-    return f"{kind}-{exchange.request_id}"
+    context: RequestContext = g.context
+    return f"{kind}-{context.request_id}"
 
 
 # ---- derender
@@ -154,18 +156,18 @@ def _id(kind: str) -> str:
 
 def derender_chat(service: Service) -> Response:
     body = service.bodies.parse(request, derender_chat_decoder, RECORDED_BOUNDS)
-    asked = body.chat_request
-    model = service.model(body.model or (asked.model if asked else None))
+    rendered_request = body.chat_request
+    model = service.model(body.model or (rendered_request.model if rendered_request else None))
     derendering = ChatDerendering(body, model, service.config)
-    return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
+    return _chunk(*derendering.chunk()) if body.stream else _json_bytes(derendering.whole())
 
 
 def derender_completions(service: Service) -> Response:
     body = service.bodies.parse(request, derender_completion_decoder, RECORDED_BOUNDS)
-    asked = body.completion_request
-    model = service.model(body.model or (asked.model if asked else None))
+    rendered_request = body.completion_request
+    model = service.model(body.model or (rendered_request.model if rendered_request else None))
     derendering = CompletionDerendering(body, model, service.config)
-    return _chunk(*derendering.chunk()) if body.stream else _told(derendering.whole())
+    return _chunk(*derendering.chunk()) if body.stream else _json_bytes(derendering.whole())
 
 
 def _chunk(chunk: dict[str, Any] | None, state: str) -> Response:
@@ -173,8 +175,8 @@ def _chunk(chunk: dict[str, Any] | None, state: str) -> Response:
 
 
 def _json(value: Any) -> Response:
-    return _told(msgspec.json.encode(value))
+    return _json_bytes(msgspec.json.encode(value))
 
 
-def _told(data: bytes) -> Response:
+def _json_bytes(data: bytes) -> Response:
     return flask.Response(data, content_type="application/json")

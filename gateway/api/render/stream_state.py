@@ -69,7 +69,7 @@ class StreamState(msgspec.Struct, frozen=True, array_like=True):
     created: int
     ending: str
     prompt_tokens: int
-    told: ChunkStreamState
+    chunks: ChunkStreamState
     choices: dict[int, ChoiceState]
 
 
@@ -78,7 +78,13 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 
 def key_of(model: ServedModel, request: msgspec.Struct | None) -> bytes:
     """Return the key that seals a state. `request` is the one rendered; None if unknown."""
-    parts = (VERSION, model.card.digest, model.reading.tools, model.reading.reasoning, request)
+    parts = (
+        VERSION,
+        model.card.digest,
+        model.output_format.tools,
+        model.output_format.reasoning,
+        request,
+    )
     return hashlib.blake2b(msgspec.json.encode(parts)).digest()
 
 

@@ -62,12 +62,12 @@ def _check_tools(body: ResponsesBody) -> None:
                 raise unsupported(f"{at}.{name}")
 
 
-def ignored(body: ResponsesBody, unknown: list[str]) -> list[str]:
+def fields_without_effect(body: ResponsesBody, unknown: list[str]) -> list[str]:
     """Return the fields without effect: unknown fields, and fields that are accepted because some
     clients always send them."""
-    told = list(unknown)
+    names = list(unknown)
     if body.text is not None and body.text.verbosity is not None:
-        told.append("text.verbosity")
+        names.append("text.verbosity")
     if body.prompt_cache_key is not None:
-        told.append("prompt_cache_key")
-    return told
+        names.append("prompt_cache_key")
+    return names

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.responses.items import Item, item_id, seal
-from gateway.api.responses.response import ResponseHead, Told
+from gateway.api.responses.response import Json, ResponseHead
 from gateway.formats.events import (
     Content,
     Event,
@@ -54,12 +54,12 @@ def frame(kind: str, number: int, **members: Any) -> Frame:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
-def last_frame(number: int, response: Told) -> Frame:
+def last_frame(number: int, response: Json) -> Frame:
     """Return the event that ends the stream."""
     return frame(LAST_EVENTS[response["status"]], number, response=response)
 
 
-def _delta_head(event: str, at: Told) -> bytes:
+def _delta_head(event: str, at: Json) -> bytes:
     """Return the part of a delta frame that precedes the delta."""
     head = encode({"type": event + ".delta", **at})[:-1]
     return b"event: %b.delta\ndata: %b" % (event.encode(), head)
@@ -71,7 +71,7 @@ class _Text:
     def __init__(self, events: ResponseEvents, kind: str) -> None:
         self.kind = kind
         self._part, self._event = _TEXTS[kind]
-        self._bits: list[str] = []
+        self._deltas: list[str] = []
         self._logprobs: list[Any] = []
         self._place = len(events.output)
         self._id = item_id(kind, events.head.id, self._place)
@@ -79,11 +79,11 @@ class _Text:
         self._at = {"item_id": self._id, "output_index": self._place, "content_index": 0}
         self._head = _delta_head(self._event, self._at)
         item = self._item(IN_PROGRESS, [])
-        events.tell("response.output_item.added", output_index=self._place, item=item)
-        events.tell("response.content_part.added", **self._at, part=self._told_part())
+        events.emit("response.output_item.added", output_index=self._place, item=item)
+        events.emit("response.content_part.added", **self._at, part=self._part_json())
 
-    def say(self, events: ResponseEvents, text: str, logprobs: Sequence[Any] = ()) -> None:
-        self._bits.append(text)
+    def push(self, events: ResponseEvents, text: str, logprobs: Sequence[Any] = ()) -> None:
+        self._deltas.append(text)
         self._logprobs += logprobs
         data = b',"delta":' + encode(text)
         if self.kind == "message":
@@ -91,27 +91,27 @@ class _Text:
         events.put(b'%b%b,"sequence_number":%d}\n\n' % (self._head, data, events.next_number))
 
     def close(self, events: ResponseEvents, status: str) -> Item:
-        text, more = "".join(self._bits), {}
+        text, more = "".join(self._deltas), {}
         if self.kind == "message":
             more = {"logprobs": self._logprobs}
-        events.tell(self._event + ".done", **self._at, text=text, **more)
-        part = self._told_part(text)
-        events.tell("response.content_part.done", **self._at, part=part)
+        events.emit(self._event + ".done", **self._at, text=text, **more)
+        part = self._part_json(text)
+        events.emit("response.content_part.done", **self._at, part=part)
         item = self._item(status, [part])
-        events.tell("response.output_item.done", output_index=self._place, item=item)
+        events.emit("response.output_item.done", output_index=self._place, item=item)
         return item
 
-    def _told_part(self, text: str = "") -> Told:
-        part: Told = {"type": self._part, "text": text}
+    def _part_json(self, text: str = "") -> Json:
+        part: Json = {"type": self._part, "text": text}
         if self.kind == "message":
             part |= {"annotations": [], "logprobs": self._logprobs if text else []}
         return part
 
-    def _item(self, status: str, content: list[Told]) -> Item:
+    def _item(self, status: str, content: list[Json]) -> Item:
         item: Item = {"type": self.kind, "id": self._id, "status": status}
         if self.kind == "message":
             return item | {"role": "assistant", "content": content}
-        sealed = seal("".join(self._bits)) if self._seals and content else None
+        sealed = seal("".join(self._deltas)) if self._seals and content else None
         return item | {"summary": [], "content": content, "encrypted_content": sealed}
 
 
@@ -127,25 +127,25 @@ class _Call:
 
     def __init__(self, events: ResponseEvents, call: ToolCall) -> None:
         self._call = call
-        self._bits: list[str] = []
+        self._deltas: list[str] = []
         self._place = len(events.output)
         self._id = item_id(self.kind, events.head.id, self._place)
         self._at = {"item_id": self._id, "output_index": self._place}
         self._head = _delta_head("response.function_call_arguments", self._at)
         item = self._item(IN_PROGRESS, "")
-        events.tell("response.output_item.added", output_index=self._place, item=item)
+        events.emit("response.output_item.added", output_index=self._place, item=item)
 
-    def say(self, events: ResponseEvents, fragment: str) -> None:
-        self._bits.append(fragment)
+    def push(self, events: ResponseEvents, fragment: str) -> None:
+        self._deltas.append(fragment)
         data = self._head, encode(fragment), events.next_number
         events.put(b'%b,"delta":%b,"sequence_number":%d}\n\n' % data)
 
     def close(self, events: ResponseEvents, status: str) -> Item:
-        arguments = "".join(self._bits)
+        arguments = "".join(self._deltas)
         kind = "response.function_call_arguments.done"
-        events.tell(kind, **self._at, name=self._call.name, arguments=arguments)
+        events.emit(kind, **self._at, name=self._call.name, arguments=arguments)
         item = self._item(status, arguments)
-        events.tell("response.output_item.done", output_index=self._place, item=item)
+        events.emit("response.output_item.done", output_index=self._place, item=item)
         return item
 
     def _item(self, status: str, arguments: str) -> Item:
@@ -175,31 +175,31 @@ class ResponseEvents:
         self._warnings: list[OutputWarning] = []
         self._frames: list[Frame] = []
 
-    def begin(self, *, queued: bool = False) -> None:
+    def start(self, *, queued: bool = False) -> None:
         """Write the first events. A `queued` response becomes in_progress with `proceed`."""
         status = "queued" if queued else IN_PROGRESS
-        self.tell("response.created", response=self.head.told(status))
+        self.emit("response.created", response=self.head.response(status))
         if queued:
-            self.tell("response.queued", response=self.head.told(status))
+            self.emit("response.queued", response=self.head.response(status))
         else:
             self.proceed()
 
     def proceed(self) -> None:
-        self.tell("response.in_progress", response=self.head.told(IN_PROGRESS))
+        self.emit("response.in_progress", response=self.head.response(IN_PROGRESS))
 
     def push(self, event: Event, logprobs: Sequence[Any] = ()) -> None:
         """Write the frames of an event. `logprobs` are those of a Content event, formatted."""
         match event:
             case Content(text):
-                self._text("message").say(self, text, logprobs)
+                self._text("message").push(self, text, logprobs)
             case Reasoning(text):
-                self._text("reasoning").say(self, text)
+                self._text("reasoning").push(self, text)
             case ToolCall():
                 self._close(INCOMPLETE if isinstance(self._open, _Call) else COMPLETED)
                 self._open = _Call(self, event)
             case ToolArguments(_, fragment):
                 assert isinstance(self._open, _Call)
-                self._open.say(self, fragment)
+                self._open.push(self, fragment)
             case ToolCallEnd():
                 self._close(COMPLETED)
             case OutputWarning():
@@ -209,15 +209,15 @@ class ResponseEvents:
         self,
         status: str,
         *,
-        usage: Told | None = None,
-        error: Told | None = None,
+        usage: Json | None = None,
+        error: Json | None = None,
         incomplete: str | None = None,
-        timings: Told | None = None,
-    ) -> Told:
+        timings: Json | None = None,
+    ) -> Json:
         """Close the open item and return the final response. `last_frame` makes its last event."""
         whole = status == COMPLETED and not isinstance(self._open, _Call)
         self._close(COMPLETED if whole else INCOMPLETE)
-        return self.head.told(
+        return self.head.response(
             status,
             self.output,
             usage=usage,
@@ -227,14 +227,14 @@ class ResponseEvents:
             timings=timings,
         )
 
-    def taken(self) -> list[Frame]:
+    def pop_frames(self) -> list[Frame]:
         """Return and clear the frames written since the last call."""
         frames, self._frames = self._frames, []
         return frames
 
     # ---- for the items
 
-    def tell(self, kind: str, **members: Any) -> None:
+    def emit(self, kind: str, **members: Any) -> None:
         self.put(frame(kind, self.next_number, **members))
 
     def put(self, data: Frame) -> None:

@@ -13,11 +13,11 @@ import gevent
 import msgspec
 
 from gateway.api.responses.events import Frame, last_frame
-from gateway.api.responses.response import Told
+from gateway.api.responses.response import Json
 from gateway.http.client_socket import Outlet
 from gateway.store.runs import DetachedRun
 
-Keep = Callable[[Told], Told]
+StoreResponse = Callable[[Json], Json]
 """Stores a response and returns the response to send, in which `store` is false if that failed.
 Blocks."""
 
@@ -25,25 +25,25 @@ Blocks."""
 class StreamFrameWriter:
     """Writes to the client's stream."""
 
-    def __init__(self, outlet: Outlet, keep: Keep | None) -> None:
+    def __init__(self, outlet: Outlet, store: StoreResponse | None) -> None:
         self._outlet = outlet
-        self._keep = keep
+        self._store = store
 
-    def begun(self, response: Told) -> None:
+    def start(self, response: Json) -> None:
         pass
 
     def write(self, frames: list[Frame]) -> None:
         self._outlet.write(b"".join(frames))
 
-    def close(self, response: Told, number: int) -> None:
+    def close(self, response: Json, number: int) -> None:
         gevent.spawn(self._end, response, number)
 
-    def _end(self, response: Told, number: int) -> None:
+    def _end(self, response: Json, number: int) -> None:
         """Send the last event once the client has read the earlier ones: it repeats the whole
         response."""
         try:
-            if self._keep is not None:
-                response = self._keep(response)
+            if self._store is not None:
+                response = self._store(response)
         except BaseException:
             self._outlet.cut()  # otherwise the client would wait forever
             raise
@@ -55,15 +55,15 @@ class StreamFrameWriter:
 class WholeResponseWriter:
     """Keeps the final response and ignores the frames."""
 
-    response: Told
+    response: Json
 
-    def begun(self, response: Told) -> None:
+    def start(self, response: Json) -> None:
         pass
 
     def write(self, frames: list[Frame]) -> None:
         pass
 
-    def close(self, response: Told, number: int) -> None:
+    def close(self, response: Json, number: int) -> None:
         self.response = response
 
 
@@ -73,11 +73,11 @@ class RunFrameWriter:
     def __init__(self, run: DetachedRun) -> None:
         self._run = run
 
-    def begun(self, response: Told) -> None:
+    def start(self, response: Json) -> None:
         self._run.note(msgspec.json.encode(response))
 
     def write(self, frames: list[Frame]) -> None:
         self._run.write(frames)
 
-    def close(self, response: Told, number: int) -> None:
+    def close(self, response: Json, number: int) -> None:
         self._run.close([last_frame(number, response)], msgspec.json.encode(response))

@@ -33,9 +33,9 @@ class History:
         """Return (the request's own items, all items before them). Raise InvalidRequest."""
         own = self.resolved(input_items(body.input))
         previous = body.previous_response_id
-        return own, self.before(previous) if previous is not None else []
+        return own, self.items_before(previous) if previous is not None else []
 
-    def before(self, response_id: str) -> list[PlacedItem]:
+    def items_before(self, response_id: str) -> list[PlacedItem]:
         """Return all items up to the end of a response. Raise InvalidRequest if any is missing."""
         if self._store is None:
             raise _wrong(PREVIOUS, "this server stores no responses (see --response-store)")
@@ -51,7 +51,7 @@ class History:
             ) from None
         if body_of(records[-1])["status"] in UNFINISHED:
             raise _wrong(PREVIOUS, f"{response_id!r} is not complete yet")
-        return [PlacedItem(item, PREVIOUS) for record in records for item in said_in(record)]
+        return [PlacedItem(item, PREVIOUS) for record in records for item in all_items(record)]
 
     def resolved(self, items: Sequence[PlacedItem]) -> list[PlacedItem]:
         """Replace references by the stored items. Raise InvalidRequest if one is missing."""
@@ -69,7 +69,7 @@ class History:
             record = self._store.ask(
                 lambda database: database.get(response_id, self._owner, time.time())
             )
-            for item in said_in(record) if record else ():
+            for item in all_items(record) if record else ():
                 if item.get("id") == name:
                     return item
         raise _wrong(f"{placed.at}.id", f"no item {name!r} is stored")
@@ -85,7 +85,7 @@ def input_of(record: StoredRecord) -> list[Item]:
     return items
 
 
-def said_in(record: StoredRecord) -> list[Item]:
+def all_items(record: StoredRecord) -> list[Item]:
     """Return a stored response's own input and output."""
     return [*input_of(record), *body_of(record)["output"]]
 

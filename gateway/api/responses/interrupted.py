@@ -15,7 +15,7 @@ _DIED = {
 }
 
 
-def response_epitaph(response_id: str, number: int, body: bytes | None) -> Interruption:
+def interrupted_response(response_id: str, number: int, body: bytes | None) -> Interruption:
     """Return the end of a response. `body` is the stored response; its output is kept."""
     assert body is not None, "a background response is stored from its start"
     response = msgspec.json.decode(body) | {"status": "failed", "error": _DIED}

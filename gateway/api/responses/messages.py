@@ -35,9 +35,9 @@ class ItemConversation:
         if instructions:
             self._add({"role": "system", "content": instructions}, INSTRUCTIONS)
         for place, placed in enumerate(items):
-            self._take(placed, is_first=not place)
+            self._add_item(placed, is_first=not place)
 
-    def _take(self, placed: PlacedItem, *, is_first: bool) -> None:
+    def _add_item(self, placed: PlacedItem, *, is_first: bool) -> None:
         item, at = placed.item, placed.at
         match item["type"]:
             case "reasoning":
@@ -98,7 +98,7 @@ def check_outputs(items: Sequence[PlacedItem]) -> None:
     answered = {
         placed.item["call_id"] for placed in items if placed.item["type"] == "function_call_output"
     }
-    for calls in _made_together(items):
+    for calls in _calls_by_turn(items):
         missing = [call for call in calls if call not in answered]
         if missing and len(missing) < len(calls):
             raise InvalidRequest(
@@ -108,7 +108,7 @@ def check_outputs(items: Sequence[PlacedItem]) -> None:
             )
 
 
-def _made_together(items: Sequence[PlacedItem]) -> list[list[str]]:
+def _calls_by_turn(items: Sequence[PlacedItem]) -> list[list[str]]:
     """Return the ids of calls, in groups separated by outputs or a user's messages."""
     groups: list[list[str]] = []
     goes_on = False

@@ -14,7 +14,7 @@ from gateway.api.responses.items import PlacedItem
 from gateway.api.responses.messages import check_outputs
 from gateway.api.responses.requests import ResponsesBody
 from gateway.api.responses.translate import ResponsesTranslation, chat_body
-from gateway.api.responses.truncation import fitted, room_for
+from gateway.api.responses.truncation import render_fitting, reserved_tokens
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
 from protocol.errors import RequestError
@@ -31,19 +31,19 @@ class Rendered:
     @property
     def ignored(self) -> list[str]:
         """Paths of members that have no effect."""
-        return [self.translation.own_name(path) for path in self.preparation.ignored]
+        return [self.translation.request_path(path) for path in self.preparation.ignored]
 
-    def ask(self) -> PromptRequest:
-        with self.translation.named():
-            return self.preparation.ask(self.prompt)
+    def prompt_request(self) -> PromptRequest:
+        with self.translation.renaming():
+            return self.preparation.prompt_request(self.prompt)
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def renaming(self) -> Iterator[None]:
         """Rename the fields of the engine's errors raised inside to those of the request."""
         try:
             yield
         except RequestError as error:
-            raise self.translation.renamed(self.preparation.named(error)) from None
+            raise self.translation.rename_error(self.preparation.rename_field(error)) from None
 
 
 def rendered(
@@ -53,7 +53,7 @@ def rendered(
 
     def render(items: Sequence[PlacedItem]) -> Rendered:
         translation = chat_body(body, items)
-        with translation.named():
+        with translation.renaming():
             preparation = Preparation(translation.chat, model, trusts_template=trusts_template)
             prompt = preparation.prompt(translation.chat.messages)
         return Rendered(translation, preparation, prompt)
@@ -61,5 +61,9 @@ def rendered(
     check_outputs(items)
     if body.truncation != "auto":
         return render(items)
-    most = model.limits.max_len - room_for(body.max_output_tokens, model.limits.max_len)
-    return fitted(items, render, lambda rendered: len(rendered.prompt.ids) <= most)
+    max_prompt_tokens = model.limits.max_len - reserved_tokens(
+        body.max_output_tokens, model.limits.max_len
+    )
+    return render_fitting(
+        items, render, lambda rendered: len(rendered.prompt.ids) <= max_prompt_tokens
+    )

@@ -130,11 +130,11 @@ class ResponsesBody(FormFields, frozen=True, kw_only=True):
     response_format: Any = None
 
     @property
-    def tells_logprobs(self) -> bool:
+    def includes_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
-    def tells_encrypted(self) -> bool:
+    def includes_encrypted(self) -> bool:
         return ENCRYPTED in (self.include or ())
 
 

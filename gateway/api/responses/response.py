@@ -20,7 +20,7 @@ from gateway.http.errors import fault_of
 from protocol.errors import ServingError
 from protocol.sampling import SamplingParams
 
-Told = dict[str, Any]
+Json = dict[str, Any]
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """HTTP status -> error code. Others are "server_error"; OpenAI defines only these codes."""
 
@@ -33,7 +33,7 @@ class ResponseHead:
     """
 
     id: str
-    fields: Told
+    fields: Json
     created_at: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -41,17 +41,17 @@ class ResponseHead:
         """The part of the id that its items' ids contain."""
         return self.id.removeprefix(RESPONSE_PREFIX)
 
-    def told(
+    def response(
         self,
         status: str,
         output: Sequence[Item] = (),
         *,
-        usage: Told | None = None,
-        error: Told | None = None,
+        usage: Json | None = None,
+        error: Json | None = None,
         incomplete: str | None = None,
         warnings: Sequence[OutputWarning] = (),
-        timings: Told | None = None,
-    ) -> Told:
+        timings: Json | None = None,
+    ) -> Json:
         """Return the response in its current state."""
         response = {
             "id": self.id,
@@ -77,8 +77,8 @@ def fields_of(
     model: str,
     fingerprint: str,
     stores: bool,
-    asides: Mapping[str, Any],
-) -> Told:
+    extensions: Mapping[str, Any],
+) -> Json:
     """Return the request's fields as the response repeats them, with defaults filled in.
 
     params      the sampling parameters in effect
@@ -108,7 +108,7 @@ def fields_of(
         "conversation": None,
         "prompt": None,
         "system_fingerprint": fingerprint,
-        **asides,
+        **extensions,
     }
 
 
@@ -119,28 +119,28 @@ _REPEATED = (
 _SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 
 
-def _tool(tool: Mapping[str, Any]) -> Told:
+def _tool(tool: Mapping[str, Any]) -> Json:
     """Return a tool with all members of a function tool."""
     rest = {"description": None, "parameters": None, "strict": False}
     return rest | {name: value for name, value in tool.items() if value is not None}
 
 
-def usage_of(answer: ChoiceGroup) -> Told:
+def usage_of(group: ChoiceGroup) -> Json:
     """Return the usage so far. `reasoning_tokens` is 0 if they cannot be counted."""
-    prompt, generated = answer.num_prompt_tokens, answer.num_generated_tokens
+    prompt, generated = group.num_prompt_tokens, group.num_generated_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {
-            "cached_tokens": answer.num_cached_tokens,
+            "cached_tokens": group.num_cached_tokens,
             "cache_write_tokens": 0,  # cache writes are not charged
         },
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens or 0},
+        "output_tokens_details": {"reasoning_tokens": group.num_reasoning_tokens or 0},
         "total_tokens": prompt + generated,
     }
 
 
-def error_of(error: ServingError) -> Told:
+def error_of(error: ServingError) -> Json:
     """Return the `error` of a failed response. The message of an internal error is an error id; the
     log has the details."""
     fault = fault_of(error)

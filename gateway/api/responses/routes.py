@@ -15,12 +15,12 @@ import flask
 import msgspec
 from flask import Blueprint, Response, g, request
 
-from gateway.api.openai.checks import listed
-from gateway.api.responses.checks import check, ignored
+from gateway.api.openai.checks import ignored_fields
+from gateway.api.responses.checks import check, fields_without_effect
 from gateway.api.responses.events import ResponseEvents
 from gateway.api.responses.frame_writers import (
-    Keep,
     RunFrameWriter,
+    StoreResponse,
     StreamFrameWriter,
     WholeResponseWriter,
 )
@@ -28,10 +28,10 @@ from gateway.api.responses.history import History
 from gateway.api.responses.items import RESPONSE_PREFIX, PlacedItem, identified
 from gateway.api.responses.rendering import Rendered, rendered
 from gateway.api.responses.requests import ResponsesBody, responses_decoder
-from gateway.api.responses.response import ResponseHead, Told, fields_of
+from gateway.api.responses.response import Json, ResponseHead, fields_of
 from gateway.api.responses.responses import ResponseInputTokens
-from gateway.api.responses.stream import FrameWriter, LogprobsShown, ResponseSink
-from gateway.generation import run as any_api
+from gateway.api.responses.stream import FrameWriter, ResponseSink, TextLogprobs
+from gateway.generation import run
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
@@ -55,16 +55,16 @@ def blueprint(service: Service) -> Blueprint:
 
 def create(service: Service) -> Response:
     body = _read(service)
-    keeps = _keeps(service, body)
+    is_stored = _is_stored(service, body)
     items, before = history_of(service).items_of(body)
     model = service.model(body.model)
-    any_api.knock(service)
+    run.knock(service)
     ready = _rendered(service, body, [*before, *items], model)
-    ask = ready.ask()
-    head = _head(body, ready, ask, stores=keeps)
-    record = _record(head, items) if keeps else None
-    with ready.named():
-        return _respond(service, _Created(body, ready, ask, head, record))
+    prompt_request = ready.prompt_request()
+    head = _head(body, ready, prompt_request, stores=is_stored)
+    record = _record(head, items) if is_stored else None
+    with ready.renaming():
+        return _respond(service, _Created(body, ready, prompt_request, head, record))
 
 
 def input_tokens(service: Service) -> Response:
@@ -79,24 +79,24 @@ def input_tokens(service: Service) -> Response:
 def _rendered(
     service: Service, body: ResponsesBody, items: Sequence[PlacedItem], model: ServedModel
 ) -> Rendered:
-    with g.exchange.journal.tokenizing():
+    with g.context.journal.tokenizing():
         trusts = service.config.trust_request_chat_template
         ready = rendered(body, items, model, trusts_template=trusts)
-    g.ignored = listed([*g.ignored, *ready.ignored], ready.translation.chat)
+    g.ignored = ignored_fields([*g.ignored, *ready.ignored], ready.translation.chat)
     return ready
 
 
 def _read(service: Service) -> ResponsesBody:
     body, unknown = service.bodies.parse_known(request, responses_decoder)
-    g.ignored = ignored(body, unknown)
+    g.ignored = fields_without_effect(body, unknown)
     check(body)
     return body
 
 
-def _keeps(service: Service, body: ResponsesBody) -> bool:
+def _is_stored(service: Service, body: ResponsesBody) -> bool:
     """Return whether to store the response. Raise InvalidRequest if the body requires storage and
     the server has none."""
-    can = service.keeping is not None
+    can = service.persistence is not None
     for field in ("store", "background"):
         if getattr(body, field) and not can:
             raise InvalidRequest(
@@ -109,7 +109,7 @@ def _keeps(service: Service, body: ResponsesBody) -> bool:
 
 def history_of(service: Service) -> History:
     """Return the stored responses that the current caller may continue."""
-    store = service.keeping.store if service.keeping else None
+    store = service.persistence.store if service.persistence else None
     return History(store, g.caller.owner)
 
 
@@ -122,7 +122,7 @@ def _record(head: ResponseHead, items: Sequence[PlacedItem]) -> StoredRecord:
         head.created_at,
         head.fields["previous_response_id"],
         input=msgspec.json.encode(own),
-        body=msgspec.json.encode(head.told("queued")),
+        body=msgspec.json.encode(head.response("queued")),
     )
 
 
@@ -132,104 +132,109 @@ class _Created:
 
     body: ResponsesBody
     ready: Rendered
-    ask: PromptRequest
+    prompt_request: PromptRequest
     head: ResponseHead
     record: StoredRecord | None
 
     @property
-    def terms(self) -> any_api.RequestOptions:
-        return any_api.RequestOptions.of(self.body, self.head.id)
+    def options(self) -> run.RequestOptions:
+        return run.RequestOptions.of(self.body, self.head.id)
 
     def sink(
-        self, answer: ChoiceGroup, taker: FrameWriter, *, queued: bool = False
+        self, group: ChoiceGroup, frame_writer: FrameWriter, *, queued: bool = False
     ) -> ResponseSink:
-        events = ResponseEvents(self.head, seals=self.body.tells_encrypted)
+        events = ResponseEvents(self.head, seals=self.body.includes_encrypted)
         logprobs = None
-        if self.body.tells_logprobs:
+        if self.body.includes_logprobs:
             tokenizer = self.ready.preparation.model.tokenizer
-            logprobs = LogprobsShown(tokenizer, self.body.top_logprobs or 0)
-        return ResponseSink(answer, events, taker, logprobs, queued=queued)
+            logprobs = TextLogprobs(tokenizer, self.body.top_logprobs or 0)
+        return ResponseSink(group, events, frame_writer, logprobs, queued=queued)
 
 
 def _respond(service: Service, created: _Created) -> Response:
-    keep = _keep(service, created.record)
+    store_response = _store_function(service, created.record)
     if created.body.background:
         return _in_background(service, created)
     if created.body.stream:
-        return any_api.stream(
+        return run.stream(
             service,
-            [created.ask],
-            created.terms,
-            lambda answer, outlet: created.sink(answer, StreamFrameWriter(outlet, keep)),
+            [created.prompt_request],
+            created.options,
+            lambda group, outlet: created.sink(group, StreamFrameWriter(outlet, store_response)),
         )
-    taker = WholeResponseWriter()
-    any_api.heard(service, [created.ask], created.terms, lambda answer: created.sink(answer, taker))
-    return _json(keep(taker.response) if keep else taker.response)
+    frame_writer = WholeResponseWriter()
+    run.heard(
+        service,
+        [created.prompt_request],
+        created.options,
+        lambda group: created.sink(group, frame_writer),
+    )
+    return _json(store_response(frame_writer.response) if store_response else frame_writer.response)
 
 
-def _keep(service: Service, record: StoredRecord | None) -> Keep | None:
+def _store_function(service: Service, record: StoredRecord | None) -> StoreResponse | None:
     """Return a function that stores the final response; None if it is not stored."""
-    keeping = service.keeping
-    if keeping is None or record is None:
+    persistence = service.persistence
+    if persistence is None or record is None:
         return None
 
-    def keep(response: Told) -> Told:
-        kept = msgspec.structs.replace(record, body=msgspec.json.encode(response))
+    def store_response(response: Json) -> Json:
+        final = msgspec.structs.replace(record, body=msgspec.json.encode(response))
         try:
-            keeping.store.ask(lambda database: database.put(kept, time.time()))
+            persistence.store.ask(lambda database: database.put(final, time.time()))
         except sqlite3.Error:  # the response is sent anyway
             log.exception("could not store a response")
             return response | {"store": False}
         return response
 
-    return keep
+    return store_response
 
 
 def _in_background(service: Service, created: _Created) -> Response:
     """Generate the response whether or not its client stays connected."""
-    keeping, record = service.keeping, created.record
-    assert keeping is not None
+    persistence, record = service.persistence, created.record
+    assert persistence is not None
     assert record is not None
     runs: list[DetachedRun] = []
 
-    def sink_of(answer: ChoiceGroup) -> ResponseSink:
-        run = keeping.runs.begin(NewRun(record.id, record.owner, RESPONSE), record)
-        runs.append(run)
-        sink = created.sink(answer, RunFrameWriter(run), queued=True)
-        run.abort = partial(_cancel, answer, sink)
+    def sink_of(group: ChoiceGroup) -> ResponseSink:
+        detached = persistence.runs.begin(NewRun(record.id, record.owner, RESPONSE), record)
+        runs.append(detached)
+        sink = created.sink(group, RunFrameWriter(detached), queued=True)
+        detached.abort = partial(_cancel, group, sink)
         return sink
 
-    any_api.detached(service, [created.ask], created.terms, sink_of)
-    (run,) = runs
+    run.detached(service, [created.prompt_request], created.options, sink_of)
+    (detached,) = runs
     if created.body.stream:
-        return any_api.listening(service, run, owns_exchange=False)
-    run.leave()
+        return run.listening(service, detached, owns_exchange=False)
+    detached.leave()
     return flask.Response(record.body, content_type="application/json")
 
 
-def _cancel(answer: ChoiceGroup, sink: ResponseSink) -> None:
-    answer.finish = "cancelled"
+def _cancel(group: ChoiceGroup, sink: ResponseSink) -> None:
+    group.finish = "cancelled"
     sink.cancel()
-    answer.close()
+    group.close()
 
 
 def _head(
-    body: ResponsesBody, ready: Rendered, ask: PromptRequest, *, stores: bool
+    body: ResponsesBody, ready: Rendered, prompt_request: PromptRequest, *, stores: bool
 ) -> ResponseHead:
     model = ready.preparation.model
-    asides: dict[str, Any] = {}
+    extensions: dict[str, Any] = {}
     if g.ignored:
-        asides["ignored_params"] = g.ignored
+        extensions["ignored_params"] = g.ignored
     if body.return_effective_kwargs:
-        asides["effective"] = ready.prompt.effective
-    (params,) = ask.choices
+        extensions["effective"] = ready.prompt.effective
+    (params,) = prompt_request.choices
     fields = fields_of(
         body,
         params,
         model=body.model or model.names[0],
         fingerprint=model.fingerprint,
         stores=stores,
-        asides=asides,
+        extensions=extensions,
     )
     return ResponseHead(RESPONSE_PREFIX + uuid.uuid4().hex, fields)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.api.responses.events import ENDS, IN_PROGRESS, Frame, ResponseEvents
-from gateway.api.responses.response import Told, error_of, usage_of
+from gateway.api.responses.response import Json, error_of, usage_of
 from gateway.formats.events import Content, Failed, Finished, OutputDelta
 from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
@@ -24,7 +24,7 @@ from protocol.errors import ServingError
 from protocol.messages import TokenLogprobs
 
 
-class LogprobsShown:
+class TextLogprobs:
     """The logprobs of one response's text, in the shape of `output_text`.
 
     Each token is reported with the text it spells. Tokens that spell none (markup, thinking, stop
@@ -37,22 +37,22 @@ class LogprobsShown:
         self._num_top = num_top
         self._waiting: list[TokenLogprobs] = []
 
-    def of(self, entries: Sequence[TokenLogprobs], texts: Sequence[str]) -> list[list[Any]]:
+    def for_texts(self, entries: Sequence[TokenLogprobs], texts: Sequence[str]) -> list[list[Any]]:
         """Return the logprobs for each text of a delta; `entries` are the delta's tokens. The
         search starts at the end, because the reasoning may contain the same text."""
         known = [*self._waiting[-MAX_WAITING:], *entries]
         self._waiting = known
-        told: list[list[Any]] = []
+        found: list[list[Any]] = []
         end = len(known)
         for text in reversed(texts):
             window = self._window(known[:end], text.encode())
             if window is None:  # a stop string was cut off: use all new tokens
                 window = (min(end, len(known) - len(entries)), end)
-            if not told:
+            if not found:
                 self._waiting = known[window[1] :]
             end = window[0]
-            told.append(self._shown(known[slice(*window)]))
-        return told[::-1]
+            found.append(self._formatted(known[slice(*window)]))
+        return found[::-1]
 
     def _window(self, known: Sequence[TokenLogprobs], wanted: bytes) -> tuple[int, int] | None:
         """Return the range of the last consecutive tokens that spell `wanted`."""
@@ -67,9 +67,9 @@ class LogprobsShown:
                     return start, end
         return None
 
-    def _shown(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
-        told = chat_logprobs(self._tokenizer, entries, num_top=self._num_top)
-        return list(msgspec.to_builtins(told))
+    def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
+        found = chat_logprobs(self._tokenizer, entries, num_top=self._num_top)
+        return list(msgspec.to_builtins(found))
 
 
 MAX_WAITING = 64
@@ -79,15 +79,15 @@ MAX_WAITING = 64
 class FrameWriter(Protocol):
     """The destination of a response's frames. No method may block.
 
-    begun  called when a queued response starts
+    start  called when a queued response starts
     write  receives each list of frames
     close  receives the final response and the sequence number for its last event, which the
            writer creates
     """
 
-    def begun(self, response: Told) -> None: ...
+    def start(self, response: Json) -> None: ...
     def write(self, frames: list[Frame]) -> None: ...
-    def close(self, response: Told, number: int) -> None: ...
+    def close(self, response: Json, number: int) -> None: ...
 
 
 class ResponseSink:
@@ -95,28 +95,28 @@ class ResponseSink:
 
     def __init__(
         self,
-        answer: ChoiceGroup,
+        group: ChoiceGroup,
         events: ResponseEvents,
-        taker: FrameWriter,
-        logprobs: LogprobsShown | None = None,
+        frame_writer: FrameWriter,
+        logprobs: TextLogprobs | None = None,
         *,
         queued: bool = False,
     ) -> None:
-        self._answer = answer
+        self._group = group
         self._events = events
-        self._taker = taker
+        self._frame_writer = frame_writer
         self._logprobs = logprobs
         self._reason = "abort"
         self._is_queued = queued
         self._is_over = False
-        events.begin(queued=queued)
-        taker.write(events.taken())
+        events.start(queued=queued)
+        frame_writer.write(events.pop_frames())
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         if self._is_queued:
             self._is_queued = False
             self._events.proceed()
-            self._taker.begun(self._events.head.told(IN_PROGRESS))
+            self._frame_writer.start(self._events.head.response(IN_PROGRESS))
         logprobs = self._logprobs_of(delta)
         for event in delta.events:
             match event:
@@ -128,15 +128,15 @@ class ResponseSink:
                     self._events.push(event, next(logprobs))
                 case _:
                     self._events.push(event)
-        if frames := self._events.taken():
-            self._taker.write(frames)
+        if frames := self._events.pop_frames():
+            self._frame_writer.write(frames)
 
     def _logprobs_of(self, delta: OutputDelta) -> Iterator[list[Any]]:
         """Yield the logprobs of each Content event."""
         if self._logprobs is None:
             return repeat([])
         texts = [event.text for event in delta.events if isinstance(event, Content)]
-        return iter(self._logprobs.of(delta.logprobs, texts))
+        return iter(self._logprobs.for_texts(delta.logprobs, texts))
 
     def end(self) -> None:
         status, incomplete = ENDS[self._reason]
@@ -153,8 +153,8 @@ class ResponseSink:
         if not self._is_over:
             self._is_over = True
             events = self._events
-            usage, timings = usage_of(self._answer), told_timings(self._answer)
+            usage, timings = usage_of(self._group), told_timings(self._group)
             response = events.end(status, usage=usage, timings=timings, **why)
-            if frames := events.taken():
-                self._taker.write(frames)
-            self._taker.close(response, events.next_number)
+            if frames := events.pop_frames():
+                self._frame_writer.write(frames)
+            self._frame_writer.close(response, events.next_number)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.openai.checks import check_chat
-from gateway.api.openai.naming import named, renamed
+from gateway.api.openai.naming import rename_error, renaming
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tools import CHOICE_TYPES
 from gateway.api.responses.items import PREVIOUS, PlacedItem
@@ -30,7 +30,7 @@ _TRANSLATED = frozenset(
 _COMMON = frozenset(ResponsesBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
 SAME = _COMMON - _TRANSLATED
 """Fields with the same meaning in both; they are copied."""
-_OWN_NAMES = (
+_REQUEST_PATHS = (
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^tool_choice\.function\.name\b"), "tool_choice.name"),
     (
@@ -57,19 +57,19 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
     chat: ChatBody
     names: Mapping[str, str]
 
-    def named(self) -> AbstractContextManager[None]:
+    def renaming(self) -> AbstractContextManager[None]:
         """Rename the fields of errors raised inside the block to those of the request."""
-        return named(self.own_name)
+        return renaming(self.request_path)
 
-    def renamed(self, error: RequestError) -> RequestError:
-        return renamed(error, self.own_name)
+    def rename_error(self, error: RequestError) -> RequestError:
+        return rename_error(error, self.request_path)
 
-    def own_name(self, name: str) -> str:
+    def request_path(self, name: str) -> str:
         """Return the path in the request of a chat field: replace its longest known prefix."""
         for end in sorted({len(name), *(m.start() for m in re.finditer(r"[.\[]", name))})[::-1]:
             if (own := self.names.get(name[:end])) is not None:
                 return PREVIOUS if own.startswith(PREVIOUS) else own + name[end:]
-        for pattern, own in _OWN_NAMES:
+        for pattern, own in _REQUEST_PATHS:
             if pattern.match(name):
                 return pattern.sub(own, name)
         return name
@@ -88,12 +88,12 @@ def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTran
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         response_format=_response_format(body.text.format if body.text else None),
         max_completion_tokens=body.max_output_tokens,
-        logprobs=body.tells_logprobs,
-        top_logprobs=body.top_logprobs if body.tells_logprobs else None,
+        logprobs=body.includes_logprobs,
+        top_logprobs=body.top_logprobs if body.includes_logprobs else None,
         **{name: getattr(body, name) for name in SAME},
     )
     translation = ResponsesTranslation(chat, conversation.names)
-    with translation.named():
+    with translation.renaming():
         check_chat(chat)
     return translation
 

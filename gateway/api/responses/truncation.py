@@ -19,12 +19,12 @@ ROOM_TOKENS = 256
 T = TypeVar("T")
 
 
-def room_for(max_output_tokens: int | None, max_len: int) -> int:
+def reserved_tokens(max_output_tokens: int | None, max_len: int) -> int:
     """Return the number of tokens to reserve for the answer."""
     return min(max_output_tokens or ROOM_TOKENS, max_len // 2)
 
 
-def fitted(
+def render_fitting(
     items: Sequence[PlacedItem],
     render: Callable[[Sequence[PlacedItem]], T],
     fits: Callable[[T], bool],
@@ -41,26 +41,26 @@ def fitted(
 
     if (whole := attempt(items)) is not None:
         return whole
-    cuts = cuts_of(items)
+    cuts = possible_cuts(items)
     low, high = 0, len(cuts) - 1
     while low < high:
         middle = (low + high) // 2
-        if attempt(behind(items, cuts[middle])) is not None:
+        if attempt(items_after(items, cuts[middle])) is not None:
             high = middle
         else:
             low = middle + 1
-    return render(behind(items, cuts[low]) if cuts else items)
+    return render(items_after(items, cuts[low]) if cuts else items)
 
 
-def cuts_of(items: Sequence[PlacedItem]) -> list[int]:
+def possible_cuts(items: Sequence[PlacedItem]) -> list[int]:
     """Return the indexes before which the conversation may be cut, preferred ones first."""
-    said = [i for i, placed in enumerate(items) if _role(placed) == "user" and i]
-    last = said[-1] if said else 0
+    user_turns = [i for i, placed in enumerate(items) if _role(placed) == "user" and i]
+    last = user_turns[-1] if user_turns else 0
     rest = range(last + 1, len(items))
-    return said + [i for i in rest if items[i].item["type"] != "function_call_output"]
+    return user_turns + [i for i in rest if items[i].item["type"] != "function_call_output"]
 
 
-def behind(items: Sequence[PlacedItem], cut: int) -> list[PlacedItem]:
+def items_after(items: Sequence[PlacedItem], cut: int) -> list[PlacedItem]:
     called = {placed.item.get("call_id") for placed in items[cut:] if _is(placed, "function_call")}
     return [
         placed

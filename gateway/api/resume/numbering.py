@@ -66,8 +66,8 @@ def with_id(stream: bytes, number: int, frame: bytes) -> bytes:
     return b"id: %b:%d\n%b" % (stream, number, frame)
 
 
-def stream_epitaph(stream: str, number: int, body: bytes | None) -> Interruption:
+def interrupted_stream(stream: str, number: int, body: bytes | None) -> Interruption:
     """Return the last events of a stream whose process died: an error and [DONE]."""
-    told = (sse.frame(error_body(_DIED)), sse.DONE)
+    frames = (sse.frame(error_body(_DIED)), sse.DONE)
     name = stream.encode()
-    return Interruption(b"".join(with_id(name, n, frame) for n, frame in enumerate(told, number)))
+    return Interruption(b"".join(with_id(name, n, frame) for n, frame in enumerate(frames, number)))

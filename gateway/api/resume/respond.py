@@ -9,8 +9,8 @@ from typing import Protocol
 from flask import Response, g, request
 
 from gateway.api.resume.numbering import LAST_EVENT_HEADER, Numbered, new_stream_id, read_event_id
-from gateway.api.resume.routes import RESUME_HEADER, picked_up
-from gateway.generation import run as any_api
+from gateway.api.resume.routes import RESUME_HEADER, resume_stream
+from gateway.generation import run
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.generation.sinks import Sink
@@ -31,43 +31,45 @@ class Frames(Protocol):
     def finish(self) -> Callable[[], None]: ...
 
 
-def is_wanted() -> bool:
+def is_requested() -> bool:
     """Whether the current request has the header X-Resume."""
     return request.headers.get(RESUME_HEADER, "").strip().lower() in _ON
 
 
-def resumable(
+def start_resumable(
     service: Service,
-    asks: Sequence[PromptRequest],
-    terms: any_api.RequestOptions,
-    sink_of: Callable[[ChoiceGroup, Frames], Sink],
+    prompt_requests: Sequence[PromptRequest],
+    options: run.RequestOptions,
+    make_sink: Callable[[ChoiceGroup, Frames], Sink],
 ) -> Response:
     """Start a resumable stream. If the request has Last-Event-ID, resume that stream instead."""
-    heard = read_event_id(request.headers.get(LAST_EVENT_HEADER, ""))
-    if heard is not None:
-        return picked_up(service, *heard)
-    keeping = service.keeping
-    if keeping is None:
+    last_event = read_event_id(request.headers.get(LAST_EVENT_HEADER, ""))
+    if last_event is not None:
+        return resume_stream(service, *last_event)
+    persistence = service.persistence
+    if persistence is None:
         raise InvalidRequest(
             f"{RESUME_HEADER}: this server stores no streams (see --response-store)",
             param=RESUME_HEADER,
         )
     runs: list[DetachedRun] = []
 
-    def begin(answer: ChoiceGroup) -> Sink:
-        runs.append(_begun(keeping, answer))
-        run = runs[0]
-        return sink_of(answer, Numbered(run.id, run.write, lambda: run.close(())))
+    def start(group: ChoiceGroup) -> Sink:
+        runs.append(_start_run(persistence, group))
+        detached = runs[0]
+        return make_sink(group, Numbered(detached.id, detached.write, lambda: detached.close(())))
 
-    any_api.detached(service, asks, terms, begin)
-    response = any_api.listening(service, runs[0], owns_exchange=False)
+    run.detached(service, prompt_requests, options, start)
+    response = run.listening(service, runs[0], owns_exchange=False)
     response.headers[RESUME_HEADER] = runs[0].id
     return response
 
 
-def _begun(keeping: Persistence, answer: ChoiceGroup) -> DetachedRun:
-    wanted_until = time.time() + keeping.window_s
-    new = NewRun(new_stream_id(), g.caller.owner, STREAM, wanted_until)
-    run = keeping.runs.begin(new)
-    run.abort = lambda: answer.fail(InvalidRequest("the client did not resume this stream in time"))
-    return run
+def _start_run(persistence: Persistence, group: ChoiceGroup) -> DetachedRun:
+    expires_at = time.time() + persistence.window_s
+    new = NewRun(new_stream_id(), g.caller.owner, STREAM, expires_at)
+    detached = persistence.runs.begin(new)
+    detached.abort = lambda: group.fail(
+        InvalidRequest("the client did not resume this stream in time")
+    )
+    return detached

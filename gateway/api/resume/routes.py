@@ -26,32 +26,32 @@ def blueprint(service: Service) -> Blueprint:
 
 def read(service: Service, stream_id: str) -> Response:
     """Resume a stream. Without Last-Event-ID, start from the first event."""
-    heard = request.headers.get(LAST_EVENT_HEADER)
-    if heard is None:
-        return picked_up(service, stream_id, after=-1)
-    event = read_event_id(heard)
+    last_event = request.headers.get(LAST_EVENT_HEADER)
+    if last_event is None:
+        return resume_stream(service, stream_id, after=-1)
+    event = read_event_id(last_event)
     if event is None or event[0] != stream_id:
         raise InvalidRequest(
             f"{LAST_EVENT_HEADER}: must be the id of an event of this stream",
             param=LAST_EVENT_HEADER,
         )
-    return picked_up(service, *event)
+    return resume_stream(service, *event)
 
 
-def picked_up(service: Service, stream_id: str, after: int) -> Response:
+def resume_stream(service: Service, stream_id: str, after: int) -> Response:
     """Stream the events after number `after`, including those to come. Other owners' streams are
     not found."""
-    keeping, owner = service.keeping, g.caller.owner
-    exists = keeping is not None and stream_id.startswith(PREFIX)
+    persistence, owner = service.persistence, g.caller.owner
+    exists = persistence is not None and stream_id.startswith(PREFIX)
     if (
-        keeping is None
+        persistence is None
         or not exists
-        or not keeping.store.ask(
+        or not persistence.store.ask(
             lambda database: database.page(stream_id, owner, after, time.time(), limit=1)
         )
     ):
         raise NotFound(f"no stream {stream_id!r} is stored; it never existed or has expired")
-    follower = RunTail(keeping.store, stream_id, owner, after, keeping.window_s)
-    response = listening(service, follower)
+    tail = RunTail(persistence.store, stream_id, owner, after, persistence.window_s)
+    response = listening(service, tail)
     response.headers[RESUME_HEADER] = stream_id
     return response

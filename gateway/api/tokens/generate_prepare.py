@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.openai.checks import unsupported
-from gateway.api.openai.naming import renamed
+from gateway.api.openai.naming import rename_error
 from gateway.api.openai.structured import structured_form
 from gateway.api.tokens.generate_requests import (
     REFUSED,
@@ -44,18 +44,18 @@ TAIL_TOKENS = 1 << 14
 """Number of the prompt's last tokens that are searched for an open reasoning block."""
 _FIELD = re.compile(r"\w*")
 """Matches the field at the start of a path."""
-_NAMED_ALIKE = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words"})
+_SAME = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words"})
 
 
-def ask_of(body: GenerateBody, model: ServedModel) -> PromptRequest:
-    ask = PromptRequest(
+def to_request(body: GenerateBody, model: ServedModel) -> PromptRequest:
+    prompt_request = PromptRequest(
         body.token_ids,
         choices_of(body.sampling_params, model),
-        _readers(body, model),
+        _parsers(body, model),
         grammar=grammar_of(body, model),
     )
-    wish = wish_of(body.kv_transfer_params)
-    return handed([ask], wish, model.limits, streams=bool(body.stream))[0]
+    transfer = wish_of(body.kv_transfer_params)
+    return handed([prompt_request], transfer, model.limits, streams=bool(body.stream))[0]
 
 
 def check(body: GenerateBody, max_n: int) -> None:
@@ -118,14 +118,14 @@ def namespace_of(body: GenerateBody) -> str:
     return body.cache_salt or ""
 
 
-def named(error: RequestError, body: GenerateBody) -> RequestError:
+def rename_field(error: RequestError, body: GenerateBody) -> RequestError:
     """Rename the engine's field in an error to the field of the request."""
     param = error.param or ""
     field = _FIELD.match(param)[0]  # type: ignore[index]  # matches any text
     if field in SamplingParams.__struct_fields__:  # the message contains the name, too
-        return renamed(error, lambda name: f"{SAMPLING}.{name}")
+        return rename_error(error, lambda name: f"{SAMPLING}.{name}")
     if field == "prompt" != param:  # one of its tokens
-        return renamed(error, lambda name: "token_ids" + name.removeprefix(field))
+        return rename_error(error, lambda name: "token_ids" + name.removeprefix(field))
     fields = {"prompt": "token_ids", "grammar": "grammar" if body.grammar else STRUCTURED}
     error.param = fields.get(param, error.param)
     return error
@@ -133,13 +133,13 @@ def named(error: RequestError, body: GenerateBody) -> RequestError:
 
 def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingParams]:
     """Return the parameters of each of the n choices. The model's defaults are not applied."""
-    said = {name: getattr(sampling, name) for name in _NAMED_ALIKE}
-    said = {name: value for name, value in said.items() if value is not None}
+    fields = {name: getattr(sampling, name) for name in _SAME}
+    fields = {name: value for name, value in fields.items() if value is not None}
     if sampling.bad_words:
-        said["bad_words"] = bad_sequences(sampling.bad_words, model.tokenizer)
+        fields["bad_words"] = bad_sequences(sampling.bad_words, model.tokenizer)
     try:
         return [
-            SamplingParams(**said, seed=nth_seed(sampling.seed, place))
+            SamplingParams(**fields, seed=nth_seed(sampling.seed, place))
             for place in range(sampling.n or 1)
         ]
     except ValueError as error:  # the message starts with the field's name
@@ -151,8 +151,8 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
     """Return the body's `grammar`, or one of `structured_outputs` and the thinking budget."""
     found = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
     form = found.body if found else None
-    most = body.sampling_params.thinking_token_budget
-    limits = most is not None and most >= 0
+    max_thinking = body.sampling_params.thinking_token_budget
+    limits = max_thinking is not None and max_thinking >= 0
     if body.grammar is not None:
         for field, is_there in ((STRUCTURED, form is not None), (BUDGET, limits)):
             if is_there:
@@ -163,27 +163,27 @@ def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
         return body.grammar
     if form is None and not limits:
         return None
-    begun = _beginning(body, model, calls=form is None)
-    budget = begun.budget(BUDGET, most) if limits and most is not None else None
+    start = _answer_start(body, model, calls=form is None)
+    budget = start.budget(BUDGET, max_thinking) if limits and max_thinking is not None else None
     if form is None:
         return Grammar(budget=budget) if budget else None
-    return _corrected(begun, body.reasoning_ended).grammar(form, budget)
+    return _corrected(start, body.reasoning_ended).grammar(form, budget)
 
 
-def _corrected(begun: AnswerStart, ended: bool | None) -> AnswerStart:
+def _corrected(start: AnswerStart, ended: bool | None) -> AnswerStart:
     """Apply `reasoning_ended`, which overrides what the end of the prompt suggests."""
-    return begun if ended is None else msgspec.structs.replace(begun, closed=ended)
+    return start if ended is None else msgspec.structs.replace(start, closed=ended)
 
 
-def _beginning(body: GenerateBody, model: ServedModel, *, calls: bool) -> AnswerStart:
-    told = body.reasoning_parser_kwargs
-    given: Mapping[str, Any] = (told.chat_template_kwargs if told else None) or {}
+def _answer_start(body: GenerateBody, model: ServedModel, *, calls: bool) -> AnswerStart:
+    parser_kwargs = body.reasoning_parser_kwargs
+    given: Mapping[str, Any] = (parser_kwargs.chat_template_kwargs if parser_kwargs else None) or {}
     check_token_ids(body.token_ids, model.card.vocab_size, "token_ids")
     tail = model.tokenizer.decode(body.token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-    return model.reading.begin(tail, {**model.default_kwargs, **given}, calls=calls)
+    return model.output_format.begin(tail, {**model.default_kwargs, **given}, calls=calls)
 
 
-def _readers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
+def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
     """Return the parser factory. Stop strings apply to all text; in a rendered chat, to content
     only."""
     sampling = body.sampling_params
@@ -198,14 +198,14 @@ def _readers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
     )
     if body.output_mode == "text" or body.reasoning_parser_kwargs is None:
         return ParserFactory(model.tokenizer, options)
-    begun = _beginning(body, model, calls=body.reads_calls is not False)
+    start = _answer_start(body, model, calls=body.reads_calls is not False)
     answer = None
-    if begun.bound is not None:
+    if start.bound is not None:
         grammar = body.grammar
         has_grammar = grammar is not None and grammar.body is not None
         answer = AnswerOptions(
-            format=begun.bound.with_drafts() if has_grammar else begun.bound,
-            starts_inside=begun.inside,
+            format=start.bound.with_drafts() if has_grammar else start.bound,
+            starts_inside=start.inside,
             calls_or_text=grammar is not None and grammar.calls is not None,
         )
     return ParserFactory(model.tokenizer, msgspec.structs.replace(options, continues=False), answer)

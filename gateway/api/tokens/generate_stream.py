@@ -51,7 +51,7 @@ _NO_IDS = b'"token_ids":[]'
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateAnswer:
+class GenerateEnvelope:
     """The members of a response that do not depend on its choices, and the format of the choices.
 
     id       the response id, as sent to the client
@@ -68,9 +68,9 @@ class GenerateAnswer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(
+    def from_request(
         cls, body: GenerateBody, model: ServedModel, request_id: str, ignored: Sequence[str]
-    ) -> GenerateAnswer:
+    ) -> GenerateEnvelope:
         return cls(
             id=f"generate-tokens-{request_id}",
             model=body.model or model.names[0],
@@ -82,7 +82,7 @@ class GenerateAnswer:
         )
 
     @property
-    def tells_text(self) -> bool:
+    def includes_text(self) -> bool:
         return self.body.output_mode == "text"
 
     @property
@@ -101,7 +101,7 @@ class GenerateAnswer:
             # The token API has no tool calls.
             reason = "stop" if last.reason == "tool_calls" else last.reason
             fields |= {"finish_reason": reason, "stop_reason": last.stop_reason}
-        if self.tells_text:
+        if self.includes_text:
             return GeneratedTextChoice(**fields, text=text_of(delta.events))
         return GeneratedChoice(**fields)
 
@@ -109,10 +109,12 @@ class GenerateAnswer:
         sampling = self.body.sampling_params
         if sampling.logprobs is None:
             return None
-        asked = sampling.logprob_token_ids or ()
-        if not self.tells_text:
-            return TokensLogprobs([chosen_token(entry, asked) for entry in entries])
-        content = chat_logprobs(self.tokenizer, entries, num_top=sampling.logprobs, asked_ids=asked)
+        logprob_ids = sampling.logprob_token_ids or ()
+        if not self.includes_text:
+            return TokensLogprobs([chosen_token(entry, logprob_ids) for entry in entries])
+        content = chat_logprobs(
+            self.tokenizer, entries, num_top=sampling.logprobs, asked_ids=logprob_ids
+        )
         return ChatLogprobs(content, None)
 
 
@@ -143,39 +145,41 @@ def _top(
     return TopToken(token_id=token_id, logprob=shown(logprob), rank=rank, sampling_logprob=other)
 
 
-def whole_response(answer: ChoiceGroup, fold: CollectSink, telling: GenerateAnswer) -> bytes:
+def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: GenerateEnvelope) -> bytes:
     """Return the body of a 200 for a group that ended without an error."""
-    (ask,) = answer.asks
-    sampling, first = telling.body.sampling_params, answer.choices[0]
-    parts = [telling.part(choice, fold.whole[choice.index]) for choice in answer.choices]
+    (prompt_request,) = group.asks
+    sampling, first = envelope.body.sampling_params, group.choices[0]
+    parts = [envelope.part(choice, collected.whole[choice.index]) for choice in group.choices]
     chances = None
     if sampling.prompt_logprobs is not None:
-        chances = prompt_chances(telling.tokenizer, first.prompt_logprobs, sampling.prompt_logprobs)
+        chances = prompt_chances(
+            envelope.tokenizer, first.prompt_logprobs, sampling.prompt_logprobs
+        )
     fields: dict[str, Any] = {
-        "request_id": telling.id,
-        "model": telling.model,
-        "created": telling.created,
-        "system_fingerprint": telling.fingerprint,
-        "weights_digest": telling.digest,
-        "usage": usage_of(answer),
+        "request_id": envelope.id,
+        "model": envelope.model,
+        "created": envelope.created,
+        "system_fingerprint": envelope.fingerprint,
+        "weights_digest": envelope.digest,
+        "usage": usage_of(group),
         "prompt_logprobs": chances,
-        "prompt_token_ids": ask.prompt_ids if telling.body.return_token_ids else None,
-        "kv_transfer_params": kv_params.told(answer),
-        "ignored_params": telling.ignored_params,
+        "prompt_token_ids": prompt_request.prompt_ids if envelope.body.return_token_ids else None,
+        "kv_transfer_params": kv_params.told(group),
+        "ignored_params": envelope.ignored_params,
         "choices": parts,
-        **told_timings(answer),
+        **told_timings(group),
     }
-    kind = GenerateTextResponse if telling.tells_text else GenerateResponse
+    kind = GenerateTextResponse if envelope.includes_text else GenerateResponse
     return encode(kind(**fields))
 
 
-def usage_of(answer: ChoiceGroup) -> GenerateUsage:
+def usage_of(group: ChoiceGroup) -> GenerateUsage:
     """Return the usage of all choices."""
-    return _usage(answer, answer.num_generated_tokens, answer.num_cached_tokens)
+    return _usage(group, group.num_generated_tokens, group.num_cached_tokens)
 
 
-def _usage(answer: ChoiceGroup, num_tokens: int, num_cached: int) -> GenerateUsage:
-    prompt = answer.num_prompt_tokens
+def _usage(group: ChoiceGroup, num_tokens: int, num_cached: int) -> GenerateUsage:
+    prompt = group.num_prompt_tokens
     return GenerateUsage(
         prompt_tokens=prompt,
         completion_tokens=num_tokens,
@@ -193,32 +197,34 @@ class GenerateStream:
 
     def __init__(
         self,
-        answer: ChoiceGroup,
-        telling: GenerateAnswer,
+        group: ChoiceGroup,
+        envelope: GenerateEnvelope,
         *,
         write: Callable[[bytes], None],
         finish: Callable[[], None],
     ) -> None:
-        body = telling.body
-        self._answer = answer
-        self._telling = telling
+        body = envelope.body
+        self._group = group
+        self._envelope = envelope
         self._write = write
         self._finish = finish
-        self._has_begun = False
+        self._has_started = False
         self._num_sent = [0] * len(
-            answer.choices
+            group.choices
         )  # tokens per choice; counted only if each chunk has a usage
         self._kind: type[GenerateChunk] = GenerateChunk
-        if telling.tells_text:
+        if envelope.includes_text:
             self._kind = GenerateTextChunk
         self._is_plain = not (
-            telling.tells_text or body.repeats_usage or body.sampling_params.logprobs is not None
+            envelope.includes_text
+            or body.repeats_usage
+            or body.sampling_params.logprobs is not None
         )
-        self._around_ids = [self._around(choice) for choice in answer.choices]
+        self._around_ids = [self._around(choice) for choice in group.choices]
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         last = delta.events[-1] if delta.events else None
-        if self._is_plain and self._has_begun and (last is None or type(last) is Content):
+        if self._is_plain and self._has_started and (last is None or type(last) is Content):
             before, after = self._around_ids[choice.index]
             self._write(b'%b"token_ids":%b%b' % (before, encode(delta.token_ids), after))
             return
@@ -226,9 +232,9 @@ class GenerateStream:
             self._write(self._chunk(choice, delta, is_last=isinstance(last, Finished)))
 
     def end(self) -> None:
-        more = told_timings(self._answer)
-        if self._telling.body.includes_usage:
-            more |= {"usage": usage_of(self._answer), "kv_transfer_params": None}
+        more = told_timings(self._group)
+        if self._envelope.body.includes_usage:
+            more |= {"usage": usage_of(self._group), "kv_transfer_params": None}
         last = self._frame([], **more, **self._identity()) if more else b""
         self._write(last + sse.DONE)
         self._finish()
@@ -238,28 +244,28 @@ class GenerateStream:
         self._finish()
 
     def _chunk(self, choice: Choice, delta: OutputDelta, *, is_last: bool) -> bytes:
-        telling, more = self._telling, dict[str, Any]()
-        if not self._has_begun:
-            self._has_begun = True
-            more["ignored_params"] = telling.ignored_params
-            if telling.body.return_token_ids:
+        envelope, more = self._envelope, dict[str, Any]()
+        if not self._has_started:
+            self._has_started = True
+            more["ignored_params"] = envelope.ignored_params
+            if envelope.body.return_token_ids:
                 more["prompt_token_ids"] = choice.ask.prompt_ids
         if is_last:
             more |= {"kv_transfer_params": None, **self._identity()}
-        if telling.body.repeats_usage:
+        if envelope.body.repeats_usage:
             self._num_sent[choice.index] += len(delta.token_ids)
             num_sent = self._num_sent[choice.index]
-            more["usage"] = _usage(self._answer, num_sent, choice.num_cached)
-        return self._frame([telling.part(choice, delta)], **more)
+            more["usage"] = _usage(self._group, num_sent, choice.num_cached)
+        return self._frame([envelope.part(choice, delta)], **more)
 
     def _identity(self) -> dict[str, str]:
-        return {"weights_digest": self._telling.digest}
+        return {"weights_digest": self._envelope.digest}
 
     def _frame(self, parts: Sequence[GeneratedChoice], **more: Any) -> bytes:
-        telling = self._telling
+        envelope = self._envelope
         chunk = self._kind(
-            request_id=telling.id,
-            system_fingerprint=telling.fingerprint,
+            request_id=envelope.id,
+            system_fingerprint=envelope.fingerprint,
             choices=list(parts),
             **more,
         )
@@ -267,6 +273,6 @@ class GenerateStream:
 
     def _around(self, choice: Choice) -> tuple[bytes, bytes]:
         """Return the bytes before and after the ids in a chunk that has nothing but ids."""
-        frame = self._frame([self._telling.part(choice, OutputDelta())])
+        frame = self._frame([self._envelope.part(choice, OutputDelta())])
         before, _, after = frame.rpartition(_NO_IDS)
         return before, after

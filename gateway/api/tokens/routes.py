@@ -15,11 +15,11 @@ from flask import Blueprint, Response, g, request
 from gateway.api.openai.checks import check_chat
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody, chat_decoder
-from gateway.api.tokens import generate_prepare as asking
+from gateway.api.tokens import generate_prepare as prepare
 from gateway.api.tokens import requests
 from gateway.api.tokens.generate_requests import abort_decoder, generate_decoder
 from gateway.api.tokens.generate_responses import AbortedRequests
-from gateway.api.tokens.generate_stream import GenerateAnswer, GenerateStream, whole_response
+from gateway.api.tokens.generate_stream import GenerateEnvelope, GenerateStream, whole_response
 from gateway.api.tokens.responses import InputTokens
 from gateway.auth.caller import Caller
 from gateway.context import REQUEST_ID_HEADER, RequestContext
@@ -68,40 +68,44 @@ def _tokenize_text(service: Service, body: requests.TokenizeBody) -> Response:
 
 def _tokenize_chat(service: Service, body: requests.TokenizeChatBody) -> Response:
     model, prompt = _rendered(service, body)
-    answer = _tokenized(model, prompt.ids, body.return_token_strs)
+    tokenized = _tokenized(model, prompt.ids, body.return_token_strs)
     if body.return_effective_kwargs:
-        answer["effective"] = prompt.effective
-    return _json(answer)
+        tokenized["effective"] = prompt.effective
+    return _json(tokenized)
 
 
 def generate(service: Service) -> Response:
     """Generate token ids from token ids."""
     with service.bodies.read(request, service.id_bounds()) as data:
         body = decode(data, generate_decoder)
-        unknown = asking.unknown(data)
-    asking.check(body, service.config.max_n)
+        unknown = prepare.unknown(data)
+    prepare.check(body, service.config.max_n)
     model = service.model(body.model)
     run.knock(service)
-    g.ignored = asking.ignored_fields(unknown, body, model.limits)
-    exchange: RequestContext = g.exchange
+    g.ignored = prepare.ignored_fields(unknown, body, model.limits)
+    context: RequestContext = g.context
     if body.request_id is not None and REQUEST_ID_HEADER not in request.headers:
-        exchange.request_id = body.request_id
-    telling = GenerateAnswer.of(body, model, exchange.request_id, g.ignored)
-    terms = run.RequestOptions.of(body, telling.id, asking.namespace_of(body))
+        context.request_id = body.request_id
+    envelope = GenerateEnvelope.from_request(body, model, context.request_id, g.ignored)
+    options = run.RequestOptions.of(body, envelope.id, prepare.namespace_of(body))
     try:
-        asks = [asking.ask_of(body, model)]
+        prompt_requests = [prepare.to_request(body, model)]
         if body.stream:
-            return run.stream(service, asks, terms, partial(_generate_stream, telling=telling))
-        answer, fold = run.whole(service, asks, terms)
+            return run.stream(
+                service, prompt_requests, options, partial(_generate_stream, envelope=envelope)
+            )
+        group, collected = run.whole(service, prompt_requests, options)
     except RequestError as error:
-        raise asking.named(error, body) from None
-    return flask.Response(whole_response(answer, fold, telling), content_type="application/json")
+        raise prepare.rename_field(error, body) from None
+    return flask.Response(
+        whole_response(group, collected, envelope), content_type="application/json"
+    )
 
 
 def _generate_stream(
-    answer: ChoiceGroup, outlet: Outlet, *, telling: GenerateAnswer
+    group: ChoiceGroup, outlet: Outlet, *, envelope: GenerateEnvelope
 ) -> GenerateStream:
-    return GenerateStream(answer, telling, write=outlet.write, finish=outlet.finish)
+    return GenerateStream(group, envelope, write=outlet.write, finish=outlet.finish)
 
 
 def abort_requests(service: Service) -> Response:
@@ -111,9 +115,9 @@ def abort_requests(service: Service) -> Response:
     service.model()
     caller: Caller = g.caller
     named = {caller.abort_label(name): name for name in body.request_ids}
-    told = service.engine.abort_named(list(named))
+    report = service.engine.abort_named(list(named))
     aborted, unknown = (
-        [named[label] for label in labels] for labels in (told.aborted, told.unknown)
+        [named[label] for label in labels] for labels in (report.aborted, report.unknown)
     )
     return _json(AbortedRequests(aborted=aborted, unknown=unknown))
 
@@ -122,8 +126,8 @@ def input_tokens(service: Service) -> Response:
     """Count the prompt tokens of a chat request."""
     body = service.bodies.parse(request, chat_decoder)
     _, prompt = _rendered(service, body)
-    told = InputTokens(object="chat.completion.input_tokens", input_tokens=len(prompt.ids))
-    return _json(told)
+    count = InputTokens(object="chat.completion.input_tokens", input_tokens=len(prompt.ids))
+    return _json(count)
 
 
 def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
@@ -134,8 +138,10 @@ def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
     return model, Preparation(body, model, trusts_template=trusts).prompt(body.messages)
 
 
-def _tokenized(model: ServedModel, ids: list[int], tells_strs: bool | None) -> dict[str, Any]:
-    pieces = [model.tokenizer.token_piece(token_id) for token_id in ids] if tells_strs else None
+def _tokenized(model: ServedModel, ids: list[int], includes_strings: bool | None) -> dict[str, Any]:
+    pieces = (
+        [model.tokenizer.token_piece(token_id) for token_id in ids] if includes_strings else None
+    )
     return {
         "count": len(ids),
         "max_model_len": model.limits.max_len,

@@ -9,7 +9,7 @@ from gateway.api.responses.items import Item
 from protocol.errors import InvalidRequest
 
 
-def listed(items: Sequence[Item], limit: int, after: str | None) -> dict[str, Any]:
+def page_of(items: Sequence[Item], limit: int, after: str | None) -> dict[str, Any]:
     """Return at most `limit` items, starting after the one with the id `after`."""
     ids = [item["id"] for item in items]
     start = 0

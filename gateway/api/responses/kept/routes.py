@@ -12,7 +12,7 @@ from flask import Blueprint, Response, g, request
 from werkzeug.exceptions import NotFound
 
 from gateway.api.responses.history import UNFINISHED, body_of, input_of
-from gateway.api.responses.kept.listing import listed
+from gateway.api.responses.kept.listing import page_of
 from gateway.generation.run import listening
 from gateway.service import Service
 from gateway.store.database import LEASE_S
@@ -42,78 +42,80 @@ def blueprint(service: Service) -> Blueprint:
 def read(service: Service, response_id: str) -> Response:
     """Return the response or, with `stream`, its events after `starting_after`, including those
     to come."""
-    keeping, record = _kept(service, response_id)
+    persistence, record = _stored(service, response_id)
     if request.args.get("stream", "").lower() not in _TRUE:
         return flask.Response(record.body, content_type="application/json")
     if not body_of(record)["background"]:
         raise InvalidRequest(
             "stream: events are stored for background responses only", param="stream"
         )
-    after = _number("starting_after", default=-1, least=0, most=1 << 62)
-    follower = RunTail(keeping.store, record.id, record.owner, after, keeping.window_s)
-    return listening(service, follower)
+    after = _number("starting_after", default=-1, minimum=0, maximum=1 << 62)
+    tail = RunTail(persistence.store, record.id, record.owner, after, persistence.window_s)
+    return listening(service, tail)
 
 
 def delete(service: Service, response_id: str) -> Response:
-    keeping, record = _kept(service, response_id)
-    keeping.store.ask(lambda database: database.delete(record.id, record.owner))
+    persistence, record = _stored(service, response_id)
+    persistence.store.ask(lambda database: database.delete(record.id, record.owner))
     return _json({"id": record.id, "object": "response", "deleted": True})
 
 
 def cancel(service: Service, response_id: str) -> Response:
     """Cancel a background response, whichever process runs it. One that has ended is returned
     as it is."""
-    keeping, record = _kept(service, response_id)
+    persistence, record = _stored(service, response_id)
     if not body_of(record)["background"]:
         raise InvalidRequest(f"{response_id}: only a background response can be cancelled")
     if body_of(record)["status"] in UNFINISHED:
-        keeping.store.ask(lambda database: database.cancel(record.id, record.owner))
-        keeping.runs.abort(record.id)
-        record = _ended(keeping, record)
+        persistence.store.ask(lambda database: database.cancel(record.id, record.owner))
+        persistence.runs.abort(record.id)
+        record = _await_end(persistence, record)
     return flask.Response(record.body, content_type="application/json")
 
 
-def _ended(keeping: Persistence, record: StoredRecord) -> StoredRecord:
+def _await_end(persistence: Persistence, record: StoredRecord) -> StoredRecord:
     """Wait until the response has ended: written by its process, or, if that died, by another one
     that marks it as interrupted."""
     until = time.monotonic() + 2 * LEASE_S
     while body_of(record)["status"] in UNFINISHED and time.monotonic() < until:
         gevent.sleep(CANCEL_POLL_S)
-        record = _found(keeping, record.id, record.owner)
+        record = _get(persistence, record.id, record.owner)
     return record
 
 
 def input_items(service: Service, response_id: str) -> Response:
     """List the items of the response's own request, without those of previous responses."""
-    _, record = _kept(service, response_id)
+    _, record = _stored(service, response_id)
     order = request.args.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order: must be asc or desc", param="order")
-    limit = _number("limit", default=20, least=1, most=100)
+    limit = _number("limit", default=20, minimum=1, maximum=100)
     items = input_of(record)
-    return _json(listed(items if order == "asc" else items[::-1], limit, request.args.get("after")))
+    return _json(
+        page_of(items if order == "asc" else items[::-1], limit, request.args.get("after"))
+    )
 
 
-def _kept(service: Service, response_id: str) -> tuple[Persistence, StoredRecord]:
-    keeping = service.keeping
-    if keeping is None:
+def _stored(service: Service, response_id: str) -> tuple[Persistence, StoredRecord]:
+    persistence = service.persistence
+    if persistence is None:
         raise NotFound("this server stores no responses (see --response-store)")
-    return keeping, _found(keeping, response_id, g.caller.owner)
+    return persistence, _get(persistence, response_id, g.caller.owner)
 
 
-def _found(keeping: Persistence, response_id: str, owner: str) -> StoredRecord:
-    record = keeping.store.ask(lambda database: database.get(response_id, owner, time.time()))
+def _get(persistence: Persistence, response_id: str, owner: str) -> StoredRecord:
+    record = persistence.store.ask(lambda database: database.get(response_id, owner, time.time()))
     if record is None:
         raise NotFound(f"no response {response_id!r} is stored")
     return record
 
 
-def _number(name: str, *, default: int, least: int, most: int) -> int:
+def _number(name: str, *, default: int, minimum: int, maximum: int) -> int:
     text = request.args.get(name)
     if text is None:
         return default
-    if not text.isascii() or not text.isdigit() or not least <= int(text[:20]) <= most:
-        raise InvalidRequest(f"{name}: must be a number from {least} to {most}", param=name)
+    if not text.isascii() or not text.isdigit() or not minimum <= int(text[:20]) <= maximum:
+        raise InvalidRequest(f"{name}: must be a number from {minimum} to {maximum}", param=name)
     return int(text)
 
 
