@@ -68,17 +68,17 @@ def run(
     """Load, then execute plans until told to stop."""
     gc.disable()  # what loading makes stays: a tenth of its time went into looking for rubbish
     try:
-        phases = StartupTiming()
-        with phases("import torch"):
+        timing = StartupTiming()
+        with timing("import torch"):
             from worker.kv.layout import KVLayout
             from worker.kv.transfer.service import KVTransferService
             from worker.loop import WorkerLoop
             from worker.startup.assembly import assemble
-            from worker.startup.device_lock import claim
+            from worker.startup.device_lock import lock_device
         gc.freeze()  # of a million objects nobody need look at again, whatever is collected later
         with contextlib.ExitStack() as stack:
-            stack.enter_context(claim(config))
-            runner, ready = assemble(config, phases)
+            stack.enter_context(lock_device(config))
+            runner, ready = assemble(config, timing)
             gc.collect()
             gc.freeze()  # what was loaded stays: later collections need not look at it
             gc.enable()

@@ -70,7 +70,7 @@ class Runner:
         cache: KVCache,
         attention: Attention,
         *,
-        drafting: DraftModel | None = None,
+        draft_model: DraftModel | None = None,
         mark: Mark = mark,
     ) -> None:
         """drafting: for plans that ask it for guesses. mark: what says when a step is done, see
@@ -79,7 +79,7 @@ class Runner:
         self._slots = slots
         self._cache = cache
         self._attention = attention
-        self.drafting = drafting
+        self.draft_model = draft_model
         self._mark = mark
         self._decode = DecodeFastPath.of(model, slots, cache)
 
@@ -118,9 +118,9 @@ class Runner:
     def await_content(self, blocks: Int32) -> None:
         """These will be filled from elsewhere: with the model's K/V. A draft model has none of it;
         it must not find there what an owner left."""
-        if self.drafting is not None:
+        if self.draft_model is not None:
             (ids,) = upload([integers(blocks.data)], self._slots.device)
-            self.drafting.cache.zero(ids)
+            self.draft_model.cache.zero(ids)
 
     def _prepare(self, plan: StepPlan) -> None:
         """Slots and blocks, in the order that StepPlan promises."""
@@ -137,8 +137,8 @@ class Runner:
         if len(plan.zero_blocks):
             (blocks,) = upload([integers(plan.zero_blocks.data)], slots.device)
             self._cache.zero(blocks)
-            if self.drafting is not None:
-                self.drafting.cache.zero(blocks)
+            if self.draft_model is not None:
+                self.draft_model.cache.zero(blocks)
 
     def _decoded(
         self,
@@ -220,9 +220,9 @@ class Runner:
         """What the draft model guesses, if it is asked."""
         if plan.follow_starts is None:
             return None
-        if self.drafting is None:
+        if self.draft_model is None:
             raise ValueError(f"step {plan.step}: there is no draft model")
-        return self.drafting.follow(plan, self._slots, _lens(batch, said))
+        return self.draft_model.follow(plan, self._slots, _lens(batch, said))
 
 
 def _lens(batch: StepBatch, said: SampledTokens | None) -> Ints:

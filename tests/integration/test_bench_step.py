@@ -38,7 +38,7 @@ def test_what_the_worker_cannot_do_is_one_line(
 ) -> None:
     assert main(["bench", "step", model, "--context", "4000", *QUICK]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "the model was made for 128 tokens" in line
+    assert "the model's context is 128 tokens" in line
 
 
 def test_shares_are_of_the_parts_and_tokens_of_whole_steps() -> None:

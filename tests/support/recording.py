@@ -249,7 +249,7 @@ def replay(
     slots = slot_table(MAX_LEN, BLOCK_TOKENS, max_slots, poison=poison, kind=kind)
     cache = new_cache(recorded.loaded, NUM_BLOCKS, BLOCK_TOKENS)
     runner = new_runner(recorded.loaded, slots, cache, recorded.draft)
-    caches = [cache] if runner.drafting is None else [cache, runner.drafting.cache]
+    caches = [cache] if runner.draft_model is None else [cache, runner.draft_model.cache]
     for step in steps:
         taken = [*step.plan.zero_blocks.tolist(), *chain(*(each.blocks for each in step.arrived))]
         if block_poison is not None:

@@ -264,10 +264,10 @@ def new_runner(
     """A worker that has computed nothing yet."""
     dtype, kernels = getattr(torch, loaded.card.dtype), loaded.model.kernels
     attention = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
-    drafting = None
+    draft_model = None
     if draft is not None:
         beside = new_cache(draft, cache.num_blocks, cache.block_tokens)
         kernels = draft.model.kernels
         own = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
-        drafting = DraftModel(draft.model, beside, own, loaded.card.vocab_size)
-    return Runner(loaded.model, slots, cache, attention, drafting=drafting)
+        draft_model = DraftModel(draft.model, beside, own, loaded.card.vocab_size)
+    return Runner(loaded.model, slots, cache, attention, draft_model=draft_model)

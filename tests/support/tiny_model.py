@@ -80,9 +80,9 @@ def tiny_runner(
 ) -> Runner:
     device = slots.device
     attention = TorchPagedAttention(BLOCK_TOKENS, torch.float32)
-    drafting = None
+    draft_model = None
     if draft is not None:
         beside = tiny_cache(cache.num_blocks, device)
-        drafting = DraftModel(draft, beside, attention, VOCAB)
+        draft_model = DraftModel(draft, beside, attention, VOCAB)
     target = model or TinyModel(device=device)
-    return Runner(target, slots, cache, attention, drafting=drafting, mark=mark)
+    return Runner(target, slots, cache, attention, draft_model=draft_model, mark=mark)

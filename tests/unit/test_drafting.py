@@ -22,7 +22,7 @@ def runner_of(draft: TinyModel | None = None) -> Runner:
     """Slots and both caches hold NaN where nobody has been."""
     cache = tiny_cache(40)
     runner = tiny_runner(tiny_slots(3, poison=Poison.WILD), cache, draft=draft or TinyModel(seed=8))
-    for each in (cache, runner.drafting.cache):  # type: ignore[union-attr]
+    for each in (cache, runner.draft_model.cache):  # type: ignore[union-attr]
         each.k[:, 1:] = each.v[:, 1:] = float("nan")
     return runner
 

@@ -54,7 +54,7 @@ def test_but_no_more_than_a_quarter_of_what_is_free() -> None:
 @pytest.mark.parametrize(
     ("config", "free", "message"),
     [
-        ({"max_len": 9000}, 64 * GIB, "max_len is 9,000; the model was made for 8,192"),
+        ({"max_len": 9000}, 64 * GIB, "max_len is 9,000; the model's context is 8,192"),
         ({"max_len": 8192, "kv_blocks": 512}, 64 * GIB, "hold 8,176 tokens, less than max_len"),
         ({"max_len": 8192}, GIB, "256 KV blocks hold 4,080 tokens"),
         ({"kv_blocks": 1}, 64 * GIB, "1 KV blocks hold 0 tokens"),
@@ -175,7 +175,7 @@ def test_the_cpu_is_had_everywhere_and_cuda_where_there_is_one() -> None:
         assert device.choose_device("auto") == CPU
         with pytest.raises(UnusableModel, match="no CUDA device"):
             device.choose_device("cuda")
-        with pytest.raises(UnusableModel, match="device cuda:3 was asked for"):
+        with pytest.raises(UnusableModel, match="device cuda:3 was requested"):
             device.choose_device("cuda:3")
 
 

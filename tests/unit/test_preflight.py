@@ -132,7 +132,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path, tiny: 
     other = tmp_path / "other.gguf"
     write_gguf(other, random_llama())
     found = preflight([config(tiny, draft_model=str(other))])
-    assert "has another vocabulary" in found.error
+    assert "have different vocabularies" in found.error
     assert "--draft-model" in found.remedy
 
 
@@ -140,7 +140,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path, tiny: 
     ("options", "said"),
     [
         ({"weights": "packed", "kernels": "torch"}, "packed weights need compiled kernels"),
-        ({"max_len": 4096}, "max_len is 4,096; the model was made for 128 tokens"),
+        ({"max_len": 4096}, "max_len is 4,096; the model's context is 128 tokens"),
     ],
     ids=str,
 )

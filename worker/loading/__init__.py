@@ -1,4 +1,4 @@
-"""Model files in, tensors and a ModelCard out.
+"""Reads model files into tensors and a ModelCard.
 
-Files are not trusted: no code of theirs runs, no pickle is read, every size is checked.
+Files are not trusted: no code in them is run, no pickle is read, and every size is checked.
 """

@@ -1,10 +1,10 @@
-"""A name for a model's content: equal for equal files, different for different ones.
+"""Digest of a model's content: equal for equal files, different for different ones.
 
 It is part of every prefix-cache hash, so two models must never share it. Files of up to FULL_BYTES
-in all are hashed whole (about 0.1 s per 200 MB). Of larger ones, whose reading would dominate the
-start, the digest covers the size, the first and last HEAD_BYTES (the header with every tensor's
-name and place) and evenly strided samples. Fine-tuning moves nearly all weights, so samples tell
-real models apart, though not a file in which somebody has altered single bytes on purpose.
+in total are hashed whole (about 0.1 s per 200 MB). Reading larger ones would dominate the start, so
+their digest covers the size, the first and last HEAD_BYTES (the header with the name and offset of
+every tensor) and evenly spaced samples. Fine-tuning changes nearly all weights, so samples tell
+real models apart. They do not detect single bytes that were altered on purpose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NUM_SAMPLES = 4096
 
 
 def digest(paths: list[Path], *extra: bytes) -> str:
-    """Hex sha256 over the files in the order given, and `extra`; not over their names."""
+    """Return the hex SHA-256 of the files, in the order given, and of `extra`. File names are not
+    part of it."""
     total = sum(path.stat().st_size for path in paths)
     whole = hashlib.sha256()
     for path in paths:
@@ -36,7 +37,7 @@ def digest(paths: list[Path], *extra: bytes) -> str:
 
 
 def sampled(file: BinaryIO, size: int) -> bytes:
-    """sha256 over the size, both ends, and NUM_SAMPLES pieces at equal distances."""
+    """Return the SHA-256 of the size, both ends, and NUM_SAMPLES pieces at equal distances."""
     taken = hashlib.sha256(size.to_bytes(8, "little"))
     taken.update(file.read(HEAD_BYTES))
     for index in range(NUM_SAMPLES):

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory says of text: tokenizer, templates, defaults. Needs no torch."""
+"""Text side of a Hugging Face directory: tokenizer, templates, defaults. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 def directory_text(path: Path, config: Fields, vocab_size: int | None = None) -> TextFacts:
-    """`config`: config.json, or nothing. Without a vocabulary's size, ids are not checked against
-    it."""
+    """Return the tokenizer, templates and defaults of the directory.
+
+    config       the fields of config.json; empty if there is none
+    vocab_size   the limit of token ids; None skips that check
+    """
     if not (path / "tokenizer.json").is_file():
         raise UnusableModel(f"{path} has no tokenizer.json; other tokenizer formats are not read")
     tokenizer = (path / "tokenizer.json").read_bytes()
@@ -52,7 +55,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """token -> id, of the vocabulary and of added tokens."""
+    """Return token -> id, for the vocabulary and the added tokens."""
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = dict(vocab) if isinstance(vocab, dict) else {}
@@ -66,7 +69,7 @@ def _added_token(token: Any) -> Fields:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Each is written as a string, or as an object with `content`."""
+    """Return special tokens by name. A file has each as a string or an object with `content`."""
     found = {}
     for name in SPECIAL_TOKENS:
         token = settings.get(name)
@@ -77,7 +80,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _id_list(fields: Fields, name: str) -> list[int]:
-    """One id or a list of them; none where absent."""
+    """Return the field as a list; the file has one id, a list of ids, or nothing."""
     value = fields.get(name, [])
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -86,8 +89,8 @@ def _id_list(fields: Fields, name: str) -> list[int]:
 
 
 def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Name -> source. Files of their own, if there are any, or else tokenizer_config.json: as
-    transformers reads them."""
+    """Return name -> source. Template files take precedence over tokenizer_config.json, as in
+    transformers."""
     files = {file.stem: file for file in sorted((path / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (path / TEMPLATE_FILE).is_file():
         files[DEFAULT] = path / TEMPLATE_FILE
@@ -101,7 +104,7 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _response_template(settings: dict[str, Any]) -> str | None:
-    """As it stands in tokenizer_config.json: whether it can be used is for its reader to say."""
+    """Return the template of tokenizer_config.json unchecked; the gateway's reader checks it."""
     given = settings.get("response_template")
     return None if given is None else json.dumps(given)
 

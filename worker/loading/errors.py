@@ -1,4 +1,4 @@
-"""The ways in which a model cannot be loaded."""
+"""Errors of models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from protocol.errors import EngineError
 
 FETCH_AGAIN = "fetch the model's files again"
 REMEDY = "use another model, or correct its files"
-"""For an error that has no remedy of its own."""
+"""The default remedy, for errors without one of their own."""
 
 
 class UnusableModel(EngineError):
-    """Files missing, damaged, or asking for something not supported; the message says which, and
-    `remedy` what to do about it, if that does not go without saying."""
+    """Files are missing or damaged, or need something unsupported; the message gives the reason.
+
+    `remedy` is what the user can do, if the reason does not show it.
+    """
 
     code = "unusable_model"
 
@@ -21,6 +23,6 @@ class UnusableModel(EngineError):
 
 
 class NotEnoughMemory(UnusableModel):
-    """Another machine, or other options, could hold it; the message has the numbers."""
+    """The model does not fit on this machine with these options; the message has the numbers."""
 
     code = "not_enough_memory"

@@ -1,4 +1,4 @@
-"""Typed look-ups in a mapping that somebody else wrote; complaints name the file and the field."""
+"""Typed look-ups in an untrusted mapping; errors name the file and the field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REQUIRED: Any = object()
 
 
 class Fields:
-    """`source` is what error messages call the mapping. null counts as absent, but not for `in`."""
+    """Errors call the mapping `source`. A null counts as absent, except for `in`."""
 
     def __init__(self, values: Any, source: str) -> None:
         if not hasattr(values, "get"):
@@ -26,7 +26,7 @@ class Fields:
         return name in self._values
 
     def values(self) -> Iterable[Any]:
-        """Return all values, of fields that are read and of others."""
+        """Return all values, including those of fields that are not read."""
         values: Iterable[Any] = self._values.values()
         return values
 
@@ -81,7 +81,7 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises UnusableModel where the file is missing or is no JSON object."""
+    """Return the file's object. Raises UnusableModel if it is missing or not a JSON object."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

@@ -1,7 +1,7 @@
-"""How GGUF files hold numbers: the types' codes, and how many bytes a block of so many numbers is.
+"""Number types of GGUF files: their codes, and the numbers and bytes of a block of each.
 
-The package `gguf` knows this too, but takes a tenth of the worker's start to be imported; only
-files whose types we do not read ourselves need it. A test compares the two.
+The package `gguf` has the same table, but importing it takes a tenth of the worker's start. It is
+imported only for types that this package does not read itself. A test compares the two tables.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class GGMLType(IntEnum):
 
     @property
     def block(self) -> tuple[int, int]:
-        """(numbers, bytes) of a block."""
+        """(numbers, bytes) in a block."""
         return _BLOCKS[self]
 
     @property
     def is_readable(self) -> bool:
-        """Return whether its numbers can be read: here, or by the package."""
+        """Return whether this package or `gguf` can read the numbers."""
         return self not in _UNREADABLE
 
 

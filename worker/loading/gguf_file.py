@@ -1,8 +1,8 @@
-"""Reads a GGUF file: metadata, tensor table and raw tensor data, mapped and not copied.
+"""Reads a GGUF file: metadata, tensor table and raw tensor data, memory-mapped without copies.
 
-Written for files that lie: every count, length, offset and size is compared with the file before it
-is used. Plain struct reads over one mapping, because a tokenizer's 100,000 strings, read one numpy
-view at a time, take seconds.
+The file is not trusted: every count, length, offset and size is compared with the file before it is
+used. The parser uses plain struct reads over one mapping, because reading the 100,000 strings of a
+tokenizer as numpy views takes seconds.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SCALARS = {
     11: "q",
     12: "d",
 }
-"""As the module struct calls them."""
+"""GGUF's scalar type codes -> format characters of the struct module."""
 STRING, ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """shape: as torch has it, slowest axis first; offset: bytes from the start of the file."""
+    """shape: in torch's order, slowest axis first; offset: bytes from the start of the file."""
 
     kind: GGMLType
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class TensorInfo:
 class GGUFFile:
     """metadata: key -> int, float, bool, str or a list of them; tensors: name -> TensorInfo.
 
-    Raises UnusableModel where the file is no GGUF file, is truncated, or contradicts itself.
+    Raises UnusableModel if the file is not a GGUF file, is truncated, or contradicts itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,11 +74,11 @@ class GGUFFile:
         return self._data[info.offset : info.offset + info.num_bytes]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes as they are in the file, flat."""
-        import numpy as np  # late: a header is read without it, in a third of the time
+        """Return the tensor's bytes as they are in the file, flat."""
+        import numpy as np  # imported here: reading a header without it takes a third of the time
 
         info = self.tensors[name]
-        # Copy-on-write: torch wants writable memory, though nobody writes.
+        # The mapping is copy-on-write: torch requires writable memory, although nothing writes.
         return np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
 
 
@@ -93,7 +93,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 class _Header:
-    """One pass from the magic to the end of the tensor table."""
+    """Parses the file once, from the magic to the end of the tensor table."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -115,7 +115,7 @@ class _Header:
         for _ in range(num_pairs):
             key = self._string()
             if key in self.metadata:
-                raise self._damaged(f"{key!r} is there twice")
+                raise self._damaged(f"metadata key {key!r} appears twice")
             self.metadata[key] = self._value(self._unsigned(4))
 
     def _read_tensors(self, count: int) -> None:
@@ -130,7 +130,7 @@ class _Header:
         start = -(-self._at // alignment) * alignment
         for name, shape, code, offset in table:
             if name in self.tensors:
-                raise self._damaged(f"tensor {name!r} is there twice")
+                raise self._damaged(f"tensor {name!r} appears twice")
             if offset % alignment:
                 raise self._damaged(f"tensor {name!r} is not aligned")
             self.tensors[name] = self._tensor(name, shape, code, start + offset)
@@ -182,7 +182,7 @@ class _Header:
 
     def _scalar_bytes(self, code: int) -> int:
         if code not in SCALARS:
-            raise self._damaged(f"metadata of unknown type {code}")
+            raise self._damaged(f"metadata has unknown type {code}")
         return struct.calcsize(f"<{SCALARS[code]}")
 
     def _string(self) -> str:
@@ -191,11 +191,11 @@ class _Header:
         except UnicodeDecodeError as error:
             raise self._damaged(f"a string is not UTF-8: {error}") from error
 
-    def _count(self, size: int, item_bytes: int, what: str) -> int:
-        """A number of items to come, each of at least `item_bytes`."""
+    def _count(self, size: int, item_bytes: int, noun: str) -> int:
+        """Return the number of items that follow, each at least `item_bytes` long."""
         count = self._unsigned(size)
         if count * item_bytes > len(self._data) - self._at:
-            raise self._damaged(f"{count:,} {what} do not fit into the rest of the file")
+            raise self._damaged(f"{count:,} {noun} do not fit into the rest of the file")
         return count
 
     def _unsigned(self, size: int) -> int:
@@ -209,5 +209,5 @@ class _Header:
         self._at = end
         return taken
 
-    def _damaged(self, what: str) -> UnusableModel:
-        return UnusableModel(f"{self._path}: {what}", remedy=FETCH_AGAIN)
+    def _damaged(self, message: str) -> UnusableModel:
+        return UnusableModel(f"{self._path}: {message}", remedy=FETCH_AGAIN)

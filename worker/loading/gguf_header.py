@@ -1,6 +1,6 @@
-"""What a GGUF file of the llama architecture says of its model. Needs no torch.
+"""Model config of a GGUF file of the llama architecture. Needs no torch.
 
-Defaults of missing keys are llama.cpp's.
+Missing keys have llama.cpp's defaults.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ ROPE_FREQS = "rope_freqs.weight"
 
 
 def hf_names(file: GGUFFile) -> dict[str, str]:
-    """Return the file's name of each tensor, by the name that Hugging Face's checkpoints have."""
+    """Return Hugging Face's name of each tensor -> its name in the file."""
     names: dict[str, str] = {}
     for name in file.tensors:
-        if name != ROPE_FREQS and (other := names.setdefault(_our_name(name), name)) != name:
+        if name != ROPE_FREQS and (other := names.setdefault(_hf_name(name), name)) != name:
             raise UnusableModel(f"{file.path}: {other!r} and {name!r} are the same tensor")
     return names
 
 
-def _our_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names are kept."""
+def _hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; other names are returned."""
     match name.split("."):
         case [stem, ending] if stem in MODEL_TENSORS:
             return f"{MODEL_TENSORS[stem]}.{ending}"
@@ -53,7 +53,7 @@ def _our_name(name: str) -> str:
 
 
 def gguf_config(file: GGUFFile) -> LlamaConfig:
-    """Return the model that the metadata describe. Raises UnusableModel, naming the key."""
+    """Return the config that the metadata describe. Raises UnusableModel, naming the key."""
     fields = Fields(file.metadata, str(file.path))
     architecture = fields.text("general.architecture")
     if architecture != "llama":
@@ -95,19 +95,20 @@ def _head_dim(fields: Fields, default: int) -> int:
     head_dim = fields.integer("llama.attention.key_length", default)
     for name in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if fields.integer(name, head_dim) != head_dim:
-            raise UnusableModel(f"{name} differs from the head's {head_dim}: not supported")
+            raise UnusableModel(f"{name} differs from the head dimension {head_dim}: not supported")
     return head_dim
 
 
 def _theta(fields: Fields) -> float:
     theta = fields.number("llama.rope.freq_base", 10000.0)
     if theta <= 1:
-        raise UnusableModel(f"llama.rope.freq_base {theta} is not above 1")
+        raise UnusableModel(f"llama.rope.freq_base is {theta}; it must be above 1")
     return theta
 
 
 def _scaling(file: GGUFFile, fields: Fields, head_dim: int) -> Scaling:
-    """A factor without a type is linear scaling. Each pair's own factor comes on top of it."""
+    """Return the rope scaling. A factor without a type means linear scaling; the factors of
+    ROPE_FREQS multiply it."""
     kind = fields.text("llama.rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise UnusableModel(f"rope scaling {kind!r} is not supported in GGUF files")
@@ -120,7 +121,7 @@ def _scaling(file: GGUFFile, fields: Fields, head_dim: int) -> Scaling:
 
 
 def _linear_factor(fields: Fields) -> float:
-    """By its key or the older one; zero means that there is none."""
+    """Return the factor under the current or the older key; zero and absent mean 1."""
     for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
         if key in fields:
             return fields.positive(key) if fields.number(key) else 1.0
@@ -130,5 +131,5 @@ def _linear_factor(fields: Fields) -> float:
 def _rope_factors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
     info = file.tensors[ROPE_FREQS]
     if info.kind is not GGMLType.F32 or info.shape != (head_dim // 2,):
-        raise UnusableModel(f"{ROPE_FREQS} is not {head_dim // 2} numbers of type F32")
+        raise UnusableModel(f"tensor {ROPE_FREQS} must have {head_dim // 2} numbers of type F32")
     return struct.unpack(f"<{head_dim // 2}f", file.content(ROPE_FREQS))

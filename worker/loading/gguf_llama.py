@@ -1,7 +1,8 @@
-"""Weights of GGUF files of the llama architecture, dequantised or as blocks.
+"""Weights of GGUF files of the llama architecture, dequantised or as quantised blocks.
 
-llama.cpp's converter interleaves the two halves of each query and key head (its rotary embedding
-turns neighbours); reading undoes it, so the model has one layout whatever the file.
+llama.cpp's converter interleaves the two halves of each query and key head, because its rotary
+embedding rotates neighbouring items. Reading reverses this, so the model has one layout whatever
+the file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks, d
 from worker.models.config import LlamaConfig
 
 PIECE_ITEMS = 1 << 18
-"""Items dequantised at once: few enough to stay in cache, enough to keep Python out of the way."""
+"""Items dequantised at once: few enough to stay in cache, enough to hide Python's overhead."""
 PLAIN_DTYPES = {
     GGMLType.F32: torch.float32,
     GGMLType.F16: torch.float16,
@@ -27,28 +28,28 @@ PLAIN_DTYPES = {
 
 
 class GGUFWeights:
-    """A WeightSource. Dequantises piece by piece, straight into the target."""
+    """A WeightSource that dequantises piece by piece, directly into the target."""
 
     def __init__(self, file: GGUFFile, config: LlamaConfig) -> None:
         self._file = file
         self._config = config
-        self._files_name = hf_names(file)
+        self._gguf_names = hf_names(file)
 
     def read_into(self, name: str, target: Tensor) -> None:
         heads = self._interleaved_heads(name)
         if not heads:
-            read_tensor(self._file, self._files_name[name], target)
+            read_tensor(self._file, self._gguf_names[name], target)
             return
         whole = torch.empty(target.shape, dtype=torch.float32)
-        read_tensor(self._file, self._files_name[name], whole)
+        read_tensor(self._file, self._gguf_names[name], whole)
         half = self._config.head_dim // 2
         target.view(heads, 2, half, -1).copy_(whole.view(heads, half, 2, -1).transpose(1, 2))
 
     def blocks(self, name: str) -> QuantBlocks | None:
-        info = self._file.tensors[self._files_name[name]]
+        info = self._file.tensors[self._gguf_names[name]]
         if info.kind.name not in BlockKind.__members__:
             return None
-        raw = self._file.raw(self._files_name[name]).reshape(
+        raw = self._file.raw(self._gguf_names[name]).reshape(
             info.shape[0], info.shape[1] // BLOCK_WEIGHTS, -1
         )
         if heads := self._interleaved_heads(name):
@@ -57,14 +58,14 @@ class GGUFWeights:
         return QuantBlocks(BlockKind[info.kind.name], raw)
 
     def _interleaved_heads(self, name: str) -> int:
-        """How many heads of the tensor the converter interleaved; 0 for most tensors."""
+        """Return how many heads of the tensor the converter interleaved; 0 for most tensors."""
         if ".q_proj." in name:
             return self._config.num_heads
         return self._config.num_kv_heads if ".k_proj." in name else 0
 
 
 def read_tensor(file: GGUFFile, name: str, target: Tensor) -> None:
-    """Dequantise into `target`, a contiguous tensor of the same number of items."""
+    """Dequantise into `target`, a contiguous tensor with the same number of items."""
     kind, raw, flat = file.tensors[name].kind, file.raw(name), target.view(-1)
     if kind in PLAIN_DTYPES:
         flat.copy_(torch.from_numpy(raw).view(PLAIN_DTYPES[kind]))
@@ -73,21 +74,21 @@ def read_tensor(file: GGUFFile, name: str, target: Tensor) -> None:
     step = PIECE_ITEMS // block_items
     blocks = raw.reshape(-1, block_bytes)
     for first in range(0, len(blocks), step):
-        # A damaged scale gives infinities or NaN. That is no fault of the arithmetic, and shows
-        # where it matters: rows whose logits are not finite fail.
+        # A damaged scale gives infinities or NaN. Numpy's warnings are silenced here; a row fails
+        # later if its logits are not finite.
         with np.errstate(all="ignore"):
             values = _dequantized(blocks[first : first + step], kind)
         flat[first * block_items :][: values.size].copy_(torch.from_numpy(values))
 
 
 def _dequantized(blocks: NDArray[np.uint8], kind: GGMLType) -> NDArray[np.float32]:
-    """blocks [N, bytes of a block] -> their numbers, flat."""
+    """Return the numbers of blocks [N, bytes of a block], flat."""
     if kind.name in BlockKind.__members__:
         return dequantized(BlockKind[kind.name], blocks).reshape(-1)
-    from gguf.constants import GGMLQuantizationType  # late: it takes long, and is seldom needed
+    from gguf.constants import GGMLQuantizationType  # imported here: it is slow, and seldom needed
     from gguf.quants import dequantize
 
-    # As one long row: the package walks over rows in Python, 16 at a time.
+    # Pass one long row: the package loops over rows in Python, 16 at a time.
     row: NDArray[np.float32]
     (row,) = dequantize(blocks.reshape(1, -1), GGMLQuantizationType(kind))
     return row

@@ -1,4 +1,4 @@
-"""What a GGUF file says of text: tokenizer, template, defaults. Needs no torch."""
+"""Text side of a GGUF file: tokenizer, templates, sampling defaults. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""From a GGUF file's vocabulary to the `tokenizer.json` it was made from, as bytes.
+"""Rebuilds `tokenizer.json` from the vocabulary of a GGUF file.
 
-Two kinds exist in the llama architecture: "gpt2", byte-level BPE with its merges written out, and
-"llama", SentencePiece BPE with a score per piece and bytes to fall back on. Plain dicts: the
-library that will read them lives in another process.
+The llama architecture has two kinds: "gpt2" is byte-level BPE with explicit merges, and "llama" is
+SentencePiece BPE with a score per piece and byte fallback. The output is built as plain dicts,
+because the library that reads it runs in another process.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from worker.loading.pretokenizers import FAMILIES, Family, Part
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\u2581"
-"""SentencePiece's visible space."""
+"""SentencePiece's visible replacement for a space."""
 
 
 def tokenizer_json(fields: Fields) -> bytes:
-    """`fields`: the file's metadata. Raises UnusableModel, naming what is missing or unknown."""
+    """Return tokenizer.json for the file's metadata. Raises UnusableModel, naming what is missing
+    or unknown."""
     kind = fields.text("tokenizer.ggml.model")
     if kind == "gpt2":
         parts = _byte_level(fields)
@@ -36,7 +37,9 @@ def tokenizer_json(fields: Fields) -> bytes:
 def _byte_level(fields: Fields) -> Part:
     name = fields.text("tokenizer.ggml.pre", "default")
     if name not in FAMILIES:
-        raise UnusableModel(f"pre-tokenizer {name!r} is not supported; known: {sorted(FAMILIES)}")
+        raise UnusableModel(
+            f"pre-tokenizer {name!r} is not supported, only {', '.join(sorted(FAMILIES))}"
+        )
     family: Family = FAMILIES[name]
     vocab = _vocab(_strings(fields, "tokens"))
     merges = [merge.split(" ") for merge in _strings(fields, "merges")]
@@ -89,7 +92,7 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> Part
 
 
 def _vocab(tokens: list[str]) -> dict[str, int]:
-    """Of equal tokens the first counts."""
+    """Return token -> id; the first of equal tokens counts."""
     vocab: dict[str, int] = {}
     for index, token in enumerate(tokens):
         vocab.setdefault(token, index)
@@ -97,16 +100,16 @@ def _vocab(tokens: list[str]) -> dict[str, int]:
 
 
 def _check_merges(merges: list[list[str]], vocab: dict[str, int]) -> None:
-    """Every merge is of two tokens into a token: the gateway's library refuses anything else."""
+    """Check that every merge joins two tokens into a token; the gateway's library requires it."""
     for merge in merges:
         match merge:
             case [left, right] if left in vocab and right in vocab and left + right in vocab:
                 continue
-        raise UnusableModel(f"merge {' '.join(merge)!r} is not of two tokens into a third")
+        raise UnusableModel(f"merge {' '.join(merge)!r} does not join two tokens into a third")
 
 
 def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """Every way to build a piece of two others, the best piece first, then the longer left part."""
+    """Return all pairs of pieces that form a piece: best score first, then the longer left part."""
     ranked = []
     for piece, index in vocab.items():
         for cut in range(1, len(piece)):
@@ -118,7 +121,7 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[st
 
 
 def _added_tokens(fields: Fields) -> list[Part]:
-    """Tokens found whole in the text, before anything else: control and user-defined ones."""
+    """Return control and user-defined tokens, which are matched in the text before all else."""
     tokens = _strings(fields, "tokens")
     kinds = _numbers(fields, "token_type", len(tokens))
     return [
@@ -137,7 +140,7 @@ def _added_tokens(fields: Fields) -> list[Part]:
 
 
 def _post_processor(fields: Fields, *, adds_bos: bool) -> Part | None:
-    """bos before and eos after the text, as far as the file asks for them."""
+    """Add bos before and eos after the text, if the file requests them."""
     before = _marker(fields, "bos", wanted=fields.flag("tokenizer.ggml.add_bos_token", adds_bos))
     after = _marker(fields, "eos", wanted=fields.flag("tokenizer.ggml.add_eos_token", False))
     if not before and not after:
@@ -157,7 +160,7 @@ def _post_processor(fields: Fields, *, adds_bos: bool) -> Part | None:
 
 
 def _marker(fields: Fields, name: str, *, wanted: bool) -> dict[str, int]:
-    """The token and its id, or nothing where it is not wanted or the file has none."""
+    """Return {token: id}; empty if it is not wanted or the file has none."""
     tokens = _strings(fields, "tokens")
     index = fields.integer(f"tokenizer.ggml.{name}_token_id", -1)
     return {tokens[index]: index} if wanted and 0 <= index < len(tokens) else {}
@@ -173,7 +176,7 @@ def _template(before: dict[str, int], name: str, after: dict[str, int], type_id:
 def _strings(fields: Fields, name: str) -> list[str]:
     values = fields.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise UnusableModel(f"tokenizer.ggml.{name} is missing, or is no list of strings")
+        raise UnusableModel(f"tokenizer.ggml.{name} is missing, or is not a list of strings")
     return values
 
 

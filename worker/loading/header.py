@@ -1,8 +1,8 @@
-"""What the files of a model say before any weight is read. Needs no torch.
+"""Header of a model: all that its files contain except the weights. Needs no torch.
 
     path -> config, tensors (compared with the config), tokenizer and templates
 
-Whatever makes a model unusable is found here, so that it can be refused before a server starts.
+Every reason why a model cannot be used is found here, before a server starts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelHeader:
-    """paths: the weight files, in a fixed order; kinds: of each tensor (by the name that `config`'s
-    tensors have) the type of its numbers, as the format names it."""
+    """paths   the weight files, in a fixed order
+    kinds   tensor name (as `config`'s tensors are named) -> number type, as the format names it
+    """
 
     name: str
     config: LlamaConfig
@@ -48,12 +49,12 @@ class ModelHeader:
 
 
 def read_header(path: Path) -> ModelHeader:
-    """Read a Hugging Face directory or a .gguf file. Raises UnusableModel, saying why in a line."""
+    """Read a Hugging Face directory or a GGUF file. Raises UnusableModel with the reason."""
     if path.is_dir():
         return _directory_header(path)
     if path.suffix in PICKLES:
         raise UnusableModel(
-            f"{path} is a pickle file, which can run code when read: not supported",
+            f"{path} is a pickle file, which can run code when it is read; this is not supported",
             remedy="convert it to safetensors",
         )
     if not path.is_file():
@@ -67,7 +68,7 @@ def _directory_header(path: Path) -> ModelHeader:
     paths = weight_files(path)
     text = directory_text(path, Fields(config_json, "config.json"), config.vocab_size)
     files = SafetensorsFiles(paths)
-    config = _as_tied_as_the_files(config, files)
+    config = _untied_if_heads_differ(config, files)
     check_tensors(config, {name: tensor.shape for name, tensor in files.tensors.items()})
     kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
     _check_kinds(kinds, DTYPE_BYTES)
@@ -81,20 +82,20 @@ def _gguf_header(path: Path) -> ModelHeader:
     kinds = {ours: file.tensors[theirs].kind for ours, theirs in names.items()}
     for name, kind in kinds.items():
         if not kind.is_readable:
-            raise UnusableModel(f"{path}: {kind.name} (of {name}) is not supported")
+            raise UnusableModel(f"{path}: type {kind.name} (of tensor {name}) is not supported")
     text = gguf_text(Fields(file.metadata, str(path)), config.vocab_size)
-    of_names = {name: kind.name for name, kind in kinds.items()}
-    return ModelHeader(path.stem, config, file, of_names, text, [path])
+    kind_names = {name: kind.name for name, kind in kinds.items()}
+    return ModelHeader(path.stem, config, file, kind_names, text, [path])
 
 
-def _as_tied_as_the_files(config: LlamaConfig, files: SafetensorsFiles) -> LlamaConfig:
-    """Trust a head of its own that differs from the embeddings more than the config, as
-    transformers does."""
+def _untied_if_heads_differ(config: LlamaConfig, files: SafetensorsFiles) -> LlamaConfig:
+    """Return `config` untied if the files have a head that differs from the embeddings, as
+    transformers does. Otherwise return it unchanged."""
     both = EMBEDDING in files.tensors and HEAD_WEIGHT in files.tensors
     if not (config.tied_embeddings and both) or files.are_equal(EMBEDDING, HEAD_WEIGHT):
         return config
     log.warning(
-        "tie_word_embeddings is true, but %s differs from the embeddings: it is used, not tied",
+        "tie_word_embeddings is true, but %s differs from the embeddings and is used instead",
         HEAD_WEIGHT,
     )
     return replace(config, tied_embeddings=False)

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face model directories. Nothing in them is ever executed."""
+"""Weights of Hugging Face model directories. No code in them is executed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from worker.loading.safetensors_files import SafetensorsFiles
 
 
 class SafetensorsWeights:
-    """A WeightSource over one or more files, mapped; only what is read is touched."""
+    """A WeightSource over one or more mapped files; only the tensors that are read are loaded."""
 
     def __init__(self, files: SafetensorsFiles) -> None:
         opened: dict[Any, Any] = {path: safe_open(path, framework="pt") for path in files.paths}
-        self._file_of = {name: opened[tensor.path] for name, tensor in files.tensors.items()}
+        self._files = {name: opened[tensor.path] for name, tensor in files.tensors.items()}
 
     def read_into(self, name: str, target: Tensor) -> None:
-        target.copy_(self._file_of[name].get_tensor(name))
+        target.copy_(self._files[name].get_tensor(name))
 
     def blocks(self, name: str) -> QuantBlocks | None:
         return None

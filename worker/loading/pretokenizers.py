@@ -1,6 +1,7 @@
-"""How each family of byte-level vocabularies cuts text before merging; GGUF files only name it.
+"""Pre-tokenizers of byte-level vocabularies: how text is split before merging, by family.
 
-The values are parts of a `tokenizer.json`, as Hugging Face `tokenizers` reads them.
+GGUF files only name the family. The values here are parts of a `tokenizer.json`, as Hugging Face
+`tokenizers` reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ QWEN2_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}" + _REST
 
 
 def _bytes(*, use_regex: bool) -> Part:
-    """Spell bytes in the printable alphabet; `use_regex`: cut as GPT-2 does first."""
+    """Map bytes to printable characters; `use_regex` splits as GPT-2 does first."""
     return {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -38,7 +39,11 @@ def _split(regex: str) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """ignore_merges: a piece that is a token is taken whole; adds_bos: where the file is silent."""
+    """Splitting rules of one family.
+
+    ignore_merges   a piece that is a token is not split by merges
+    adds_bos        the default, if the file does not set it
+    """
 
     steps: tuple[Part, ...]
     normalizer: Part | None = None
@@ -65,4 +70,4 @@ FAMILIES = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
-"""By `tokenizer.ggml.pre`."""
+"""`tokenizer.ggml.pre` -> family."""

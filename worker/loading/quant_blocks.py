@@ -1,4 +1,4 @@
-"""Quantised matrices as a file has them: blocks of 32 weights with a scale, not yet numbers."""
+"""Quantised matrices as stored in a file: blocks of 32 weights with a scale, not dequantised."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_WEIGHTS = 32
-MOST_SCALE = 4096.0
-"""Of a block without minimum: the kernels tell its minimum, 8 times the scale, as float16."""
+MAX_SCALE = 4096.0
+"""Limit for blocks without a minimum: the kernels store 8 times the scale as float16."""
 
 
 class BlockKind(IntEnum):
-    """GGUF's blocks that the kernels compute with as they are; numbered as in csrc/packed.h."""
+    """GGUF block types that the kernels compute with directly; numbered as in csrc/packed.h."""
 
     Q4_0 = 0
     Q4_1 = 1
@@ -22,28 +22,29 @@ class BlockKind(IntEnum):
 
     @property
     def num_scales(self) -> int:
-        """Numbers of float16 with which a block begins."""
+        """Float16 numbers at the start of a block."""
         return 2 if self is BlockKind.Q4_1 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class QuantBlocks:
-    """raw [outputs, inputs / 32, bytes of a block] uint8."""
+    """A quantised matrix; raw [outputs, inputs / 32, bytes of a block] uint8."""
 
     kind: BlockKind
     raw: NDArray[np.uint8]
 
     @property
     def is_sound(self) -> bool:
-        """Scales that are no numbers, or too large, are left to the plain way, which shows them."""
+        """Return whether all scales are finite and small enough for the kernels. Other matrices are
+        dequantised, so that the damage shows in the logits."""
         words = self.raw[:, :, : 2 * self.kind.num_scales]
         scales = np.abs(np.ascontiguousarray(words).view(np.float16))
-        most = MOST_SCALE if self.kind is BlockKind.Q4_0 else np.inf
-        return bool((scales < most).all())
+        max_scale = MAX_SCALE if self.kind is BlockKind.Q4_0 else np.inf
+        return bool((scales < max_scale).all())
 
 
 def stacked(parts: list[QuantBlocks | None]) -> QuantBlocks | None:
-    """Below one another; None where a part is not there or not sound, or the kinds differ."""
+    """Stack matrices by rows. Return None if one is missing or not sound, or if kinds differ."""
     found = [part for part in parts if part is not None and part.is_sound]
     if len(found) < len(parts) or len({part.kind for part in found}) != 1:
         return None
@@ -51,7 +52,7 @@ def stacked(parts: list[QuantBlocks | None]) -> QuantBlocks | None:
 
 
 def dequantized(kind: BlockKind, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """raw [N, bytes of a block] -> [N, 32], as the package `gguf` has them, to the bit."""
+    """Dequantise raw [N, bytes of a block] to [N, 32], bit-equal to the package `gguf`."""
     head = 2 * kind.num_scales
     scales = np.ascontiguousarray(raw[:, :head]).view(np.float16).astype(np.float32)
     if kind is BlockKind.Q8_0:

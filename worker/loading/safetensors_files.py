@@ -1,4 +1,4 @@
-"""The safetensors files of a directory: which tensors they hold, and where. Needs no torch."""
+"""Index of a directory's safetensors files: tensor names and byte ranges. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from worker.loading.fields import read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Of the supported types, the bytes of a number."""
+"""Bytes per number of the supported types."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 HEADER_SIZE_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""As the library has it that writes these files."""
+"""The limit of the safetensors library."""
 MAX_DIMS = 8
 PIECE_BYTES = 1 << 20
 
@@ -50,7 +50,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class SafetensorsFiles:
-    """tensors: name -> where it is. Raises UnusableModel if a file is damaged or truncated."""
+    """`tensors` maps names to byte ranges. Raises UnusableModel for damaged or truncated files."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -96,14 +96,16 @@ def _shards(path: Path) -> list[Path]:
     names = {str(name) for name in weight_map.values()}
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UnusableModel(f"{path / INDEX} names {name!r}, which is no file of the directory")
+            raise UnusableModel(
+                f"{path / INDEX} names {name!r}, which is not a safetensors file of the directory"
+            )
         if not (path / name).is_file():
             raise UnusableModel(f"{path / name} is missing", remedy=FETCH_AGAIN)
     return [path / name for name in sorted(names)]
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file. Every number is compared with the file before it is used."""
+    """Return the tensors of one file, after checking every number against the file."""
     file_bytes = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -142,8 +144,8 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     return StoredTensor(path, stored.dtype, tuple(stored.shape), start + begin, start + end)
 
 
-def _damaged(path: Path, why: str) -> UnusableModel:
-    return UnusableModel(f"{path} is damaged or truncated: {why}", remedy=FETCH_AGAIN)
+def _damaged(path: Path, reason: str) -> UnusableModel:
+    return UnusableModel(f"{path} is damaged or truncated: {reason}", remedy=FETCH_AGAIN)
 
 
 def _mapped(path: Path) -> mmap.mmap:

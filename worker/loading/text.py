@@ -1,4 +1,4 @@
-"""What a gateway has to know of a model, as its files tell it. Needs no torch."""
+"""Text side of a model, which its gateway needs: tokenizer, templates, defaults. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from protocol.model_card import SamplingDefaults
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of a model's chat templates: the second is for conversations with tools. Others are only
-used by name, which no request can do."""
+"""Names of a model's chat templates; the second is for conversations with tools. A request cannot
+select any other template."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """What the gateway needs; meanings as in ModelCard."""
+    """Tokenizer, templates and defaults; the fields mean the same as in ModelCard."""
 
     tokenizer: bytes
     eos_token_ids: list[int]

@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token id."""
+"""Checks that two models have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.loading.errors import UnusableModel
 
 
 class Vocabulary(Protocol):
-    """A model's card, or its header."""
+    """The part of a model's card or header that is compared."""
 
     @property
     def name(self) -> str: ...
@@ -21,17 +21,18 @@ class Vocabulary(Protocol):
 
 
 def check_draft(draft: Vocabulary, model: Vocabulary) -> None:
-    """Raises UnusableModel where `draft` cannot guess for `model`."""
+    """Raise UnusableModel if `draft` cannot draft tokens for `model`."""
     if _tokens(draft) != _tokens(model):
         raise UnusableModel(
-            f"the draft model {draft.name} has another vocabulary than {model.name} "
-            f"({draft.vocab_size:,} and {model.vocab_size:,} ids); it must have the same tokenizer",
+            f"the draft model {draft.name} and {model.name} have different vocabularies "
+            f"({draft.vocab_size:,} and {model.vocab_size:,} ids); they must share a tokenizer",
             remedy="choose another --draft-model",
         )
 
 
 def _tokens(card: Vocabulary) -> tuple[Any, dict[str, int]]:
-    """What tokenizer.json says of ids: the vocabulary, in whatever form, and added tokens."""
+    """Return all ids that tokenizer.json assigns: the vocabulary in its own form, and the added
+    tokens."""
     tokenizer = msgspec.json.decode(card.tokenizer)
     added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
     return tokenizer["model"].get("vocab"), added

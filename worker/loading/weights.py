@@ -1,7 +1,7 @@
-"""From named tensors in files to the fused tensors of a model, one tensor at a time.
+"""Loads named tensors from files into the fused tensors of a model, one at a time.
 
-A source knows names, as Hugging Face spells them, and how to write one tensor into memory that the
-model has already allocated: nothing is held twice.
+A source reads one tensor, by its Hugging Face name, into memory that the model has allocated, so no
+tensor is held twice.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from worker.models.tensors import (
 
 class WeightSource(Protocol):
     def read_into(self, name: str, target: Tensor) -> None:
-        """Write the tensor into `target`, of the same shape, converting to its dtype and device."""
+        """Copy the tensor into `target`, which has the same shape; convert dtype and device."""
         ...
 
     def blocks(self, name: str) -> QuantBlocks | None:
-        """A matrix as it is quantised in the files; None where it is not, or not in such blocks."""
+        """Return a matrix that the file stores in quantised blocks; None for any other tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of the model, of one part or several below one another, before it is read.
+    """A matrix of the model before it is read: one part, or several stacked by rows.
 
-    blocks  of each part;   values  reads all of them as numbers [out, in];   bias  [out] or None
+    blocks   reads the quantised blocks of each part
+    values   reads all parts as numbers [out, in]
+    bias     [out] or None
     """
 
     blocks: Callable[[], list[QuantBlocks | None]]
@@ -64,7 +66,7 @@ def load_llama(
     device: torch.device,
     make: MakeLinear = dense,
 ) -> LlamaWeights:
-    """Read every tensor of the model; `check_tensors` has compared the files with the config."""
+    """Read every tensor of the model. `check_tensors` has compared the files with the config."""
     with torch.inference_mode():
         return _Loader(config, source, dtype, device, make).load()
 
@@ -121,7 +123,7 @@ class _Loader:
         return self._read({name: (self._config.hidden,)})
 
     def _read(self, parts: Mapping[str, tuple[int, ...]]) -> Tensor:
-        """Parts (name -> shape) below one another."""
+        """Return the parts (name -> shape), stacked by rows."""
         rows = [shape[0] for shape in parts.values()]
         columns = next(iter(parts.values()))[1:]
         whole = torch.empty((sum(rows), *columns), dtype=self._dtype, device=self._device)

@@ -1,1 +1,1 @@
-"""From a config to a worker that is ready: device, memory, model card."""
+"""Start-up of a worker: from its config to a loaded model, reserved memory and a model card."""

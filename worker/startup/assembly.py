@@ -1,7 +1,7 @@
-"""A worker put together from its config: device, model, memory, slots, and one step to warm it up.
+"""Builds a worker from its config: device, model, memory, slots, and a warm-up step.
 
-The only file that knows all the parts. What is discovered on the way (context, blocks) is told in
-WorkerReady and written back into no config.
+This is the only file that imports all the parts. Facts found on the way (context length, number of
+blocks) go into WorkerReady, never back into the config.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ from worker.step import Runner
 log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 2
-"""A prefill row, so that both a chunk and its decode step have run before the first request."""
+"""Long enough for a prefill chunk, which a decode step follows: both run before the first
+request."""
 
 
-def assemble(config: WorkerConfig, phases: StartupTiming) -> tuple[Runner, WorkerReady]:
-    """Everything up to the first plan. Raises UnusableModel, saying why in one line."""
+def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, WorkerReady]:
+    """Build everything that the first plan needs. Raises UnusableModel with a one-line reason."""
     devices.set_threads(_threads(config))
     device = devices.choose_device(config.device)
     cpu_flags = machine.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags)
-    loaded, draft = _load(config, phases, dtype, device, kernels)
-    with phases("reserve memory"):
+    loaded, draft = _load(config, timing, dtype, device, kernels)
+    with timing("reserve memory"):
         models = [loaded.config] if draft is None else [loaded.config, draft.config]
         shapes = [_cache_shape(model, config) for model in models]
         budget = kv_budget(
@@ -71,16 +72,18 @@ def assemble(config: WorkerConfig, phases: StartupTiming) -> tuple[Runner, Worke
         ]
         fields = slot_fields(budget.max_len, -(-budget.max_len // config.block_tokens))
         attention = _attention(loaded, config, dtype)
-        drafting = None
+        draft_model = None
         if draft is not None:
-            own = _attention(draft, config, dtype)
-            drafting = DraftModel(draft.model, caches[1], own, loaded.card.vocab_size)
-        slots = _slot_table(fields, config, device, loaded.model, caches, attention, drafting)
-    with phases("warm up"):
+            draft_attention = _attention(draft, config, dtype)
+            draft_model = DraftModel(
+                draft.model, caches[1], draft_attention, loaded.card.vocab_size
+            )
+        slots = _slot_table(fields, config, device, loaded.model, caches, attention, draft_model)
+    with timing("warm up"):
         spare = SlotTable(fields, 1, device)
-        runner = Runner(loaded.model, spare, caches[0], attention, drafting=drafting)
+        runner = Runner(loaded.model, spare, caches[0], attention, draft_model=draft_model)
         _warm_up(runner, caches, budget.max_len)
-    malloc.keep_pages()  # loading is over: what it needed for a moment has gone back
+    malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     log.info(
         "model %s dtype=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d max_len=%d",
         loaded.card.name,
@@ -93,19 +96,19 @@ def assemble(config: WorkerConfig, phases: StartupTiming) -> tuple[Runner, Worke
         budget.max_len,
     )
     ready = WorkerReady(
-        model=_advised(loaded.card, config),
+        model=_with_recommended_sampling(loaded.card, config),
         max_len=budget.max_len,
         max_slots=config.max_slots,
         block_tokens=config.block_tokens,
         num_blocks=budget.num_blocks,
-        phases=phases.told,
+        phases=timing.phases,
         draft_cost=None if draft is None else _cost(draft.card, loaded.card),
         step_costs=loaded.step_costs,
     )
-    return Runner(loaded.model, slots, caches[0], attention, drafting=drafting), ready
+    return Runner(loaded.model, slots, caches[0], attention, draft_model=draft_model), ready
 
 
-def _advised(card: ModelCard, config: WorkerConfig) -> ModelCard:
+def _with_recommended_sampling(card: ModelCard, config: WorkerConfig) -> ModelCard:
     """Return `card` with the catalogue's sampling defaults where the model's files give none."""
     defaults = card.defaults.over(config.recommended_sampling)
     return msgspec.structs.replace(card, defaults=defaults)
@@ -113,12 +116,12 @@ def _advised(card: ModelCard, config: WorkerConfig) -> ModelCard:
 
 def _load(
     config: WorkerConfig,
-    phases: StartupTiming,
+    timing: StartupTiming,
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels,
 ) -> tuple[LoadedModel, LoadedModel | None]:
-    """The model, and the one that guesses for it."""
+    """Return the model and its draft model, if one is configured."""
     load = partial(
         load_model,
         dtype=dtype,
@@ -127,30 +130,32 @@ def _load(
         weights=config.weights,
         measurements=Path(config.measurements) if config.measurements else None,
     )
-    with phases("load weights"):
+    with timing("load weights"):
         loaded = load(config.model)
     if not config.draft_model:
         return loaded, None
-    with phases("load the draft model"):
+    with timing("load the draft model"):
         draft = load(config.draft_model)
         check_draft(draft.card, loaded.card)
     return loaded, draft
 
 
 def _attention(loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype) -> Attention:
-    """By the kernels that fit the model."""
+    """Return the attention of the kernels that the model uses."""
     return select_attention(config.block_tokens, dtype=dtype, kernels=loaded.model.kernels)
 
 
 def _cost(draft: ModelCard, model: ModelCard) -> float:
-    """A few tokens take the time in which the weights are read."""
+    """Return the cost of a draft step relative to a model step. For a few tokens, a step takes the
+    time of reading the weights."""
     return draft.weights_bytes / model.weights_bytes
 
 
 def _shared_memory(
     config: WorkerConfig, device: torch.device, num_bytes: int
 ) -> SharedMemory | None:
-    """For the model's cache, where other workers may map it; None where it is as any other."""
+    """Return memory for the model's cache that other workers can map; None if it is not needed or
+    not possible."""
     if not config.kv_export or config.kv_mover not in ("auto", "shm"):
         return None
     if device.type == "cpu":
@@ -165,7 +170,8 @@ def _shared_memory(
 def _slot_table(
     fields: Iterable[SlotField], config: WorkerConfig, device: torch.device, *others: object
 ) -> SlotTable:
-    """Poisoned, it has as many rows as none of the `others` has of anything: see registry.py."""
+    """Return the slots. A poisoned table has a row count that equals no tensor size of `others`,
+    so that a search can recognise per-slot tensors: see registry.py."""
     if config.poison_slots == "off":
         return SlotTable(fields, config.max_slots, device)
     rows = rows_for(config.max_slots, others)
@@ -179,17 +185,17 @@ def _threads(config: WorkerConfig) -> int:
 
 
 def _cache_shape(model: LlamaConfig, config: WorkerConfig) -> tuple[int, int, int, int]:
-    """Layers, tokens of a block, key/value heads, head dim."""
+    """Return (layers, tokens per block, K/V heads, head dim)."""
     return model.num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
 
 
 def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
-    """A prompt and, where there is room, one token after it, where nobody's is yet. A second cache
-    is the draft model's, which follows."""
+    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
+    cache in `caches` is the draft model's, which catches up in the same steps."""
     prompt = min(WARM_UP_TOKENS, max_len)
     params = SamplingParams(temperature=1.0, top_p=0.9)
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens)
-    follows = len(caches) > 1
+    has_draft = len(caches) > 1
     init = SlotInit(
         slot=0,
         generation=0,
@@ -202,16 +208,16 @@ def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
         params=params,
     )
     samples = prompt < max_len
-    plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, follows=follows)
+    plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, has_draft=has_draft)
     runner.step(plan)
     if prompt + 1 < max_len:
-        runner.step(_one_row(start=prompt, count=1, bind=[], samples=True, follows=follows))
+        runner.step(_one_row(start=prompt, count=1, bind=[], samples=True, has_draft=has_draft))
     for cache in caches:
         cache.zero(torch.arange(1, blocks + 1, device=cache.k.device))
 
 
 def _one_row(
-    *, start: int, count: int, bind: list[SlotInit], samples: bool, follows: bool
+    *, start: int, count: int, bind: list[SlotInit], samples: bool, has_draft: bool
 ) -> StepPlan:
     none = Int32.of([])
     return StepPlan(
@@ -227,7 +233,7 @@ def _one_row(
         row_tokens=Int32.of([count]),
         row_samples=UInt8.of([samples]),
         num_decodes=int(count == 1),
-        follow_starts=Int32.of([start]) if follows else None,
-        follow_tokens=Int32.of([count]) if follows else None,
-        wanted=Int32.of([0]) if follows else None,
+        follow_starts=Int32.of([start]) if has_draft else None,
+        follow_tokens=Int32.of([count]) if has_draft else None,
+        wanted=Int32.of([0]) if has_draft else None,
     )

@@ -1,8 +1,9 @@
-"""`python -P -m worker.startup.card MODEL FILE`: the card of a model that nobody here computes.
+"""`python -P -m worker.startup.card MODEL FILE`: write the card of a model without an engine.
 
-For a gateway without an engine. Only what concerns text is read, so any architecture will do, the
-weights may be missing, and torch is not needed: a GGUF file, or a directory with tokenizer.json.
-The card's digest is of that text alone, and is not the one that an engine with the weights tells.
+A gateway without an engine uses the card. Only the text side of the model is read: the weights may
+be missing, any architecture works, and torch is not needed. MODEL is a GGUF file or a directory
+with tokenizer.json. The card's digest covers that text only, so it differs from the digest that an
+engine with the weights reports.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from worker.loading.gguf_text import gguf_text
 from worker.loading.text import TextFacts
 
 UNKNOWN_CONTEXT = 1 << 20
-"""Where the files do not say what the model was made for."""
+"""Context length if the files give none."""
 
 
 def text_card(path: Path) -> ModelCard:
-    """Raises UnusableModel, saying in a line what is missing or damaged."""
+    """Return the card. Raises UnusableModel with one line about what is missing or damaged."""
     if not path.exists():
         raise UnusableModel(f"{path} does not exist")
     return _directory_card(path) if path.is_dir() else _gguf_card(path)
@@ -51,12 +52,12 @@ def _directory_card(path: Path) -> ModelCard:
         (config.get("architectures") or [""])[0],
         text,
         vocab_size=described.integer("vocab_size", 0) or highest + 1,
-        context_tokens=context or _made_for(tokenizer_config.get("model_max_length")),
+        context_tokens=context or _known_length(tokenizer_config.get("model_max_length")),
     )
 
 
-def _made_for(length: Any) -> int:
-    """`model_max_length`, which is astronomic where nobody knows."""
+def _known_length(length: Any) -> int:
+    """Return `model_max_length`, or UNKNOWN_CONTEXT if it is missing or a huge placeholder."""
     return length if isinstance(length, int) and 0 < length < UNKNOWN_CONTEXT else UNKNOWN_CONTEXT
 
 
@@ -78,7 +79,7 @@ def _gguf_card(path: Path) -> ModelCard:
 def card_of_text(
     name: str, architecture: str, text: TextFacts, *, vocab_size: int, context_tokens: int
 ) -> ModelCard:
-    """Return a card with no facts about weights; its digest is of the text alone."""
+    """Return a card without facts about weights; its digest covers the text only."""
     return ModelCard(
         name=name,
         architecture=architecture,

@@ -1,7 +1,7 @@
-"""GPUs as NVIDIA's driver shows them to this process, and their memory. Needs no torch.
+"""The GPUs that NVIDIA's driver shows to this process, and their free memory. Needs no torch.
 
-CUDA_VISIBLE_DEVICES counts, as it does for torch. No context is made on a device: that would take
-memory there, and time.
+CUDA_VISIBLE_DEVICES applies, as it does for torch. No context is created on a device, because that
+takes memory there, and time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class _NVMLMemory(ctypes.Structure):
 
 
 def free_bytes_of_devices() -> list[int]:
-    """Return the free memory of each visible device; none if there is no driver. A device whose use
-    is not known counts as empty."""
+    """Return the free memory of each visible device; an empty list if there is no driver. A device
+    whose use is unknown counts as empty."""
     driver = _library(DRIVER)
     if driver is None or driver.cuInit(0) != 0:
         return []

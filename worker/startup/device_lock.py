@@ -1,6 +1,6 @@
-"""The device is taken before anything is loaded onto it: who comes second is told at once by whom.
+"""Exclusive lock on the GPU, taken before anything is loaded onto it.
 
-The CPU is nobody's alone.
+A second worker fails at once, with the name of the holder. The CPU is not locked.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from protocol.config.worker import WorkerConfig
 from worker.startup import device as machine
 
 
-def claim(config: WorkerConfig) -> AbstractContextManager[object]:
-    """Ours while it is open. Raises DeviceTaken, UnusableModel."""
+def lock_device(config: WorkerConfig) -> AbstractContextManager[object]:
+    """Lock the configured device until the context exits. Raises DeviceTaken, UnusableModel."""
     name = machine.identity_of(machine.choose_device(config.device))
     if name is None:
         return nullcontext()
-    return devices.take(devices.directory(), name, _ourselves(config))
+    return devices.take(devices.directory(), name, _holder(config))
 
 
-def _ourselves(config: WorkerConfig) -> devices.DeviceHolder:
-    """As those are told who come later. Our address lies in the run directory of our server."""
+def _holder(config: WorkerConfig) -> devices.DeviceHolder:
+    """Return the description of this worker that a later one shows in its error. The socket's
+    address lies in the run directory of this worker's server."""
     return devices.DeviceHolder(
         pid=os.getpid(),
         place=Path(config.address.removeprefix("ipc://")).parent.name,

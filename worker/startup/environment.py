@@ -1,21 +1,23 @@
-"""What must be in the environment before torch is loaded, by whichever way the room is entered."""
+"""Environment variables that must be set before torch is loaded, however the worker is started."""
 
 from __future__ import annotations
 
 import os
 
 PRODUCTS_KEPT = 128
-"""oneDNN makes code for each shape that it multiplies, and a step's number of rows is part of the
-shape: 256 of them times a layer's four matrices came to 600 MB, kept twice, by oneDNN and by what
-torch calls it with. So many suffice for decode steps of 32 rows; what is made anew for a
-prompt of rare length takes a millisecond, once in a step, whatever the number of layers."""
+"""Compiled kernels that oneDNN, and torch's own cache in front of it, may each keep.
+
+oneDNN compiles a kernel for each shape that it multiplies, and the number of rows of a step is part
+of the shape. With 256 row counts and a layer's four matrices the two caches grew to 600 MB. 128
+entries suffice for decode steps of 32 rows. A kernel for a prompt of rare length is compiled again
+in about a millisecond, once per step, whatever the number of layers."""
 
 
 def prepare() -> None:
-    """What the user has set stays.
+    """Set the defaults, keeping any value that the user has set.
 
-    OMP_WAIT_POLICY is read by the OpenMP runtime: threads that wait sleep instead of spinning. Two
-    that spin on cores which other processes need made a step ten times as long.
+    OMP_WAIT_POLICY makes idle OpenMP threads sleep instead of spin. Two threads that spun on cores
+    needed by other processes made a step ten times as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

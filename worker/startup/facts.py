@@ -1,6 +1,6 @@
-"""`python -P -m worker.startup.facts`: the facts and defaults of a worker on this machine, as JSON.
+"""`python -P -m worker.startup.facts`: this machine's facts and a worker's defaults on it, as JSON.
 
-It calls the functions that a worker calls when it starts, so both have the same results.
+It calls the functions that a starting worker calls, so both have the same results.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from worker.startup import device as devices
 from worker.startup import machine
 from worker.startup.memory import free_bytes
 
-TELLING_FLAGS = frozenset(
+SPEED_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
     | {"neon", "asimd", "sve", "bf16", "i8mm"}
 )
-"""Of all CPU features, those on which speed or precision depend; the second line is ARM's."""
+"""CPU features that affect speed or precision; the second line is ARM's."""
 
 
 def machine_facts() -> MachineFacts:
@@ -34,7 +34,7 @@ def machine_facts() -> MachineFacts:
         device_id=devices.identity_of(device) or "",
         dtype=str(dtype).removeprefix("torch."),
         cpu=machine.cpu_model(),
-        cpu_flags=sorted(flags & TELLING_FLAGS),
+        cpu_flags=sorted(flags & SPEED_FLAGS),
         cores=cores,
         quota=quota,
         threads=machine.choose_threads(0, cores=cores, quota=quota),

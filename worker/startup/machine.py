@@ -1,6 +1,7 @@
-"""What this machine has: CPU features, cores, memory, GPUs. Needs no torch.
+"""Facts about this machine: CPU features, cores, memory, the torch build. Needs no torch.
 
-Functions here read facts and decide nothing, except those whose arguments are the facts.
+Most functions only read facts. `dtype_name` and `choose_threads` decide, and take the facts as
+arguments.
 """
 
 from __future__ import annotations
@@ -13,70 +14,74 @@ from pathlib import Path
 from protocol.config.worker import Dtype
 
 BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""As /proc/cpuinfo spells them; the last is ARM's. Without one, bfloat16 is emulated and slow."""
+"""Names in /proc/cpuinfo; the last is ARM's. Without one of them bfloat16 is emulated and slow."""
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def dtype_name(wanted: Dtype, *, is_gpu: bool, cpu_flags: frozenset[str]) -> str:
-    """Return the dtype of weights and K/V. `cpu_flags`: what `cpu_flags()` reads."""
+    """Return the dtype of weights and K/V. `cpu_flags` is the result of `cpu_flags()`."""
     if wanted == "auto":
         return "bfloat16" if is_gpu or cpu_flags & BFLOAT16_CPU_FLAGS else "float32"
     return wanted
 
 
 def choose_threads(wanted: int, *, cores: int, quota: float | None) -> int:
-    """`cores` we may run on, `quota` in cores where the container has one; at least one thread."""
+    """Return the number of torch threads, at least 1.
+
+    cores   CPUs that this process may run on
+    quota   the container's CPU limit in cores, or None
+    """
     if wanted:
         return wanted
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Of the first core; empty where the system does not say."""
+    """Return the features of the first core; empty if the system does not list them."""
     return frozenset(_first_of(cpuinfo, "flags", "Features").split())
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """Return the processor's name as the system spells it; empty where it does not say."""
+    """Return the processor's name as the system spells it; empty if it has none."""
     return _first_of(cpuinfo, "model name")
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Of the first core, and what it can do; empty where the system does not say."""
+    """Return the first core's name, model and features; empty if the system does not list them."""
     names = (_first_of(cpuinfo, name) for name in ("model name", "cpu family", "model", "flags"))
     return ", ".join(name for name in names if name)
 
 
 def _first_of(cpuinfo: Path, *names: str) -> str:
-    """What is told by the first line that has one of the names."""
+    """Return the value of the first line whose name is one of `names`, or ""."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return ""
     for line in lines:
-        name, _, told = line.partition(":")
+        name, _, value = line.partition(":")
         if name.strip() in names:
-            return told.strip()
+            return value.strip()
     return ""
 
 
 def allowed_cores() -> int:
-    """Cores in our CPU set."""
+    """Return the number of cores in this process's CPU set."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
-    """Cores that the control group (version 2, then 1) grants; None where there is no limit."""
+    """Return the CPU limit of the control group (version 2, then 1) in cores; None if unlimited."""
     try:
         limit, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
         limit = _text(cgroup / "cpu" / "cpu.cfs_quota_us")
         period = _text(cgroup / "cpu" / "cpu.cfs_period_us")
     if not limit.isdigit() or not period.isdigit() or not int(period):
-        return None  # "max", "-1" or nothing at all
+        return None  # "max", "-1" or missing
     return int(limit) / int(period)
 
 
@@ -95,7 +100,7 @@ def free_host_bytes() -> int:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What the system could hand out without swapping."""
+    """Return the memory that the system can hand out without swapping."""
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -104,9 +109,9 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def cgroup_free_bytes(cgroup: Path = CGROUP) -> int | None:
-    """Limit minus use of the control group (version 2, then 1); None where it has no limit.
+    """Return limit minus use of the control group (version 2, then 1); None if it has no limit.
 
-    File pages that can be dropped are counted as use by the kernel, but not here.
+    The kernel counts file pages that can be dropped as used; this function counts them as free.
     """
     for limit, used, stat, dropped in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -118,12 +123,12 @@ def cgroup_free_bytes(cgroup: Path = CGROUP) -> int | None:
         ),
     ):
         try:
-            most = (cgroup / limit).read_text().strip()
-            taken = int((cgroup / used).read_text())
+            max_bytes = (cgroup / limit).read_text().strip()
+            used_bytes = int((cgroup / used).read_text())
             pages = _statistic((cgroup / stat).read_text(), dropped)
         except (OSError, ValueError):
             continue
-        return max(0, int(most) - taken + pages) if most.isdigit() else None
+        return max(0, int(max_bytes) - used_bytes + pages) if max_bytes.isdigit() else None
     return None
 
 
@@ -136,8 +141,8 @@ def _statistic(text: str, name: str) -> int:
 
 
 def torch_build() -> tuple[str, str]:
-    """Return the version of the installed torch, and for which GPUs it is built: "cuda", "hip" or
-    "". Reads its version.py, because importing torch takes seconds."""
+    """Return the version of the installed torch, and the GPUs it is built for: "cuda", "hip" or "".
+    Reads its version.py, because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "", ""

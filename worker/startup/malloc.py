@@ -1,8 +1,8 @@
-"""The C library's heap, as a worker wants it: what a step has freed is there for the next one.
+"""glibc's malloc settings: keep memory that a step has freed for the next step.
 
-Left to itself, glibc gives large pieces back to the system as soon as they are free, and asks for
-them anew in the next step: each page is zeroed and faulted in again. That took five sixths of the
-time in which 64 rows drew their tokens.
+By default glibc returns large pieces to the system as soon as they are freed and requests them
+again in the next step, so each page is zeroed and faulted in again. That took five sixths of the
+time of sampling 64 rows.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST_PIECE_BYTES = 32 << 20
-"""Up to here pieces come from the heap; glibc allows no more. Larger ones are mapped, and go
-back."""
+"""Pieces up to this size come from the heap; glibc allows no more. Larger ones are mapped, and
+returned when freed."""
 KEPT_BYTES = 256 << 20
-"""At most so much stays with the process that nothing uses."""
+"""The most unused memory that the process keeps."""
 
 
 def keep_pages() -> bool:
-    """From now on. False where the C library cannot do that (only glibc can)."""
+    """Apply the settings from now on. Return False if the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

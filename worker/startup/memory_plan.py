@@ -1,10 +1,9 @@
-"""Plan of a model's memory: weights as they are after loading, K/V cache and working memory. Pure,
-and needs no torch.
+"""Plan of a model's memory: loaded weights, K/V cache and working memory. Pure, and needs no torch.
 
-The plan is made before anything is loaded, from the headers of the files. When a worker has
-loaded, it calls `kv_budget` again, with the memory that is really free then. A server must be able
-to finish any request it accepts, so the cache holds at least one of the longest. If the user set
-the length, it must fit; if not, it is reduced to fit.
+The plan is made from the headers of the files, before any weight is loaded. After loading, the
+worker calls `kv_budget` again with the memory that is then free. A server must be able to finish
+every request it accepts, so the cache holds at least one request of the maximum length. If the user
+set that length, it must fit; otherwise it is reduced to fit.
 """
 
 from __future__ import annotations
@@ -28,31 +27,32 @@ from worker.models.config import LlamaConfig
 from worker.models.tensors import FusedMatrix, head_matrix, layer_tensors
 
 AVERAGE_REQUEST_TOKENS = 1024
-"""Of prompt and answer, where nobody says how much memory the cache may have."""
+"""Prompt and answer of an average request; sizes the cache if its memory is not configured."""
 FREE_SHARE = 4
-"""Then it gets at most one part in so many of what is free."""
+"""In that case the cache gets at most 1/FREE_SHARE of the free memory."""
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 BLOCK_FORMATS = {"Q4_0": sizes.Q4, "Q4_1": sizes.Q4, "Q8_0": sizes.Q8}
-"""Quantised types that stay packed, and the format in which the kernels hold them."""
+"""Quantised types that stay packed, and the kernels' format for each."""
 DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 PROCESS_BYTES = 256 << 20
-"""Memory of all processes without a model: measured with one of a few thousand weights, without
-pages of files."""
+"""Memory of all processes without a model. Measured with a model of a few thousand weights, without
+file pages."""
 STEP_TOKENS = 256
 """Tokens computed at once: the default of --token-budget."""
 LOGITS_COPIES = 3
-"""Copies of a step's logits, in float32: as computed, changed by parameters, as probabilities."""
+"""Float32 copies of a step's logits: raw, processed, and as probabilities."""
 SLOT_NUMBERS = MAX_ALLOWED_TOKEN_IDS + MAX_BAD_SEQUENCES + MAX_BAD_TOKENS + MAX_STOP_TOKEN_IDS
 SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
-"""Numbers of one slot, four bytes each, beside its tokens and blocks."""
+"""Four-byte numbers per slot, besides its tokens and block table."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """The facts about a model that the plan needs. kinds: the type of each tensor's numbers.
+    """The facts about a model that the plan needs.
 
-    is_packed   matrices are held as the compiled kernels read them
+    kinds       the number type of each tensor
+    is_packed   whether matrices are stored in the layout of the compiled kernels
     """
 
     name: str
@@ -63,15 +63,15 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """num_blocks: including the null block; max_len: tokens of prompt and answer of one request."""
+    """num_blocks includes the null block; max_len is one request's prompt and answer, in tokens."""
 
     num_blocks: int
     max_len: int
 
 
 def is_packed(config: LlamaConfig, form: WeightForm, *, has_kernels: bool) -> bool:
-    """Return whether the matrices of a model are packed. Raises UnusableModel if they cannot be,
-    but were asked for. `has_kernels`: compiled ones serve on this device."""
+    """Return whether the model's matrices are packed. Raises UnusableModel if packed weights were
+    requested and are impossible. `has_kernels`: compiled kernels run on this device."""
     fits = has_kernels and sizes.fits(
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
@@ -95,11 +95,13 @@ def plan_memory(
     free_bytes: int,
     host_bytes: int,
 ) -> ModelPlan:
-    """models: the model, and the draft model if there is one; host_bytes: what is free outside the
-    device, for a CPU the same memory.
+    """Return the plan for `models`: the model, and its draft model if there is one.
+
+    free_bytes   free memory of the device
+    host_bytes   free host memory; the same memory if the device is the CPU
 
     Raises NotEnoughMemory, with the numbers and the options to change, and UnusableModel if
-    config.max_len is more than the model was made for.
+    `options.max_len` exceeds the model's context.
     """
     model, item = models[0], DTYPE_BYTES[dtype]
     context_tokens = model.config.context_tokens
@@ -113,7 +115,7 @@ def plan_memory(
     takes = f"{model.name} needs {_gib(weights)} for weights ({_form(dtype, expanded)})"
     takes += f" and {_gib(work)} for working memory; {_gib(free_bytes)} are free"
     left = free_bytes - weights - work
-    # The null block and one more; by default the cache has only a part of what is left.
+    # The null block and one more. By default the cache takes only a part of what is left.
     is_named = bool(options.kv_blocks or options.kv_memory_gib)
     least = 2 * block * (1 if is_named else FREE_SHARE)
     if left < least:
@@ -148,7 +150,8 @@ def plan_memory(
 
 
 def _tier_bytes(options: WorkerConfig, free_bytes: int, takes: str) -> int:
-    """Return the host memory of dropped blocks. Raises NotEnoughMemory, in words after `takes`."""
+    """Return the host memory for the K/V host tier. Raises NotEnoughMemory; the message starts with
+    `takes`."""
     tier = int(options.kv_host_gib * GIB)
     if tier > free_bytes:
         raise NotEnoughMemory(
@@ -166,29 +169,31 @@ def kv_budget(
     free_bytes: int,
     window: int | None = None,
 ) -> KVBudget:
-    """context_tokens: the model's limit, by its attention `window` if it has one; block_bytes: of
-    one block in all layers.
+    """Return how many K/V blocks to allocate, and the longest request they can hold.
 
-    Raises NotEnoughMemory, with the numbers, where a request of options.max_len could never be
-    held, and UnusableModel where the model was not made for one so long.
+    context_tokens   the model's limit, already reduced to its attention `window` if it has one
+    block_bytes      one block in all layers
+
+    Raises NotEnoughMemory, with the numbers, if a request of options.max_len would never fit, and
+    UnusableModel if options.max_len exceeds the model's context.
     """
     if options.max_len > context_tokens:
-        said = f"the model was made for {context_tokens:,} tokens"
+        reason = f"the model's context is {context_tokens:,} tokens"
         if window is not None:
-            said = f"attention windows are not supported, and the model's is {window:,} tokens"
+            reason = f"attention windows are not supported, and the model's is {window:,} tokens"
         remedy = f"--max-len {context_tokens}, or less"
-        raise UnusableModel(f"max_len is {options.max_len:,}; {said}", remedy=remedy)
+        raise UnusableModel(f"max_len is {options.max_len:,}; {reason}", remedy=remedy)
     wanted_len = options.max_len or context_tokens
     num_blocks = options.kv_blocks or _affordable(options, wanted_len, block_bytes, free_bytes)
-    most = free_bytes // block_bytes
-    if num_blocks > most:
-        named = f"--kv-blocks {most}"
+    max_blocks = free_bytes // block_bytes
+    if num_blocks > max_blocks:
+        option = f"--kv-blocks {max_blocks}"
         if not options.kv_blocks:
-            named = f"--kv-memory-gib {_round_down(free_bytes / GIB)}"
+            option = f"--kv-memory-gib {_round_down(free_bytes / GIB)}"
         raise NotEnoughMemory(
             f"{num_blocks:,} KV blocks take {_gib(num_blocks * block_bytes)}; "
             f"{_gib(free_bytes)} are free",
-            remedy=f"{named}, or less",
+            remedy=f"{option}, or less",
         )
     held = (num_blocks - 1) * options.block_tokens
     needed = options.max_len or options.block_tokens
@@ -196,13 +201,14 @@ def kv_budget(
         raise NotEnoughMemory(
             f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, "
             f"less than max_len ({needed:,})",
-            remedy=_longer_or_shorter(options, needed, held, block_bytes, most),
+            remedy=_longer_or_shorter(options, needed, held, block_bytes, max_blocks),
         )
     return KVBudget(num_blocks, min(wanted_len, held))
 
 
 def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_bytes: int) -> int:
-    """Blocks for the memory named, or for max_slots average requests and one of the longest."""
+    """Return the blocks that fit the configured memory; without one, the blocks for max_slots
+    average requests and at least one of `wanted_len`."""
     if options.kv_memory_gib:
         return int(options.kv_memory_gib * GIB) // block_bytes
     average = min(wanted_len, AVERAGE_REQUEST_TOKENS)
@@ -212,12 +218,12 @@ def _affordable(options: WorkerConfig, wanted_len: int, block_bytes: int, free_b
 
 
 def _longer_or_shorter(
-    options: WorkerConfig, needed: int, held: int, block_bytes: int, most: int
+    options: WorkerConfig, needed: int, held: int, block_bytes: int, max_blocks: int
 ) -> str:
     """Return the options to change: more cache memory, if it is free, or shorter requests."""
     blocks = -(-needed // options.block_tokens) + 1
     ways = []
-    if blocks <= most:
+    if blocks <= max_blocks:
         ways.append(f"--kv-memory-gib {_round_up(blocks * block_bytes / GIB)}")
     if held >= options.block_tokens:
         ways.append(f"--max-len {held}")
@@ -234,7 +240,7 @@ def weights_bytes(model: PlannedModel, dtype: str) -> int:
         for index in range(config.num_layers)
         for matrix in layer_tensors(config, index).matrices
     )
-    # Dense, a tied head is the embedding itself.
+    # A tied head that stays dense is the embedding itself.
     is_shared = config.tied_embeddings and not _can_pack(head_matrix(config), model)
     head = 0 if is_shared else _matrix_bytes(head_matrix(config), model, dtype)
     return embedding + norms + matrices + head
@@ -253,13 +259,13 @@ def _can_pack(matrix: FusedMatrix, model: PlannedModel) -> bool:
 
 
 def _block_format(matrix: FusedMatrix, model: PlannedModel) -> int | None:
-    """Return the format of a matrix that stays as it is quantised: all of its parts are alike."""
+    """Return the packed format of a matrix whose parts all have one quantised type, else None."""
     kinds = {model.kinds[name] for name in matrix.weights}
     return BLOCK_FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
 
 
 def expanded_kinds(model: PlannedModel) -> set[str]:
-    """Return the quantised types of matrices that become numbers of the dtype when loaded."""
+    """Return the quantised types of matrices that are expanded to the dtype at loading."""
     config = model.config
     matrices = [m for i in range(config.num_layers) for m in layer_tensors(config, i).matrices]
     found: set[str] = set()
@@ -275,14 +281,15 @@ def block_bytes(config: LlamaConfig, block_tokens: int, item_bytes: int) -> int:
 
 
 def work_bytes(model: PlannedModel, dtype: str, max_slots: int) -> int:
-    """Return what the processes, the slots without their tokens, and loading or a step take."""
+    """Return the memory of the processes, the slots without their tokens, and the larger of a step
+    and loading."""
     config = model.config
     slots = 4 * max_slots * SLOT_NUMBERS
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widths = 4 * config.hidden + heads + 3 * config.intermediate
     logits = LOGITS_COPIES * max_slots * config.vocab_size
     step = 4 * (STEP_TOKENS * widths + logits)
-    # A matrix that is packed from numbers is held twice for a moment.
+    # A matrix that is packed from plain numbers exists twice while it is packed.
     largest = max(m.rows * m.columns for m in layer_tensors(config, 0).matrices)
     largest = max(largest, config.vocab_size * config.hidden * (not config.tied_embeddings))
     loading = largest * DTYPE_BYTES[dtype] if model.is_packed else 0
@@ -294,7 +301,7 @@ def _form(dtype: str, expanded: Sequence[str]) -> str:
 
 
 def _smaller(model: PlannedModel, dtype: str, expanded: Sequence[str]) -> str:
-    """Say what makes weights smaller here; a quantised type that is expanded does not."""
+    """Return advice that makes the weights smaller for this model and dtype."""
     ways = []
     if dtype == "float32" and weights_bytes(model, "bfloat16") < weights_bytes(model, "float32"):
         ways.append("--dtype bfloat16")

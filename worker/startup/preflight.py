@@ -1,8 +1,8 @@
-"""`python -P -m worker.startup.preflight CONFIGS`: checks whether workers can serve their models.
+"""`python -P -m worker.startup.preflight CONFIGS`: check whether workers can serve their models.
 
-CONFIGS is a JSON list of WorkerConfig, of all the workers of one server. Headers are read and
-memory is planned; no weight is read, and torch is not imported, so a refusal takes a moment. The
-answer is a `Preflight`.
+CONFIGS is a JSON list of WorkerConfig, one for each worker of a server. Only headers are read and
+memory is planned. No weight is read and torch is not imported, so a failure shows within a moment.
+The output is a `Preflight` as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPU = "cpu"
 
 
 def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
-    """Plan all workers, one after the other: what one takes, the next has not."""
+    """Plan the workers in order; memory planned for one is not available to the next."""
     taken: defaultdict[str, int] = defaultdict(int)
     plans, cards = [], []
     try:
@@ -84,8 +84,8 @@ def _planned(header: ModelHeader, config: WorkerConfig, *, has_kernels: bool) ->
 
 
 def choose_device(wanted: str) -> tuple[str, int]:
-    """Return the name of a worker's device, and its free memory. Raises UnusableModel if there is
-    no such device, as `worker.startup.device.choose_device` does with torch."""
+    """Return the name of a worker's device, and its free memory. Raises UnusableModel if the device
+    does not exist, as `worker.startup.device.choose_device` does with torch."""
     version, build = machine.torch_build()
     if wanted == CPU or (wanted == "auto" and not build):
         return CPU, machine.free_host_bytes()
@@ -96,7 +96,7 @@ def choose_device(wanted: str) -> tuple[str, int]:
             "only CPUs",
             remedy=f"{remedy}, or install a CUDA build of torch",
         )
-    if build == "hip":  # torch alone can tell, when it loads
+    if build == "hip":  # only torch can list these devices, and it is loaded later
         return ("cuda:0" if wanted in ("auto", "cuda") else wanted), sys.maxsize
     devices = cuda_driver.free_bytes_of_devices()
     if wanted == "auto" and not devices:
@@ -111,8 +111,8 @@ def choose_device(wanted: str) -> tuple[str, int]:
 
 
 def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str]) -> bool:
-    """Return whether compiled kernels serve. Raises UnusableModel if others were asked for than
-    there are."""
+    """Return whether compiled kernels are used. Raises UnusableModel if the configured kernels are
+    not available."""
     if device != CPU or config.kernels == "torch":
         return False
     sets = [each for each in runnable(flags) if config.kernels in ("auto", each.name)]
@@ -130,7 +130,7 @@ def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str
 
 
 def main() -> int:
-    logging.disable()  # the worker says it again when it loads
+    logging.disable()  # the worker logs the same lines when it loads
     configs = msgspec.json.decode(sys.argv[1], type=list[WorkerConfig])
     sys.stdout.write(msgspec.json.encode(preflight(configs)).decode() + "\n")
     return 0

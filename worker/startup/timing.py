@@ -1,4 +1,4 @@
-"""Where start-up time goes: named phases, in order; the engine logs them."""
+"""Timing of the phases of start-up, in order; the engine logs them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ log = logging.getLogger(__name__)
 
 
 class StartupTiming:
-    """`with phases("load weights"): ...` adds (name, seconds) to `told`."""
+    """`with timing("load weights"): ...` appends (name, seconds) to `phases`."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, float]] = []
+        self.phases: list[tuple[str, float]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         started = perf_counter()
         yield
         seconds = perf_counter() - started
-        self.told.append((name, round(seconds, 3)))
+        self.phases.append((name, round(seconds, 3)))
         log.debug("%s: %.2f s", name, seconds)
