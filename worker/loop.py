@@ -1,9 +1,9 @@
-"""Plans in, results out, each in the order of the plans.
+"""The worker's loop: receives plans, launches them, and sends results in the order of the plans.
 
-A plan that has arrived is launched before the step that is out is waited for: a device that works
-by itself always has its next step queued. A step that is done when its launch returns, as on the
-CPU, is told at once, before the next plan is touched. The engine knows a step's masks when it has
-heard of all steps before, so those are told before masks are waited for.
+A plan is launched as soon as it arrives, before the loop waits for the step in flight, so a device
+with its own queue always has its next step queued. A step that is done when its launch returns, as
+on the CPU, is reported before the next plan is touched. The engine can compute a step's masks only
+from the results of all earlier steps, so those results are sent before the loop waits for masks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, Self
@@ -21,15 +22,14 @@ from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker, Trace
 from worker.batch.pending_step import PendingStep
 from worker.debug.device_idle import DeviceIdle
 from worker.debug.tracing import Tracer
-from worker.kv.transfer.service import ToExchange
-from worker.registry import check_registry
+from worker.kv.transfer.service import KVMessage
 from worker.step import Runner
 
 log = logging.getLogger(__name__)
 
 
 class EngineLink(Protocol):
-    """The other end of the conversation; process.Connection is one."""
+    """The connection to the engine; worker.process.EngineConnection implements it."""
 
     def receive(self) -> ToWorker: ...
 
@@ -39,132 +39,141 @@ class EngineLink(Protocol):
 
 
 class KVService(Protocol):
-    """K/V that comes and goes beside the steps; worker.kv.transfer.service has it."""
+    """K/V transfers beside the steps; worker.kv.transfer.service implements it."""
 
     @property
     def fd(self) -> int: ...
 
-    def take(self, message: ToExchange) -> None: ...
+    def apply(self, message: KVMessage) -> None: ...
 
     def report(self) -> KVReport | None: ...
 
 
 class WorkerLoop:
-    """One worker at work, from its first plan until Stop. To be closed by its `with`.
+    """Executes plans until Stop. Use it as a context manager.
 
-    exchange   is told what concerns it in the order of the messages
-    searches   look for per-slot tensors outside the slot table, after steps 1, 2, 4, 8, ...
+    kv_transfers   receives the engine's K/V messages, in their order
+    on_result      called with the number of results sent so far, after each of them
     """
 
     def __init__(
-        self, runner: Runner, engine: EngineLink, exchange: KVService, *, searches: bool = False
+        self,
+        runner: Runner,
+        engine: EngineLink,
+        kv_transfers: KVService,
+        *,
+        on_result: Callable[[int], object] | None = None,
     ) -> None:
         self._runner = runner
         self._engine = engine
-        self._exchange = exchange
-        self._searches = searches
-        self._out: deque[PendingStep] = deque()  # launched and not told, oldest first
-        self._lookout = Lookout()
-        self._pace = DeviceIdle()
+        self._kv_transfers = kv_transfers
+        self._on_result = on_result
+        self._inflight: deque[PendingStep] = deque()  # launched and not reported, oldest first
+        self._watcher = StepWatcher()
+        self._device_idle = DeviceIdle()
         self._tracer = Tracer()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._lookout.close()
+        self._watcher.close()
 
     def run(self) -> None:
-        """Raises ValueError on what contradicts the slots or the order of messages, RuntimeError
-        on what a search finds."""
+        """Run until Stop. Raises ValueError if a plan contradicts the slots or a message is out of
+        order, and whatever `on_result` raises."""
         while True:
-            self._tell_done()
-            if (traced := self._tracer.take()) is not None:
+            self._send_finished()
+            if (traced := self._tracer.pop()) is not None:
                 self._engine.send(traced)
-            if (report := self._exchange.report()) is not None:
+            if (report := self._kv_transfers.report()) is not None:
                 self._engine.send(report)
-            if not self._engine.wait(self._lookout.fd, self._exchange.fd):
-                self._lookout.hear()
+            if not self._engine.wait(self._watcher.fd, self._kv_transfers.fd):
+                self._watcher.clear()
                 continue
             match self._engine.receive():
                 case Stop():
-                    log.info("stopped; %s", self._pace.told())
+                    log.info("stopped; %s", self._device_idle.summary())
                     return
                 case Masks(step=step):
-                    raise ValueError(f"masks for step {step}, which nobody asked for")
-                case Trace() as order:
-                    self._tracer.obey(order)
+                    raise ValueError(f"unexpected masks for step {step}")
+                case Trace() as trace:
+                    self._tracer.on_trace(trace)
                 case StepPlan() as plan:
                     self._launch(plan)
                 case message:
-                    self._exchange_kv(message)
+                    self._apply_kv(message)
 
     def _launch(self, plan: StepPlan) -> None:
-        self._tracer.before(plan.step)
-        launched = self._runner.launch(plan, self._masks)
-        self._out.append(launched)
-        if not launched.is_done:
-            self._lookout.watch(launched)
+        self._tracer.before_step(plan.step)
+        pending = self._runner.launch(plan, self._receive_masks)
+        self._inflight.append(pending)
+        if not pending.is_done:
+            self._watcher.watch(pending)
 
-    def _masks(self) -> ToWorker:
-        """Those of the step that is being launched. K/V changes hands meanwhile."""
-        while self._out:
-            self._tell()
-        while isinstance(message := self._engine.receive(), ToExchange):
-            self._exchange_kv(message)
+    def _receive_masks(self) -> ToWorker:
+        """Return the message with the masks of the step being launched. K/V messages that arrive
+        before it are applied."""
+        while self._inflight:
+            self._send_oldest()
+        while isinstance(message := self._engine.receive(), KVMessage):
+            self._apply_kv(message)
         return message
 
-    def _exchange_kv(self, message: ToExchange) -> None:
+    def _apply_kv(self, message: KVMessage) -> None:
         if isinstance(message, KVFetch):
-            self._runner.await_content(message.blocks)
-        self._exchange.take(message)
+            self._runner.zero_draft_blocks(message.blocks)
+        self._kv_transfers.apply(message)
 
-    def _tell_done(self) -> None:
-        while self._out and self._out[0].is_done:
-            self._tell()
+    def _send_finished(self) -> None:
+        while self._inflight and self._inflight[0].is_done:
+            self._send_oldest()
 
-    def _tell(self) -> None:
-        """The oldest step's result, waited for if it must be."""
-        launched = self._out.popleft()
-        result = launched.result()
-        self._pace.record(launched.started, launched.started + result.compute_s)
+    def _send_oldest(self) -> None:
+        """Send the oldest step's result, after waiting for it if necessary."""
+        pending = self._inflight.popleft()
+        result = pending.result()
+        self._device_idle.record(pending.started, pending.started + result.compute_s)
         self._engine.send(result)
-        self._tracer.after(launched.step)
-        if self._searches and self._pace.num_steps.bit_count() == 1:
-            check_registry(self._runner)
+        self._tracer.after_step(pending.step)
+        if self._on_result is not None:
+            self._on_result(self._device_idle.num_steps)
 
 
-class Lookout:
-    """A thread that waits for steps in the order of their launch. `fd` can be read when one that
-    nobody has heard of is done. Where all steps are done at once it is never started."""
+class StepWatcher:
+    """Thread that waits for launched steps in their order and makes `fd` readable after each.
+
+    The thread starts with the first step that is not done when its launch returns, so on the CPU it
+    never starts.
+    """
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._watched: SimpleQueue[PendingStep | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def watch(self, launched: PendingStep) -> None:
+    def watch(self, pending: PendingStep) -> None:
         if self._thread is None:
-            self._thread = Thread(target=self._run, name="lookout", daemon=True)
+            self._thread = Thread(target=self._run, name="step watcher", daemon=True)
             self._thread.start()
-        self._watched.put(launched)
+        self._watched.put(pending)
 
-    def hear(self) -> None:
-        """From now on there is news of what is done from now on."""
+    def clear(self) -> None:
+        """Make `fd` unreadable until another step is done."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        """Waits for the steps that are out, unless the device has failed."""
+        """Wait for the steps in flight, unless the device has failed."""
         if self._thread is not None:
             self._watched.put(None)
             self._thread.join()
         os.close(self.fd)
 
     def _run(self) -> None:
-        while (launched := self._watched.get()) is not None:
+        while (pending := self._watched.get()) is not None:
             try:
-                launched.wait()
+                pending.wait()
             finally:
-                # Also when the device has failed: the loop then asks for the result, and hears it.
+                # Also if the device has failed: the loop then reads the result and gets the error.
                 os.eventfd_write(self.fd, 1)

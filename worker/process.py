@@ -1,9 +1,9 @@
-"""The worker process: command line, logging, the conversation with the engine, exit code.
+"""The worker process: command line, logging, connection to the engine, exit code.
 
-It connects, takes its device, loads, says WorkerReady, then answers each StepPlan with a StepResult
-until Stop (loop.py).
-Exit codes: protocol/exit_codes.py; a failure is told to the engine as WorkerFailed, too. It never
-outlives the engine. torch is imported late, so that its time is told too.
+It connects, locks its device, loads the model, sends WorkerReady, and then answers each StepPlan
+with a StepResult until Stop (loop.py). Exit codes are in protocol/exit_codes.py; a failure is also
+sent to the engine as WorkerFailed. The worker never outlives the engine. torch is imported late, so
+that its import time is part of the reported phases.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger("worker")
 
 PARENT_CHECK_MS = 5_000
 SEND_WAIT_MS = 30_000
-LAST_WORD_MS = 2_000
+FINAL_SEND_MS = 2_000
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-"""How allocators say it: of CUDA, of torch on a CPU."""
+"""Messages of allocators: CUDA's, and torch's on a CPU."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,13 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = msgspec.json.decode(parser.parse_args(arguments).config, type=WorkerConfig)
         if not config.address:
-            raise ValueError("address is missing: where does the engine await this worker?")
+            raise ValueError("address is missing: the worker needs its engine's address")
     except (msgspec.MsgspecError, ValueError) as error:
         log.error("bad --config: %s", error)
         starter.send_cause(f"bad --config: {error}")
         return ExitCode.USAGE
     log_to_stderr("worker", config.log_format)
-    # Ctrl-C at a terminal reaches us as well; the engine decides when we stop.
+    # Ctrl-C at a terminal reaches the worker too; the engine decides when it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -65,8 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(
     config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: EngineConnection
 ) -> int:
-    """Load, then execute plans until told to stop."""
-    gc.disable()  # what loading makes stays: a tenth of its time went into looking for rubbish
+    """Load the model, then execute plans until Stop. Return the exit code."""
+    gc.disable()  # loading creates no garbage; collections took a tenth of its time
     try:
         timing = StartupTiming()
         with timing("import torch"):
@@ -75,42 +75,49 @@ def run(
             from worker.loop import WorkerLoop
             from worker.startup.assembly import assemble
             from worker.startup.device_lock import lock_device
-        gc.freeze()  # of a million objects nobody need look at again, whatever is collected later
+        gc.freeze()  # later collections skip the million objects that the imports created
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_device(config))
             runner, ready = assemble(config, timing)
             gc.collect()
-            gc.freeze()  # what was loaded stays: later collections need not look at it
+            gc.freeze()  # later collections skip what was loaded
             gc.enable()
-            searches = config.poison_slots != "off"
-            layout = KVLayout.of(ready.model, runner.parts.cache)
-            exchange = stack.enter_context(
-                KVTransferService(config, context, runner.parts.cache, layout)
+            layout = KVLayout.from_cache(ready.model, runner.components.cache)
+            kv_transfers = stack.enter_context(
+                KVTransferService(config, context, runner.components.cache, layout)
             )
-            loop = stack.enter_context(WorkerLoop(runner, engine, exchange, searches=searches))
-            engine.send(replace(ready, kv=exchange.endpoint, kv_tiers=exchange.tiers))
+            on_result = None
+            if config.poison_slots != "off":
+                from worker.debug.slot_registry import periodic_check
+
+                on_result = periodic_check(runner)
+            loop = stack.enter_context(
+                WorkerLoop(runner, engine, kv_transfers, on_result=on_result)
+            )
+            engine.send(replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers))
             log.debug("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
             loop.run()
         return 0
     except ParentGone:
-        log.error("the engine is gone")
+        log.error("the engine has exited")
         return ExitCode.FAILED
     except Exception as error:
         code = exit_code_for(error)
-        if code is ExitCode.WORKER_LOST:  # of the others, the message says all there is to know
+        if code is ExitCode.WORKER_LOST:  # for the others the message is enough
             log.exception("the worker failed")
         else:
-            log.error("%s", in_one_line(error))
-        engine.send_last_word(WorkerFailed(message=in_one_line(error), exit_code=code))
+            log.error("%s", one_line(error))
+        engine.send_final(WorkerFailed(message=one_line(error), exit_code=code))
         return code
     finally:
         engine.close()
 
 
 def exit_code_for(error: Exception) -> ExitCode:
-    """By the errors' own words where torch has no class of its own for one."""
-    says_so = any(words in str(error) for words in OUT_OF_MEMORY)
-    if says_so or isinstance(error, MemoryError | NotEnoughMemory):
+    """Return the exit code for an error. Out-of-memory errors of torch are recognised by their
+    text, because torch has no class for all of them."""
+    is_out_of_memory = any(words in str(error) for words in OUT_OF_MEMORY)
+    if is_out_of_memory or isinstance(error, MemoryError | NotEnoughMemory):
         return ExitCode.OUT_OF_MEMORY
     for kind, code in ((DeviceTaken, ExitCode.IN_USE), (UnusableModel, ExitCode.BAD_MODEL)):
         if isinstance(error, kind):
@@ -119,12 +126,15 @@ def exit_code_for(error: Exception) -> ExitCode:
 
 
 class ParentGone(Exception):
-    """The process that started us has ended."""
+    """The engine process, which started this one, has ended."""
 
 
 class EngineConnection:
-    """The engine, as the worker hears it. Waiting costs nothing: a blocking poll, no spinning. What
-    has arrived already, and what can be sent at once, is not polled for."""
+    """The worker's connection to the engine.
+
+    Waiting is a blocking poll. The socket is not polled if a message has arrived already, or if a
+    send succeeds at once.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
         self._socket = sockets.connect_dealer(context, address)
@@ -133,13 +143,13 @@ class EngineConnection:
         self._pollers: dict[tuple[int, ...], zmq.Poller] = {}
 
     def receive(self) -> ToWorker:
-        """The next message. Raises ParentGone where the death signal could not reach us."""
+        """Return the next message. Raises ParentGone if the engine has ended."""
         self.wait()
         return self._decoder.decode(self._socket.recv_multipart())
 
     def wait(self, *wakeups: int) -> bool:
-        """Until there is a message, or until one of the file descriptors can be read; True if there
-        is a message. Raises ParentGone as `receive` does."""
+        """Wait for a message, or until one of the file descriptors is readable. Return whether
+        there is a message. Raises ParentGone if the engine has ended."""
         if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             return True
         poller = self._poller(wakeups)
@@ -149,7 +159,7 @@ class EngineConnection:
         return self._socket in ready
 
     def _poller(self, wakeups: tuple[int, ...]) -> zmq.Poller:
-        """Made once for each set of file descriptors; a worker has one or two."""
+        """Return the poller for these file descriptors, which is created once."""
         if (poller := self._pollers.get(wakeups)) is None:
             poller = self._pollers[wakeups] = zmq.Poller()
             for source in (self._socket, *wakeups):
@@ -157,7 +167,7 @@ class EngineConnection:
         return poller
 
     def send(self, message: FromWorker) -> None:
-        """Raises ParentGone where nobody takes messages any more."""
+        """Send a message. Raises ParentGone if the engine has stopped reading."""
         frames = wire.encode(message)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -166,9 +176,9 @@ class EngineConnection:
                 raise ParentGone from None
             self._socket.send_multipart(frames)
 
-    def send_last_word(self, message: FromWorker) -> None:
-        """As `send`, but an engine that is gone is not waited for."""
-        if self._socket.poll(LAST_WORD_MS, zmq.POLLOUT):
+    def send_final(self, message: FromWorker) -> None:
+        """Send a message, unless the engine does not read it within FINAL_SEND_MS."""
+        if self._socket.poll(FINAL_SEND_MS, zmq.POLLOUT):
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
 
@@ -176,10 +186,10 @@ class EngineConnection:
         self._socket.close()
 
 
-def in_one_line(error: Exception) -> str:
-    """Return the cause for an operator: the first line of the message, or the error's name, and the
-    remedy, if there is one."""
+def one_line(error: Exception) -> str:
+    """Return the first line of the error's message, or the error's name, and the remedy if there is
+    one."""
     lines = str(error).strip().splitlines()
-    said = lines[0] if lines else type(error).__name__
+    cause = lines[0] if lines else type(error).__name__
     remedy = error.remedy if isinstance(error, UnusableModel) else ""
-    return f"{said}; {remedy}" if remedy else said
+    return f"{cause}; {remedy}" if remedy else cause

@@ -1,10 +1,11 @@
-"""One step: a StepPlan in, a StepResult out. The order of the lines is the law of the worker.
+"""One step: a StepPlan in, a StepResult out.
 
-The runner executes plans in order and decides nothing. It holds no request state: that is in the
-slots and in the KV cache alone. To launch a step is to queue all of it on the device, without
-waiting for any of it, so that the next one can be queued behind it before its tokens are read.
+The runner executes plans in order and decides nothing. It holds no request state of its own: that
+is in the slots and the KV cache only. Launching a step queues all its work on the device without
+waiting, so that the next step can be queued before this one's tokens are read. The order of the
+operations below is part of the contract with the engine (protocol.steps.StepPlan).
 
-Legend: T tokens in the step, S sampled places, P rows that sample, V vocabulary.
+Legend: T tokens in the step, S sampled positions, P rows that sample, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from worker.batch.batch import (
     Sampled,
     StepBatch,
     build_batch,
-    extras_of_rows,
+    features_of_rows,
     read_rows,
     stage_drafts,
 )
@@ -46,8 +47,8 @@ from worker.slots.table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
-class StepParts:
-    """What a runner works with."""
+class StepComponents:
+    """The parts that a runner computes with."""
 
     model: StepModel
     slots: SlotTable
@@ -56,7 +57,7 @@ class StepParts:
 
 
 def no_masks() -> object:
-    """For plans that have none."""
+    """The default for plans without masks."""
     return None
 
 
@@ -73,57 +74,61 @@ class Runner:
         draft_model: DraftModel | None = None,
         mark: Mark = mark,
     ) -> None:
-        """drafting: for plans that ask it for guesses. mark: what says when a step is done, see
-        readback.py."""
+        """
+        draft_model   needed by plans that request drafts
+        mark          returns the event that tells when a step is done, see readback.py
+        """
         self._model = model
         self._slots = slots
         self._cache = cache
         self._attention = attention
         self.draft_model = draft_model
         self._mark = mark
-        self._decode = DecodeFastPath.of(model, slots, cache)
+        self._decode = DecodeFastPath.for_model(model, slots, cache)
 
     @property
-    def parts(self) -> StepParts:
-        """For those who measure (benchmark/): another runner may work with the same."""
-        return StepParts(self._model, self._slots, self._cache, self._attention)
+    def components(self) -> StepComponents:
+        """Return the parts, so that a benchmark can build another runner with them."""
+        return StepComponents(self._model, self._slots, self._cache, self._attention)
 
-    def step(self, plan: StepPlan, await_masks: Callable[[], object] = no_masks) -> StepResult:
-        """`launch`, and wait for the result."""
-        return self.launch(plan, await_masks).result()
+    def step(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> StepResult:
+        """Launch a step and wait for its result."""
+        return self.launch(plan, receive_masks).result()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, await_masks: Callable[[], object] = no_masks) -> PendingStep:
+    def launch(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> PendingStep:
         """Do exactly what the plan says. Raises ValueError if it contradicts the slots.
 
-        await_masks   asked for the plan's `Masks`, if it has any, when all but they is computed
+        receive_masks   called for the plan's `Masks`, if it has any, after all else is computed
         """
         started = perf_counter()
         readback = Readback(self._slots.device, self._mark)
         self._prepare(plan)
-        said, of_prompt, proposed = None, None, None
+        sampled, of_prompt, proposed = None, None, None
         if len(plan.row_slots):
             rows = read_rows(plan)
             if self._decode is not None and self._decode.is_for(plan, rows):
-                said = self._decoded(self._decode, rows, plan, await_masks)
+                sampled = self._run_decode(self._decode, rows, plan, receive_masks)
             else:
                 batch = build_batch(plan, rows, self._slots, block_tokens=self._cache.block_tokens)
                 hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
                 of_prompt = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
-                said = self._sample(hidden, batch, plan, await_masks)
-                proposed = self._follow(plan, batch, said)
-        return PendingStep.of(plan.step, started, readback, said, of_prompt, proposed)
+                sampled = self._sample(hidden, batch, plan, receive_masks)
+                proposed = self._run_draft_model(plan, batch, sampled)
+        return PendingStep.start_readback(
+            plan.step, started, readback, sampled, of_prompt, proposed
+        )
 
     @torch.inference_mode()
-    def await_content(self, blocks: Int32) -> None:
-        """These will be filled from elsewhere: with the model's K/V. A draft model has none of it;
-        it must not find there what an owner left."""
+    def zero_draft_blocks(self, blocks: Int32) -> None:
+        """Zero these blocks in the draft model's cache. A transfer is about to fill them in the
+        model's cache only, and the draft model must not read an earlier request's K/V there."""
         if self.draft_model is not None:
             (ids,) = upload([integers(blocks.data)], self._slots.device)
             self.draft_model.cache.zero(ids)
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Slots and blocks, in the order that StepPlan promises."""
+        """Update slots and blocks, in the order that StepPlan specifies."""
         slots = self._slots
         for slot in plan.release.tolist():
             slots.release(slot, slots.occupant(slot).generation)
@@ -140,54 +145,54 @@ class Runner:
             if self.draft_model is not None:
                 self.draft_model.cache.zero(blocks)
 
-    def _decoded(
+    def _run_decode(
         self,
         decode: DecodeFastPath,
         rows: BatchRows,
         plan: StepPlan,
-        await_masks: Callable[[], object],
+        receive_masks: Callable[[], object],
     ) -> SampledTokens:
-        """What is said in a plain step. Where nobody asks for more than the likeliest token, the
-        call that computes the logits has said it."""
-        extras = extras_of_rows(self._slots, rows.slots)
-        choose = not extras and plan.masked is None
+        """Compute and sample a plain decode step. If no row needs more than the most likely token,
+        the call that computes the logits has chosen it already."""
+        features = features_of_rows(self._slots, rows.slots)
+        choose = not features and plan.masked is None
         logits, choice = decode(rows.slots, rows.starts, choose=choose)
         if choice is not None:
             return SampledTokens(choice.tokens, choice.finite, None, None)
         slots, known, last = map(torch.from_numpy, (rows.slots, rows.known, rows.sampled))
-        sampled = Sampled(slots, known, slots, known, last, extras)
-        return self._say(logits, sampled, rows, plan, await_masks)
+        sampled = Sampled(slots, known, slots, known, last, features)
+        return self._sample_logits(logits, sampled, rows, plan, receive_masks)
 
     def _sample(
-        self, hidden: Tensor, batch: StepBatch, plan: StepPlan, await_masks: Callable[[], object]
+        self, hidden: Tensor, batch: StepBatch, plan: StepPlan, receive_masks: Callable[[], object]
     ) -> SampledTokens | None:
-        """What is said at the sampled places."""
+        """Sample tokens from the step's hidden states; None if no row samples."""
         if not len(batch.sampled.host_slots):
             return None
-        logits = self._model.logits(batch.sampled.of(hidden))
-        return self._say(logits, batch.sampled, batch.rows, plan, await_masks)
+        logits = self._model.logits(batch.sampled.select(hidden))
+        return self._sample_logits(logits, batch.sampled, batch.rows, plan, receive_masks)
 
-    def _say(
+    def _sample_logits(
         self,
         logits: Tensor,
         sampled: Sampled,
         rows: BatchRows,
         plan: StepPlan,
-        await_masks: Callable[[], object],
+        receive_masks: Callable[[], object],
     ) -> SampledTokens:
-        """What is said at the sampled places, written where it will be read from."""
+        """Sample one token per position, and append the answers' tokens to the slots."""
         slots, masks = self._slots, None
         if plan.masked is not None:
-            masks = row_masks(plan, rows, await_masks(), logits.shape[1], logits.device)
+            masks = row_masks(plan, rows, receive_masks(), logits.shape[1], logits.device)
         processed = process_logits(logits, slots, sampled, masks)
         choice = sample(processed, slots, sampled)
         if plan.row_drafts is not None:
-            return self._verified(logits, processed, choice, sampled, rows)
+            return self._verify_drafts(logits, processed, choice, sampled, rows)
         slots.append_tokens(sampled.slots, sampled.known, choice.tokens)
         logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, sampled)
         return SampledTokens(choice.tokens, choice.finite, None, logprobs)
 
-    def _verified(
+    def _verify_drafts(
         self,
         logits: Tensor,
         processed: Tensor,
@@ -195,41 +200,41 @@ class Runner:
         sampled: Sampled,
         rows: BatchRows,
     ) -> SampledTokens:
-        """Of what was sampled, the answers' part. Drafts that are, stand where they should. Waits
-        for the device."""
+        """Return the sampled tokens that belong to the answers, and append each row's last one. The
+        drafts before it are correct and in the slots already. Waits for the device."""
         tokens, finite = choice.tokens.cpu().numpy(), choice.finite.cpu().numpy()
-        kept = verify(tokens, finite, rows.guesses)
-        of, last = upload([kept.places, kept.places[kept.last]], self._slots.device)
-        ends = sampled.only(kept.places[kept.last])
+        verified = verify(tokens, finite, rows.drafts)
+        last_places = verified.places[verified.last]
+        index, last = upload([verified.places, last_places], self._slots.device)
+        ends = sampled.subset(last_places)
         self._slots.append_tokens(ends.slots, ends.known, choice.tokens.index_select(0, last))
-        logits, processed, kept_tokens = (
-            tensor.index_select(0, of) for tensor in (logits, processed, choice.tokens)
+        logits, processed, verified_tokens = (
+            tensor.index_select(0, index) for tensor in (logits, processed, choice.tokens)
         )
+        places = sampled.subset(verified.places)
         return SampledTokens(
-            kept_tokens,
+            verified_tokens,
             choice.finite.index_select(0, last),
-            torch.from_numpy(kept.counts),
-            sampled_logprobs(
-                logits, processed, kept_tokens, self._slots, sampled.only(kept.places)
-            ),
+            torch.from_numpy(verified.counts),
+            sampled_logprobs(logits, processed, verified_tokens, self._slots, places),
         )
 
-    def _follow(
-        self, plan: StepPlan, batch: StepBatch, said: SampledTokens | None
+    def _run_draft_model(
+        self, plan: StepPlan, batch: StepBatch, sampled: SampledTokens | None
     ) -> Tensor | None:
-        """What the draft model guesses, if it is asked."""
+        """Return the tokens that the draft model proposes, if the plan uses it."""
         if plan.follow_starts is None:
             return None
         if self.draft_model is None:
             raise ValueError(f"step {plan.step}: there is no draft model")
-        return self.draft_model.follow(plan, self._slots, _lens(batch, said))
+        return self.draft_model.catch_up(plan, self._slots, _known_lens(batch, sampled))
 
 
-def _lens(batch: StepBatch, said: SampledTokens | None) -> Ints:
-    """[R] int64: how many tokens of each row are known once the step has sampled."""
+def _known_lens(batch: StepBatch, sampled: SampledTokens | None) -> Ints:
+    """Return the number of known tokens of each row after sampling, [R] int64."""
     rows, lens = batch.rows, batch.rows.known.copy()
-    if said is not None:
+    if sampled is not None:
         first = np.flatnonzero(np.diff(rows.sampled, prepend=-1))
-        counts = np.ones_like(first) if said.counts is None else said.counts.numpy()
-        lens[rows.sampled[first]] += counts - rows.behind[first]
+        counts = np.ones_like(first) if sampled.counts is None else sampled.counts.numpy()
+        lens[rows.sampled[first]] += counts - rows.drafts_after[first]
     return lens

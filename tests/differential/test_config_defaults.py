@@ -266,9 +266,12 @@ def test_a_key_means_what_it_means_to_transformers(tmp_path: Path, case: Default
     [
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": None}}, "'partial_rotary_factor' is null"),
-        ({"rope_parameters": {"full_attention": LINEAR}}, "differs between layers"),
+        ({"rope_parameters": {"full_attention": LINEAR}}, "must be the same in all layers"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor 1.0 is not"),
+        (
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
+            "must be above low_freq_factor",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ],
     ids=str,

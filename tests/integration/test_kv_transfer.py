@@ -117,7 +117,7 @@ def test_several_transfers_go_on_beside_each_other_and_two_readers_end_a_lease(c
         worker.fetch(1, peer.source(LEASE), list(range(1, 60)))
         worker.fetch(2, peer.source(LEASE), list(range(60, 119)))
         worker.fetch(3, peer.source(b"unknown"), [119])
-        assert worker.end_of(3) == KVFailure(3, "expired", "the lease is over")
+        assert worker.end_of(3) == KVFailure(3, "expired", "the lease has ended")
         assert {1, 2} - worker.ends.keys(), "a small one does not wait for the large ones"
         assert isinstance(worker.end_of(1), KVFetched)
         assert isinstance(worker.end_of(2), KVFetched)
@@ -155,8 +155,8 @@ def test_another_layout_is_refused_and_both_are_named(context, address, other):
         end = worker.end_of(1)
         assert isinstance(end, KVFailure)
         assert end.kind == "refused"
-        assert shape.layout.told in end.message
-        assert ours.layout.told in end.message
+        assert shape.layout.description in end.message
+        assert ours.layout.description in end.message
 
 
 def test_more_blocks_than_a_lease_has_are_refused(context, address):
@@ -239,7 +239,7 @@ def test_a_chunk_that_was_changed_on_its_way_is_damage(under_way):
     proxy.replaces = flip
     fetch_all(worker, through(proxy))
     end = worker.end_of(1)
-    assert (end.kind, "chunk 5 has another checksum" in end.message) == ("damaged", True)
+    assert (end.kind, "chunk 5 does not match its checksum" in end.message) == ("damaged", True)
 
 
 def test_a_peer_that_is_killed_in_the_middle_is_unreachable_at_once(context, address):
@@ -286,7 +286,7 @@ def test_a_lease_that_is_withdrawn_in_the_middle_is_expired(under_way):
     peer.withdraw(LEASE)
     peer.fill(7)
     proxy.release()
-    assert worker.end_of(1) == KVFailure(1, "expired", "the lease is over")
+    assert worker.end_of(1) == KVFailure(1, "expired", "the lease has ended")
 
 
 @pytest.mark.parametrize("mover", MOVERS)
@@ -305,17 +305,17 @@ def test_what_is_read_of_a_lease_that_is_over_is_never_called_right(context, add
         peer.withdraw(LEASE)
         peer.fill(7)
         proxy.release()
-        assert worker.end_of(1) == KVFailure(1, "expired", "the lease is over")
+        assert worker.end_of(1) == KVFailure(1, "expired", "the lease has ended")
 
 
 def test_a_cancelled_transfer_says_so_once_and_writes_no_more(under_way):
     _, worker, proxy = under_way
     fetch_all(worker, through(proxy))
     assert eventually(lambda: proxy.num_held)
-    worker.exchange.take(KVCancel(job=1))
-    assert worker.end_of(1) == KVFailure(1, "cancelled", "as the engine asked")
+    worker.exchange.apply(KVCancel(job=1))
+    assert worker.end_of(1) == KVFailure(1, "cancelled", "cancelled by the engine")
     before = worker.cache.rows.clone()
-    worker.exchange.take(KVCancel(job=1))
+    worker.exchange.apply(KVCancel(job=1))
     proxy.release()
     assert worker.hears_nothing()
     assert torch.equal(worker.cache.rows, before)
@@ -325,7 +325,7 @@ def test_who_gives_up_is_not_waited_for(under_way):
     peer, worker, proxy = under_way
     fetch_all(worker, through(proxy))
     assert eventually(lambda: proxy.num_held)
-    worker.exchange.take(KVCancel(job=1))
+    worker.exchange.apply(KVCancel(job=1))
     worker.end_of(1)
     proxy.release()
     peer.program.line_with(f"taken {LEASE.hex()}")

@@ -59,7 +59,7 @@ def truncated_gguf(path: Path) -> Path:
     [
         (other_architecture, [], "architecture ['RwkvForCausalLM'] is not supported"),
         (missing_weights, [], "holds neither model.safetensors nor"),
-        (missing_tensor, [], "hold no tensor 'model.layers.2.input_layernorm.weight'; fetch"),
+        (missing_tensor, [], "layers.2.input_layernorm.weight' is missing from the files; fetch"),
         (broken_json, [], "config.json is not valid JSON"),
         (truncated_gguf, [], "the header ends early: the file is truncated; fetch"),
         (write_sparse_llama, ["--max-len", "131072", "--kv-memory-gib", "100000"], "are free"),

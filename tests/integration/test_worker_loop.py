@@ -23,6 +23,7 @@ from tests.support.kv_worker import tiny_exchange
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.batch.readback import DeviceEvent, mark
+from worker.debug.slot_registry import periodic_check
 from worker.loop import WorkerLoop
 from worker.process import EngineConnection
 
@@ -111,8 +112,8 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
         try:
             engine.send(StepResult(step=0, tokens=Int32(b""), failed=Int32(b"")))
             with (
-                tiny_exchange(context) as exchange,
-                WorkerLoop(runner, engine, exchange, searches=True) as loop,
+                tiny_exchange(context) as kv_transfers,
+                WorkerLoop(runner, engine, kv_transfers, on_result=periodic_check(runner)) as loop,
             ):
                 loop.run()
         except Exception as error:  # told by whoever waits for the worker in vain
@@ -215,7 +216,7 @@ def test_on_the_cpu_a_result_is_told_before_the_next_plan_is_touched(cpu):
     cpu.say(first())  # contradicts the slots: whoever touches it fails
     assert cpu.hear().tokens.tolist() == answers(1)[0]
     cpu.thread.join(WAIT_S)
-    assert [str(error) for error in cpu.failure] == ["slot 0 is bound already"]
+    assert [str(error) for error in cpu.failure] == ["slot 0 is already bound"]
 
 
 def test_stop_is_obeyed_while_nothing_is_out(cpu):

@@ -251,7 +251,7 @@ def test_a_plan_that_contradicts_the_slots_ends_the_worker_and_names_the_cause(s
     assert isinstance(engine.hear(START_S), WorkerReady)
     engine.step(first_step())
     failed = engine.step(first_step(step=2))
-    assert failed == WorkerFailed(message="slot 0 is bound already")
+    assert failed == WorkerFailed(message="slot 0 is already bound")
     assert engine.exit_code() == ExitCode.WORKER_LOST
 
 

@@ -106,7 +106,7 @@ class Worker:
 
     def fetch(self, job: int, source: PeerSource, blocks: list[int], timeout_s: float = 10) -> None:
         message = KVFetch(job=job, source=source, blocks=Int32.of(blocks), timeout_s=timeout_s)
-        self.exchange.take(message)
+        self.exchange.apply(message)
 
     def hear(self, timeout_s: float = WAIT_S) -> KVReport | None:
         """The next news; None if there is none in time."""
@@ -222,9 +222,9 @@ def obey_line(worker: Worker, command: str, *words: str) -> None:
             lease, blocks, readers = words
             ids = Int32.of(map(int, blocks.split(",")))
             message = KVExport(lease=bytes.fromhex(lease), blocks=ids, readers=int(readers))
-            worker.exchange.take(message)
+            worker.exchange.apply(message)
         case "withdraw":
-            worker.exchange.take(KVWithdraw(lease=bytes.fromhex(words[0])))
+            worker.exchange.apply(KVWithdraw(lease=bytes.fromhex(words[0])))
         case "dropped":
             print("dropped", worker.exchange.num_dropped, flush=True)
         case "fill":

@@ -256,7 +256,7 @@ def replay(
             for each in caches:
                 each.k[:, taken] = each.v[:, taken] = block_poison
         for arrived in step.arrived:
-            runner.await_content(Int32.of(arrived.blocks))
+            runner.zero_draft_blocks(Int32.of(arrived.blocks))
             arrived.write(cache)
         plan = step.plan if zeroes else changed(step.plan, zero_blocks=Int32.of([]))
         yield said(runner.step(plan, lambda step=step: step.masks))

@@ -192,7 +192,7 @@ class Replica:
         for order in self.engine.drain_kv_commands():
             assert self.mover is not None
             if isinstance(order, KVFetch):
-                self.runner.await_content(order.blocks)
+                self.runner.zero_draft_blocks(order.blocks)
             self.mover.obey(order)
 
     def move(self, fault: str = "") -> None:

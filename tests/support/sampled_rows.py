@@ -10,7 +10,7 @@ import torch
 from protocol.sampling import SamplingParams
 from tests.support.plans import slot_init
 from tests.support.tiny_model import tiny_slots
-from worker.batch.batch import Sampled, extras_of_rows
+from worker.batch.batch import Sampled, features_of_rows
 from worker.slots.table import Poison, SlotTable
 
 
@@ -42,6 +42,6 @@ def asking(askers: Sequence[Asker]) -> tuple[SlotTable, Sampled]:
     slots.flush()
     host_slots = torch.tensor(at)
     host_known = torch.tensor([len(asker.tokens) for asker in askers])
-    extras = extras_of_rows(slots, host_slots.numpy())
+    extras = features_of_rows(slots, host_slots.numpy())
     last = torch.arange(len(at))
     return slots, Sampled(host_slots, host_known, host_slots, host_known, last, extras)

@@ -14,7 +14,7 @@ from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.sampled_rows import Asker, asking
 from tests.support.tiny_model import CPU, VOCAB, tiny_cache, tiny_runner, tiny_slots
 from worker.batch.batch import read_rows
-from worker.sampling.bans import RowMasks, keep_possible, row_masks
+from worker.sampling.bans import RowMasks, apply_masks, row_masks
 from worker.sampling.logits import process_logits
 
 
@@ -36,9 +36,7 @@ def test_bits_are_tokens_in_order(vocab):
     tokens = set(random.Random(vocab).sample(range(vocab), vocab // 3)) | {0, vocab - 1}
     plan = step_plan(3, rows=[(0, 0, 1, True)], masked=[0])
     logits = torch.randn(1, vocab)
-    keep_possible(
-        logits, row_masks(plan, read_rows(plan), masks_of(3, [tokens], vocab), vocab, CPU)
-    )
+    apply_masks(logits, row_masks(plan, read_rows(plan), masks_of(3, [tokens], vocab), vocab, CPU))
     assert set(logits[0].isfinite().nonzero().flatten().tolist()) == tokens
 
 
@@ -47,7 +45,7 @@ def test_only_masked_rows_change_and_only_where_their_mask_says_no():
     before = logits.clone()
     plan = step_plan(3, rows=[(n, 0, 1, True) for n in range(4)], masked=[1, 3])
     allowed = [{0, 5, 96}, {31, 32}]
-    keep_possible(logits, row_masks(plan, read_rows(plan), masks_of(3, allowed), VOCAB, CPU))
+    apply_masks(logits, row_masks(plan, read_rows(plan), masks_of(3, allowed), VOCAB, CPU))
     assert torch.equal(logits[[0, 2]], before[[0, 2]])
     for row, tokens in zip((1, 3), allowed, strict=True):
         left = logits[row].isfinite().nonzero().flatten().tolist()
@@ -119,15 +117,15 @@ def test_each_place_of_a_row_with_drafts_has_a_mask_of_its_own():
 @pytest.mark.parametrize("place", [-1, 1])
 def test_masks_for_places_that_are_not_there_are_refused(place):
     plan = step_plan(4, bind=[bound(0)], rows=[(0, 0, 3, True)], masked=[place])
-    with pytest.raises(ValueError, match="nothing is sampled"):
+    with pytest.raises(ValueError, match="do not exist"):
         runner_of().step(plan, lambda: masks_of(4, [{1}]))
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (None, "did not follow"),
-        (masks_of(5, [{1}]), "did not follow"),
+        (None, "does not hold its masks"),
+        (masks_of(5, [{1}]), "does not hold its masks"),
         (masks_of(4, [{1}, {2}]), "for 1 places"),
         (masks_of(4, [{1}], 33), "for 1 places"),
     ],

@@ -140,7 +140,7 @@ def test_a_step_may_sample_nothing():
 @pytest.mark.parametrize(("known", "sampled"), [(MAX_LEN + 1, False), (MAX_LEN, True)])
 def test_a_row_that_would_leave_its_slot_is_refused(known, sampled):
     table = bound([BatchRow(0, [5] * MAX_LEN, [1] * 12, 0, 1, False)])
-    with pytest.raises(ValueError, match=f"beyond {MAX_LEN} tokens"):
+    with pytest.raises(ValueError, match=f"exceeds {MAX_LEN} tokens"):
         build_batch(step_plan(rows=[(0, known - 1, 1, sampled)]), table, block_tokens=BLOCK_TOKENS)
 
 

@@ -118,9 +118,9 @@ def test_one_call_says_and_leaves_behind_what_the_pieces_do(
         plan = plain_step(step, slots[::-1])
         assert told(one.step(plan)) == told(other.step(plan))
     for key in ("token_ids", "len"):
-        assert torch.equal(one.parts.slots[key], other.parts.slots[key])
-    assert torch.equal(one.parts.cache.k, other.parts.cache.k)
-    assert torch.equal(one.parts.cache.v, other.parts.cache.v)
+        assert torch.equal(one.components.slots[key], other.components.slots[key])
+    assert torch.equal(one.components.cache.k, other.components.cache.k)
+    assert torch.equal(one.components.cache.v, other.components.cache.v)
 
 
 def test_of_equally_likely_tokens_the_first_is_chosen(folder: Path) -> None:
@@ -134,7 +134,7 @@ def test_of_equally_likely_tokens_the_first_is_chosen(folder: Path) -> None:
 def test_a_row_whose_logits_are_no_numbers_fails_alone(folder: Path) -> None:
     model = load(folder, native_kernels(), torch.float32)
     runners = beside(model, torch.float32, [GREEDY] * 3)
-    bad = int(runners[0].parts.slots["token_ids"][1, len(prompt_of(1))])
+    bad = int(runners[0].components.slots["token_ids"][1, len(prompt_of(1))])
     with torch.inference_mode():
         model.weights.embedding[bad] = float("nan")
     results = [runner.step(plain_step(1, range(3))) for runner in runners]
@@ -158,11 +158,11 @@ def test_masks_hold_in_a_plain_step(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ((SLOTS, 1, 1, True), "slot is none of 6"),
-        ((-1, 1, 1, True), "slot is none of 6"),
-        ((0, MAX_LEN - 1, 1, True), "beyond 40 tokens"),
-        ((0, -1, 1, True), "beyond 40 tokens"),
-        ((0, 20, 1, True), "slot 0 holds a token that is none of 320"),
+        ((SLOTS, 1, 1, True), "slot is outside the 6 slots"),
+        ((-1, 1, 1, True), "slot is outside the 6 slots"),
+        ((0, MAX_LEN - 1, 1, True), "exceeds 40 tokens"),
+        ((0, -1, 1, True), "exceeds 40 tokens"),
+        ((0, 20, 1, True), "slot 0 holds a token outside the vocabulary of 320"),
     ],
 )
 def test_what_no_slot_holds_is_refused(

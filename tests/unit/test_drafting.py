@@ -131,11 +131,11 @@ def test_a_matrix_of_more_rows_than_there_are_tokens_guesses_tokens_only() -> No
 @pytest.mark.parametrize(
     ("follow", "says"),
     [
-        ({0: (-1, 2)}, "sample and are followed"),
-        ({0: (0, -1)}, "sample and are followed"),
-        ({0: (6, 1)}, "not known"),
-        ({0: (5, 0)}, "not known"),
-        ({1: (0, 1)}, "sample and are followed"),
+        ({0: (-1, 2)}, "can have proposals"),
+        ({0: (0, -1)}, "can have proposals"),
+        ({0: (6, 1)}, "unknown tokens"),
+        ({0: (5, 0)}, "unknown tokens"),
+        ({1: (0, 1)}, "can have proposals"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(follow, says) -> None:

@@ -22,7 +22,7 @@ NOTHING = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_toke
         ({"presence_penalty": 0.5}, features.COUNTS),
         ({"allowed_token_ids": [1]}, features.ALLOWED),
         ({"bad_words": [[1]]}, features.BAD_WORDS),
-        ({"min_tokens": 1}, features.LATER_END),
+        ({"min_tokens": 1}, features.MIN_TOKENS),
         ({"logprobs": 0}, features.LOGPROBS),
         ({"logprob_token_ids": [1]}, features.LOGPROBS),
         ({"prompt_logprobs": 0}, features.PROMPT_LOGPROBS),

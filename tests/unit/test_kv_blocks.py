@@ -35,7 +35,7 @@ def rows_of(num_blocks: int = BLOCKS) -> np.ndarray:
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 30])
 @pytest.mark.parametrize("most_bytes", [1, 19, 20, 59, 119, 120, 121, 480, 10**6])
 def test_every_piece_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, most_bytes):
-    cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=num_blocks, most_bytes=most_bytes)
+    cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=num_blocks, max_bytes=most_bytes)
     times = np.zeros((ROWS, num_blocks), int)
     for chunk in range(len(cuts)):
         cut = cuts[chunk]
@@ -48,7 +48,7 @@ def test_every_piece_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, m
 
 @pytest.mark.parametrize("chunk", [-1, 4, 10**12])
 def test_there_is_no_chunk_beyond_the_last(chunk):
-    cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=4, most_bytes=ROWS * PIECE)
+    cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=4, max_bytes=ROWS * PIECE)
     assert len(cuts) == 4
     with pytest.raises(IndexError, match=f"chunk {chunk} of 4"):
         cuts[chunk]
@@ -113,12 +113,12 @@ LAYOUT = KVLayout(
 def test_another_layout_has_another_digest_and_another_name(other):
     changed = msgspec.structs.replace(LAYOUT, **other)
     assert changed.digest != LAYOUT.digest
-    assert changed.told != LAYOUT.told
+    assert changed.description != LAYOUT.description
 
 
 def test_the_digest_of_a_layout_never_changes():
     assert LAYOUT.digest.hex() == "2167b93bc4acdeba68f2ae8107dceec7"
-    assert LAYOUT.told == (
+    assert LAYOUT.description == (
         "model abababababab, float32, 2 layers of 3 heads of 8, 16 tokens a block"
     )
 
@@ -184,7 +184,7 @@ def test_memory_that_could_shrink_is_not_mapped():
         device=info.st_dev,
         inode=info.st_ino,
     )
-    with pytest.raises(TransferLost, match="may shrink"):
+    with pytest.raises(TransferLost, match="not sealed"):
         map_offered(offer)
     os.close(fd)
 

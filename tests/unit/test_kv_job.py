@@ -9,7 +9,7 @@ import pytest
 from worker.kv.transfer.fetch_job import (
     FAILURES,
     NEXT_STATE,
-    SAID_BY_PEER,
+    PEER_EVENTS,
     FetchJob,
     FetchJobEvent,
     FetchJobState,
@@ -39,12 +39,12 @@ def test_every_event_in_every_state_leads_on_is_damage_or_cannot_be(state, event
     job = job_in(state)
     if (state, event) in NEXT_STATE:
         assert job.on(event, "now") is NEXT_STATE[state, event] is job.state
-    elif event in SAID_BY_PEER and state not in OVER:
+    elif event in PEER_EVENTS and state not in OVER:
         assert job.on(event) is FetchJobState.STOPPING
         assert job.failure == "damaged"
-        assert job.reason == f"the peer said {event.name} while we were {state.name}"
+        assert job.reason == f"the peer sent {event.name} in state {state.name}"
     else:
-        with pytest.raises(ValueError, match=f"{event.name} while {state.name}"):
+        with pytest.raises(ValueError, match=f"{event.name} in state {state.name}"):
             job.on(event)
         assert job.state is state
 

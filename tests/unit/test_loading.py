@@ -169,10 +169,10 @@ def test_of_large_files_both_ends_the_size_and_samples_are_hashed(
         ("num_hidden_layers", 1 << 40, "not within"),
         ("num_attention_heads", 0, "not within"),
         ("num_key_value_heads", 4, "cannot share"),
-        ("num_hidden_layers", 2, "tensors are not of this architecture"),
-        ("num_hidden_layers", 4, "no tensor 'model.layers.3.input_layernorm.weight'"),
+        ("num_hidden_layers", 2, "unexpected tensors"),
+        ("num_hidden_layers", 4, "tensor 'model.layers.3.input_layernorm.weight' is missing"),
         ("intermediate_size", 128, "gate_proj.weight has shape"),
-        ("attention_bias", True, "no tensor 'model.layers.0.self_attn.q_proj.bias'"),
+        ("attention_bias", True, "tensor 'model.layers.0.self_attn.q_proj.bias' is missing"),
         ("rms_norm_eps", "NaN", "not a finite number"),
     ],
 )

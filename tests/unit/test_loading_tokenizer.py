@@ -97,8 +97,8 @@ def test_sentencepiece_vocabularies_get_their_merges_back_from_the_scores() -> N
         ({"pre": "tekken"}, "'tekken'"),
         ({"merges": ["Ġ nothing"]}, "merge 'Ġ nothing'"),
         ({"merges": ["Ġ"]}, "merge 'Ġ'"),
-        ({"merges": "Ġ t"}, "merges is missing, or is no list"),
-        ({"tokens": [1, 2]}, "tokens is missing, or is no list"),
+        ({"merges": "Ġ t"}, "merges is missing, or is not a list"),
+        ({"tokens": [1, 2]}, "tokens is missing, or is not a list"),
         ({"token_type": [1]}, "token_type is not a list of"),
     ],
 )

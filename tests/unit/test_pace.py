@@ -13,7 +13,7 @@ def test_a_gap_is_from_the_end_of_a_step_to_the_start_of_the_next():
         pace.record(started, ended)
     assert pace.percentile_s(0) == 0.125
     assert pace.percentile_s(100) == 0.5
-    assert pace.told().startswith("3 steps, gaps between them: p10 125.000 ms")
+    assert pace.summary().startswith("3 steps, gaps between them: p10 125.000 ms")
 
 
 def test_a_step_that_was_launched_before_the_one_before_had_ended_did_not_wait():

@@ -118,17 +118,17 @@ def test_others_that_leave_change_nothing() -> None:
 def traced(directory: Path, *, wanted: int, made: int, ends: bool = False) -> Traced | None:
     """An order for so many steps, of which so many are made."""
     tracer, runner = Tracer(), tiny_runner(tiny_slots(3), tiny_cache(8))
-    tracer.obey(Trace(steps=wanted, directory=str(directory)))
+    tracer.on_trace(Trace(steps=wanted, directory=str(directory)))
     for step in range(made):
         init = slot_init(0, [5, 9, 2], generation=step + 1, blocks=[3])
         release = [0] if step else []
-        tracer.before(step)
+        tracer.before_step(step)
         runner.step(step_plan(step, release=release, bind=[init], rows=[(0, 0, 3, True)]))
-        tracer.after(step)
+        tracer.after_step(step)
     if ends:
-        tracer.obey(Trace(steps=0))
-    told = tracer.take()
-    assert tracer.take() is None
+        tracer.on_trace(Trace(steps=0))
+    told = tracer.pop()
+    assert tracer.pop() is None
     return told
 
 
@@ -157,7 +157,7 @@ def test_a_trace_that_is_ended_early_has_the_steps_there_were(tmp_path: Path) ->
 def test_a_trace_without_any_step_is_none(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     assert traced(tmp_path, wanted=9, made=0) is None
-    assert traced(tmp_path, wanted=9, made=0, ends=True) == Traced(error="no step came")
+    assert traced(tmp_path, wanted=9, made=0, ends=True) == Traced(error="no step was computed")
 
 
 def test_a_directory_that_others_may_enter_is_refused_at_once(tmp_path: Path) -> None:

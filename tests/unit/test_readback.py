@@ -72,7 +72,7 @@ def test_every_tensor_of_the_columns_is_copied_and_nothing_else_changes(more):
         return tensor + 1
 
     before = columns(**more)
-    after = before.moved(copy)
+    after = before.map_tensors(copy)
     assert len(copied) == 6 + len(more)
     assert after.ids.tolist() == [8, 9]
     assert after.rows is before.rows
@@ -80,7 +80,7 @@ def test_every_tensor_of_the_columns_is_copied_and_nothing_else_changes(more):
 
 
 def test_columns_are_told_with_no_more_likely_tokens_than_are_possible():
-    told = columns().told()
+    told = columns().to_message()
     assert told.counts.tolist() == [1, 0]
     assert told.rows.tolist() == [0, 2]
     assert told.top_ids.shape == (2, 2)

@@ -12,7 +12,7 @@ import torch
 import worker.sampling.sampler
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots
-from worker.registry import check_registry, rows_for, strays
+from worker.debug.slot_registry import check_registry, rows_for, strays
 from worker.sampling.sampler import TokenChoice
 from worker.step import Runner
 

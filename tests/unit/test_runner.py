@@ -97,7 +97,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(temperature):
     [
         (step_plan(release=[1]), "slot 1 is free"),
         (step_plan(extend=[(1, 0, 3)]), "free slots"),
-        (step_plan(bind=[bound(0, generation=5)]), "bound already"),
+        (step_plan(bind=[bound(0, generation=5)]), "already bound"),
     ],
 )
 def test_a_plan_that_contradicts_the_slots_is_refused(plan, says):

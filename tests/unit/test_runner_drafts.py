@@ -188,5 +188,5 @@ def test_a_row_whose_drafts_are_no_numbers_fails_alone() -> None:
 def test_drafts_without_a_known_token_or_a_sample_are_refused(rows, drafts) -> None:
     runner = runner_of()
     init, blocks = binding(0, SPECS[0], 0)
-    with pytest.raises(ValueError, match="drafts follow"):
+    with pytest.raises(ValueError, match="drafts must follow"):
         runner.step(step_plan(bind=[init], zero=blocks, rows=rows, drafts=drafts))

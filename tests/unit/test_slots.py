@@ -11,7 +11,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit
 from tests.support.plans import slot_init
 from tests.support.tiny_model import BLOCK_TOKENS, CPU, MAX_LEN, tiny_slots
-from worker.sampling.features import EVERYTHING
+from worker.sampling.features import ALL
 from worker.slots.table import Poison, RestPolicy, SlotField, SlotRef, SlotTable
 
 
@@ -92,7 +92,7 @@ def test_binding_writes_every_field_of_the_row():
         "num_bad_words": 2,
         "longest_bad_word": 2,
         "bad_ends": [2, 3],
-        "extras": EVERYTHING,
+        "features": ALL,
     }
 
 
@@ -178,13 +178,13 @@ def test_items_staged_for_an_owner_that_left_do_not_reach_the_next():
 @pytest.mark.parametrize(
     ("init", "says"),
     [
-        (slot_init(2, [1]), "slot 2 of 2"),
+        (slot_init(2, [1]), "slot 2 does not exist"),
         (slot_init(-1, [1]), "slot -1"),
-        (slot_init(0, [1], generation=9), "bound already"),
+        (slot_init(0, [1], generation=9), "already bound"),
         (slot_init(1, [1], generation=3), "not new"),
-        (slot_init(1, [1] * (MAX_LEN + 1), generation=4), "do not fit token_ids"),
-        (slot_init(1, [1], generation=4, blocks=[1] * 13), "do not fit block_table"),
-        (slot_init(1, [1], generation=4, stop_ids=[1] * 200), "do not fit stop_ids"),
+        (slot_init(1, [1] * (MAX_LEN + 1), generation=4), "do not fit into token_ids"),
+        (slot_init(1, [1], generation=4, blocks=[1] * 13), "do not fit into block_table"),
+        (slot_init(1, [1], generation=4, stop_ids=[1] * 200), "do not fit into stop_ids"),
     ],
 )
 def test_a_plan_that_contradicts_the_table_is_refused_and_changes_nothing(init: SlotInit, says):

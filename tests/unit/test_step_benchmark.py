@@ -89,7 +89,7 @@ def test_a_part_that_fails_is_left_all_the_same() -> None:
     with clock.part("outer"):
         with pytest.raises(ZeroDivisionError), clock.part("inner"):
             raise ZeroDivisionError
-        clock.become("rest")
+        clock.rename_current("rest")
     assert clock.seconds == {"outer": 2.0, "inner": 1.0, "rest": 1.0}
 
 
@@ -116,7 +116,7 @@ def test_every_batch_is_timed_with_every_context(
 
 def test_what_was_watched_is_as_it_was(checkpoint: Path) -> None:
     benchmark = benchmark_of(config(checkpoint))
-    weights = benchmark._parts.model.weights  # type: ignore[attr-defined]
+    weights = benchmark._components.model.weights  # type: ignore[attr-defined]
     before = [layer.qkv for layer in weights.layers]
     benchmark.timing(1, 5)
     assert [layer.qkv for layer in weights.layers] == before

@@ -13,7 +13,7 @@ def filled(tier: HostTier, *contents: bytes) -> list[int]:
     """The place of each."""
     places = []
     for content in contents:
-        place = tier.take()
+        place = tier.reserve()
         assert place is not None
         tier.publish(content, place)
         places.append(place)
@@ -30,11 +30,11 @@ def test_what_was_published_is_found_where_it_is() -> None:
 
 def test_a_place_that_is_being_filled_is_not_found_and_not_given_away() -> None:
     tier = HostTier(1)
-    place = tier.take()
+    place = tier.reserve()
     assert place is not None
-    assert (tier.take(), len(tier)) == (None, 0)
+    assert (tier.reserve(), len(tier)) == (None, 0)
     tier.give_back(place)
-    assert tier.take() == place
+    assert tier.reserve() == place
 
 
 def test_the_least_recently_used_makes_way_and_that_is_told() -> None:
@@ -42,9 +42,9 @@ def test_the_least_recently_used_makes_way_and_that_is_told() -> None:
     a, b = filled(tier, b"a", b"b")
     tier.touch(b"a")
     assert filled(tier, b"c") == [b]
-    assert tier.take_changes() == ([b"a", b"c"], [b"b"])
+    assert tier.drain_changes() == ([b"a", b"c"], [b"b"])
     assert tier.hold(b"a") == a
-    assert tier.take_changes() == ([], [])
+    assert tier.drain_changes() == ([], [])
 
 
 def test_what_is_held_does_not_make_way_until_its_last_holder_is_gone() -> None:
@@ -53,9 +53,9 @@ def test_what_is_held_does_not_make_way_until_its_last_holder_is_gone() -> None:
     tier.hold(b"a")
     tier.hold(b"a")
     tier.release(b"a")
-    assert tier.take() is None
+    assert tier.reserve() is None
     tier.release(b"a")
-    assert tier.take() == place
+    assert tier.reserve() == place
     assert b"a" not in tier
 
 
@@ -64,19 +64,19 @@ def test_the_same_content_has_one_place() -> None:
     filled(tier, b"a", b"a")
     assert len(tier) == 1
     tier.hold(b"a")
-    assert tier.take() is not None
+    assert tier.reserve() is not None
 
 
 def test_places_that_were_never_used_are_taken_last() -> None:
     tier = HostTier(100)
-    place = tier.take()
+    place = tier.reserve()
     assert place is not None
     tier.give_back(place)
-    assert tier.take() == place
+    assert tier.reserve() == place
 
 
 def test_a_tier_without_places_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds nothing"):
+    with pytest.raises(ValueError, match="at least one block"):
         HostTier(0)
 
 
@@ -88,7 +88,7 @@ def test_under_a_storm_places_are_free_or_filled_or_found(seed: int) -> None:
     for _ in range(2000):
         content = bytes([rng.randrange(20)])
         match rng.randrange(6):
-            case 0 | 1 if (place := tier.take()) is not None:
+            case 0 | 1 if (place := tier.reserve()) is not None:
                 filling.append(place)
             case 2 if filling:
                 tier.publish(content, filling.pop(rng.randrange(len(filling))))

@@ -54,7 +54,7 @@ class TierBench:
         self._job = 0
 
     def keep(self, blocks: list[int], hashes: list[bytes]) -> None:
-        self.tiers.keep(KVStore(blocks=Int32.of(blocks), hashes=hashes))
+        self.tiers.store(KVStore(blocks=Int32.of(blocks), hashes=hashes))
 
     def begin(self, hashes: list[bytes], blocks: list[int], timeout_s: float = 10) -> int:
         self._job += 1
@@ -79,7 +79,7 @@ class TierBench:
     def hear(self) -> None:
         """What is news now."""
         self.news.wake()
-        if (report := self.news.take()) is None:
+        if (report := self.news.drain()) is None:
             return
         self.ends |= {end.job: end for end in [*report.fetched, *report.failed]}
         for news in report.tiers:
@@ -182,7 +182,7 @@ def test_host_memory_forgets_and_the_disk_still_knows(make: Make, tmp_path: Path
 def test_what_was_used_last_stays(make: Make) -> None:
     bench = make(host_blocks=2)
     bench.keep([1, 2], contents(1, 2))
-    bench.tiers.use(KVUsed(hashes=contents(2, 1)))
+    bench.tiers.touch(KVUsed(hashes=contents(2, 1)))
     bench.await_known("host", 1, 2)
     bench.keep([3], contents(3))
     bench.await_known("host", 1, 3)
@@ -286,7 +286,7 @@ def test_the_config_says_which_tiers_there_are(tmp_path: Path) -> None:
     def tiers(**config: object) -> list[str] | None:
         news = ReportQueue()
         worker = WorkerConfig(model="", **config)  # type: ignore[arg-type]
-        made = TierStore.of(worker, LAYOUT, cache.rows, blocks_of(cache), news)
+        made = TierStore.from_config(worker, LAYOUT, cache.rows, blocks_of(cache), news)
         if made is not None:
             made.close()
         news.close()
@@ -298,13 +298,13 @@ def test_the_config_says_which_tiers_there_are(tmp_path: Path) -> None:
     assert tiers(kv_disk=str(tmp_path / "kv"), kv_host_gib=0.001) == ["host", "disk"]
     with pytest.raises(ValueError, match=r"kv_host_gib is 1e[+]06; .* GiB of memory are free"):
         tiers(kv_host_gib=1e6)
-    with pytest.raises(ValueError, match="holds nothing"):
+    with pytest.raises(ValueError, match="at least one block"):
         tiers(kv_host_gib=1e-9)
 
 
 def test_a_thread_that_fails_is_told_in_the_loop(make: Make) -> None:
     bench = make(host_blocks=2)
-    bench.tiers.keep(KVStore(blocks=Int32.of([1]), hashes=contents(1)))
+    bench.tiers.store(KVStore(blocks=Int32.of([1]), hashes=contents(1)))
     bench.await_known("host", 1)
     bench.begin(contents(1), [99])  # there is no such block
     with pytest.raises(IndexError):

@@ -1,1 +1,1 @@
-"""How queries read the paged KV cache. One interface, one obvious twin, and the fast ways."""
+"""Attention over the paged KV cache: an interface, a reference, and fast implementations."""

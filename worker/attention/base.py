@@ -1,4 +1,4 @@
-"""The words of attention: what a step asks for, and what every backend must answer.
+"""Interface of attention: a step's input, and what every backend implements.
 
 Legend: T tokens in the step, R rows (requests) in the step, M most blocks of any row, B blocks in
 the cache, H query heads, H_kv key/value heads, D head dim.

@@ -1,6 +1,6 @@
-"""Attention by the compiled kernels: keys and values are read where they lie.
+"""Attention by the compiled kernels, which read keys and values in place.
 
-A row's bits are the same alone and among others, for any number of threads, in any dtype.
+A row's bits do not depend on other rows or on the number of threads, in any dtype.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attention said as plainly as possible: per row, per position, in float32.
+"""Attention in its plainest form: per row and position, in float32.
 
-The oracle of all other backends, never used to serve. Legend in base.py.
+The oracle in tests of all other backends; never used to serve. Legend in base.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Which attention backend serves: the compiled kernels where they are made for the model, else
-torch's own, on every device."""
+"""Choice of the attention backend: the compiled kernels if they support the model, else torch's."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Attention over the paged cache with torch's own kernels, on any device.
 
 Decode rows are grouped by their number of blocks, rounded up to a power of two: one gather and one
-SDPA per group, no Python loop over requests. A row of several tokens (prefill) is one gather, then
-SDPA over tiles of queries, each of which reads only as far as its last query sees.
+SDPA per group, without a Python loop over requests. A row of several tokens (prefill) is one
+gather, then SDPA over tiles of queries, each of which reads only up to its last query's position.
 
-Keys are always gathered in whole blocks and always masked, even where nothing is hidden: the kernel
-then takes the same path for any padding of the table. What a mask hides must still be finite
+Keys are always gathered in whole blocks and always masked, even if nothing is hidden, so that the
+kernel takes the same path for any padding of the table. Masked values must still be finite
 (0 * NaN is NaN): blocks are zeroed before they are first written, and padding points at the null
 block.
 

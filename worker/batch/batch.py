@@ -1,18 +1,18 @@
-"""This step's tensors, from the plan and the slots. The shapes of all inputs are told here.
+"""The tensors of a step, from the plan and the slots. The shapes of all inputs are declared here.
 
-Legend: T tokens in the step, R rows (requests), S sampled places, M most blocks of any row.
+Legend: T tokens in the step, R rows (requests), S sampled positions, M most blocks of any row.
 
 A row computes positions [start, start + count) of its request:
 
     position   0 ........ start ............ known = start + count
-               | in cache | computed now    | what is sampled stands here
+               | in cache | computed now    | the sampled token goes here
 
-A row samples at one place, after its last token; one with k drafts, which are its last tokens, at
-1 + k places: before each draft as well, as if what comes behind were not there.
+A row samples once, after its last token. A row with k drafts, which are its last tokens, samples at
+1 + k places: also before each draft, as if that draft and the following tokens did not exist.
 
-All arithmetic is over whole vectors, on the host; indexes travel in one copy, and everything that
-depends on a slot's contents is gathered on the device. Most steps have one position in every row,
-which is sampled: these are told without arithmetic (`_decodes`, `_tokens`).
+All arithmetic is on whole vectors on the host. Indexes are uploaded in one copy, and what depends
+on the contents of slots is gathered on the device. In most steps every row is one position that is
+sampled; `_decodes` and `_tokens` build these without arithmetic.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The plan's rows, on the host. All [R] int64, but sampled, behind, guesses: [S].
+    """The plan's rows, on the host. All [R] int64, except sampled, drafts_after and drafts: [S].
 
-    starts   first position computed;   counts   how many;   known   starts + counts
-    ends     one past each row's last token in the step's [T]
-    sampled  of each sampled place the index of its row, ascending
-    behind   how many of the row's drafts stand behind the place, falling to 0
-    guesses  the draft at the place itself; NO_DRAFT where none is
+    starts         first position computed
+    counts         number of positions computed
+    known          starts + counts
+    ends           one past each row's last token in the step's [T]
+    sampled        row index of each sampled place, ascending
+    drafts_after   number of the row's drafts after the place, descending to 0
+    drafts         the draft at the place; NO_DRAFT if there is none
     """
 
     slots: Ints
@@ -50,18 +52,19 @@ class BatchRows:
     known: Ints
     ends: Ints
     sampled: Ints
-    behind: Ints
-    guesses: Ints
+    drafts_after: Ints
+    drafts: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The places that get a token. All [S] int64.
+    """The places where a token is sampled. All [S] int64.
 
-    host_slots, host_known   on the host: which slot; tokens before it, so the new one's position
+    host_slots, host_known   on the host: the slot, and the number of tokens before the new one,
+                             which is the new one's position
     slots, known             the same on the device
-    last                     on the device: index of the token before it in the step's [T]
-    extras                   what any row of the step asks for, whether it samples or not
+    last                     on the device: index in the step's [T] of the token before the place
+    features                 union of the features of all rows of the step (features.py)
     """
 
     host_slots: Tensor
@@ -69,32 +72,32 @@ class Sampled:
     slots: Tensor
     known: Tensor
     last: Tensor
-    extras: int
+    features: int
 
-    def of(self, hidden: Tensor) -> Tensor:
-        """Of hidden [T, ...] the rows before these places; not copied where they are all of them,
-        since `last` rises."""
+    def select(self, hidden: Tensor) -> Tensor:
+        """Return the rows of hidden [T, ...] before these places. If that is all rows, `hidden` is
+        returned without a copy, because `last` ascends."""
         if len(self.last) == len(hidden):
             return hidden
         return hidden.index_select(0, self.last)
 
-    def only(self, places: Ints) -> Sampled:
-        """Some of them."""
-        (of,) = upload([places], self.slots.device)
+    def subset(self, places: Ints) -> Sampled:
+        """Return these places only."""
+        (index,) = upload([places], self.slots.device)
         on_host = torch.from_numpy(places)
         return Sampled(
             self.host_slots[on_host],
             self.host_known[on_host],
-            self.slots.index_select(0, of),
-            self.known.index_select(0, of),
-            self.last.index_select(0, of),
-            self.extras,
+            self.slots.index_select(0, index),
+            self.known.index_select(0, index),
+            self.last.index_select(0, index),
+            self.features,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What the model computes (token_ids [T] int64, attention) and for whom a token is drawn."""
+    """The model's input (token_ids [T] int64, attention), and the places to sample."""
 
     rows: BatchRows
     token_ids: Tensor
@@ -103,7 +106,7 @@ class StepBatch:
 
 
 def read_rows(plan: StepPlan) -> BatchRows:
-    """The plan's rows. Raises ValueError where its arrays contradict each other."""
+    """Return the plan's rows. Raises ValueError if its arrays contradict each other."""
     slots, starts, counts = (
         integers(array.data) for array in (plan.row_slots, plan.row_starts, plan.row_tokens)
     )
@@ -117,46 +120,44 @@ def read_rows(plan: StepPlan) -> BatchRows:
         )
     if plan.row_drafts is None and len(decodes) == len(slots) and samples.all():
         return _decodes(slots, starts, counts)
-    drafts, ids = _read_drafts(plan, counts, samples)
-    places = samples.astype(np.int64) + drafts
+    num_drafts, drafts = _read_drafts(plan, counts, samples)
+    places = samples.astype(np.int64) + num_drafts
     sampled = np.repeat(np.arange(len(slots)), places)
-    behind = places.cumsum()[sampled] - 1 - np.arange(len(sampled))
-    guesses = np.full(len(sampled), NO_DRAFT, np.int64)
-    guesses[behind > 0] = ids
-    return BatchRows(
-        slots, starts, counts, starts + counts, counts.cumsum(), sampled, behind, guesses
-    )
+    drafts_after = places.cumsum()[sampled] - 1 - np.arange(len(sampled))
+    draft_at = np.full(len(sampled), NO_DRAFT, np.int64)
+    draft_at[drafts_after > 0] = drafts
+    known = starts + counts
+    return BatchRows(slots, starts, counts, known, counts.cumsum(), sampled, drafts_after, draft_at)
 
 
 def _decodes(slots: Ints, starts: Ints, counts: Ints) -> BatchRows:
-    """Where every row is one position and samples: what `read_rows` says of such rows."""
+    """Return `read_rows` of a plan in which every row is one position and samples."""
     rows = np.arange(len(slots))
     none = np.full(len(slots), NO_DRAFT, np.int64)
     return BatchRows(slots, starts, counts, starts + 1, rows + 1, rows, np.zeros_like(rows), none)
 
 
 def _read_drafts(plan: StepPlan, counts: Ints, samples: NDArray[np.uint8]) -> tuple[Ints, Ints]:
-    """How many drafts each row [R] has, and all their ids."""
+    """Return the number of drafts of each row [R], and all drafts."""
     if plan.row_drafts is None or plan.drafts is None:
         return np.zeros_like(counts), np.empty(0, np.int64)
     drafts, ids = integers(plan.row_drafts.data), integers(plan.drafts.data)
     if len(drafts) != len(counts) or drafts.min(initial=0) < 0 or drafts.sum() != len(ids):
-        raise ValueError(f"step {plan.step}: drafts do not fit its rows")
+        raise ValueError(f"step {plan.step}: drafts do not match its rows")
     if (drafts >= counts).any() or (samples[drafts > 0] == 0).any():
-        raise ValueError(f"step {plan.step}: drafts follow a known token, in rows that sample")
+        raise ValueError(f"step {plan.step}: drafts must follow a known token, in rows that sample")
     return drafts, ids
 
 
 def stage_drafts(plan: StepPlan, slots: SlotTable) -> None:
-    """Write the plan's drafts where they are read from, as tokens that are known until the step has
-    sampled. To be flushed."""
+    """Stage the plan's drafts in `token_ids`. They count as known until the step has sampled."""
     if plan.row_drafts is None:
         return
     rows = read_rows(plan)
-    is_draft = rows.behind > 0
+    is_draft = rows.drafts_after > 0
     at = rows.sampled[is_draft]
-    positions = (rows.known[rows.sampled] - rows.behind)[is_draft]
-    slots.stage_items("token_ids", rows.slots[at], positions, rows.guesses[is_draft])
+    positions = (rows.known[rows.sampled] - rows.drafts_after)[is_draft]
+    slots.stage_items("token_ids", rows.slots[at], positions, rows.drafts[is_draft])
     drafted = np.unique(at)
     slots.stage_items("len", rows.slots[drafted], np.zeros_like(drafted), rows.known[drafted])
 
@@ -164,15 +165,15 @@ def stage_drafts(plan: StepPlan, slots: SlotTable) -> None:
 def build_batch(
     plan: StepPlan, rows: BatchRows, slots: SlotTable, *, block_tokens: int
 ) -> StepBatch:
-    """For a plan of at least one row, whose slots are bound and flushed; rows: as `read_rows` reads
-    them."""
+    """Build the batch of a plan with at least one row, whose slots are bound and flushed. `rows` is
+    the result of `read_rows`."""
     max_len = slots.fields["token_ids"].width
     if rows.known.max() > max_len or (
         len(rows.sampled) and rows.known[rows.sampled].max() >= max_len
     ):
-        raise ValueError(f"step {plan.step}: a row goes beyond {max_len} tokens")
-    known = rows.known[rows.sampled] - rows.behind
-    places = (rows.slots[rows.sampled], known, rows.ends[rows.sampled] - 1 - rows.behind)
+        raise ValueError(f"step {plan.step}: a row exceeds {max_len} tokens")
+    known = rows.known[rows.sampled] - rows.drafts_after
+    places = (rows.slots[rows.sampled], known, rows.ends[rows.sampled] - 1 - rows.drafts_after)
     spans = Spans(rows.slots, rows.starts, rows.counts, plan.num_decodes)
     placed, (sampled_slots, sampled_known, last) = place(spans, slots, block_tokens, *places)
     sampled = Sampled(
@@ -181,23 +182,23 @@ def build_batch(
         sampled_slots,
         sampled_known,
         last,
-        extras_of_rows(slots, rows.slots),
+        features_of_rows(slots, rows.slots),
     )
     return StepBatch(rows, placed.token_ids(slots), placed.attention, sampled)
 
 
-def extras_of_rows(slots: SlotTable, rows: Ints) -> int:
-    """The union of what the requests in these slots [R] ask for (features.py). Raises ValueError
-    where one is no slot."""
+def features_of_rows(slots: SlotTable, rows: Ints) -> int:
+    """Return the union of the features of the requests in these slots [R]. Raises ValueError for a
+    slot that does not exist."""
     if rows.min() < 0 or rows.max() >= slots.max_slots:
-        raise ValueError(f"a row's slot is none of {slots.max_slots}")
-    return int(np.bitwise_or.reduce(slots.host("extras").numpy()[rows]))
+        raise ValueError(f"a row's slot is outside the {slots.max_slots} slots")
+    return int(np.bitwise_or.reduce(slots.host("features").numpy()[rows]))
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Positions [start, start + count) of each row's slot. [R] int64, on the host; rows of one
-    position come first, `num_decodes` of them."""
+    """Positions [start, start + count) of each row's slot. [R] int64, on the host. The
+    `num_decodes` rows with one position come first."""
 
     slots: Ints
     starts: Ints
@@ -207,21 +208,21 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """Spans on the device: where in the flat `token_ids` all tokens [T] int64 stand, and what
-    attention asks for."""
+    """Spans on the device: `items` [T] int64 are the tokens' indexes in the flat `token_ids`;
+    `attention` is the input of attention."""
 
     items: Tensor
     attention: AttentionBatch
 
     def token_ids(self, slots: SlotTable) -> Tensor:
-        """[T] int64, where all of them are known."""
+        """Return all tokens, [T] int64. They must be known."""
         return slots["token_ids"].view(-1).index_select(0, self.items).long()
 
 
 def place(
     spans: Spans, slots: SlotTable, block_tokens: int, *others: Ints
 ) -> tuple[PlacedTokens, list[Tensor]]:
-    """And `others`, which travel along."""
+    """Upload spans. `others` are uploaded in the same copy and returned as tensors."""
     known = spans.starts + spans.counts
     slot_of_token, positions, starts = _tokens(spans, known)
     table, width = slots["block_table"], slots.fields["block_table"].width
@@ -235,20 +236,20 @@ def place(
         *others,
     ]
     tokens, entries, offset, position, row_slots, *moved = upload(columns, slots.device)
-    most_blocks = -(-int(known.max()) // block_tokens)
+    max_blocks = -(-int(known.max()) // block_tokens)
     attention = AttentionBatch(
         positions=position,
         slot_mapping=offset.add_(table.view(-1).index_select(0, entries), alpha=block_tokens),
         row_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(known),
-        block_table=table[:, :most_blocks].index_select(0, row_slots).long(),
+        block_table=table[:, :max_blocks].index_select(0, row_slots).long(),
         num_decodes=spans.num_decodes,
     )
     return PlacedTokens(tokens, attention), moved
 
 
 def _tokens(spans: Spans, known: Ints) -> tuple[Ints, Ints, Ints]:
-    """slots, positions [T] of all tokens, and where each row's begin: [R + 1]."""
+    """Return the slots and positions [T] of all tokens, and each row's first index [R + 1]."""
     num_rows = len(spans.slots)
     if spans.num_decodes == num_rows:
         return spans.slots, spans.starts, np.arange(num_rows + 1)

@@ -1,6 +1,8 @@
-"""The step that most steps are, in one compiled call: every row computes one position and samples
-behind it. What it reads and writes of the slots is what the general way does (batch.py, the model,
-sampler.py, SlotTable.append_tokens), which is its twin: the same tokens, the same bits.
+"""A plain decode step in one compiled call: every row computes one position and samples after it.
+
+Most steps are of this kind. The call reads and writes the same slot fields as the general path
+(batch.py, the model, sampler.py, SlotTable.append_tokens), which is its reference implementation:
+both give the same tokens, bit for bit.
 
 Legend: R rows, V vocabulary.
 """
@@ -27,14 +29,14 @@ from worker.slots.table import SlotTable
 
 
 def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
-    """Whether every row is one position, and sampled, and a draft model has nothing to do."""
+    """Return whether every row is one sampled position and the draft model has no work."""
     return len(rows.sampled) == plan.num_decodes == len(rows.slots) and plan.follow_starts is None
 
 
 @dataclass(slots=True)
 class DecodeCall:
-    """What is told of a step of R rows, all but which rows; and the memory it works in, flat:
-    hidden [R * hidden], logits [R * V]."""
+    """Arguments of the call for steps of R rows, except the rows themselves, and its work memory,
+    flat: hidden [R * hidden], logits [R * V]."""
 
     step: structs.CDecode
     memory: PassMemory
@@ -47,7 +49,7 @@ class DecodeCall:
 
 
 class DecodeFastPath:
-    """For one model, its slots and its cache."""
+    """The compiled decode step of one model, its slots and its cache."""
 
     def __init__(self, whole: WholePass, slots: SlotTable, cache: KVCache) -> None:
         self._whole = whole
@@ -56,8 +58,8 @@ class DecodeFastPath:
         self._call: DecodeCall | None = None
 
     @classmethod
-    def of(cls, model: StepModel, slots: SlotTable, cache: KVCache) -> Self | None:
-        """None where the model is not computed in one call."""
+    def for_model(cls, model: StepModel, slots: SlotTable, cache: KVCache) -> Self | None:
+        """Return the fast path, or None if the model has no whole-pass kernel."""
         if not isinstance(model, Llama) or model.whole is None:
             return None
         return cls(model.whole, slots, cache)
@@ -68,15 +70,16 @@ class DecodeFastPath:
     def __call__(
         self, slots: Ints, starts: Ints, *, choose: bool
     ) -> tuple[Tensor, TokenChoice | None]:
-        """Compute the positions `starts` [R] of these slots [R]: logits [R, V] float32, valid until
-        the next call; and, if asked to choose, the likeliest tokens, which now stand behind.
+        """Compute the positions `starts` [R] of `slots` [R].
 
-        The slots are some of the table's. Raises ValueError where a position is none.
+        Return logits [R, V] float32, valid until the next call. With `choose`, also return the most
+        likely tokens, which the call has appended to the slots. The slots must exist. Raises
+        ValueError for a position outside the slot.
         """
         table, count = self._slots, len(slots)
         max_tokens = table.fields["token_ids"].width
         if starts.min() < 0 or starts.max() >= max_tokens - 1:
-            raise ValueError(f"a row goes beyond {max_tokens} tokens")
+            raise ValueError(f"a row exceeds {max_tokens} tokens")
         call = self._call
         if call is None or call.num_rows != count:
             call = self._call = self._prepared(count)
@@ -90,7 +93,9 @@ class DecodeFastPath:
         library = self._whole.kernels.library
         bad = library.decode(self._whole.numbers, torch.get_num_threads(), byref(step))
         if bad >= 0:
-            raise ValueError(f"slot {slots[bad]} holds a token that is none of {self._whole.vocab}")
+            raise ValueError(
+                f"slot {slots[bad]} holds a token outside the vocabulary of {self._whole.vocab}"
+            )
         return call.logits.view(count, -1), choice
 
     def _prepared(self, count: int) -> DecodeCall:
@@ -115,5 +120,5 @@ class DecodeFastPath:
 
 
 def _no_choice(count: int) -> TokenChoice:
-    """To be filled."""
+    """Return empty tensors for the call to fill."""
     return TokenChoice(torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""A step that is on its way: queued on the device, its results to be read when they are there."""
+"""A step in flight: its work is queued on the device, and its results are read when it is done."""
 
 from __future__ import annotations
 
@@ -18,86 +18,90 @@ from worker.sampling.logprob_columns import LogprobColumns, int32
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What the P rows that sample said, T tokens in all: tokens [T] int64; finite [P] bool, False
-    where the logits of a row's last token were not; counts [P] int64, or None: one each."""
+    """Sampled tokens of the P rows that sample, T tokens in all.
+
+    tokens   [T] int64
+    finite   [P] bool; False if the logits of the row's last token were not finite
+    counts   [P] int64 tokens per row; None: one each
+    """
 
     tokens: Tensor
     finite: Tensor
     counts: Tensor | None
     logprobs: LogprobColumns | None
 
-    def moved(self, copy: Callable[[Tensor], Tensor]) -> SampledTokens:
-        """The same, each tensor as `copy` gives it."""
+    def map_tensors(self, copy: Callable[[Tensor], Tensor]) -> SampledTokens:
+        """Return a copy in which `copy` is applied to each tensor."""
         return SampledTokens(
             copy(self.tokens),
             copy(self.finite),
             None if self.counts is None else copy(self.counts),
-            None if self.logprobs is None else self.logprobs.moved(copy),
+            None if self.logprobs is None else self.logprobs.map_tensors(copy),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """The step's results in host memory, readable when `readback` says so.
+    """The step's results in host memory, readable after `readback` is done.
 
-    started    when its launch began (perf_counter)
-    said       None where nothing was sampled
-    proposed   what the draft model guessed, int64; None where it was not asked
+    started    time when the launch started (perf_counter)
+    sampled    None if nothing was sampled
+    proposed   int64 tokens of the draft model; None if the plan did not use it
     """
 
     step: int
     started: float
     readback: Readback
-    said: SampledTokens | None
+    sampled: SampledTokens | None
     prompt_logprobs: LogprobColumns | None
     proposed: Tensor | None
 
     @classmethod
-    def of(
+    def start_readback(
         cls,
         step: int,
         started: float,
         readback: Readback,
-        said: SampledTokens | None,
+        sampled: SampledTokens | None,
         prompt_logprobs: LogprobColumns | None,
         proposed: Tensor | None = None,
     ) -> Self:
-        """Queue the copies of all that a step tells, and seal it."""
+        """Queue the copies of all results to host memory, and seal the readback."""
         copy = readback.copy
-        launched = cls(
+        pending = cls(
             step,
             started,
             readback,
-            None if said is None else said.moved(copy),
-            None if prompt_logprobs is None else prompt_logprobs.moved(copy),
+            None if sampled is None else sampled.map_tensors(copy),
+            None if prompt_logprobs is None else prompt_logprobs.map_tensors(copy),
             None if proposed is None else copy(proposed),
         )
         readback.seal()
-        return launched
+        return pending
 
     @property
     def is_done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Return whether `result` would return without waiting."""
         return self.readback.is_done
 
     def wait(self) -> None:
-        """Until it is done; other threads go on."""
+        """Wait until the step is done; other threads continue."""
         self.readback.wait()
 
     def result(self) -> StepResult:
-        """What the step computed. Waits for it, and for no later one."""
+        """Wait for this step only, and return what it computed."""
         self.wait()
         computed_s = perf_counter() - self.started
-        said, of_prompt = self.said, self.prompt_logprobs
-        counts = None if said is None else said.counts
-        of_sampled = None if said is None else said.logprobs
+        sampled, of_prompt = self.sampled, self.prompt_logprobs
+        counts = None if sampled is None else sampled.counts
+        of_sampled = None if sampled is None else sampled.logprobs
         return StepResult(
             step=self.step,
-            tokens=Int32(b"") if said is None else int32(said.tokens.numpy()),
-            failed=Int32(b"") if said is None else _failed(said.finite),
+            tokens=Int32(b"") if sampled is None else int32(sampled.tokens.numpy()),
+            failed=Int32(b"") if sampled is None else _failed(sampled.finite),
             counts=None if counts is None else int32(counts.numpy()),
-            logprobs=None if of_sampled is None else of_sampled.told(),
-            prompt_logprobs=None if of_prompt is None else of_prompt.told(),
+            logprobs=None if of_sampled is None else of_sampled.to_message(),
+            prompt_logprobs=None if of_prompt is None else of_prompt.to_message(),
             proposed=None if self.proposed is None else int32(self.proposed.numpy()),
             compute_s=computed_s,
         )

@@ -1,8 +1,7 @@
-"""From device tensors to host memory, without waiting until somebody wants to read them.
+"""Copies device tensors to host memory without waiting before the result is needed.
 
-Whoever computes says `copy`, which queues; when all is queued, `seal` marks the place; whoever
-reads says `wait`, which waits for that place and for nothing that was queued behind it. On the CPU
-nothing is queued: a copy is the tensor itself, there to be read at once.
+`copy` queues a copy, `seal` records an event after all copies, and `wait` waits for that event and
+not for later work. On the CPU nothing is queued: a copy is the tensor itself, readable at once.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from torch import Tensor
 
 
 class DeviceEvent(Protocol):
-    """A place in a device's queue of work, as torch.cuda.Event is one."""
+    """An event in a device's work queue, such as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether all work before it is done. Never waits."""
+        """Return whether all work before the event is done. Never waits."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until all work before the event is done."""
         ...
 
 
 class HostDone:
-    """The place in the queue of a device that has none."""
+    """The event of a device without a queue: always done."""
 
     def query(self) -> bool:
         return True
@@ -40,7 +39,7 @@ Mark = Callable[[torch.device], DeviceEvent]
 
 
 def mark(device: torch.device) -> DeviceEvent:
-    """The device's queue as it is now. Who waits for the event sleeps and does not spin."""
+    """Record an event in the device's queue. A thread that waits for it sleeps instead of spins."""
     if device.type == "cpu":
         return HostDone()
     event: DeviceEvent = torch.cuda.current_stream(device).record_event(
@@ -50,7 +49,7 @@ def mark(device: torch.device) -> DeviceEvent:
 
 
 class Readback:
-    """What one step reads back."""
+    """The copies of one step's results."""
 
     def __init__(self, device: torch.device, mark: Mark = mark) -> None:
         self._device = device
@@ -58,15 +57,15 @@ class Readback:
         self._event: DeviceEvent | None = None
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The tensor in host memory: to be read when `wait` has returned, not earlier."""
+        """Return the tensor in host memory. Do not read it before `wait` has returned."""
         if tensor.device.type == "cpu":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def seal(self) -> None:
-        """All that the step computes and copies is queued."""
-        assert self._event is None, "a step is sealed once"
+        """Record the event. Call it after all computation and copies of the step are queued."""
+        assert self._event is None, "a step must be sealed only once"
         self._event = self._mark(self._device)
 
     @property
@@ -77,5 +76,5 @@ class Readback:
         self._sealed().synchronize()
 
     def _sealed(self) -> DeviceEvent:
-        assert self._event is not None, "a step is sealed before it is read"
+        assert self._event is not None, "a step must be sealed before it is read"
         return self._event

@@ -1,8 +1,8 @@
-"""What the next steps do, recorded by torch's profiler and written as a Chrome trace.
+"""Records the next steps with torch's profiler and writes a Chrome trace.
 
-Recording begins with the first plan after the order, so that waiting for one costs nothing, and
-ends when the last of the steps has been told, or when the engine says so. Recording makes steps
-slower, and writing takes seconds, in which the worker does nothing else.
+Recording starts with the first plan after the request, so idle time is not recorded. It ends after
+the result of the last step is sent, or when the engine stops it. Recording slows steps down, and
+writing takes seconds during which the worker does nothing else.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from protocol.steps import Trace, Traced
 
 @dataclass(slots=True)
 class TraceRecording:
-    """first  the number of its first step;  num_told  how many of its steps have been told"""
+    """A recording: its first step, its start, and how many of its steps have been reported."""
 
     profiler: profile
     first: int
-    began: float
-    num_told: int = 0
+    started: float
+    num_reported: int = 0
 
 
 class Tracer:
-    """One trace at a time; the engine asks for no second one before it has heard of the first."""
+    """Records one trace at a time; the engine requests no second one before the first is done."""
 
     def __init__(self) -> None:
-        self._order: Trace | None = None
+        self._request: Trace | None = None
         self._recording: TraceRecording | None = None
         self._traced: Traced | None = None
 
-    def obey(self, order: Trace) -> None:
-        """Begin with the next plan; or, with 0 steps, end what has begun."""
-        if order.steps == 0:
+    def on_trace(self, request: Trace) -> None:
+        """Record from the next plan on. A request of 0 steps ends the current recording."""
+        if request.steps == 0:
             self._end()
             return
-        self._order = order
+        self._request = request
         try:
-            check_directory(Path(order.directory))
+            check_directory(Path(request.directory))
         except OSError as error:
             self._finish(Traced(error=str(error)))
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Call before a step is launched."""
-        if self._order is None or self._recording is not None:
+        if self._request is None or self._recording is not None:
             return
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -59,46 +59,51 @@ class Tracer:
         profiler.start()
         self._recording = TraceRecording(profiler, step, time.time())
 
-    def after(self, step: int) -> None:
-        """Call when a step has been told."""
-        recording, order = self._recording, self._order
-        if recording is None or order is None or step < recording.first:
+    def after_step(self, step: int) -> None:
+        """Call after a step's result is sent."""
+        recording, request = self._recording, self._request
+        if recording is None or request is None or step < recording.first:
             return
-        recording.num_told += 1
-        if recording.num_told == order.steps:
+        recording.num_reported += 1
+        if recording.num_reported == request.steps:
             self._end()
 
-    def take(self) -> Traced | None:
-        """What there is to tell, once."""
+    def pop(self) -> Traced | None:
+        """Return the result of a finished recording, once."""
         traced, self._traced = self._traced, None
         return traced
 
     def _end(self) -> None:
-        recording, order = self._recording, self._order
-        if order is None:
-            return  # it has ended by itself; that is being told
+        recording, request = self._recording, self._request
+        if request is None:
+            return  # it has ended already, and its result is on the way
         if recording is None:
-            self._finish(Traced(error="no step came"))
+            self._finish(Traced(error="no step was computed"))
             return
         ended = time.time()
         recording.profiler.stop()
         try:
-            file = _write(recording, Path(order.directory))
+            file = _write(recording, Path(request.directory))
         except OSError as error:
             self._finish(Traced(error=str(error)))
             return
         self._finish(
-            Traced(file=str(file), steps=recording.num_told, began=recording.began, ended=ended)
+            Traced(
+                file=str(file),
+                steps=recording.num_reported,
+                began=recording.started,
+                ended=ended,
+            )
         )
 
     def _finish(self, traced: Traced) -> None:
-        self._order = self._recording = None
+        self._request = self._recording = None
         self._traced = traced
 
 
 def check_directory(directory: Path) -> None:
-    """Make it, if it is not there. Raises OSError where anybody but us may enter it: a trace tells
-    what the server does."""
+    """Create the directory if necessary. Raises OSError if anybody but its owner may enter it,
+    because a trace shows what the server does."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
@@ -106,7 +111,8 @@ def check_directory(directory: Path) -> None:
 
 
 def _write(recording: TraceRecording, directory: Path) -> Path:
-    """Under a name of its own, for its owner alone. Compressed: it is megabytes a step."""
+    """Write the trace to a new file that only the owner can read, compressed: a step has
+    megabytes."""
     check_directory(directory)
     file = directory / f"worker-{os.getpid()}-step-{recording.first}.json.gz"
     recording.profiler.export_chrome_trace(str(file))

@@ -1,1 +1,1 @@
-"""The draft model."""
+"""The draft model of speculative decoding."""

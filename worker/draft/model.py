@@ -1,12 +1,12 @@
-"""A smaller model beside the model: it guesses how answers go on, for later steps to verify.
+"""A smaller model that proposes tokens, which later steps verify with the main model.
 
-It has a KV cache of its own, whose blocks are those of the model's: the same ids, the same tables,
-zeroed together. So whoever has a block of one has that of the other. Of a request it keeps nothing
-else: from where on it has to compute is the plan's to say, and what it computed for tokens that it
-only guessed is computed again when they are known. What it guesses is what it thinks most likely
-(worker/sampling/verify.py says why that loses nothing).
+Its KV cache has the same block ids and block tables as the main model's, and blocks are zeroed in
+both together, so a request that holds a block holds it in both caches. The draft model keeps no
+other state per request: the plan says where it starts to compute. K/V that it computed for proposed
+tokens is computed again when the real tokens are known. It proposes the most likely tokens;
+worker/sampling/verify.py explains why no other choice is needed.
 
-Legend: R rows of the step, Q rows that it follows in this step, P of these those that want guesses.
+Legend: R rows of the step, Q rows that the draft model computes in it, P rows of Q with proposals.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from worker.slots.table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """What the plan asks of the draft model: [Q] int64 each, rows of one position first.
+    """The draft model's work in a plan: [Q] int64 each, rows with one position first.
 
-    starts, ends   the positions to be computed, all of whose tokens are known
-    wanted         how many tokens to guess behind them;   offsets   where they stand in the result
+    starts, ends   positions to compute; all their tokens are known
+    wanted         number of tokens to propose after them
+    offsets        index of a row's first proposal in the result
     """
 
     slots: Ints
@@ -42,28 +43,34 @@ class CatchUp:
 
 
 def read_catch_up(plan: StepPlan, lens: Ints) -> CatchUp | None:
-    """lens [R]: the tokens of each row that are known once the step has sampled. Raises ValueError
-    where the plan's columns contradict each other."""
+    """Return the draft model's work, or None if the plan has none for it.
+
+    lens   [R] known tokens of each row after the step has sampled
+
+    Raises ValueError if the plan's columns contradict each other.
+    """
     if plan.follow_starts is None or plan.follow_tokens is None or plan.wanted is None:
         return None
     columns = (plan.row_slots, plan.follow_starts, plan.follow_tokens, plan.wanted)
     slots, starts, tokens, wanted = (integers(array.data) for array in columns)
     samples = np.frombuffer(plan.row_samples.data, np.uint8)
     if not len(slots) == len(starts) == len(tokens) == len(wanted):
-        raise ValueError(f"step {plan.step}: columns of the draft model do not fit its rows")
+        raise ValueError(f"step {plan.step}: columns of the draft model do not match its rows")
     if (wanted < 0).any() or (wanted[(starts < 0) | (samples == 0)] > 0).any():
-        raise ValueError(f"step {plan.step}: guesses are for rows that sample and are followed")
+        raise ValueError(
+            f"step {plan.step}: only rows that sample and use the draft model can have proposals"
+        )
     ends = np.where(wanted > 0, lens, starts + tokens)
     rows = np.flatnonzero(starts >= 0)
     if not len(rows) or (starts >= ends)[rows].any() or (ends > lens)[rows].any():
-        raise ValueError(f"step {plan.step}: the draft model cannot compute what is not known")
+        raise ValueError(f"step {plan.step}: the draft model cannot compute unknown tokens")
     rows = rows[np.argsort(ends[rows] - starts[rows] != 1, kind="stable")]
     offsets = wanted.cumsum() - wanted
     return CatchUp(slots[rows], starts[rows], ends[rows], wanted[rows], offsets[rows])
 
 
 class DraftModel:
-    """Weights and a cache. Vocabulary ids are the model's own, `vocab` in number."""
+    """Weights and a cache. The model's vocabulary has `vocab` ids."""
 
     def __init__(self, model: StepModel, cache: KVCache, attention: Attention, vocab: int) -> None:
         self._model = model
@@ -71,46 +78,47 @@ class DraftModel:
         self._attention = attention
         self._vocab = vocab
 
-    def follow(self, plan: StepPlan, slots: SlotTable, lens: Ints) -> Tensor | None:
-        """Compute what the plan says; the tokens that were wanted, [sum of wanted] int64, or None.
+    def catch_up(self, plan: StepPlan, slots: SlotTable, lens: Ints) -> Tensor | None:
+        """Compute what the plan requests and return the proposed tokens, [sum of wanted] int64, or
+        None.
 
-        Queues only: nothing waits for the device.
+        Only queues work; does not wait for the device.
         """
         work = read_catch_up(plan, lens)
         if work is None:
             return None
         counts = work.ends - work.starts
-        asked = np.flatnonzero(work.wanted)
+        proposing = np.flatnonzero(work.wanted)
         spans = Spans(work.slots, work.starts, counts, int((counts == 1).sum()))
-        last = counts.cumsum()[asked] - 1
+        last = counts.cumsum()[proposing] - 1
         placed, (at,) = place(spans, slots, self.cache.block_tokens, last)
         hidden = self._model(placed.token_ids(slots), placed.attention, self.cache, self._attention)
-        if not len(asked):
+        if not len(proposing):
             return None
-        return self._guess(work, asked, self._likeliest(hidden.index_select(0, at)), slots)
+        return self._propose(work, proposing, self._likeliest(hidden.index_select(0, at)), slots)
 
-    def _guess(self, work: CatchUp, asked: Ints, tokens: Tensor, slots: SlotTable) -> Tensor:
-        """tokens [P]: the first guess of each row that wants some."""
+    def _propose(self, work: CatchUp, rows: Ints, tokens: Tensor, slots: SlotTable) -> Tensor:
+        """Return all proposals. tokens [P] are the first ones, of `rows` [P]."""
         proposed = torch.empty(int(work.wanted.sum()), dtype=torch.int64, device=slots.device)
         for nth in range(int(work.wanted.max())):
             if nth:
-                kept = np.flatnonzero(work.wanted[asked] > nth)
-                asked = asked[kept]
-                (of,) = upload([kept], slots.device)
-                tokens = self._next(work, asked, nth, tokens.index_select(0, of), slots)
-            (at,) = upload([work.offsets[asked] + nth], slots.device)
+                unfinished = np.flatnonzero(work.wanted[rows] > nth)
+                rows = rows[unfinished]
+                (index,) = upload([unfinished], slots.device)
+                tokens = self._next(work, rows, nth, tokens.index_select(0, index), slots)
+            (at,) = upload([work.offsets[rows] + nth], slots.device)
             proposed.index_copy_(0, at, tokens)
         return proposed
 
     def _next(
         self, work: CatchUp, rows: Ints, nth: int, tokens: Tensor, slots: SlotTable
     ) -> Tensor:
-        """One more guess for these rows, behind `tokens`, the last ones."""
+        """Return the next proposal of these rows, after their last `tokens`."""
         starts = work.ends[rows] + nth - 1
         spans = Spans(work.slots[rows], starts, np.ones_like(starts), len(rows))
         placed, _ = place(spans, slots, self.cache.block_tokens)
         return self._likeliest(self._model(tokens, placed.attention, self.cache, self._attention))
 
     def _likeliest(self, hidden: Tensor) -> Tensor:
-        """hidden [P, hidden] -> [P] int64. Its matrix may have more rows than there are tokens."""
+        """hidden [P, hidden] -> [P] int64. The head may have more rows than the vocabulary."""
         return self._model.logits(hidden)[:, : self._vocab].argmax(-1)

@@ -1,1 +1,1 @@
-"""Kernels for the CPU in C++, each with its slow twin in torch, and the choice between them."""
+"""CPU kernels in C++, each with a slow reference in torch, and the choice between them."""

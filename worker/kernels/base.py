@@ -1,4 +1,4 @@
-"""What a step needs between its linears, as one interface: `native.py` and `reference.py` are it.
+"""Interface of a step's operations between linears; `native.py` and `reference.py` implement it.
 
 Legend: T tokens in the step, H query heads, H_kv key/value heads, D head dim, I intermediate.
 """

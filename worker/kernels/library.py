@@ -1,8 +1,8 @@
 """Finds and loads the compiled kernels that this processor can run.
 
-A library is loaded only if the processor has all that it was compiled for, and used only if it is
-of this version of the code. It computes with the threads of the OpenMP runtime that torch has
-loaded: a second one would bring threads of its own, and both would fight for the cores.
+A library is loaded only if the processor has all features that it was compiled for, and used only
+if it was compiled from this version of the code. It uses the OpenMP runtime that torch has loaded:
+a second runtime would start threads of its own, which compete for the cores.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL]:
         library = ctypes.CDLL(str(path))
         library.kernels_version.restype = ctypes.c_int64
         if library.kernels_version() != VERSION:
-            raise NoKernels(f"{path} is of another version: install again (pip install -e .)")
+            raise NoKernels(f"{path} is of another version; reinstall (pip install -e .)")
         library.set_runtime(_runtime())
         return name, library
     raise NoKernels(
-        f"no kernels are compiled for {' or '.join(names)}: install with a C++ compiler"
+        f"no kernels are compiled for {' or '.join(names)}; reinstall with a C++ compiler"
     )
 
 
@@ -69,7 +69,7 @@ def _runtime() -> ctypes.c_void_p:
     """The address of ENTRY_POINT in the runtime that is loaded; null where there is none."""
     path = _loaded_runtime()
     if path is None:
-        log.warning("torch has loaded no OpenMP runtime: kernels compute with one thread")
+        log.warning("torch has not loaded an OpenMP runtime; kernels compute with one thread")
         return ctypes.c_void_p()
     loaded = ctypes.CDLL(path)  # no second copy: it is loaded
     return ctypes.cast(getattr(loaded, ENTRY_POINT), ctypes.c_void_p)

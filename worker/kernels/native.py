@@ -1,7 +1,7 @@
-"""The compiled kernels, as Python calls them: addresses and sizes go in, tensors come out.
+"""Python calls of the compiled kernels: they take addresses and sizes, and fill tensors.
 
-Every function checks what C++ takes for granted (contiguous, of one dtype, of fitting sizes), since
-a wrong address is no exception but a crash. Legend in base.py.
+Every function checks what the C++ code assumes (contiguous memory, one dtype, matching sizes),
+because a wrong address crashes the process. Legend in base.py.
 """
 
 from __future__ import annotations
@@ -148,5 +148,5 @@ def numbers(*tensors: Tensor) -> int:
     """Which numbers all of them hold. Raises ValueError where they differ or C++ knows them not."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not dtypes <= NUMBERS.keys():
-        raise ValueError(f"kernels compute with one of {list(NUMBERS)}, not {dtypes}")
+        raise ValueError(f"kernels support {list(NUMBERS)}, not {dtypes}")
     return NUMBERS[dtypes.pop()]

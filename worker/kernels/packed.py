@@ -1,5 +1,5 @@
-"""Matrices as the compiled kernels read them: made once at load, from a file's own blocks if it has
-them (nothing is rounded then), else from numbers.
+"""Matrices in the layout of the compiled kernels. They are packed once at loading: from a file's
+own quantised blocks if it has them, without rounding, otherwise from numbers.
 
 Legend: N rows.
 """
@@ -110,5 +110,7 @@ class PackedLinear:
 
     def _input(self, x: Tensor) -> Sequence[int | None]:
         if x.shape[1:] != (self.matrix.inputs,) or x.dtype not in NUMBERS:
-            raise ValueError(f"{tuple(x.shape)} {x.dtype} for {self.matrix.inputs} inputs")
+            raise ValueError(
+                f"the input is {tuple(x.shape)} {x.dtype}; it must be [N, {self.matrix.inputs}]"
+            )
         return NUMBERS[x.dtype], torch.get_num_threads(), address(x), len(x)

@@ -1,4 +1,4 @@
-"""Dense matrices in the order in which oneDNN multiplies: brought into it once, not in every call.
+"""Dense matrices in oneDNN's blocked layout, converted once instead of in every call.
 
 Legend: N rows.
 """

@@ -1,6 +1,6 @@
-"""The kernels said in torch: the oracle of the compiled ones, and what serves where there are none.
+"""The kernels in torch, for any device: the reference for the compiled ones, and their fallback.
 
-On any device. Legend in base.py.
+Legend in base.py.
 """
 
 from __future__ import annotations

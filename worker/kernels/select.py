@@ -1,5 +1,5 @@
-"""Which kernels serve: compiled ones for the best instruction set that the processor has, or
-torch's. The one place of this choice; attention/select.py follows it.
+"""Choice of the kernels: compiled for the best instruction set of the processor, or torch's. The
+only place of this choice; attention/select.py follows it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def select_kernels(
         try:
             return NativeKernels(*load(sets))
         except NoKernels as error:
-            log.warning("serving with torch's own kernels, several times slower: %s", error)
+            log.warning("serving with torch's kernels, which are several times slower: %s", error)
             return TorchKernels()
     if wanted not in (each.name for each in sets):
         raise UnusableModel(f"this processor cannot run kernels {wanted!r}")

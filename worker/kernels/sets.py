@@ -1,6 +1,6 @@
 """The instruction sets that kernels are compiled for, best first: one library each.
 
-Read by setup.py, which compiles, and by library.py, which loads; it imports nothing.
+setup.py reads this to compile, and library.py to load. It imports nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which models the compiled kernels are made for, and how large their matrices are. Needs no torch.
+"""Model dimensions that the compiled kernels support, and sizes of packed matrices. Needs no torch.
 
 The numbers are those of csrc/packed.h and csrc/attention.h; tests compare them.
 """

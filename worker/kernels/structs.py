@@ -1,6 +1,6 @@
-"""The structs of csrc, field by field: what kernels.cpp is told by address.
+"""The structs of csrc, field by field, which are passed to kernels.cpp by address.
 
-A struct holds addresses of tensors and keeps none of them alive; whoever fills one does.
+A struct holds addresses of tensors and does not keep them alive; the code that fills it does.
 """
 
 from __future__ import annotations

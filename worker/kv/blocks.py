@@ -1,9 +1,9 @@
-"""A cache's blocks as bytes, for those who move them: in host memory, or on a device.
+"""The cache's blocks as bytes, for transfers and tiers, in host memory or on a device.
 
-Everything here runs in a mover's thread beside the steps. So it is few calls over much memory, each
-of which lets go of the interpreter while it copies, and none that starts torch's own threads.
+This code runs in threads beside the steps. So it makes few calls on large memory, each of which
+releases the GIL while it copies, and none that starts torch's own threads.
 
-Legend: R rows (see KVCache.rows), B blocks of the cache, N blocks at hand, P bytes of a piece.
+Legend: R rows (see KVCache.rows), B blocks of the cache, N blocks to copy, P bytes of a piece.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker.kv.transfer.exports import Ids
 from worker.slots.staging import upload, upload_bytes
 
 Pieces = NDArray[np.uint8]
-"""[R', N, P], some of the rows of some blocks; C-contiguous where it has been gathered."""
+"""[R', N, P], some rows of some blocks; C-contiguous if it was gathered."""
 
 
 class CacheBlocks(Protocol):
@@ -32,25 +32,25 @@ class CacheBlocks(Protocol):
     piece_bytes: int
 
     def fence(self) -> object:
-        """Said in the loop's thread: the steps that have been launched until now."""
+        """Return a fence after all steps launched so far. Call it in the loop's thread."""
         ...
 
-    def begin(self, fence: object) -> None:
-        """What is put from now on comes after those steps."""
+    def wait_for(self, fence: object) -> None:
+        """Order all later `put`s after the fence."""
         ...
 
     def gather(self, first_row: int, end_row: int, ids: Ids) -> Pieces:
-        """A copy in host memory."""
+        """Copy pieces to host memory."""
         ...
 
     def put(self, first_row: int, end_row: int, ids: Ids, pieces: Pieces) -> None: ...
 
     def copy(self, ids: Ids, source: Pieces, theirs: Ids) -> None:
-        """Whole blocks out of all rows of another cache, which is mapped here."""
+        """Copy whole blocks `theirs` from another cache, which is mapped here, to `ids`."""
         ...
 
-    def settle(self) -> None:
-        """Wait until all that was put is in its place."""
+    def synchronize(self) -> None:
+        """Wait until everything that was put is in place."""
         ...
 
 
@@ -60,21 +60,21 @@ def blocks_of(cache: KVCache) -> CacheBlocks:
 
 
 class HostBlocks:
-    """rows: [R, B, P], the cache itself."""
+    """The cache itself in host memory, rows [R, B, P]."""
 
     def __init__(self, rows: Pieces) -> None:
         self.num_rows, self.num_blocks, self.piece_bytes = rows.shape
         self._rows = rows
 
     def fence(self) -> object:
-        """Steps on the CPU are over when they have been launched."""
+        """Steps on the CPU are done after their launch, so there is nothing to wait for."""
         return None
 
-    def begin(self, fence: object) -> None:
+    def wait_for(self, fence: object) -> None:
         pass
 
     def gather(self, first_row: int, end_row: int, ids: Ids) -> Pieces:
-        # Another mode than "clip" copies twice; ids were checked when they were exported.
+        # Any mode but "clip" copies twice; the ids were checked when they were exported.
         out = np.empty((end_row - first_row, len(ids), self.piece_bytes), np.uint8)
         return np.take(self._rows[first_row:end_row], ids, axis=1, out=out, mode="clip")
 
@@ -82,20 +82,20 @@ class HostBlocks:
         self._rows[first_row:end_row, ids] = pieces
 
     def copy(self, ids: Ids, source: Pieces, theirs: Ids) -> None:
-        """Where ids follow each other at both ends, in one go."""
+        """Copy runs of blocks that are consecutive in both caches in one call."""
         steps = (np.diff(ids) != 1) | (np.diff(theirs) != 1)
         starts = [0, *(np.flatnonzero(steps) + 1).tolist(), len(ids)]
         for start, end in pairwise(starts):
             ours, other, count = int(ids[start]), int(theirs[start]), end - start
             np.copyto(self._rows[:, ours : ours + count], source[:, other : other + count])
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
 class DeviceBlocks:
-    """rows: uint8 [R, B, P] on a device. Copies go through pinned memory, on a stream beside that
-    of the steps. (torch's allocator gives pinned memory out again when its copies are done.)"""
+    """The cache on a device, rows uint8 [R, B, P]. Copies go through pinned memory on a stream
+    beside the steps' stream. torch's allocator reuses pinned memory after its copies are done."""
 
     def __init__(self, rows: Tensor) -> None:
         self.num_rows, self.num_blocks, self.piece_bytes = rows.shape
@@ -106,7 +106,7 @@ class DeviceBlocks:
         event: torch.cuda.Event = torch.cuda.current_stream(self._rows.device).record_event()
         return event
 
-    def begin(self, fence: object) -> None:
+    def wait_for(self, fence: object) -> None:
         assert isinstance(fence, torch.cuda.Event)
         self._stream.wait_event(fence)
 
@@ -129,5 +129,5 @@ class DeviceBlocks:
     def copy(self, ids: Ids, source: Pieces, theirs: Ids) -> None:
         self.put(0, self.num_rows, ids, np.take(source, theirs, axis=1))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""What two caches must have alike for a block of one to mean the same in the other."""
+"""Layout of a KV cache. Blocks can be exchanged only between caches with equal layouts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DIGEST_BYTES = 16
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """model: its digest; dtype: of keys and values. How many blocks there are is anybody's own
-    business."""
+    """Everything that must be equal: the model's digest, dtype and shape. The number of blocks may
+    differ."""
 
     model: str
     dtype: str
@@ -25,7 +25,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
 
     @classmethod
-    def of(cls, card: ModelCard, cache: KVCache) -> Self:
+    def from_cache(cls, card: ModelCard, cache: KVCache) -> Self:
         num_layers, _, block_tokens, num_kv_heads, head_dim = cache.k.shape
         return cls(
             model=card.digest,
@@ -38,12 +38,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal layouts, and for no others."""
+        """Return the same bytes for equal layouts, and different bytes for different ones."""
         return blake2b(msgspec.msgpack.encode(self), digest_size=DIGEST_BYTES).digest()
 
     @property
-    def told(self) -> str:
-        """For people, to be compared by eye."""
+    def description(self) -> str:
+        """Return the layout as text for error messages."""
         return (
             f"model {self.model[:12]}, {self.dtype}, {self.num_layers} layers of "
             f"{self.num_kv_heads} heads of {self.head_dim}, {self.block_tokens} tokens a block"

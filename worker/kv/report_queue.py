@@ -1,4 +1,4 @@
-"""What the threads beside the loop have to tell the engine, gathered until the loop sends it."""
+"""Reports of the K/V threads to the engine, queued until the loop sends them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from protocol.kv import KVFailure, KVFetched, KVReport, KVTierNews
 
 
 class ReportQueue:
-    """`fd` can be read when there may be some. Any thread adds; the loop takes."""
+    """`fd` is readable if there may be reports. Any thread may add; only the loop drains."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = Lock()
         self._ends: list[KVFetched | KVFailure] = []
         self._taken: list[bytes] = []
-        self._tiers: Callable[[], list[KVTierNews]] = list
+        self._tier_reports: Callable[[], list[KVTierNews]] = list
         self._crash: Exception | None = None
 
     def add_end(self, end: KVFetched | KVFailure) -> None:
-        """A job is over."""
+        """Report the end of a job."""
         with self._lock:
             self._ends.append(end)
         self.wake()
@@ -31,37 +31,37 @@ class ReportQueue:
             self._taken.append(lease)
         self.wake()
 
-    def ask_of_tiers(self, tiers: Callable[[], list[KVTierNews]]) -> None:
-        """From now on what `tiers` returns is part of the news; `wake` says that there is some."""
-        self._tiers = tiers
+    def set_tier_reports(self, tier_reports: Callable[[], list[KVTierNews]]) -> None:
+        """Add the result of `tier_reports` to every report. Call `wake` if it has something new."""
+        self._tier_reports = tier_reports
         self.wake()
 
     def guard(self, work: Callable[[], None]) -> Callable[[], None]:
-        """The same as a thread runs it: what it dies of is raised by `take`, in the loop."""
+        """Wrap a thread's function so that `drain` raises its exception in the loop."""
 
         def guarded() -> None:
             try:
                 work()
-            except Exception as error:  # told where the worker's own failures are
+            except Exception as error:  # raised in the loop, as the worker's own failures are
                 self._crash = error
                 self.wake()
 
         return guarded
 
-    def take(self) -> KVReport | None:
-        """All that has come since the last time; None: nothing. Raises what a thread died of."""
+    def drain(self) -> KVReport | None:
+        """Return everything since the last call, or None. Raises the exception of a thread."""
         try:
             os.eventfd_read(self.fd)
-        except BlockingIOError:  # whoever adds, wakes
+        except BlockingIOError:  # every addition wakes, so there is none
             return None
         if self._crash is not None:
             raise self._crash
         with self._lock:
             ends, taken = self._ends, self._taken
             self._ends, self._taken = [], []
-        tiers = self._tiers()
+        tiers = self._tier_reports()
         if not ends and not taken and not tiers:
-            return None  # taken the last time, between their coming and the wake
+            return None  # the last call returned it, between its addition and the wake
         return KVReport(
             fetched=[end for end in ends if isinstance(end, KVFetched)],
             failed=[end for end in ends if isinstance(end, KVFailure)],
@@ -73,5 +73,5 @@ class ReportQueue:
         os.close(self.fd)
 
     def wake(self) -> None:
-        """There may be some."""
+        """Make `fd` readable."""
         os.eventfd_write(self.fd, 1)

@@ -1,7 +1,7 @@
-"""A linear layer that is held twice where that pays: packed for few rows, dense for many.
+"""A linear layer in one or two forms: packed for few rows, and also dense for many if that pays.
 
-Which form is faster from how many rows on is measured (worker/models/autotune_cache.py). Until that
-is settled a layer is packed, and knows how to read its matrix once more.
+The number of rows from which dense is faster is measured (worker/models/autotune_cache.py). Until
+then the layer is packed, and can read its matrix again from the files.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ NEVER = sys.maxsize
 
 
 class HybridLinear:
-    """A layers.linear.Linear.
+    """A worker.layers.linear.Linear.
 
-    from_rows   steps of so many rows and more compute with `dense`, which is there then
+    min_dense_rows   steps with at least this many rows use `dense`
     """
 
     def __init__(self, packed: PackedLinear, read: Callable[[], Linear]) -> None:
-        """read: the same matrix once more, from the files."""
+        """`read` reads the same matrix again from the files."""
         self.packed = packed
         self.dense: Linear | None = None
-        self.from_rows = NEVER
+        self.min_dense_rows = NEVER
         self.read_dense: Callable[[], Linear] | None = read
 
     @property
@@ -36,26 +36,27 @@ class HybridLinear:
 
     @property
     def dense_bytes(self) -> int:
-        """What a dense copy takes, in numbers of two bytes."""
+        """Memory of a dense copy with numbers of two bytes."""
         return 2 * self.num_weights
 
-    def settle(self, from_rows: int) -> Linear:
-        """What serves from now on; NEVER: packed alone. The files are not needed any more."""
-        assert self.read_dense is not None, "it is settled"
-        if from_rows < NEVER:
+    def finalize(self, min_dense_rows: int) -> Linear:
+        """Return the layer to use from now on. NEVER keeps only the packed form. The files are not
+        read afterwards."""
+        assert self.read_dense is not None, "the layer is already finalized"
+        if min_dense_rows < NEVER:
             self.dense = self.read_dense()
-        self.from_rows, self.read_dense = from_rows, None
+        self.min_dense_rows, self.read_dense = min_dense_rows, None
         return self.packed if self.dense is None else self
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.dense is not None and len(x) >= self.from_rows:
+        if self.dense is not None and len(x) >= self.min_dense_rows:
             return self.dense(x)
         return self.packed(x)
 
     def to_float(self, x: Tensor) -> Tensor:
-        """Of a head, whose rows are those that are sampled: always packed."""
+        """Compute a head in float32. It has only the sampled rows, so it is always packed."""
         return self.packed.to_float(x)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What a step of few rows reads; a dense copy is beside it."""
+        """Yield the memory that a step of few rows reads, without the dense copy."""
         return self.packed.tensors()

@@ -1,5 +1,5 @@
-"""Linear layers by the form of their weights: dense tensors through torch, or packed ones through
-the compiled kernels (kernels/packed.py). A model does not know which it has.
+"""Linear layers, either with dense weights through torch or packed ones through the compiled
+kernels (kernels/packed.py). A model works with both.
 
 Legend: N rows.
 """
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 class Linear(Protocol):
     @property
     def num_weights(self) -> int:
-        """Numbers in matrix and bias, as the model's makers count them."""
+        """Numbers in the matrix and bias, without padding."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class Linear(Protocol):
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory that it holds."""
+        """Yield all memory that the layer holds."""
         ...
 
 

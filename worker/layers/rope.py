@@ -1,7 +1,7 @@
-"""Rotary position embeddings: each pair (i, i + D/2) of a head turns by position * inv_freq[i].
+"""Rotary position embeddings: pair (i, i + D/2) of a head rotates by position * inv_freq[i].
 
-Computed from positions once per step, for all layers: no table of max_len rows to hold.
-Legend: T tokens, H heads (queries and keys alike), D head dim.
+Sines and cosines are computed from positions once per step for all layers, so there is no table of
+max_len rows. Legend: T tokens, H heads (queries or keys), D head dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker.models.rope_config import (
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
-    """[D / 2] float32: radians per position of each pair."""
+    """Return [D / 2] float32, the radians per position of each pair."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     match rope.scaling:
@@ -48,15 +48,15 @@ def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
 def _yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     num_pairs = len(inv_freq)
 
-    def pair_that_turns(times: float) -> float:
+    def pair_with_turns(times: float) -> float:
         wavelength = scaling.original_context / (times * 2 * math.pi)
         return num_pairs * math.log(wavelength) / math.log(theta)
 
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    low, high = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
-    width = high - low if high != low else 0.001  # a ramp that is a step
+    width = high - low if high != low else 0.001  # a vertical ramp
     slowed = ((torch.arange(num_pairs) - low) / width).clamp(0, 1)
     return slowed * inv_freq / scaling.factor + (1 - slowed) * inv_freq
 
@@ -70,7 +70,7 @@ def rotation(
 ) -> tuple[Tensor, Tensor]:
     """positions [T] int64 -> cos [T, 1, D] and sin [T, 1, D], the first half of sin negated.
 
-    Angles are computed in float32 whatever the dtype, or far positions would blur.
+    Angles are float32 in every dtype, because distant positions need the precision.
     """
     angles = positions[:, None].float() * inv_freq
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -79,7 +79,7 @@ def rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D] -> [T, H, D], with cos and sin as `rotation` gives them.
+    """Rotate x [T, H, D] by the cos and sin of `rotation`.
 
     The roll swaps the halves of each head; the sign is in sin.
     """

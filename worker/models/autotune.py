@@ -1,7 +1,7 @@
-"""What linears cost by the number of rows, packed and dense, and what follows from it. Pure.
+"""Time of a layer's linears by number of rows, packed and dense, and the choice between them. Pure.
 
-A model's table is measured on one layer (autotune_cache.py); what is between the measured numbers
-of rows lies on straight lines.
+The table of a model is measured on one layer (autotune_cache.py). Times between the measured
+numbers of rows are interpolated linearly.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Which form of weights is faster from how many rows on: measured on one layer, and remembered.
+"""Measures from how many rows dense weights are faster than packed ones, and caches the result.
 
-A server measures for a few tenths of a second at its first start, and finds the table in a file at
-the next ones. The file is named by all that the times depend on; one that cannot be read, or that
-is another's, is written anew.
+A server measures one layer for a few tenths of a second at its first start, and reads the table
+from a file at later ones. The file's name covers everything that the times depend on. A file that
+cannot be read or does not belong to this model is replaced.
 
-What is measured is CPU time, of all threads: others may have the cores meanwhile, and then a clock
-on the wall says a hundred times what is true.
+The measure is CPU time of all threads. Other processes may use the cores meanwhile, and wall-clock
+time can then be a hundred times too large.
 """
 
 from __future__ import annotations

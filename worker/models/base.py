@@ -1,4 +1,4 @@
-"""What a runner asks of a model."""
+"""Interface of a model to the runner."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a model of the Llama family is made of, read from a config.json that is not trusted.
+"""Config of a model of the Llama family, read from an untrusted config.json.
 
-Everything that changes the computation is either understood here or refused by name: a model that
-loads computes what its makers meant. Needs no torch.
+Every field that changes the computation is either supported here or refused by name, so a model
+that loads computes what its authors intended. Needs no torch.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def within_window(context_tokens: int, window: int | None) -> tuple[int, int | N
     if window is None or window >= context_tokens:
         return context_tokens, None
     if window < 1:
-        raise UnusableModel(f"sliding_window {window} is not above zero")
+        raise UnusableModel(f"sliding_window is {window}; it must be above zero")
     return window, window
 
 

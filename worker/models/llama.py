@@ -1,7 +1,7 @@
-"""The Llama family: Llama, SmolLM2, Mistral without its window. A forward pass to be read aloud.
+"""The Llama family: Llama, SmolLM2, and Mistral without its window. The reference forward pass.
 
-Legend: T tokens in the step, S rows whose logits are wanted, H query heads, H_kv key/value heads,
-D head dim, I intermediate, V vocab. All projections are stored as torch does, [out, in].
+Legend: T tokens in the step, S rows that need logits, H query heads, H_kv key/value heads, D head
+dim, I intermediate, V vocab. All projections are stored as torch does, [out, in].
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A Llama model in one call of the compiled kernels a step, where all its linears are packed:
-csrc/forward.h and decode.h have the lines of llama.py. Between its linears nobody returns to
-Python, and threads are woken once a step. Steps of so many rows that dense weights win are not for
-it (layers/by_rows.py).
+"""Llama forward pass in one call of the compiled kernels per step, if all linears are packed.
+
+csrc/forward.h and decode.h correspond to llama.py line by line. Nothing returns to Python between
+linears, and threads are woken once per step. Steps with so many rows that dense weights are faster
+do not use it (layers/hybrid_linear.py).
 
 Legend in llama.py.
 """
@@ -174,4 +175,4 @@ def _packed(linear: PackedLinear | HybridLinear) -> PackedLinear:
 
 def _from_rows(layer: LlamaLayer) -> int:
     linears = [getattr(layer, name) for name in LINEARS]
-    return min(each.from_rows if isinstance(each, HybridLinear) else NEVER for each in linears)
+    return min(each.min_dense_rows if isinstance(each, HybridLinear) else NEVER for each in linears)

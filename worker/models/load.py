@@ -1,4 +1,4 @@
-"""From a path to a model that is ready to compute, and the card that describes it."""
+"""Loads a model from a path: returns it ready to compute, with the card that describes it."""
 
 from __future__ import annotations
 

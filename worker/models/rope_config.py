@@ -1,6 +1,6 @@
-"""Rotary embeddings as a config.json describes them. Needs no torch.
+"""Rotary embedding parameters of a config.json. Needs no torch.
 
-The rules are those of transformers (`modeling_rope_utils`), which checkpoints are tested with;
+The rules are those of transformers (`modeling_rope_utils`), with which checkpoints are tested;
 tests/differential/test_config_defaults.py compares each of them.
 """
 
@@ -87,7 +87,7 @@ def rope_config(config: Fields) -> RopeConfig:
     _refuse_the_unknown(rope, config, name)
     theta = rope.number("rope_theta") if "rope_theta" in rope else config.number("rope_theta")
     if theta <= 1:
-        raise UnusableModel(f"rope_theta {theta} is not above 1")
+        raise UnusableModel(f"rope_theta is {theta}; it must be above 1")
     replaced = config.get("rope_parameters")
     lost = replaced.get("rope_theta") if isinstance(replaced, dict) else None
     if lost not in (None, theta):
@@ -102,7 +102,7 @@ def rope_config(config: Fields) -> RopeConfig:
 
 def _refuse_the_unknown(rope: Fields, config: Fields, name: str) -> None:
     if any(isinstance(value, dict) for value in rope.values()):
-        raise UnusableModel(f"{name} that differs between layers is not supported")
+        raise UnusableModel(f"{name} must be the same in all layers; others are not supported")
     partial = config.get("partial_rotary_factor")
     if "partial_rotary_factor" in rope:
         partial = rope.number("partial_rotary_factor")
@@ -132,7 +132,7 @@ def _original_context(rope: Fields, config: Fields) -> int:
     for fields in (config, rope):
         if ORIGINAL_CONTEXT in fields:
             if (tokens := fields.integer(ORIGINAL_CONTEXT)) < 1:
-                raise UnusableModel(f"{ORIGINAL_CONTEXT} {tokens} is not above zero")
+                raise UnusableModel(f"{ORIGINAL_CONTEXT} is {tokens}; it must be above zero")
             return tokens
     return config.integer("max_position_embeddings")
 
@@ -140,7 +140,7 @@ def _original_context(rope: Fields, config: Fields) -> int:
 def _llama3(rope: Fields, config: Fields) -> Llama3Scaling:
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     if high <= low:
-        raise UnusableModel(f"high_freq_factor {high} is not above low_freq_factor {low}")
+        raise UnusableModel(f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
     return Llama3Scaling(rope.positive("factor"), low, high, _original_context(rope, config))
 
 

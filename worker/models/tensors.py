@@ -1,7 +1,7 @@
-"""Which tensors a model consists of, by its config. Needs no torch.
+"""The tensors that a model consists of, by its config. Needs no torch.
 
-Names are those of Hugging Face's checkpoints. The loader, the check of a file's header and the
-memory plan all read this list.
+Names are those of Hugging Face checkpoints. The loader, the header check and the memory plan all
+use this list.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def check_tensors(config: LlamaConfig, found: Mapping[str, Shape]) -> None:
     known = {HEAD_WEIGHT} if config.tied_embeddings else set()  # a copy of the embeddings
     for name, shape in tensor_shapes(config):
         if name not in found:
-            raise UnusableModel(f"the files hold no tensor {name!r}", remedy=FETCH_AGAIN)
+            raise UnusableModel(f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN)
         if found[name] != shape:
             raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
         known.add(name)
     if others := sorted(n for n in found.keys() - known if not n.endswith(COMPUTED)):
         some = ", ".join(others[:3])
-        raise UnusableModel(f"{len(others)} tensors are not of this architecture: {some}")
+        raise UnusableModel(f"the files have {len(others)} unexpected tensors: {some}")

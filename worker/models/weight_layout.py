@@ -1,5 +1,5 @@
-"""In what form weights are held: packed for the compiled kernels, dense for torch, or both: then
-the number of rows chooses, by what was measured (autotune.py)."""
+"""Form of the weights: packed for the compiled kernels, dense for torch, or both. With both, the
+number of rows of a step chooses, by measured times (autotune.py)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int)
     needed = layers * sum(each.dense_bytes for each in layer)
     has_room = needed <= free_bytes(torch.device("cpu")) // FREE_SHARE
     if not has_room:
-        log.info("no room for dense weights as well: %d MiB", needed >> 20)
+        log.info("dense copies of the weights do not fit in memory (%d MiB needed)", needed >> 20)
     return has_room
 
 
@@ -123,12 +123,12 @@ def _settle(weights: LlamaWeights, from_rows: int) -> None:
             for name in LINEARS:
                 linear = getattr(layer, name)
                 if isinstance(linear, HybridLinear):
-                    setattr(layer, name, linear.settle(from_rows))
+                    setattr(layer, name, linear.finalize(from_rows))
                     copied += linear.dense_bytes
         if isinstance(weights.head, HybridLinear):
-            weights.head = weights.head.settle(NEVER)
+            weights.head = weights.head.finalize(NEVER)
     if copied and from_rows < NEVER:
-        log.info("dense weights for %d rows and more: %d MiB", from_rows, copied >> 20)
+        log.info("dense copies of weights for %d rows and more: %d MiB", from_rows, copied >> 20)
 
 
 def _reader(layer: Sequence[HybridLinear]) -> Callable[[], list[Linear]]:

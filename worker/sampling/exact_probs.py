@@ -1,9 +1,9 @@
 """Probabilities as integers, so that every sum over the vocabulary is exact.
 
-A floating-point sum depends on the order in which the hardware adds, and that order depends on how
-many rows are in the batch. Integer sums do not: whatever is computed from them (a cumulative
-distribution, a nucleus, a normaliser) has the same bits alone and in any batch, on every device.
-What remains is arithmetic on single items, and the maximum of a row, which no order changes.
+A floating-point sum depends on the order of additions, which depends on the number of rows in the
+batch. Integer sums do not. So everything computed from them (a cumulative distribution, a nucleus,
+a normaliser) has the same bits alone and in any batch, on every device. All else is arithmetic on
+single items, and the maximum of a row, which does not depend on the order.
 
 Legend: N rows, V vocabulary.
 """
@@ -18,25 +18,26 @@ EXACT_FLOAT_BITS = 52
 
 
 CACHED_ROWS = 8
-"""Rows worked on together on the CPU: what is computed for them stays in its cache."""
+"""Rows processed together on the CPU, so that intermediate results stay in its cache."""
 
 
 def rows_at_once(device: torch.device) -> int:
-    """Into how many rows work is cut. Whatever the number, a row's result has the same bits."""
+    """Return how many rows to process together. It does not change the bits of a row's result."""
     return CACHED_ROWS if device.type == "cpu" else 1 << 30
 
 
 def scale_bits(vocab: int) -> int:
-    """The most likely token weighs 2**scale_bits; what is more than that less likely, nothing."""
+    """Return the weight of the most likely token as a power of two. Tokens less likely by a factor
+    of more than that weigh 0."""
     return EXACT_FLOAT_BITS - vocab.bit_length()
 
 
 def relative(logits: Tensor, peaks: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """exp((logits [N, V] - peaks [N]) / temperature [N]): in [0, 1], 1 for the most likely."""
+    """Return exp((logits [N, V] - peaks [N]) / temperature [N]): 1 for the most likely token."""
     gaps = logits - peaks[:, None]
     return (gaps if temperature is None else gaps.div_(temperature[:, None])).exp_()
 
 
 def weigh(shares: Tensor, vocab: int) -> Tensor:
-    """Shares [...] float32 in [0, 1] -> int64 weights, scaled by 2**scale_bits(vocab)."""
+    """Convert shares [...] float32 in [0, 1] to int64 weights, scaled by 2**scale_bits(vocab)."""
     return (shares * 2.0 ** scale_bits(vocab)).to(torch.int64)

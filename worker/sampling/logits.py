@@ -1,11 +1,10 @@
-"""What parameters do to logits before a token is drawn: bias, penalties, then what is impossible.
+"""Logit processors: bias, penalties, and bans, applied before a token is sampled.
 
-Each stage changes, in place, only the rows that ask for it. Stages that no row of the step asks for
-are passed by (features.py); of the others, which rows do is decided on the host from the slots'
-host twins, so that nothing is launched for what no row uses. Order: bias, repetition penalty,
-frequency and presence penalty, allowed tokens, bad words, end tokens before min_tokens, the
-grammar's mask (`bans.py` has the last four). Penalties keep no state: what a request has said is
-read from its own tokens each time.
+Each stage changes only the rows that need it, in place. Stages that no row of the step needs are
+skipped (features.py). For the others, the rows are selected on the host from the slots' host
+copies, so no kernel is launched for an unused stage. Order: bias, repetition penalty, frequency and
+presence penalty, allowed tokens, bad words, end tokens before min_tokens, grammar mask (`bans.py`
+has the last four). Penalties keep no state: they read the request's own tokens each time.
 
 Legend: S sampled rows, V vocabulary, N rows that use a stage, L tokens of the longest of them, K
 items of the longest list.
@@ -20,12 +19,12 @@ from torch import Tensor
 
 from worker.batch.batch import Sampled
 from worker.sampling import features
-from worker.sampling.bans import RowMasks, allow_rows, ban_words, hold_back_ends, keep_possible
+from worker.sampling.bans import RowMasks, allow_rows, apply_masks, ban_early_ends, ban_words
 from worker.sampling.slot_lookup import known_tokens, listed_ids, rows_and_slots, where
 from worker.slots.table import SlotTable
 
-Asks = Callable[[SlotTable, Sampled], Tensor]
-"""Which of the sampled rows want a stage: [S] bool, on the host."""
+RowFilter = Callable[[SlotTable, Sampled], Tensor]
+"""Returns which sampled rows need a stage: [S] bool, on the host."""
 Stage = Callable[[Tensor, SlotTable, Sampled, Tensor], None]
 """(logits [S, V], slots, sampled, rows [N] on the host): changes these rows of the logits."""
 
@@ -33,35 +32,35 @@ Stage = Callable[[Tensor, SlotTable, Sampled, Tensor], None]
 def process_logits(
     logits: Tensor, slots: SlotTable, sampled: Sampled, masks: RowMasks | None = None
 ) -> Tensor:
-    """logits [S, V] float32, unchanged -> the same tensor, or a changed copy if a row asks."""
-    asked = [
-        (stage, where(asks(slots, sampled)))
-        for extra, asks, stage in STAGES
-        if sampled.extras & extra
+    """logits [S, V] float32 -> the same tensor, or a changed copy if a row needs a stage."""
+    candidates = [
+        (stage, where(needs_stage(slots, sampled)))
+        for feature, needs_stage, stage in STAGES
+        if sampled.features & feature
     ]
-    work = [(stage, rows) for stage, rows in asked if len(rows)]
+    work = [(stage, rows) for stage, rows in candidates if len(rows)]
     if not work and masks is None:
         return logits
     logits = logits.clone()
     for stage, rows in work:
         stage(logits, slots, sampled, rows)
     if masks is not None:
-        keep_possible(logits, masks)
+        apply_masks(logits, masks)
     return logits
 
 
-# ---- the functions
+# ---- functions of tensors
 
 
 def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> None:
-    """logits[n, ids[n, k]] += values[n, k]; ids, values [N, K], value 0 where a list has ended."""
+    """Add values [N, K] to the logits of ids [N, K]; padding has value 0."""
     logits.scatter_add_(1, ids, values)
 
 
 def penalise_repetition(logits: Tensor, tokens: Tensor, penalty: Tensor) -> None:
-    """Make tokens [N, L] less likely by penalty [N]: divide what is positive, multiply the rest.
+    """Make tokens [N, L] less likely by penalty [N]: divide positive logits, multiply others.
 
-    A token that occurs twice is penalised once: both writes carry the same value.
+    A token that occurs twice is penalised once, because both writes have the same value.
     """
     old = logits.gather(1, tokens)
     factor = penalty[:, None]
@@ -69,63 +68,63 @@ def penalise_repetition(logits: Tensor, tokens: Tensor, penalty: Tensor) -> None
 
 
 def penalise_counts(
-    logits: Tensor, tokens: Tensor, said: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor, tokens: Tensor, is_answer: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:
-    """logits -= frequency * count + presence * (count > 0), for the counts of tokens where `said`.
+    """logits -= frequency * count + presence * (count > 0), where only tokens of the answer count.
 
-    tokens [N, L]; said [N, L] bool; frequency, presence [N]. Only columns in `tokens` are written,
-    with values that depend on the column alone, so equal tokens write the same.
+    tokens [N, L]; is_answer [N, L] bool; frequency, presence [N]. Only columns in `tokens` are
+    written, with values that depend on the column only, so equal tokens write the same value.
     """
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
-    counts.scatter_add_(1, tokens, said.to(torch.int32))
+    counts.scatter_add_(1, tokens, is_answer.to(torch.int32))
     count = counts.gather(1, tokens)
     cost = frequency[:, None] * count + presence[:, None] * (count > 0)
     logits.scatter_(1, tokens, logits.gather(1, tokens) - cost)
 
 
-# ---- what they need, from the slots; rows [N] index the step's sampled rows, on the host
+# ---- the same on slots; rows [N] index the step's sampled rows, on the host
 
 
 def _bias_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    of, at = rows_and_slots(slots, sampled, rows)
-    ids, listed = listed_ids(slots, "bias_ids", "num_bias", sampled.host_slots[rows], at)
-    values = slots["bias_values"][:, : ids.shape[1]].index_select(0, at)
-    part = logits.index_select(0, of)
+    index, slot_ids = rows_and_slots(slots, sampled, rows)
+    ids, listed = listed_ids(slots, "bias_ids", "num_bias", sampled.host_slots[rows], slot_ids)
+    values = slots["bias_values"][:, : ids.shape[1]].index_select(0, slot_ids)
+    part = logits.index_select(0, index)
     add_bias(part, ids, torch.where(listed, values, 0.0))
-    logits.index_copy_(0, of, part)
+    logits.index_copy_(0, index, part)
 
 
 def _repetition_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    of, at = rows_and_slots(slots, sampled, rows)
-    tokens, _ = known_tokens(slots, sampled, rows, at)
-    part = logits.index_select(0, of)
-    penalise_repetition(part, tokens, slots["repetition_penalty"].index_select(0, at))
-    logits.index_copy_(0, of, part)
+    index, slot_ids = rows_and_slots(slots, sampled, rows)
+    tokens, _ = known_tokens(slots, sampled, rows, slot_ids)
+    part = logits.index_select(0, index)
+    penalise_repetition(part, tokens, slots["repetition_penalty"].index_select(0, slot_ids))
+    logits.index_copy_(0, index, part)
 
 
 def _additive_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
-    """Only tokens after the prompt count."""
-    of, at = rows_and_slots(slots, sampled, rows)
-    tokens, known = known_tokens(slots, sampled, rows, at)
+    """Apply frequency and presence penalties; only tokens after the prompt count."""
+    index, slot_ids = rows_and_slots(slots, sampled, rows)
+    tokens, known = known_tokens(slots, sampled, rows, slot_ids)
     places = torch.arange(tokens.shape[1], device=slots.device)
-    said = known & (places >= slots["prompt_len"].index_select(0, at)[:, None])
+    is_answer = known & (places >= slots["prompt_len"].index_select(0, slot_ids)[:, None])
     frequency, presence = (
-        slots[name].index_select(0, at) for name in ("frequency_penalty", "presence_penalty")
+        slots[name].index_select(0, slot_ids) for name in ("frequency_penalty", "presence_penalty")
     )
-    part = logits.index_select(0, of)
-    penalise_counts(part, tokens, said, frequency, presence)
-    logits.index_copy_(0, of, part)
+    part = logits.index_select(0, index)
+    penalise_counts(part, tokens, is_answer, frequency, presence)
+    logits.index_copy_(0, index, part)
 
 
-# ---- who asks for what
+# ---- row filters
 
 
 def _host(name: str, slots: SlotTable, sampled: Sampled) -> Tensor:
     return slots.host(name)[sampled.host_slots]
 
 
-def _has(count: str) -> Asks:
-    """The rows whose list, of so many items, is not empty."""
+def _has_items(count: str) -> RowFilter:
+    """Return a filter for rows whose list, counted by the field `count`, is not empty."""
     return lambda slots, sampled: _host(count, slots, sampled) > 0
 
 
@@ -138,17 +137,17 @@ def _is_count_penalised(slots: SlotTable, sampled: Sampled) -> Tensor:
     return by_count | (_host("presence_penalty", slots, sampled) != 0)
 
 
-def _must_go_on(slots: SlotTable, sampled: Sampled) -> Tensor:
+def _must_not_end(slots: SlotTable, sampled: Sampled) -> Tensor:
     has_ends = _host("num_stop_ids", slots, sampled) > 0
     return has_ends & (sampled.host_known < _host("min_len", slots, sampled))
 
 
-STAGES: tuple[tuple[int, Asks, Stage], ...] = (
-    (features.BIAS, _has("num_bias"), _bias_rows),
+STAGES: tuple[tuple[int, RowFilter, Stage], ...] = (
+    (features.BIAS, _has_items("num_bias"), _bias_rows),
     (features.REPETITION, _is_repetition_penalised, _repetition_rows),
     (features.COUNTS, _is_count_penalised, _additive_rows),
-    (features.ALLOWED, _has("num_allowed"), allow_rows),
-    (features.BAD_WORDS, _has("num_bad_words"), ban_words),
-    (features.LATER_END, _must_go_on, hold_back_ends),
+    (features.ALLOWED, _has_items("num_allowed"), allow_rows),
+    (features.BAD_WORDS, _has_items("num_bad_words"), ban_words),
+    (features.MIN_TOKENS, _must_not_end, ban_early_ends),
 )
-"""In this order."""
+"""In order of application."""

@@ -1,10 +1,10 @@
-"""Columns of logprobs on their way from the device to the message that tells them.
+"""Columns of logprobs, from their computation on the device to the message.
 
-What is known on the host stays there, the rest are tensors wherever they were computed: to queue
-their copies needs none of their contents, so nobody waits. `told` reads them.
+Columns known on the host are arrays; the others are tensors on the device. Queueing their copies
+does not need their contents, so nothing waits. `to_message` reads them.
 
-Legend as in protocol.steps.Logprobs, whose fields these are: N tokens, K most likely ones, A named
-ones, D of the N told twice.
+Legend as in protocol.steps.Logprobs, which has the same fields: N tokens, K most likely tokens, A
+requested tokens, D of the N tokens with logprobs under both distributions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ints = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """possible [N]: how many of the K are no impossible tokens; counts [N]: how many were asked."""
+    """possible [N]: number of the K tokens that are not banned; counts [N]: number requested."""
 
     rows: Ints
     counts: Ints
@@ -40,8 +40,8 @@ class LogprobColumns:
     drawn_at: Ints | None = None
     drawn: Tensor | None = None
 
-    def moved(self, copy: Callable[[Tensor], Tensor]) -> LogprobColumns:
-        """The same, each tensor as `copy` gives it."""
+    def map_tensors(self, copy: Callable[[Tensor], Tensor]) -> LogprobColumns:
+        """Return a copy in which `copy` is applied to each tensor."""
         moved: dict[str, Any] = {
             name: copy(value)
             for name in self.__slots__
@@ -49,8 +49,8 @@ class LogprobColumns:
         }
         return replace(self, **moved)
 
-    def told(self) -> Logprobs:
-        """The message, of tensors that are in host memory and may be read."""
+    def to_message(self) -> Logprobs:
+        """Return the message. The tensors must be in host memory and readable."""
         return Logprobs(
             rows=int32(self.rows),
             counts=int32(np.minimum(self.counts, self.possible.numpy())),

@@ -1,11 +1,11 @@
-"""Logprobs: how likely a token was, for rows that ask.
+"""Logprobs of tokens, for rows that request them.
 
-Of one of two distributions, or of both: the model's own, before any parameter of the request, and
-the one that the token was drawn from, after all of them. At most CHUNK rows of logits are held at a
-time. The normaliser is a sum of integers (weights.py): the bits of a logprob do not depend on a
-row's neighbours. Nothing here waits for the device: what comes out are columns still to be read.
+They are of the model's own distribution, before any parameter of the request, of the distribution
+that the token was drawn from, after all parameters, or of both. At most CHUNK rows of logits are
+held at a time. The normaliser is a sum of integers (exact_probs.py), so a logprob's bits do not
+depend on other rows. Nothing here waits for the device; the results are columns to read later.
 
-Legend: N scored tokens, V vocabulary, K most likely tokens told per row, D of the N told twice.
+Legend: N scored tokens, V vocabulary, K most likely tokens per row, D of the N scored twice.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of N tokens: logprobs [N] float32, ranks [N] int64 (1: most likely). Of the K most likely:
-    top_ids [N, K] int64, top_logprobs [N, K] float32, best first, equal ones by id. Of those that
-    somebody named: asked [N, A] float32."""
+    """Scores of N tokens.
+
+    logprobs [N] float32, ranks [N] int64       of the tokens; rank 1 is the most likely
+    top_ids [N, K] int64, top_logprobs [N, K]   most likely first, equal ones by id; float32
+    asked [N, A] float32                        logprobs of requested tokens
+    """
 
     logprobs: Tensor
     ranks: Tensor
@@ -46,8 +49,8 @@ class Scores:
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None = None) -> Scores:
-    """logits [N, V] float32, -inf where impossible; tokens [N] int64; num_top up to MAX_LOGPROBS;
-    asked_ids [N, A] int64."""
+    """Score tokens [N] int64 under logits [N, V] float32, in which banned tokens are -inf. num_top
+    is at most MAX_LOGPROBS; asked_ids is [N, A] int64."""
     peaks = logits.amax(-1)
     vocab = logits.shape[1]
     mass = weigh(relative(logits, peaks), vocab).sum(-1)
@@ -68,25 +71,26 @@ def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None
 def sampled_logprobs(
     logits: Tensor, processed: Tensor, tokens: Tensor, slots: SlotTable, sampled: Sampled
 ) -> LogprobColumns | None:
-    """Of the tokens [S] just sampled, for rows that asked; None if none did.
+    """Score the sampled tokens [S] for rows that request it; None if no row does.
 
-    logits [S, V] are the model's own, processed [S, V] what parameters have made of them
+    logits [S, V]      the model's own
+    processed [S, V]   after all logit processors
     """
-    if not sampled.extras & LOGPROBS:
+    if not sampled.features & LOGPROBS:
         return None
     counts = slots.host("num_logprobs")[sampled.host_slots].numpy()
     rows = np.flatnonzero(counts >= 0)
     if not len(rows):
         return None
-    (of,) = upload([rows], slots.device)
+    (index,) = upload([rows], slots.device)
     kinds = slots.host("logprobs_of")[sampled.host_slots].numpy()[rows]
     is_drawn = kinds == LOGPROBS_OF.index("sampling")
 
     def logits_of(start: int, stop: int) -> Tensor:
-        some, part = rows[start:stop], logits.index_select(0, of[start:stop])
+        some, part = rows[start:stop], logits.index_select(0, index[start:stop])
         return _with_drawn(part, is_drawn[start:stop], some, processed, slots, sampled)
 
-    asked_ids, chosen = _asked_ids(slots, sampled, rows), tokens.index_select(0, of)
+    asked_ids, chosen = _asked_ids(slots, sampled, rows), tokens.index_select(0, index)
     scored = _scored(rows, counts[rows], chosen, logits_of, asked_ids)
     if asked_ids is not None:
         asked_counts = slots.host("num_asked")[sampled.host_slots].numpy()[rows]
@@ -94,24 +98,25 @@ def sampled_logprobs(
     both = np.flatnonzero(kinds == LOGPROBS_OF.index("both"))
     if not len(both):
         return scored
-    told = _told_ids(scored, asked_ids, both)
-    values = _drawn(told, rows[both], processed, slots, sampled)
+    reported = _reported_ids(scored, asked_ids, both)
+    values = _drawn(reported, rows[both], processed, slots, sampled)
     return replace(scored, drawn_at=both, drawn=values)
 
 
 def prompt_logprobs(
     hidden: Tensor, project: Callable[[Tensor], Tensor], slots: SlotTable, batch: StepBatch
 ) -> LogprobColumns | None:
-    """Of prompt tokens that follow a computed position, for rows that asked; None without any.
+    """Score prompt tokens that follow a computed position, for rows that request it; None if no
+    row does.
 
-    hidden [T, hidden] of the step; project turns some of its rows into logits.
+    hidden [T, hidden] is the step's; `project` turns some of its rows into logits.
     """
-    if not batch.sampled.extras & PROMPT_LOGPROBS:
+    if not batch.sampled.features & PROMPT_LOGPROBS:
         return None
     rows = batch.rows
     counts = slots.host("num_prompt_logprobs").numpy()[rows.slots]
     prompt_len = slots.host("prompt_len").numpy()[rows.slots].astype(np.int64)
-    # Position p predicts token p + 1: the last prompt position predicts what is not prompt.
+    # Position p predicts token p + 1, so the last prompt position predicts no prompt token.
     scored = np.where(counts >= 0, (prompt_len - 1 - rows.starts).clip(0, rows.counts), 0)
     if not scored.any():
         return None
@@ -137,8 +142,8 @@ def _with_drawn(
     slots: SlotTable,
     sampled: Sampled,
 ) -> Tensor:
-    """The model's logits `part` [n, V] of sampled rows [n], where not is_drawn [n]; else what the
-    row drew from."""
+    """Return the logits [n, V] to score sampled rows [n] with: `part`, the model's own, or what the
+    row drew from if is_drawn [n]."""
     at = np.flatnonzero(is_drawn)
     if len(at):
         filtered = _drawn_from(processed, slots, sampled, rows[at])
@@ -146,26 +151,28 @@ def _with_drawn(
     return part
 
 
-def _told_ids(scored: LogprobColumns, asked_ids: Tensor | None, at: NDArray[np.int64]) -> Tensor:
-    """[D, 1 + K + A]: of the scored rows `at` the token chosen, the likely ones, the named ones."""
-    (of,) = upload([at], scored.ids.device)
+def _reported_ids(
+    scored: LogprobColumns, asked_ids: Tensor | None, at: NDArray[np.int64]
+) -> Tensor:
+    """Return [D, 1 + K + A]: the sampled, most likely and requested ids of the scored rows `at`."""
+    (index,) = upload([at], scored.ids.device)
     parts = [scored.ids[:, None], scored.top_ids]
     if asked_ids is not None:
         parts.append(asked_ids)
-    return torch.cat(parts, 1).index_select(0, of)
+    return torch.cat(parts, 1).index_select(0, index)
 
 
 def _drawn(
     ids: Tensor, rows: NDArray[np.int64], processed: Tensor, slots: SlotTable, sampled: Sampled
 ) -> Tensor:
-    """Of the tokens ids [D, I], the first of which was chosen, in what these rows [D] drew from."""
+    """Score ids [D, I], the sampled token first, under what these rows [D] drew from."""
     parts = []
     for start in range(0, len(rows), CHUNK):
         some = slice(start, start + CHUNK)
         filtered = _drawn_from(processed, slots, sampled, rows[some])
         size = rows_at_once(filtered.device)
         pairs = zip(torch.split(filtered, size), torch.split(ids[some], size), strict=True)
-        parts += [score(part, told[:, 0], 0, told).asked for part, told in pairs]
+        parts += [score(part, chunk[:, 0], 0, chunk).asked for part, chunk in pairs]
     return torch.cat(parts)
 
 
@@ -176,8 +183,8 @@ def _drawn_from(
 
 
 def _asked_ids(slots: SlotTable, sampled: Sampled, rows: NDArray[np.int64]) -> Tensor | None:
-    """The ids [N, A] that the requests of these sampled rows named; 0 beyond a row's own list, and
-    None where there are none."""
+    """Return the ids [N, A] that the requests of these sampled rows name, padded with 0; None if
+    there are none."""
     host_slots = sampled.host_slots[torch.from_numpy(rows)]
     longest = int(slots.host("num_asked")[host_slots].max())
     if not longest:
@@ -189,8 +196,8 @@ def _asked_ids(slots: SlotTable, sampled: Sampled, rows: NDArray[np.int64]) -> T
 
 
 def _most_likely(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Values and ids of the num_top greatest logits. The same for any num_top: always the first of
-    MAX_LOGPROBS, in falling order, equal ones in rising order of id."""
+    """Return the values and ids of the num_top largest logits, descending, equal ones by id. The
+    result is a prefix of the first MAX_LOGPROBS, so it does not depend on num_top."""
     if not num_top:
         return logits[:, :0], torch.empty_like(logits[:, :0], dtype=torch.int64)
     values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]))
@@ -206,7 +213,7 @@ def _scored(
     logits_of: Callable[[int, int], Tensor],
     asked_ids: Tensor | None = None,
 ) -> LogprobColumns:
-    """Scores of tokens [N]; logits_of(a, b) are the logits of tokens [a, b)."""
+    """Score tokens [N] in chunks; logits_of(a, b) returns the logits of tokens [a, b)."""
     num_top, size = int(counts.max()), rows_at_once(tokens.device)
     asked = tokens.new_empty(len(tokens), 0) if asked_ids is None else asked_ids
     parts = []

@@ -1,10 +1,10 @@
 """Random numbers without a generator: u = hash(seed, position, draw).
 
-There is no state to leak, to save at preemption or to reset; the number drawn for a position is the
-same in every batch, in every life of a request, on every rank and every device. Three rounds of the
-SplitMix64 finaliser, one per word of the key, all in wrapping 64-bit integers.
+There is no state to save at preemption, to reset, or to leak. The number drawn for a position is
+the same in every batch, after every preemption, and on every rank and device. The hash is three
+rounds of the SplitMix64 finaliser, one per word of the key, in wrapping 64-bit integers.
 
-`draw` tells apart the numbers needed for one position (0: the sampler's).
+`draw` distinguishes several numbers of one position; the sampler uses 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNIFORM_BITS = 53
 
 
 def hash_words(seeds: Tensor, positions: Tensor, draw: int = 0) -> Tensor:
-    """seeds, positions [N] int64 -> [N] int64: 64 well mixed bits each."""
+    """seeds, positions [N] int64 -> [N] int64 with 64 well-mixed bits each."""
     state = _mix(seeds + _signed(GAMMA))
     state = _mix((state ^ positions) + _signed(GAMMA))
     return _mix((state ^ draw) + _signed(GAMMA))
@@ -39,10 +39,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right: int64's own shift copies the sign bit, so it is masked away."""
+    """Shift right logically; int64's own shift copies the sign bit, which is masked here."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of the unsigned `word`."""
+    """Return the int64 with the bits of the unsigned `word`."""
     return word - (1 << 64) if word >> 63 else word

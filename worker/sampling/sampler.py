@@ -1,7 +1,7 @@
-"""Choosing the next token from processed logits.
+"""Sampling of the next token from processed logits.
 
-Greedy rows (temperature 0) take the argmax, the lowest id among equals; nothing is exponentiated or
-sorted for them. Other rows, in this order and each on what the former left:
+Greedy rows (temperature 0) take the argmax, the lowest id among equals, without exponentials or
+sorting. Other rows apply these in order, each to what the previous one left:
 
     temperature -> top_k -> top_p -> min_p -> draw
 
@@ -10,10 +10,10 @@ sorted for them. Other rows, in this order and each on what the former left:
     min_p   tokens at least min_p times as likely as the most likely one
     draw    inverse of the cumulative distribution in vocabulary order, at u = hash(seed, position)
 
-Every filter is a lower bound on a token's share (its probability relative to the most likely
-token's), so together they are one comparison. A row's token depends on its own logits, parameters,
-seed and position alone, never on its neighbours: sums are over integers (weights.py), and where the
-work is grouped, it is by a row's own parameters.
+Each filter is a lower bound on a token's share, which is its probability relative to the most
+likely token's. So all filters together are one comparison. A row's token depends only on its own
+logits, parameters, seed and position, never on other rows: sums are over integers (exact_probs.py),
+and rows are grouped by their own parameters.
 
 Legend: S rows, V vocabulary, N rows of a group.
 """
@@ -35,13 +35,13 @@ from worker.slots.table import SlotTable
 
 DIGIT_BITS = 10
 SHIFTS = (20, 10, 0)
-"""Three digits of ten bits are a share as an integer: shares are not above 1, whose bits are below
-2**30, and shares that are not negative rise as their bits do."""
+"""Three digits of ten bits hold a share's float32 bits: a share is at most 1.0, so its bits are
+below 2**30. Among non-negative floats the order of the bits is the order of the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """tokens [S] int64; finite [S] bool: False where logits were NaN or infinite; token 0."""
+    """tokens [S] int64; finite [S] bool: False if a logit was NaN or infinite, with token 0."""
 
     tokens: Tensor
     finite: Tensor
@@ -49,9 +49,9 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Parameters of N rows that draw, [N] each: on the device, and the filters on the host as well.
+    """Parameters of N rows that draw, [N] each: on the device, and the filters on the host too.
 
-    top_k 0, top_p 1 and min_p 0 are off;   u float64 in [0, 1)
+    top_k 0, top_p 1 and min_p 0 mean off. u is float64 in [0, 1).
     """
 
     temperature: Tensor
@@ -64,14 +64,14 @@ class Draws:
     host_min_p: Tensor
 
     def split(self, size: int) -> Iterator[Draws]:
-        """The same, `size` rows at a time."""
+        """Yield the rows in groups of `size`."""
         columns = (torch.split(getattr(self, name), size) for name in self.__slots__)
         return (Draws(*values) for values in zip(*columns, strict=True))
 
 
 def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> TokenChoice:
-    """One token for each row of logits [S, V] float32."""
-    if not sampled.extras & DRAW:
+    """Sample one token for each row of logits [S, V] float32."""
+    if not sampled.features & DRAW:
         return _checked(*logits.max(-1))
     is_greedy = slots.host("temperature")[sampled.host_slots] == 0
     greedy, drawing = _where(is_greedy), _where(~is_greedy)
@@ -82,18 +82,18 @@ def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> TokenChoice:
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     for rows in (greedy, drawing):
-        of = upload_one(rows, logits.device)
-        part = logits.index_select(0, of)
+        index = upload_one(rows, logits.device)
+        part = logits.index_select(0, index)
         choice = (
             _checked(*part.max(-1)) if rows is greedy else _draw_rows(part, slots, sampled, rows)
         )
-        tokens.index_copy_(0, of, choice.tokens)
-        finite.index_copy_(0, of, choice.finite)
+        tokens.index_copy_(0, index, choice.tokens)
+        finite.index_copy_(0, index, choice.finite)
     return TokenChoice(tokens, finite)
 
 
 def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
-    """logits [N, V] float32, peaks [N] their maxima -> tokens [N] int64."""
+    """Draw tokens [N] int64 from logits [N, V] float32, whose maxima are peaks [N]."""
     size = rows_at_once(logits.device)
     if len(logits) > size:
         parts = zip(
@@ -109,9 +109,12 @@ def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
 
 
 def drawn_from(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> Tensor:
-    """What `rows` [N], which index the step's sampled rows on the host, draw from: logarithms
-    [N, V] of the shares that `draw` sees, -inf where a filter leaves a token out. For processed
-    logits [S, V]; greedy rows draw from nothing."""
+    """Return the distribution that `rows` [N] draw from: the logarithms [N, V] of their shares,
+    -inf for tokens that a filter removed.
+
+    `logits` [S, V] are processed; `rows` index the step's sampled rows, on the host, and must not
+    be greedy.
+    """
     draws, device = _draws(slots, sampled, rows, logits.device), logits.device
     part = logits.index_select(0, upload_one(rows, device))
     size = rows_at_once(device)
@@ -127,37 +130,37 @@ def _filtered(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
-    """The least share [N] that is kept, of shares [N, V]; None where no row filters."""
+    """Return the smallest share [N] that filters keep, of shares [N, V]; None without filters."""
     by_count = _where((draws.host_top_k > 0) & (draws.host_top_k < shares.shape[1]))
     by_mass = _where(draws.host_top_p < 1)
     if not len(by_count) and not len(by_mass) and not bool((draws.host_min_p > 0).any()):
         return None
     bound = torch.zeros_like(draws.min_p)
     if len(by_count):
-        of = upload_one(by_count, shares.device)
-        most = int(draws.host_top_k[by_count].max())
-        bound.index_copy_(0, of, _kth(_rows(shares, of), draws.top_k[of].long(), most))
+        index = upload_one(by_count, shares.device)
+        max_k = int(draws.host_top_k[by_count].max())
+        bound.index_copy_(0, index, _kth(_rows(shares, index), draws.top_k[index].long(), max_k))
     if len(by_mass):
-        of = upload_one(by_mass, shares.device)
-        part = _rows(shares, of)
+        index = upload_one(by_mass, shares.device)
+        part = _rows(shares, index)
         if len(by_count):
-            part = part.masked_fill(part < bound[of][:, None], 0)
-        bound.index_copy_(0, of, _nucleus(part, draws.top_p[of]))
+            part = part.masked_fill(part < bound[index][:, None], 0)
+        bound.index_copy_(0, index, _nucleus(part, draws.top_p[index]))
     return torch.maximum(bound, draws.min_p)
 
 
-# ---- the pieces
+# ---- steps of the above
 
 
 def _draw_rows(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> TokenChoice:
-    """logits [N, V] of `rows` [N], which index the step's sampled rows, on the host."""
+    """Draw for `rows` [N], which index the step's sampled rows on the host. logits are [N, V]."""
     peaks = logits.amax(-1)
     return _checked(peaks, draw(logits, peaks, _draws(slots, sampled, rows, logits.device)))
 
 
 def _draws(slots: SlotTable, sampled: Sampled, rows: Tensor, device: torch.device) -> Draws:
-    of = upload_one(rows, device)
-    host_at, at, position = sampled.host_slots[rows], sampled.slots[of], sampled.known[of]
+    index = upload_one(rows, device)
+    host_at, at, position = sampled.host_slots[rows], sampled.slots[index], sampled.known[index]
     return Draws(
         temperature=slots["temperature"][at],
         top_k=slots["top_k"][at],
@@ -171,21 +174,22 @@ def _draws(slots: SlotTable, sampled: Sampled, rows: Tensor, device: torch.devic
 
 
 def _checked(peaks: Tensor, tokens: Tensor) -> TokenChoice:
-    """A row's maximum is NaN if any logit is, and infinite if one is or if nothing is possible."""
+    """Mark rows that failed. A row's maximum is NaN if any logit is NaN, and infinite if a logit is
+    +inf or all tokens are banned."""
     finite = peaks.isfinite()
     return TokenChoice(torch.where(finite, tokens, 0), finite)
 
 
-def _kth(shares: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """The top_k[n]-th greatest share of each row; `most` is the greatest top_k."""
-    best = shares.topk(most).values
+def _kth(shares: Tensor, top_k: Tensor, max_k: int) -> Tensor:
+    """Return the top_k[n]-th largest share of each row; `max_k` is the largest top_k."""
+    best = shares.topk(max_k).values
     return best.gather(1, (top_k - 1)[:, None]).squeeze(1)
 
 
 def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
-    """The greatest bound [N] such that what is not below it holds at least top_p of the row's mass:
-    a value of the row, found exactly, so both ways find the same. On a GPU sorting is cheap, and
-    looking for digits would wait for the device.
+    """Return the largest bound [N] such that shares at or above it hold at least top_p of the row's
+    mass. It is a share of the row and found exactly, so both methods agree. A GPU sorts, because
+    sorting is cheap there and the search by digits would wait for the device.
     """
     weights = weigh(shares, shares.shape[1])
     mass = weights.sum(-1)
@@ -196,7 +200,7 @@ def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
 
 
 def bound_by_order(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """The share [N] where falling shares [N, V] together weigh target [N]."""
+    """Return the share [N] at which shares [N, V], in descending order, sum to target [N]."""
     best, order = shares.sort(-1, descending=True)
     totals = weights.gather(1, order).cumsum(-1)
     at = torch.searchsorted(totals, target[:, None]).clamp_(max=shares.shape[1] - 1)
@@ -204,9 +208,12 @@ def bound_by_order(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 
 
 def bound_by_digits(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """The same without sorting: its bits are found a digit at a time, from the highest, by what the
-    shares weigh that have a digit in this place, and all higher ones in common with the bound. Rows
-    that are not finite get any bound."""
+    """Return the same bound as `bound_by_order`, without sorting.
+
+    The bound's bits are found one digit at a time, from the highest. Each digit follows from the
+    total weight of the shares by digit, among the shares that have all higher digits in common with
+    the bound. Rows that are not finite get an arbitrary bound.
+    """
     size = 1 << DIGIT_BITS
     keys = shares.contiguous().view(torch.int32)
     digits = (keys >> SHIFTS[0]).clamp_(0, size - 1)
@@ -227,9 +234,12 @@ def bound_by_digits(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:
 
 
 def _digit(totals: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """totals [N, digits]: what the shares with each digit weigh -> each row's greatest digit [N]
-    such that those with it or a greater one weigh target [N]; and what of it the greater ones
-    leave."""
+    """Find each row's next digit.
+
+    totals [N, digits] are the weights of the shares by digit. Return the largest digit [N] such
+    that shares with it or a larger one reach target [N], and the part of the target that the larger
+    digits leave.
+    """
     falling = totals.flip(1).cumsum(1)
     at = torch.searchsorted(falling, target[:, None]).clamp_(max=totals.shape[1] - 1)
     before = torch.where(at > 0, falling.gather(1, (at - 1).clamp_(min=0)), 0)
@@ -237,16 +247,16 @@ def _digit(totals: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert(weights: Tensor, u: Tensor) -> Tensor:
-    """The first token where the running total of weights [N, V] exceeds u [N] times their sum."""
+    """Return the first token whose running sum of weights [N, V] exceeds u [N] times the total."""
     totals = weights.cumsum(-1)
     point = (totals[:, -1] * u).to(torch.int64)
     tokens = torch.searchsorted(totals, point[:, None], right=True).squeeze(1)
     return tokens.clamp_(max=weights.shape[1] - 1)
 
 
-def _rows(matrix: Tensor, of: Tensor) -> Tensor:
-    """The rows `of` (ascending, distinct) of a matrix; not copied where they are all of them."""
-    return matrix if len(of) == len(matrix) else matrix.index_select(0, of)
+def _rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """Return these rows (ascending, distinct) of a matrix; without a copy if they are all rows."""
+    return matrix if len(index) == len(matrix) else matrix.index_select(0, index)
 
 
 def _where(mask: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What the slots of some rows hold, as dense tensors on the device: lists and tokens.
+"""Gathers lists and tokens from the slots of some rows as dense tensors on the device.
 
-`rows` [N] always index the step's sampled rows, on the host. Where a list is shorter than the
-longest, its first item stands in for what is missing, and a second tensor says what is real.
+`rows` [N] index the step's sampled rows, on the host. A list shorter than the longest is padded
+with its first item, and a second tensor tells which items are real.
 
 Legend: S sampled rows, N rows of a group, K items of the longest list, L tokens of the longest row.
 """
@@ -17,35 +17,39 @@ from worker.slots.table import SlotTable
 
 
 def rows_and_slots(slots: SlotTable, sampled: Sampled, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """On the device: the rows' indexes [N] and their slots [N]."""
-    of = upload_one(rows, slots.device)
-    return of, sampled.slots.index_select(0, of)
+    """Return the rows' indexes [N] and their slots [N] on the device."""
+    index = upload_one(rows, slots.device)
+    return index, sampled.slots.index_select(0, index)
 
 
 def known_tokens(
-    slots: SlotTable, sampled: Sampled, rows: Tensor, at: Tensor
+    slots: SlotTable, sampled: Sampled, rows: Tensor, slot_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """tokens [N, L] int64 and where they are real [N, L]; beyond a row's end, its first token.
+    """Return tokens [N, L] int64, padded with the row's first token, and which are real [N, L].
 
-    A row ends where its slot says, and before the drafts that stand behind its place.
+    A row ends at its slot's length, and before any draft that follows its place.
     """
     longest = int(sampled.host_known[rows].max())
-    tokens = slots["token_ids"][:, :longest].index_select(0, at).long()
-    ends = slots["len"].index_select(0, at).minimum(sampled.known[upload_one(rows, slots.device)])
+    tokens = slots["token_ids"][:, :longest].index_select(0, slot_ids).long()
+    ends = (
+        slots["len"]
+        .index_select(0, slot_ids)
+        .minimum(sampled.known[upload_one(rows, slots.device)])
+    )
     return bounded(tokens, ends)
 
 
 def listed_ids(
-    slots: SlotTable, name: str, count: str, host_slots: Tensor, at: Tensor
+    slots: SlotTable, name: str, count: str, host_slots: Tensor, slot_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Lists of ids as [N, K] int64 and where they are real; beyond its end, a list's first id."""
+    """Return lists of ids [N, K] int64, padded with the first id, and which are real [N, K]."""
     longest = int(slots.host(count)[host_slots].max())
-    ids = slots[name][:, :longest].index_select(0, at).long()
-    return bounded(ids, slots[count].index_select(0, at))
+    ids = slots[name][:, :longest].index_select(0, slot_ids).long()
+    return bounded(ids, slots[count].index_select(0, slot_ids))
 
 
 def bounded(items: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Items [N, K], beyond counts [N] >= 1 replaced by the row's first; and which are known."""
+    """Pad items [N, K] after counts [N] >= 1 with the row's first; also return which are real."""
     known = torch.arange(items.shape[1], device=items.device) < counts[:, None]
     return torch.where(known, items, items[:, :1]), known
 

@@ -1,1 +1,1 @@
-"""Slots: the per-request buffers that outlive a step."""
+"""Slots: per-request buffers that are kept between steps."""

@@ -1,6 +1,6 @@
-"""The table of all per-slot buffers: the one list where a request's state is declared.
+"""All fields of the slot table: the only place where per-request state is declared.
 
-To add a field is to say what becomes of the rest of its row (`rest`); everything else follows.
+A new field must say what happens to the rest of its row (`rest`); the table derives all else.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from worker.slots.staging import integers
 from worker.slots.table import RestPolicy, SlotField, Value
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32
-"""The request's own and the model's end tokens."""
+"""The request's own stop tokens plus the model's end tokens."""
 NO_LOGPROBS = -1
 LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
-"""A slot holds the place of its request's `logprobs_of` in here."""
+"""A slot stores the index of its request's `logprobs_of` in this tuple."""
 
 SAMPLED = ("SlotTable.append_tokens",)
 EXTENDED = ("SlotTable.stage_items",)
 
 
 def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
-    """max_len tokens and max_blocks blocks are the most that one request can have."""
+    """Return all fields for requests of at most max_len tokens and max_blocks blocks."""
     return (*_tokens_and_blocks(max_len, max_blocks), *_numbers(), *_lists())
 
 
 def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
-    """Token p of a request is token_ids[slot, p], whoever wrote it: prompt, sampler, another life.
+    """token_ids[slot, p] is the request's token p, whether it came from the prompt, the sampler or
+    an earlier run of the request.
 
-    generation is the device's copy of what SlotTable keeps on the host, for work that is in flight
-    when its slot changes hands.
+    `generation` is the device's copy of the generation that SlotTable keeps on the host. It is for
+    work that is in flight when a slot changes hands.
     """
     return (
         SlotField(
@@ -79,7 +80,7 @@ def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
 
 
 def _numbers() -> tuple[SlotField, ...]:
-    """min_len: tokens, prompt included, before which no stop token may be chosen."""
+    """min_len is the number of tokens, prompt included, before which no stop token is sampled."""
     return (
         _parameter("temperature"),
         _parameter("top_p"),
@@ -89,7 +90,7 @@ def _numbers() -> tuple[SlotField, ...]:
         _parameter("repetition_penalty"),
         _scalar("top_k", torch.int32, lambda init: max(init.params.top_k, 0), host=True),
         _scalar("seed", torch.int64, lambda init: init.seed),
-        _scalar("extras", torch.int32, features_of, host=True),
+        _scalar("features", torch.int32, features_of, host=True),
         _scalar(
             "min_len",
             torch.int32,
@@ -113,7 +114,7 @@ def _numbers() -> tuple[SlotField, ...]:
 
 
 def _lists() -> tuple[SlotField, ...]:
-    """Lists of any length up to a bound, each behind its count."""
+    """Variable-length lists up to a bound, each with its count."""
     return (
         _scalar("num_bias", torch.int32, lambda init: len(init.params.logit_bias), host=True),
         SlotField(
@@ -148,7 +149,7 @@ def _lists() -> tuple[SlotField, ...]:
 
 
 def _bad_words() -> tuple[SlotField, ...]:
-    """All sequences one after the other, and where each ends."""
+    """All sequences concatenated, and the end of each."""
     return (
         *_ids("bad", MAX_BAD_TOKENS, lambda params: [t for word in params.bad_words for t in word]),
         _scalar("num_bad_words", torch.int32, lambda init: len(init.params.bad_words), host=True),
@@ -171,17 +172,19 @@ def _bad_words() -> tuple[SlotField, ...]:
     )
 
 
-def _ids(name: str, most: int, of: Callable[[SamplingParams], list[int]]) -> tuple[SlotField, ...]:
-    """A list of token ids, `{name}_ids`, behind its count, `num_{name}`."""
+def _ids(
+    name: str, max_items: int, get_ids: Callable[[SamplingParams], list[int]]
+) -> tuple[SlotField, ...]:
+    """A list of token ids, `{name}_ids`, and its count, `num_{name}`."""
     return (
-        _scalar(f"num_{name}", torch.int32, lambda init: len(of(init.params)), host=True),
+        _scalar(f"num_{name}", torch.int32, lambda init: len(get_ids(init.params)), host=True),
         SlotField(
             name=f"{name}_ids",
             dtype=torch.int32,
-            shape=(most,),
+            shape=(max_items,),
             rest=RestPolicy.GUARDED,
             guard=f"num_{name}",
-            init=lambda init: np.array(of(init.params), np.int64),
+            init=lambda init: np.array(get_ids(init.params), np.int64),
         ),
     )
 
@@ -193,13 +196,13 @@ def _scalar(
 
 
 def _parameter(name: str) -> SlotField:
-    """A float that SamplingParams has under the same name."""
+    """A float parameter with the same name in SamplingParams."""
     assert name in SamplingParams.__struct_fields__
     return _scalar(name, torch.float32, lambda init: getattr(init.params, name), host=True)
 
 
 def _num_logprobs(params: SamplingParams) -> int:
-    """Who asks for the logprobs of tokens of its own also gets those of the chosen ones."""
+    """Return 0 if only `logprob_token_ids` is set: that implies logprobs of sampled tokens."""
     return 0 if params.logprobs is None and params.logprob_token_ids else _or_none(params.logprobs)
 
 

@@ -1,7 +1,7 @@
-"""From host arrays to device tensors, without ever waiting for the device.
+"""Copies host arrays to the device without waiting for it.
 
-On a GPU everything of one call travels in one pinned buffer, copied asynchronously; the caching
-host allocator keeps the buffer until the copy is done. On the CPU a tensor is the array itself.
+On a GPU all arrays of a call are copied asynchronously in one pinned buffer; the caching host
+allocator keeps the buffer until the copy is done. On the CPU the tensor shares the array's memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Words = NDArray[np.int64] | NDArray[np.float64]
-"""What travels together: items of eight bytes."""
+"""Arrays with items of eight bytes, which can share one buffer."""
 
 
 def upload(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
-    """One-dimensional arrays as tensors on `device`, dtypes kept; on the CPU memory is shared."""
+    """Return one-dimensional arrays as tensors on `device`, with their dtypes. The CPU shares the
+    arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [array.size for array in arrays]
@@ -33,12 +34,12 @@ def upload(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
 
 
 def upload_one(tensor: Tensor, device: torch.device) -> Tensor:
-    """A one-dimensional int64 or float64 tensor of the host, on `device`."""
+    """Copy a one-dimensional int64 or float64 host tensor to `device`."""
     return upload([tensor.numpy()], device)[0]
 
 
 def upload_bytes(buffer: Any, device: torch.device) -> Tensor:
-    """Bytes as a flat uint8 tensor on `device`."""
+    """Copy bytes to `device` as a flat uint8 tensor."""
     array = np.frombuffer(buffer, np.uint8)
     staged = torch.empty(array.size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     staged.numpy()[:] = array
@@ -46,5 +47,5 @@ def upload_bytes(buffer: Any, device: torch.device) -> Tensor:
 
 
 def integers(buffer: Any) -> NDArray[np.int64]:
-    """The items of a `protocol.arrays.Int32` (its `data`), widened."""
+    """Return the items of a `protocol.arrays.Int32` (its `data`) as int64."""
     return np.frombuffer(buffer, np.int32).astype(np.int64)

@@ -1,13 +1,12 @@
-"""Slots: every buffer of the worker that outlives a step and belongs to one request.
+"""The slot table: every buffer of the worker that is kept between steps and belongs to one request.
 
-The law: a request's state enters through `bind`, from one declared table of fields, and every item
-of its row that can ever be read is written by that entry. There is one entry for all requests,
-whether fresh, resumed after preemption or arriving with their prompt computed elsewhere; so nothing
-that an earlier occupant left in the row can reach a later one. Only SlotTable makes tensors of one
-row a slot.
+Invariant: a request's state enters only through `bind`, from one list of declared fields, and bind
+writes every item of the row that can be read later. Fresh and resumed requests and requests whose
+prompt was computed elsewhere are all bound the same way. So no value of an earlier request in the
+row can reach a later one. No other class may create tensors with one row per slot.
 
-Writes are staged on the host and applied by `flush`, in order and in one batch: no value is ever
-written one by one, and the host never waits for the device.
+Writes are staged on the host and applied by `flush`, in order and in one batch. No value is written
+individually, and the host never waits for the device.
 
 Legend: N slots bound since the last flush.
 """
@@ -34,15 +33,15 @@ class RestPolicy(Enum):
     """What happens to the part of a row that `init` does not write. There is no default."""
 
     FILL = auto()
-    """It is set to `fill`: the whole row is known after binding."""
+    """The rest is set to `fill`, so the whole row is defined after binding."""
     GUARDED = auto()
-    """It keeps what it held; every reader is bounded by a count, the FILL field `guard`."""
+    """The rest keeps its old values; every reader is bounded by a count, the FILL field `guard`."""
     DERIVED = auto()
-    """There is no init: the row is computed from other fields after they were written."""
+    """The field has no init; its row is computed from other fields after they are written."""
 
 
 class Poison(Enum):
-    """What tests put into rows that nobody owns, as (integer, float): leaks then show."""
+    """(integer, float) that free rows are filled with in tests, so that leaks show."""
 
     ZEROS = (0, 0.0)
     PLAUSIBLE = (1, 7.25)
@@ -53,10 +52,10 @@ class Poison(Enum):
 class SlotField:
     """One per-slot buffer, [slots, *shape] of `dtype`.
 
-    shape      () for a scalar, (width,) for a row
-    init       the value of a scalar, or a prefix of the row (int64 or float64)
-    written_by the operations that may write it after binding; empty: constant while bound
-    host       a twin in host memory, to decide which work a step needs (scalars, constant)
+    shape        () for a scalar, (width,) for a row
+    init         returns the value of a scalar, or a prefix of the row (int64 or float64)
+    written_by   methods that may write the field after binding; empty: constant while bound
+    host         keep a copy in host memory, which decides what work a step needs (constant scalars)
     """
 
     name: str
@@ -83,7 +82,7 @@ class SlotField:
             raise ValueError(f"slot field {self.name}: init is for fields that are not DERIVED")
         if self.host and (self.shape or self.written_by or self.init is None):
             raise ValueError(
-                f"slot field {self.name}: a host twin is a scalar that only bind writes"
+                f"slot field {self.name}: a host copy must be a scalar that only bind writes"
             )
 
     @property
@@ -93,7 +92,7 @@ class SlotField:
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """A slot in the life of one occupant. What arrives late carries one to be checked."""
+    """A slot and the generation of its occupant."""
 
     slot: int
     generation: int
@@ -113,7 +112,7 @@ class SlotWrite:
 
 
 class SlotTable:
-    """The buffers of all fields, and who occupies which row."""
+    """The buffers of all fields, and the occupants of the rows."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class SlotTable:
         self.device = device
         self._poison = poison
         self._tensors = {f.name: self._new(f, device) for f in self.fields.values()}
-        self._host = {f.name: self._twin(f) for f in self.fields.values() if f.host}
+        self._host = {f.name: self._host_copy(f) for f in self.fields.values() if f.host}
         self._occupants: dict[int, int] = {}
         self._generations: dict[int, int] = {}
         self._binds: dict[int, SlotInit] = {}
@@ -136,30 +135,30 @@ class SlotTable:
         self._check_guards()
 
     def __getitem__(self, name: str) -> Tensor:
-        """The buffer on the device, [slots, *shape]. Valid for slots whose binding was flushed."""
+        """Return the device buffer [slots, *shape]. Valid for slots whose binding was flushed."""
         return self._tensors[name]
 
     def host(self, name: str) -> Tensor:
-        """The twin of a `host` field in host memory, [slots]."""
+        """Return the host copy [slots] of a field with `host`."""
         return self._host[name]
 
     def tensors(self) -> list[Tensor]:
-        """Every per-slot tensor there is."""
+        """Return every per-slot tensor."""
         return [*self._tensors.values(), *self._host.values()]
 
-    # ---- who is where
+    # ---- occupants
 
     def bind(self, init: SlotInit) -> SlotRef:
-        """Give a free slot to a request: the only way in. Applied by the next flush.
+        """Assign a free slot to a request; the next flush applies it. There is no other way in.
 
-        Raises ValueError where the plan contradicts the table: slot taken or unknown, generation
-        not newer than the last one, or a value longer than its row.
+        Raises ValueError if the slot does not exist or is occupied, the generation is not newer
+        than the last one, or a value is longer than its row.
         """
         slot = init.slot
         if not 0 <= slot < self.max_slots:
-            raise ValueError(f"slot {slot} of {self.max_slots}")
+            raise ValueError(f"slot {slot} does not exist; there are {self.max_slots}")
         if slot in self._occupants:
-            raise ValueError(f"slot {slot} is bound already")
+            raise ValueError(f"slot {slot} is already bound")
         if init.generation <= self._generations.get(slot, -1):
             raise ValueError(f"slot {slot}: generation {init.generation} is not new")
         self._check_widths(init)
@@ -168,7 +167,7 @@ class SlotTable:
         return SlotRef(slot, init.generation)
 
     def release(self, slot: int, generation: int) -> bool:
-        """Free a slot; False, and nothing happens, if its generation is another by now."""
+        """Free a slot. Return False and do nothing if its generation has changed."""
         if self._occupants.get(slot) != generation:
             return False
         del self._occupants[slot]
@@ -179,7 +178,7 @@ class SlotTable:
         return True
 
     def occupant(self, slot: int) -> SlotRef:
-        """Who holds the slot now. Raises ValueError if nobody does."""
+        """Return the occupant of the slot. Raises ValueError if the slot is free."""
         if slot not in self._occupants:
             raise ValueError(f"slot {slot} is free")
         return SlotRef(slot, self._occupants[slot])
@@ -196,17 +195,20 @@ class SlotTable:
         indexes: NDArray[np.int64],
         values: NDArray[np.int64],
     ) -> None:
-        """Stage table[name][slots[i], indexes[i]] = values[i], for bound slots, each item once."""
+        """Stage table[name][slots[i], indexes[i]] = values[i]. Slots must be bound; each item may
+        be written once."""
         if not len(slots):
             return
         field = self.fields[name]
         free = set(slots.tolist()) - self._occupants.keys()
         if free or indexes.min() < 0 or indexes.max() >= field.width:
-            raise ValueError(f"writes to {name} of free slots {sorted(free)} or beyond its width")
+            raise ValueError(
+                f"writes to {name} of free slots {sorted(free)} or outside its width {field.width}"
+            )
         self._items.append(SlotWrite(field, slots * field.width + indexes, values))
 
     def flush(self) -> None:
-        """Apply what was staged: rows of new occupants, then items, then what derives from them."""
+        """Apply the staged writes: rows of new occupants, then items, then derived fields."""
         inits = list(self._binds.values())
         writes = self._resets(inits) + self._items
         if not writes:
@@ -227,35 +229,36 @@ class SlotTable:
         self._items.clear()
 
     def append_tokens(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """The sampler's write, on the device: tokens [S] now stand at positions [S] int64, and the
-        slots [S], each there once, end with them."""
+        """Write sampled tokens [S] at positions [S] int64 of distinct slots [S], on the device.
+        Each slot's length becomes its position + 1."""
         flat = self["token_ids"].view(-1)
         index = slots * self.fields["token_ids"].width + positions
         flat.index_copy_(0, index, tokens.to(flat.dtype))
         self["len"].index_copy_(0, slots, (positions + 1).to(self["len"].dtype))
 
     def _resets(self, inits: Sequence[SlotInit]) -> list[SlotWrite]:
-        """What binding writes, field by field, for all new occupants."""
+        """Return the writes of all new occupants' fields."""
         if not inits:
             return []
         return [_reset(field, inits) for field in self.fields.values() if field.init is not None]
 
     def _fill(self, field: SlotField, slots: Tensor) -> None:
-        """Reset whole rows of the new occupants' slots [N]."""
+        """Fill whole rows of the new occupants' slots [N]."""
         self[field.name].index_fill_(0, slots, field.fill)
 
     def _derive(self, field: SlotField, slots: Tensor) -> None:
-        """Compute rows of the new occupants' slots [N] from what was written to other fields."""
+        """Compute the rows of the new occupants' slots [N] from other fields."""
         assert field.derive is not None
         field.derive(self, slots)
 
     def _apply(self, write: SlotWrite, index: Tensor, values: Tensor) -> None:
-        """index, values: the write's own, on the device. A host twin is written alike."""
+        """Apply a write; index and values are its arrays on the device. The host copy, if any, is
+        written too."""
         tensor, field = self[write.field.name], write.field
         tensor.view(-1).index_copy_(0, index, values.to(field.dtype))
-        twin = self._host.get(field.name)
-        if twin is not None and twin is not tensor:
-            twin[torch.from_numpy(write.index)] = torch.from_numpy(write.values).to(field.dtype)
+        copy = self._host.get(field.name)
+        if copy is not None and copy is not tensor:
+            copy[torch.from_numpy(write.index)] = torch.from_numpy(write.values).to(field.dtype)
 
     # ---- construction and checks
 
@@ -265,7 +268,7 @@ class SlotTable:
             return torch.zeros(shape, dtype=field.dtype, device=device)
         return torch.full(shape, _poison_of(field, self._poison), dtype=field.dtype, device=device)
 
-    def _twin(self, field: SlotField) -> Tensor:
+    def _host_copy(self, field: SlotField) -> Tensor:
         tensor = self._tensors[field.name]
         return tensor if tensor.device.type == "cpu" else self._new(field, torch.device("cpu"))
 
@@ -290,7 +293,7 @@ class SlotTable:
                 size = np.size(field.init(init))
                 if size > field.width:
                     raise ValueError(
-                        f"{size} items do not fit {field.name} of {field.width} a slot"
+                        f"{size} items do not fit into {field.name}, which holds {field.width}"
                     )
 
 
@@ -304,7 +307,7 @@ def _column(values: Iterable[int]) -> NDArray[np.int64]:
 
 
 def _reset(field: SlotField, inits: Sequence[SlotInit]) -> SlotWrite:
-    """The scalars, or the prefixes of the rows, with which the field's rows begin."""
+    """Return the write of the field's scalars or row prefixes for all `inits`."""
     assert field.init is not None
     prefixes = [np.atleast_1d(np.asarray(field.init(init))) for init in inits]
     starts = np.array([init.slot * field.width for init in inits])
@@ -318,7 +321,7 @@ def _words(field: SlotField, values: Words) -> Words:
 
 
 def _ragged(starts: NDArray[np.int64], prefixes: Sequence[Words]) -> NDArray[np.int64]:
-    """starts[i] + 0, 1, ... len(prefixes[i]) - 1, for all i."""
+    """Return starts[i] + 0, 1, ... len(prefixes[i]) - 1, for all i."""
     lens = np.array([prefix.size for prefix in prefixes])
     before = np.cumsum(lens) - lens
     index: NDArray[np.int64] = np.repeat(starts - before, lens) + np.arange(lens.sum())

@@ -30,7 +30,6 @@ from worker.loading.errors import UnusableModel
 from worker.loading.vocabulary import check_draft
 from worker.models.config import LlamaConfig
 from worker.models.load import LoadedModel, load_model
-from worker.registry import rows_for
 from worker.slots.fields import slot_fields
 from worker.slots.table import Poison, SlotField, SlotTable
 from worker.startup import device as devices
@@ -171,9 +170,11 @@ def _slot_table(
     fields: Iterable[SlotField], config: WorkerConfig, device: torch.device, *others: object
 ) -> SlotTable:
     """Return the slots. A poisoned table has a row count that equals no tensor size of `others`,
-    so that a search can recognise per-slot tensors: see registry.py."""
+    so that a search can recognise per-slot tensors: see debug/slot_registry.py."""
     if config.poison_slots == "off":
         return SlotTable(fields, config.max_slots, device)
+    from worker.debug.slot_registry import rows_for
+
     rows = rows_for(config.max_slots, others)
     return SlotTable(fields, rows, device, poison=Poison[config.poison_slots.upper()])
 

@@ -1,9 +1,9 @@
-"""`python -P -m worker.debug.benchmark --config JSON`: prints JSON lines.
+"""`python -P -m worker.debug.benchmark --config JSON`: print timings as JSON lines.
 
-The config and the lines are declared in protocol/bench.py.
+protocol/bench.py declares the config and the lines.
 
-Exit codes: 0 all were timed; 1 the model or the memory does not suffice, told in the last line of
-stderr; 2 a bad command line.
+Exit codes: 0 all steps were timed; 1 the model or the memory does not suffice, with the reason in
+the last line of stderr; 2 a bad command line.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def main() -> int:
     except msgspec.MsgspecError as error:
         print(f"bad --config: {error}", file=sys.stderr)
         return 2
-    from worker.debug.benchmark.steps import assembled
+    from worker.debug.benchmark.steps import assemble_benchmark
     from worker.loading.errors import UnusableModel
 
     try:
-        benchmark = assembled(config)
+        benchmark = assemble_benchmark(config)
     except UnusableModel as error:
         print(error.message, file=sys.stderr)
         return 1
-    tell(benchmark.ready)
+    write_line(benchmark.ready)
     for timing in benchmark.run():
-        tell(timing)
+        write_line(timing)
     return 0
 
 
-def tell(line: StepBenchLine) -> None:
+def write_line(line: StepBenchLine) -> None:
     print(msgspec.json.encode(line).decode(), flush=True)
 
 

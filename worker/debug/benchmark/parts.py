@@ -1,9 +1,9 @@
-"""Where the time of a step goes, told without changing what computes: each part is called through
-a `TimedPart` that keeps a clock.
+"""Times the parts of a step without changing the code that computes: each part is called through a
+`TimedPart`, which runs a clock.
 
-A part's time is its own: what it calls that is watched too is not in it. A device that works by
-itself is waited for at every change of part, so that its work is counted where it was asked for;
-that makes the step slower, which is told (`StepTiming.watched_s`).
+A part's time excludes the timed parts that it calls. A device with its own queue is synchronised at
+every change of part, so that its work counts for the part that queued it. That makes the step
+slower; `StepTiming.watched_s` reports the slower time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 
 class PartsClock:
-    """Seconds by part. `now` tells the time; on a device that works by itself, when it has done
-    all that was asked for."""
+    """Seconds by part. `now` returns the time, after waiting for the device's queue if it has
+    one."""
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self.seconds: dict[str, float] = {}
@@ -27,7 +27,7 @@ class PartsClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs inside counts for `name`, but for the parts within it."""
+        """Count the time inside for `name`, except for nested parts."""
         self._turn()
         self._inside.append(name)
         try:
@@ -36,8 +36,8 @@ class PartsClock:
             self._turn()
             self._inside.pop()
 
-    def become(self, name: str) -> None:
-        """From here on, the part that we are in is another."""
+    def rename_current(self, name: str) -> None:
+        """Count the rest of the current part for `name`."""
         self._turn()
         self._inside[-1] = name
 
@@ -50,9 +50,9 @@ class PartsClock:
 
 
 class TimedPart:
-    """Another object, with the time of its calls counted for `part`, whichever method it is.
+    """A wrapper that counts the time of its object's calls for `part`.
 
-    then   what the time behind such a call counts for, in the part that it was called from
+    then   the part that the caller's time counts for after such a call
     """
 
     def __init__(self, inner: Any, clock: PartsClock, part: str, then: str | None = None) -> None:
@@ -71,13 +71,13 @@ class TimedPart:
         with self._clock.part(self._part):
             result = call(*args, **options)
         if self._then is not None:
-            self._clock.become(self._then)
+            self._clock.rename_current(self._then)
         return result
 
 
 class WatchedModel(TimedPart):
-    """A model of worker/models: its forward pass is `other layers`, its logits are the `head`, and
-    what comes behind those is `sampling`."""
+    """A model of worker/models. Its forward pass is `other layers`, its logits are the `head`, and
+    the time after them is `sampling`."""
 
     def __init__(self, model: Any, clock: PartsClock) -> None:
         super().__init__(model, clock, "other layers", then="sampling")
@@ -86,8 +86,8 @@ class WatchedModel(TimedPart):
 
 @contextmanager
 def watched_linears(model: Any, clock: PartsClock) -> Iterator[None]:
-    """While inside, all that can be called in the layers' weights counts as `linears`, and layers
-    are computed one after the other, since nothing can be watched within a single call."""
+    """Count calls of the layers' weights as `linears`. Layers are computed one after the other
+    inside, because nothing can be timed within a single compiled call."""
     replaced: list[tuple[Any, str, Any]] = [(model, "whole", model.whole)]
     model.whole = None
     for layer in model.weights.layers:

@@ -1,11 +1,11 @@
-"""One kind of step, made up and run again and again: so many requests with so much in the cache.
+"""Synthetic steps that are run repeatedly: a batch of requests with a given context in the cache.
 
-The steps are the runner's own, from a plan to a result that can be told. Each computes the same
-positions again, so that the context does not grow while it is measured. The cache is filled with
-noise first: pages that nobody has written are one page of zeros, which every cache of the processor
-holds.
+The steps are the runner's own, from a plan to its result. Each computes the same positions again,
+so the context does not grow while it is measured. The cache is filled with noise first: pages that
+were never written are all the same page of zeros, which fits into every processor cache.
 
-Who works at a kernel calls `assembled(config)` once, and `timing(batch, context)` at will.
+To work on a kernel, call `assemble_benchmark(config)` once and `timing(batch, context)` as often as
+needed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PARAMS = {
     "nucleus": SamplingParams(temperature=1.0, top_p=0.9),
 }
 TOKENS = 97
-"""Prompts are made of so many ids: any do that every vocabulary has."""
+"""Prompts use the ids below this number, which every vocabulary has."""
 
 
-def assembled(config: StepBench) -> StepBenchmark:
-    """A worker put together for the largest of the steps that `config` names: once per process.
+def assemble_benchmark(config: StepBench) -> StepBenchmark:
+    """Build a worker for the largest step of `config`. Call it once per process.
 
-    Raises UnusableModel where the model or the memory is not enough.
+    Raises UnusableModel if the model or the memory does not suffice.
     """
     runner, ready = assemble(worker_config(config), StartupTiming())
     gc.collect()
@@ -49,12 +49,12 @@ def assembled(config: StepBench) -> StepBenchmark:
 
 
 class StepBenchmark:
-    """Of a runner that holds no request, and whose cache holds nothing that is still wanted."""
+    """Benchmark of a runner without requests. The contents of its cache are overwritten."""
 
     def __init__(self, config: StepBench, runner: Runner, ready: WorkerReady) -> None:
         self._config = config
         self._runner, self._ready = runner, ready
-        self._parts = runner.parts
+        self._components = runner.components
         self._params = PARAMS[config.sampling]
         self._generation = 0
         self._fill_cache()
@@ -64,24 +64,24 @@ class StepBenchmark:
         return StepBenchReady(
             model=self._ready.model.name,
             dtype=self._ready.model.dtype,
-            device=str(self._parts.slots.device),
+            device=str(self._components.slots.device),
             threads=torch.get_num_threads(),
             phases=self._ready.phases,
         )
 
     def run(self) -> Iterator[StepTiming]:
-        """Every batch size with every context length, the smallest context first."""
+        """Time every batch size with every context length, the smallest context first."""
         for context in self._config.context:
             for batch in self._config.batch:
                 yield self.timing(batch, context)
 
     def timing(self, batch: int, context: int) -> StepTiming:
-        """One kind of step. Its requests leave their slots again."""
+        """Time one kind of step. Its requests are released afterwards."""
         config = self._config
         with self._requests(batch, context) as plan:
             times = [self._step_s(plan) for _ in range(config.warm_up + config.steps)]
             times = sorted(times[config.warm_up :])
-            watched, parts = self._watched(plan)
+            watched, parts = self._time_parts(plan)
         return StepTiming(
             batch=batch,
             context=context,
@@ -95,22 +95,22 @@ class StepBenchmark:
         )
 
     def _step_s(self, plan: StepPlan) -> float:
-        """What the engine waits for: from the plan to the result."""
+        """Return the time from the plan to the result, which the engine waits for."""
         started = perf_counter()
         self._runner.step(plan)
         return perf_counter() - started
 
-    def _watched(self, plan: StepPlan) -> tuple[float, dict[str, float]]:
-        """The median of watched steps, and the mean of each part."""
-        parts, times = self._parts, []
-        clock = PartsClock(_clock_of(parts.slots.device))
+    def _time_parts(self, plan: StepPlan) -> tuple[float, dict[str, float]]:
+        """Return the median time of the timed steps, and the mean of each part."""
+        components, times = self._components, []
+        clock = PartsClock(_clock_of(components.slots.device))
         runner = Runner(
-            WatchedModel(parts.model, clock),
-            parts.slots,
-            TimedPart(parts.cache, clock, "attention"),  # type: ignore[arg-type]
-            TimedPart(parts.attention, clock, "attention"),
+            WatchedModel(components.model, clock),
+            components.slots,
+            TimedPart(components.cache, clock, "attention"),  # type: ignore[arg-type]
+            TimedPart(components.attention, clock, "attention"),
         )
-        with watched_linears(parts.model, clock):
+        with watched_linears(components.model, clock):
             for _ in range(self._config.steps):
                 started = perf_counter()
                 with clock.part("overhead"):
@@ -123,7 +123,7 @@ class StepBenchmark:
 
     @contextmanager
     def _requests(self, batch: int, context: int) -> Iterator[StepPlan]:
-        """Requests that hold slots and blocks while inside, and the plan that computes them."""
+        """Bind requests while inside, and yield the plan that computes them."""
         self._generation += 1
         known = context + self._config.new_tokens
         inits = [self._init(slot, batch, known, context) for slot in range(batch)]
@@ -132,7 +132,7 @@ class StepBenchmark:
         self._runner.step(self._plan(release=batch))
 
     def _init(self, slot: int, batch: int, known: int, context: int) -> SlotInit:
-        """Blocks alternate between requests, as they do when all of them grow at once."""
+        """Return a request whose blocks alternate with the others', as if all grew together."""
         num_blocks = -(-(known + 1) // self._ready.block_tokens)
         return SlotInit(
             slot=slot,
@@ -167,8 +167,8 @@ class StepBenchmark:
         )
 
     def _fill_cache(self) -> None:
-        """Every block but the null block, a layer at a time."""
-        cache = self._parts.cache
+        """Write noise to every block except the null block, one layer at a time."""
+        cache = self._components.cache
         for layer in range(len(cache.k)):
             for tensor in (cache.k, cache.v):
                 tensor[layer, 1:].normal_()
@@ -178,16 +178,16 @@ def _clock_of(device: torch.device) -> Callable[[], float]:
     if device.type != "cuda":
         return perf_counter
 
-    def when_all_is_done() -> float:
+    def synchronized_now() -> float:
         torch.cuda.synchronize(device)
         return perf_counter()
 
-    return when_all_is_done
+    return synchronized_now
 
 
 def worker_config(config: StepBench) -> WorkerConfig:
-    """The worker's, with as many slots and blocks as the largest step needs, and a length that
-    holds the longest."""
+    """Return the worker's config with as many slots and blocks as the largest step needs, and a
+    max_len that fits the longest request."""
     longest = max(config.context) + config.new_tokens + 1
     slots = max(config.batch)
     blocks_each = -(-longest // config.worker.block_tokens)

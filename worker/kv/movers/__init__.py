@@ -1,1 +1,1 @@
-"""The ways by which bytes come from one worker's cache into another's."""
+"""Movers: ways to copy bytes from one worker's cache into another's."""

@@ -1,4 +1,4 @@
-"""What a transfer asks of the way its bytes come, at the end that reads."""
+"""Interface of movers, which copy the bytes of a transfer at the reading end."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from protocol.kv_peers import KVChunk
 
 
 class PollHint(Enum):
-    """When a mover wants to be called again."""
+    """When to call a mover's `advance` again."""
 
-    NOW = auto()  # there is more to do
-    SOON = auto()  # somebody else is at it
-    MESSAGE = auto()  # when the peer has said something
-    DONE = auto()  # all is in its place
+    NOW = auto()  # it has more work
+    SOON = auto()  # something else is working
+    MESSAGE = auto()  # after a message from the peer
+    DONE = auto()  # everything is in place
 
 
 class DamagedTransfer(Exception):
-    """What has come is not what was sent."""
+    """The received bytes or offer differ from what was sent."""
 
 
 class TransferLost(Exception):
-    """The peer's memory is out of reach."""
+    """The peer's memory cannot be reached."""
 
 
 class Mover(Protocol):
-    """One transfer's. All calls come from one thread, and none takes longer than a few
-    milliseconds: others wait."""
+    """Copies the blocks of one transfer. All calls come from one thread and return within a few
+    milliseconds, because other transfers wait."""
 
     name: str
 
     def advance(self) -> PollHint:
-        """Do some of what there is to do. Raises Damaged or Lost."""
+        """Do some of the work. Raises DamagedTransfer or TransferLost."""
         ...
 
     def receive(self, chunk: KVChunk) -> None:
-        """What the peer has sent, while it moves. Raises Damaged."""
+        """Handle a chunk from the peer. Raises DamagedTransfer."""
         ...
 
     def stop(self) -> bool:
-        """Write no more. False while something still may: to be asked again soon. When this has
-        been True, or `advance` DONE, nothing of the transfer is held any more."""
+        """Stop writing. Returns False if something may still write; call it again soon. After it
+        returned True, or `advance` returned DONE, the mover holds nothing of the transfer."""
         ...

@@ -1,4 +1,4 @@
-"""Which of the ways that a peer offers is taken, by what this worker was told to use."""
+"""Choice of the mover: among those that a peer offers, by this worker's configuration."""
 
 from __future__ import annotations
 
@@ -23,44 +23,46 @@ ORDER: dict[Name, tuple[type[Offer], ...]] = {
     "zmq": (ZmqOffer,),
     "nixl": (NixlOffer,),
 }
-"""WorkerConfig.kv_mover -> what is looked for among the offers, best first."""
+"""WorkerConfig.kv_mover -> acceptable offers, best first."""
 
 
-class Unoffered(Exception):
-    """The peer offers no way that we may take."""
+class NoCommonMover(Exception):
+    """The peer offers no mover that this worker may use."""
 
 
-class Ways:
-    """agent: of NIXL, where it may be used."""
+class MoverFactory:
+    """`agent` is the NIXL agent, if kv_mover is nixl."""
 
     def __init__(self, name: Name, blocks: CacheBlocks, agent: Agent | None) -> None:
         self._name = name
         self._blocks = blocks
         self._agent = agent
 
-    def mover(
-        self, ids: Ids, theirs: Ids, offers: Sequence[Offer], ask: Callable[[int], None]
+    def create(
+        self, ids: Ids, theirs: Ids, offers: Sequence[Offer], request: Callable[[int], None]
     ) -> Mover:
-        """Out of blocks `theirs` of the peer into our `ids`. Raises Unoffered, Damaged, and Lost
-        where there is no other way left."""
+        """Return a mover from blocks `theirs` of the peer to our `ids`. Raises NoCommonMover,
+        DamagedTransfer, and TransferLost if no other offer is left."""
         wanted = ORDER[self._name]
         found = [offer for kind in wanted for offer in offers if isinstance(offer, kind)]
         if not found:
             offered = ", ".join(map(_name, offers)) or "nothing"
-            raise Unoffered(f"kv_mover is {self._name} here; the peer offers {offered}")
+            raise NoCommonMover(f"kv_mover is {self._name} here; the peer offers {offered}")
         for offer in found[:-1]:
             try:
-                return self._by(offer, ids, theirs, ask)
+                return self._from_offer(offer, ids, theirs, request)
             except TransferLost as error:
-                log.info("not by %s: %s", _name(offer), error)
-        return self._by(found[-1], ids, theirs, ask)
+                log.info("cannot use %s: %s", _name(offer), error)
+        return self._from_offer(found[-1], ids, theirs, request)
 
-    def _by(self, offer: Offer, ids: Ids, theirs: Ids, ask: Callable[[int], None]) -> Mover:
+    def _from_offer(
+        self, offer: Offer, ids: Ids, theirs: Ids, request: Callable[[int], None]
+    ) -> Mover:
         match offer:
             case ShmOffer():
                 return ShmMover(self._blocks, ids, theirs, offer)
             case ZmqOffer(chunk_bytes=chunk_bytes):
-                return ZmqMover(self._blocks, ids, chunk_bytes, ask)
+                return ZmqMover(self._blocks, ids, chunk_bytes, request)
             case NixlOffer():
                 assert self._agent is not None, "kv_mover is nixl"
                 return NixlMover(self._agent, ids, theirs, offer)

@@ -1,8 +1,8 @@
-"""NIXL: the peer's memory is read by RDMA, or what NIXL's UCX has instead of it.
+"""NIXL mover: reads the peer's memory by RDMA, or by what NIXL's UCX uses instead.
 
-An optional library (`tidegate[nixl]`). It runs without its own thread, which never sleeps: who
-reads drives a transfer by asking for its state, and where the hardware cannot read by itself the
-peer must lend a hand (`Agent.help`) as long as it is being read.
+NIXL is optional (`tidegate[nixl]`). It runs without its own thread, because that thread never
+sleeps. The reader drives a transfer by polling its state. If the hardware cannot read by itself,
+the peer must also call `Agent.make_progress` while it is being read.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from worker.kv.transfer.exports import Ids
 
 LIBRARY = "nixl_cu12"
 SLICE_BYTES = 4 << 20
-"""Read by one request; between two of them other transfers have their turn."""
+"""Bytes read by one request; other transfers run between two requests."""
 
 
 class NoNixl(Exception):
-    """The library is not to be had here."""
+    """The library is not available."""
 
 
 class Agent:
-    """NIXL in one thread of this worker, with one cache: rows uint8 [R, B, P].
+    """A NIXL agent for one thread of this worker and one cache, rows uint8 [R, B, P].
 
-    Raises NoNixl, saying in one line what to do.
+    Raises NoNixl with one line of advice.
     """
 
     def __init__(self, rows: Tensor) -> None:
         nixl = _library()
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        # Its errors have no base of their own, here and below: they are Exceptions.
+        # NIXL's errors have no common base class, so Exception is caught here and below.
         try:
             self._agent: Any = nixl.nixl_agent(f"tidegate-{os.urandom(8).hex()}", config)
         except Exception as error:
-            raise NoNixl(f"kv_mover is nixl, but it does not start: {error}") from error
+            raise NoNixl(f"kv_mover is nixl, but NIXL does not start: {error}") from error
         self._memory = "DRAM" if rows.device.type == "cpu" else "VRAM"
         self._device = rows.device.index or 0
         self._address = rows.data_ptr()
         self.num_rows, self._num_blocks, self.piece_bytes = rows.shape
         whole = np.array([[self._address, rows.nbytes, self._device]], np.uint64)
         self._agent.register_memory(whole, self._memory)
-        self._peers: dict[bytes, str] = {}  # what they say of themselves -> their name
+        self._peers: dict[bytes, str] = {}  # agent metadata -> agent name
 
     def offer(self) -> NixlOffer:
         return NixlOffer(
@@ -59,12 +59,13 @@ class Agent:
             num_blocks=self._num_blocks,
         )
 
-    def help(self) -> None:
-        """Do what others' reading asks of us."""
+    def make_progress(self) -> None:
+        """Do the work that other workers' reads require of this one."""
         self._agent.get_new_notifs()
 
     def read(self, offer: NixlOffer, ids: Ids, theirs: Ids) -> Any:
-        """Begin to read blocks `theirs` of the peer into `ids`; a handle. Raises Lost."""
+        """Start to read blocks `theirs` of the peer into `ids`. Return a handle. Raises
+        TransferLost."""
         try:
             if offer.agent not in self._peers:
                 name = self._agent.add_remote_agent(offer.agent)
@@ -87,7 +88,7 @@ class Agent:
         return handle
 
     def is_done(self, offer: NixlOffer, handle: Any) -> bool:
-        """Raises Lost."""
+        """Return whether the read is done. Raises TransferLost."""
         try:
             state = self._agent.check_xfer_state(handle)
         except Exception as error:
@@ -99,10 +100,10 @@ class Agent:
         return bool(state == "DONE")
 
     def release(self, handle: Any) -> bool:
-        """Whether it writes no more: what cannot be cancelled is to be tried again."""
+        """Return whether the read has stopped. If it cannot be cancelled yet, try again."""
         try:
             self._agent.release_xfer_handle(handle)
-        except Exception:  # told as an error, whatever the reason: it is still at work
+        except Exception:  # any error means that it is still active
             return False
         return True
 
@@ -112,7 +113,7 @@ class Agent:
             self._agent.remove_remote_agent(name)
 
     def _pieces(self, address: int, num_blocks: int, device: int, ids: Ids, memory: str) -> Any:
-        """Where the pieces of these blocks are: row after row."""
+        """Return the descriptors of these blocks' pieces, row after row."""
         rows = np.arange(self.num_rows)[:, None] * num_blocks
         starts = (address + (rows + ids) * self.piece_bytes).ravel()
         sizes, devices = np.full_like(starts, self.piece_bytes), np.full_like(starts, device)
@@ -121,13 +122,13 @@ class Agent:
 
 
 class NixlMover:
-    """Raises Damaged on an offer that cannot be."""
+    """Raises DamagedTransfer for an offer that does not fit."""
 
     name = "nixl"
 
     def __init__(self, agent: Agent, ids: Ids, theirs: Ids, offer: NixlOffer) -> None:
         if theirs.min() < 0 or theirs.max() >= offer.num_blocks:
-            raise DamagedTransfer(f"a block beyond the {offer.num_blocks} of the peer's cache")
+            raise DamagedTransfer(f"a block is outside the {offer.num_blocks} of the peer's cache")
         self._agent = agent
         self._ids, self._theirs, self._offer = ids, theirs, offer
         self._at_once = max(1, SLICE_BYTES // (agent.num_rows * agent.piece_bytes))
@@ -146,7 +147,7 @@ class NixlMover:
         return PollHint.NOW if self._num_read < len(self._ids) else PollHint.DONE
 
     def receive(self, chunk: KVChunk) -> None:
-        raise DamagedTransfer(f"chunk {chunk.chunk} was not asked for")
+        raise DamagedTransfer(f"unexpected chunk {chunk.chunk}")
 
     def stop(self) -> bool:
         if self._handle is not None and self._agent.release(self._handle):
@@ -159,6 +160,6 @@ def _library() -> ModuleType:
         return importlib.import_module(LIBRARY)
     except ImportError as error:
         raise NoNixl(
-            f"kv_mover is nixl, which needs the library nixl-cu12 ({error}): "
+            f"kv_mover is nixl, but the library nixl-cu12 cannot be imported ({error}): "
             "pip install 'tidegate[nixl]', or serve with --kv-mover auto"
         ) from None

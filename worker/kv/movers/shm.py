@@ -1,6 +1,6 @@
-"""The peer's cache, mapped: one copy, from its memory into ours.
+"""Shared-memory mover: maps the peer's cache and copies from it directly.
 
-A map is of one transfer: it would keep the memory of a peer that has died.
+Each transfer has its own mapping, because a mapping keeps the memory of a dead peer allocated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from worker.kv.transfer.exports import Ids
 from worker.kv.transfer.shared_memory import map_offered
 
 SLICE_BYTES = 4 << 20
-"""Copied in one go; between two of them other transfers have their turn."""
+"""Bytes copied at once; other transfers run in between."""
 
 
 class ShmMover:
-    """theirs: [B] ids in the peer's cache, which belong into our blocks `ids`.
+    """Copies blocks `theirs` [B] of the peer's cache into our blocks `ids`.
 
-    Raises Lost where the memory cannot be mapped, Damaged where it is not as offered.
+    Raises TransferLost if the memory cannot be mapped, and DamagedTransfer if it is not as offered.
     """
 
     name = "shm"
@@ -28,16 +28,16 @@ class ShmMover:
     def __init__(self, blocks: CacheBlocks, ids: Ids, theirs: Ids, offer: ShmOffer) -> None:
         shape = blocks.num_rows, offer.num_blocks, blocks.piece_bytes
         if int(np.prod(shape, dtype=np.int64)) != offer.num_bytes or not len(theirs):
-            raise DamagedTransfer(f"{offer.num_bytes} bytes are no cache of {shape}")
+            raise DamagedTransfer(f"{offer.num_bytes} bytes do not fit a cache of shape {shape}")
         if theirs.min() < 0 or theirs.max() >= offer.num_blocks:
-            raise DamagedTransfer(f"a block beyond the {offer.num_blocks} of the peer's cache")
+            raise DamagedTransfer(f"a block is outside the {offer.num_blocks} of the peer's cache")
         self._source: Pieces | None = np.frombuffer(map_offered(offer), np.uint8).reshape(shape)
         self._blocks, self._ids, self._theirs = blocks, ids, theirs
         self._at_once = max(1, SLICE_BYTES // (blocks.num_rows * blocks.piece_bytes))
         self._num_copied = 0
 
     def advance(self) -> PollHint:
-        assert self._source is not None, "it is over"
+        assert self._source is not None, "the transfer is done"
         part = slice(self._num_copied, self._num_copied + self._at_once)
         self._blocks.copy(self._ids[part], self._source, self._theirs[part])
         self._num_copied += self._at_once
@@ -47,9 +47,9 @@ class ShmMover:
         return PollHint.DONE
 
     def receive(self, chunk: KVChunk) -> None:
-        raise DamagedTransfer(f"chunk {chunk.chunk} was not asked for")
+        raise DamagedTransfer(f"unexpected chunk {chunk.chunk}")
 
     def stop(self) -> bool:
-        self._blocks.settle()
-        self._source = None  # with the last view goes the map
+        self._blocks.synchronize()
+        self._source = None  # the mapping is freed with its last view
         return True

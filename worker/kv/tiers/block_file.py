@@ -1,4 +1,4 @@
-"""One block on disk: a header that says what it is, then its bytes. What does not fit is damaged.
+"""File format of one block: a header that identifies it, and its bytes.
 
 ```
 offset  bytes
@@ -11,8 +11,8 @@ offset  bytes
 100            the payload
 ```
 
-A reader knows beforehand what every byte of the header must be, but for the digest; so a file that
-was cut, mixed up, written by half or flipped in any bit is never taken for K/V.
+The reader knows the expected value of every header byte except the digest. So a file that was
+truncated, swapped, partly written, or changed in any bit is never used as K/V.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Buffer = bytes | bytearray | memoryview
 
 
 class DamagedBlockFile(Exception):
-    """A stored block is not what was stored; the message says in what."""
+    """A stored block differs from what was written; the message gives the difference."""
 
 
 def header_of(layout: bytes, content: bytes, payload: Buffer) -> bytes:
-    """[HEADER_BYTES]. Reads all of the payload."""
+    """Return the header, [HEADER_BYTES]. Reads the whole payload."""
     fields = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
     return fields + _digest(fields, payload)
 
 
 def check(header: Buffer, payload: Buffer, layout: bytes, content: bytes) -> None:
-    """Raises Damaged unless these are the bytes that `header_of` was told."""
+    """Raise DamagedBlockFile unless `header` belongs to this payload, layout and content."""
     expected = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
     fields, digest = bytes(header[: _FIELDS.size]), bytes(header[_FIELDS.size :])
     if fields != expected:
-        raise DamagedBlockFile("its header is another block's, or none")
+        raise DamagedBlockFile("its header is not the one of this block")
     if digest != _digest(expected, payload):
-        raise DamagedBlockFile("its checksum does not fit its content")
+        raise DamagedBlockFile("its checksum does not match its content")
 
 
 def _digest(fields: bytes, payload: Buffer) -> bytes:

@@ -1,10 +1,10 @@
-"""What appeared in a tier and disappeared from it, since that was asked last."""
+"""Contents added to and removed from a tier since the last report."""
 
 from __future__ import annotations
 
 
 class Changes:
-    """The last word about a content counts: who hears of both in one breath hears how it is now."""
+    """Only the latest change of each content is kept."""
 
     def __init__(self) -> None:
         self._is_there: dict[bytes, bool] = {}
@@ -15,8 +15,8 @@ class Changes:
     def remove(self, content: bytes) -> None:
         self._is_there[content] = False
 
-    def take(self) -> tuple[list[bytes], list[bytes]]:
-        """(appeared, disappeared)"""
-        news, self._is_there = self._is_there, {}
-        appeared = [content for content, is_there in news.items() if is_there]
-        return appeared, [content for content, is_there in news.items() if not is_there]
+    def drain(self) -> tuple[list[bytes], list[bytes]]:
+        """Return (added, removed) since the last call."""
+        changes, self._is_there = self._is_there, {}
+        added = [content for content, is_there in changes.items() if is_there]
+        return added, [content for content, is_there in changes.items() if not is_there]

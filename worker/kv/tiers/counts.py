@@ -1,4 +1,4 @@
-"""What the tiers did, counted by the threads that do it, told to the engine as differences."""
+"""Counters of the tiers, incremented by their threads and sent to the engine as differences."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Counts:
-    """Blocks by tier and kind: what was to be stored, and was, or had no room or time; what was to
-    be loaded, and was, or was gone or damaged."""
+    """Blocks by tier and kind.
+
+    stored, dropped   written to the tier, or not, for lack of space or time
+    loaded, failed    read from the tier, or not, because they are gone or damaged
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -23,8 +26,8 @@ class Counts:
         with self._lock:
             self._counts[tier, kind] += count
 
-    def take(self) -> Counter[tuple[Tier, Kind]]:
-        """Since this was asked last."""
+    def drain(self) -> Counter[tuple[Tier, Kind]]:
+        """Return the counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return counts

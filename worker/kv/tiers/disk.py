@@ -1,19 +1,19 @@
-"""Blocks in a directory: one file each, whole or absent, the least recently used go first.
+"""Blocks in a directory: one file each, whole or absent; the least recently used are evicted.
 
 ```
-DIR/                              mode 0700, ours
-    <layout, 32 hex digits>/      blocks of other models stay what they are, and count in the bound
-        <chained hash, 64 hex>    mode 0600, block_file.py; last modified when last used
-        .<random>.part            being written; renamed when whole
+DIR/                              mode 0700, owned by this user
+    <layout, 32 hex digits>/      blocks of other models are kept, and count towards the limit
+        <chained hash, 64 hex>    mode 0600, block_file.py; modified when last used
+        .<random>.part            being written; renamed when complete
 ```
 
-There is no other file and no lock: names are content, so two servers that share a directory can
-only agree. What one of them writes or removes the other learns when it looks again: after a minute,
-or when it has itself written a thirty-second of the bound. By so much per further server the
-directory may be larger for a while.
+There is no other file and no lock. Names are derived from contents, so two servers that share a
+directory cannot disagree. A server notices the other's changes at its next scan: after a minute, or
+after it has written 1/32 of the limit itself. For each further server the directory may exceed the
+limit by that much for a while.
 
-A file that is not what its name says is removed and told as `DamagedBlockFile`. A directory that
-cannot be written, as a full disk, is no failure: nothing is stored for a while.
+A file that does not match its name is deleted and reported as `DamagedBlockFile`. A directory that
+cannot be written, such as on a full disk, is not an error: storing pauses for a while.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from worker.kv.tiers.disk_index import DiskIndex, Key
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 60.0
-LOOK_SHARE = 32
-"""The directory is looked through after so long, and when one part in so many was written anew."""
+SCAN_S = 60.0
+SCAN_SHARE = 32
+"""The directory is scanned after this time, and after 1/SCAN_SHARE of the limit was written."""
 PAUSE_S = 60.0
-"""After a failed write nothing is stored for so long."""
+"""Storing pauses for this time after a failed write."""
 ABANDONED_S = 3600.0
-"""A file that is still being written after so long has no writer any more."""
+"""A partial file that is older than this has no writer any more."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class BlockLost(Exception):
-    """A block is not where it was."""
+    """A block is no longer in the directory, or cannot be read."""
 
 
 class DiskTier:
-    """Blocks of `payload_bytes` of one layout. Its methods may be called from any thread.
+    """Blocks of `payload_bytes` of one layout. Thread-safe.
 
-    Raises OSError, saying why, for a directory that is not ours alone or cannot be made.
+    Raises OSError if the directory is not private to this user, or cannot be created.
     """
 
     def __init__(
@@ -67,18 +67,20 @@ class DiskTier:
     ) -> None:
         self.file_bytes = HEADER_BYTES + payload_bytes
         if max_bytes < self.file_bytes:
-            raise ValueError(f"{max_bytes:,} bytes hold no block of {self.file_bytes:,} bytes")
+            raise ValueError(
+                f"{max_bytes:,} bytes are less than one block ({self.file_bytes:,} bytes)"
+            )
         self._root = root.resolve()
         self._layout = layout
         self._clock = clock
-        self._lock = Lock()  # of all below; never held while a file is read or written
+        self._lock = Lock()  # guards all fields below; never held during file I/O
         self._index = DiskIndex(layout, max_bytes)
         self._paused_until = 0.0
         self._is_failing = False
-        self._max_new_bytes = max_bytes // LOOK_SHARE
-        self._num_new_bytes = 0  # since we looked
-        self._look_at = 0.0
-        self.look()
+        self._max_new_bytes = max_bytes // SCAN_SHARE
+        self._num_new_bytes = 0  # since the last scan
+        self._scan_at = 0.0
+        self.scan()
 
     def __contains__(self, content: bytes) -> bool:
         with self._lock:
@@ -86,20 +88,20 @@ class DiskTier:
 
     @property
     def num_bytes(self) -> int:
-        """In the whole directory, as far as is known."""
+        """Return the size of the whole directory, as of the last scan plus own writes."""
         with self._lock:
             return self._index.num_bytes
 
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(appeared, disappeared) since this was asked last; at first, all that is there."""
+    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return (added, removed) since the last call; at first, all blocks that exist."""
         with self._lock:
-            return self._index.changes.take()
+            return self._index.changes.drain()
 
     def touch(self, content: bytes) -> None:
-        """It is used: it goes last, whatever server looks."""
+        """Mark a block as used, for all servers that share the directory."""
         key = Key(self._layout, content)
         if content in self:
-            with contextlib.suppress(OSError):  # then it may go earlier, and that is all
+            with contextlib.suppress(OSError):  # then it may be evicted earlier
                 os.utime(self._path(key))
             with self._lock:
                 self._index.touch(key)
@@ -107,16 +109,16 @@ class DiskTier:
     # ---- a block
 
     def store(self, content: bytes, payload: memoryview) -> bool:
-        """False where it could not be written, now or a moment ago."""
+        """Return whether the block is stored. False if writing fails, or failed a moment ago."""
         key = Key(self._layout, content)
         with self._lock:
             if key in self._index:
                 return True
             if self._clock() < self._paused_until:
                 return False
-            gone = self._index.evict_for(self.file_bytes)
+            evicted = self._index.evict_for(self.file_bytes)
         try:
-            self._unlink(gone)
+            self._unlink(evicted)
             self._write(self._path(key), header_of(self._layout, content, payload), payload)
         except OSError as error:
             self._pause(error)
@@ -130,8 +132,8 @@ class DiskTier:
         return True
 
     def load(self, content: bytes, into: memoryview) -> None:
-        """Fill `into` [payload_bytes]. Raises Lost, or Damaged: then its file goes, and `into`
-        holds anything."""
+        """Fill `into` [payload_bytes]. Raises BlockLost or DamagedBlockFile; `into` is undefined
+        then, and a damaged file is deleted."""
         key = Key(self._layout, content)
         path = self._path(key)
         try:
@@ -139,19 +141,19 @@ class DiskTier:
             check(header, into, self._layout, content)
         except FileNotFoundError:
             self._forget(key)
-            raise BlockLost("its file is gone") from None
+            raise BlockLost("its file no longer exists") from None
         except DamagedBlockFile:
             self._forget(key)
-            with contextlib.suppress(OSError):  # then somebody may find it once more
+            with contextlib.suppress(OSError):  # then a later scan may find it again
                 self._unlink([key])
             raise
         except OSError as error:
-            self._forget(key)  # until somebody looks again
+            self._forget(key)  # until the next scan
             raise BlockLost(f"its file cannot be read: {error.strerror}") from error
         self.touch(content)
 
     def _read(self, path: Path, into: memoryview) -> bytearray:
-        """The header. Raises Damaged for a file of another size."""
+        """Fill `into`, and return the header. Raises DamagedBlockFile if the size is wrong."""
         header = bytearray(HEADER_BYTES)
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -163,7 +165,8 @@ class DiskTier:
         return header
 
     def _write(self, path: Path, header: bytes, payload: memoryview) -> None:
-        """Nobody sees a part of it. It need not survive a power cut: what did not is damaged."""
+        """Write a file and rename it when complete. It is not synced: a power cut may damage it,
+        which the checksum detects."""
         part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
             file = os.open(part, _CREATE, 0o600)
@@ -175,7 +178,7 @@ class DiskTier:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # man 2 write
             part.rename(path)
         except OSError:
-            with contextlib.suppress(OSError):  # the error above says more
+            with contextlib.suppress(OSError):  # the first error is the one to report
                 part.unlink(missing_ok=True)
             raise
 
@@ -188,39 +191,39 @@ class DiskTier:
 
     # ---- the directory
 
-    def look(self) -> None:
-        """Learn what is there, which others may have changed, and keep the bound.
+    def scan(self) -> None:
+        """Read the directory, which other servers may have changed, and enforce the limit.
 
         Raises OSError.
         """
         sockets.make_private(self._root / self._layout.hex())
-        found = dict(self._scan())
+        found = dict(self._list_blocks())
         with self._lock:
             self._index.replace(found)
-            gone = self._index.evict_for(0)
+            evicted = self._index.evict_for(0)
             self._num_new_bytes = 0
-            self._look_at = self._clock() + LOOK_S
-        self._unlink(gone)
+            self._scan_at = self._clock() + SCAN_S
+        self._unlink(evicted)
 
-    def look_if_due(self) -> None:
-        """By the thread that stores, for what is stored meanwhile would be overlooked. A directory
-        that cannot be read holds nothing, until it can be."""
-        if self._num_new_bytes > self._max_new_bytes or self._clock() >= self._look_at:
+    def scan_if_due(self) -> None:
+        """Scan if it is time. Only the storing thread calls this, because a scan would miss a block
+        that is stored meanwhile. A directory that cannot be read counts as empty until it can."""
+        if self._num_new_bytes > self._max_new_bytes or self._clock() >= self._scan_at:
             try:
-                self.look()
-            except OSError as error:  # somebody moved it away, perhaps: try again later
+                self.scan()
+            except OSError as error:  # it may have been moved: try again later
                 self._pause(error)
                 with self._lock:
                     self._index.replace({})
-                    self._look_at = self._paused_until
+                    self._scan_at = self._paused_until
 
     def _directories(self) -> Iterator[Path]:
         for path in self._root.iterdir():
             if _named(path.name, LAYOUT_BYTES) is not None and path.is_dir():
                 yield path
 
-    def _scan(self) -> Iterator[tuple[Key, tuple[float, int]]]:
-        """(which block, (last use, size)) of every file that has a block's name."""
+    def _list_blocks(self) -> Iterator[tuple[Key, tuple[float, int]]]:
+        """Yield (block, (last use, size)) of every file with a block's name."""
         for directory in self._directories():
             layout = bytes.fromhex(directory.name)
             for entry in os.scandir(directory):
@@ -247,7 +250,7 @@ class DiskTier:
 
 
 def _named(name: str, num_bytes: int) -> bytes | None:
-    """What so many bytes in lower-case hex digits stand for; None for another name."""
+    """Return the bytes that a name of lower-case hex digits encodes; None for any other name."""
     if len(name) != 2 * num_bytes or not set(name) <= set("0123456789abcdef"):
         return None
     return bytes.fromhex(name)

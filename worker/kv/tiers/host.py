@@ -1,7 +1,7 @@
-"""Which place of a bounded pool of host memory holds which content. No memory here, only places.
+"""Index of a bounded pool of host memory: the content of each place. It holds no memory itself.
 
-A place is free, being filled, or findable. A findable one may be held by readers; one that nobody
-holds is given away when a place is needed, the least recently used first.
+A place is free, reserved for filling, or published. A published place may be held by readers. If a
+place is needed, the least recently used published place that nobody holds is reused.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from worker.kv.tiers.changes import Changes
 
 
 class HostTier:
-    """`capacity` places, numbered from 0; one that was never used is taken last. Its methods may be
-    called from any thread; each is O(1), or O(held) where the oldest places are held."""
+    """`capacity` places, numbered from 0; places that were never used are taken last. Thread-safe.
+    Each method is O(1), or O(held) if the oldest places are held."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"a tier of {capacity} blocks holds nothing")
+            raise ValueError(f"a tier must hold at least one block, not {capacity}")
         self.capacity = capacity
         self._lock = Lock()
-        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # findable; last used last
+        self._places: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free: list[int] = []
         self._num_touched = 0  # places from here on were never used
         self._filling: set[int] = set()
@@ -29,20 +29,20 @@ class HostTier:
         self._changes = Changes()
 
     def __contains__(self, content: bytes) -> bool:
-        return content in self._place_of
+        return content in self._places
 
     def __len__(self) -> int:
-        return len(self._place_of)
+        return len(self._places)
 
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(appeared, disappeared) since this was asked last."""
+    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return (added, removed) contents since the last call."""
         with self._lock:
-            return self._changes.take()
+            return self._changes.drain()
 
     # ---- filling
 
-    def take(self) -> int | None:
-        """A place to be filled; None where all are held."""
+    def reserve(self) -> int | None:
+        """Return a place to fill; None if all are held."""
         with self._lock:
             place = self._find_place()
             if place is not None:
@@ -55,25 +55,25 @@ class HostTier:
         if self._num_touched < self.capacity:
             self._num_touched += 1
             return self._num_touched - 1
-        gone = next((content for content in self._place_of if not self._holders[content]), None)
-        if gone is None:
+        evicted = next((content for content in self._places if not self._holders[content]), None)
+        if evicted is None:
             return None
-        self._changes.remove(gone)
-        return self._place_of.pop(gone)
+        self._changes.remove(evicted)
+        return self._places.pop(evicted)
 
     def publish(self, content: bytes, place: int) -> None:
-        """`place`, which was being filled, holds `content`. If another does already, this one is
-        free again."""
+        """Publish a reserved place with its content. If another place already has that content,
+        this one becomes free."""
         with self._lock:
             self._filling.remove(place)
-            if content in self._place_of:
+            if content in self._places:
                 self._free.append(place)
             else:
-                self._place_of[content] = place
+                self._places[content] = place
                 self._changes.add(content)
 
     def give_back(self, place: int) -> None:
-        """`place`, which was being filled, is free again."""
+        """Free a reserved place."""
         with self._lock:
             self._filling.remove(place)
             self._free.append(place)
@@ -81,30 +81,30 @@ class HostTier:
     # ---- reading
 
     def hold(self, content: bytes) -> int | None:
-        """Where `content` is, until `release`; None if it is nowhere."""
+        """Return the place of `content` and keep it until `release`; None if there is none."""
         with self._lock:
-            place = self._place_of.get(content)
+            place = self._places.get(content)
             if place is not None:
                 self._holders[content] += 1
             return place
 
     def release(self, content: bytes) -> None:
-        """One holder less."""
+        """Remove one holder."""
         with self._lock:
-            assert self._holders[content] > 0, "released by nobody"
+            assert self._holders[content] > 0, "released without a holder"
             self._holders[content] -= 1
             if not self._holders[content]:
                 del self._holders[content]
 
     def touch(self, content: bytes) -> None:
-        """It is used: of all that are here it goes last."""
+        """Mark the content as used, so that it is evicted last."""
         with self._lock:
-            if content in self._place_of:
-                self._place_of.move_to_end(content)
+            if content in self._places:
+                self._places.move_to_end(content)
 
     def check(self) -> None:
-        """Every place is free, being filled, or findable; for tests."""
-        places = sorted([*self._place_of.values(), *self._free, *self._filling])
-        assert places == list(range(self._num_touched)), "a place is lost, or has two uses"
+        """Check that every place is free, reserved, or published; for tests."""
+        places = sorted([*self._places.values(), *self._free, *self._filling])
+        assert places == list(range(self._num_touched)), "a place is lost, or used twice"
         assert self._num_touched <= self.capacity
-        assert set(self._holders) <= set(self._place_of), "what is held was given away"
+        assert set(self._holders) <= set(self._places), "a held place was reused"

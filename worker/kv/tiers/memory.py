@@ -1,7 +1,7 @@
-"""Host memory for blocks, in places that are numbered, and the copies into it.
+"""Host memory for blocks, divided into numbered places, and the copies into it.
 
-A block is one run of bytes here, as a file's payload is (block_file.py): its pieces in the order of
-the cache's rows.
+A block here is one run of bytes, its pieces in the order of the cache's rows, exactly as in a
+file's payload (block_file.py).
 
 Legend: R rows (see KVCache.rows), B blocks of the cache, P bytes of a piece.
 """
@@ -16,12 +16,12 @@ from worker.batch.readback import DeviceEvent, mark
 from worker.kv.blocks import Pieces
 
 SLAB_BYTES = 64 << 20
-"""Memory is taken from the system in slabs of about so much, when first needed."""
+"""Size of the slabs in which memory is allocated, when first needed."""
 
 
 class HostMemory:
-    """`capacity` places for blocks of a cache whose `rows` are [R, B, P]. Page-locked where that is
-    on a device, so that a copy out of it need not be waited for."""
+    """`capacity` places for blocks of a cache with `rows` [R, B, P]. Memory is page-locked if the
+    cache is on a device, so that copies to it need not be waited for."""
 
     def __init__(self, rows: Tensor, capacity: int) -> None:
         num_rows, _, piece_bytes = rows.shape
@@ -32,16 +32,16 @@ class HostMemory:
         self._slabs: dict[int, Tensor] = {}
 
     def pieces(self, place: int) -> Pieces:
-        """[R, 1, P], to be read or written."""
+        """Return the place as pieces [R, 1, P], to read or write."""
         return self._place(place).unsqueeze(1).numpy()
 
     def payload(self, place: int) -> memoryview:
-        """[block_bytes], the same memory."""
+        """Return the same memory as bytes [block_bytes]."""
         return self._place(place).flatten().numpy().data
 
     def copy_out(self, block: int, place: int) -> None:
-        """Behind all steps that were launched, before any that will be: on a device the copy is
-        queued, on the CPU it is done. By numpy there: torch would put a team of threads to it."""
+        """Copy a block, after all launched steps and before any later one. On a device the copy is
+        queued. On the CPU numpy copies at once, because torch would start its threads."""
         into, source = self._place(place), self._rows[:, block]
         if self._rows.device.type == "cpu":
             np.copyto(into.numpy(), source.numpy())
@@ -49,7 +49,7 @@ class HostMemory:
             into.copy_(source, non_blocking=True)
 
     def mark(self) -> DeviceEvent:
-        """Over when all copies that were queued until now are done."""
+        """Return an event that is done after all copies queued so far."""
         return mark(self._rows.device)
 
     def _place(self, place: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Loading: jobs that fill blocks of the cache from host memory or disk, one after another.
+"""Loads blocks from host memory or disk into the cache, one job after another.
 
-The blocks belong to the job alone until it is over (protocol/kv.py). A job that fails leaves
-anything in them, and says why; the engine then computes what they should have held.
+The blocks belong to the job until it ends (protocol/kv.py). A failed job leaves them with arbitrary
+contents and reports a reason; the engine then computes them instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOVER = "tier"
 
 
 class TierReadEnded(Exception):
-    """A job is over before its time; `kind` as in KVFailure."""
+    """A job ended early; `kind` as in KVFailure."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class TierReadEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TierOrder:
-    """fence: the steps after which its blocks may be written (Blocks.fence)."""
+    """A job; its blocks may be written after `fence` (CacheBlocks.fence)."""
 
     fetch: KVFetch
     source: TierSource
@@ -44,9 +44,11 @@ class TierOrder:
 
 
 class TierReader:
-    """blocks     of the cache
-    host       None: only the disk is looked at, and what it has is not kept in host memory
-    scratch    a place of `memory` for what has no place in `host`
+    """Thread that runs the jobs.
+
+    blocks    the cache's
+    host      None: only the disk is read, and its blocks are not kept in host memory
+    scratch   a place of `memory` for blocks that have no place in `host`
     """
 
     def __init__(
@@ -57,32 +59,32 @@ class TierReader:
         scratch: int,
         disk: DiskTier | None,
         counts: Counts,
-        news: ReportQueue,
+        reports: ReportQueue,
     ) -> None:
         self._blocks = blocks
         self._host, self._memory, self._disk = host, memory, disk
         self._scratch = scratch
         self._counts = counts
-        self._news = news
+        self._reports = reports
         self._orders: SimpleQueue[TierOrder | None] = SimpleQueue()
         self._open: set[int] = set()
-        self._thread = Thread(target=news.guard(self._run), name="kv loader", daemon=True)
+        self._thread = Thread(target=reports.guard(self._run), name="kv tier reader", daemon=True)
         self._thread.start()
 
-    # ---- by the loop
+    # ---- called by the loop
 
     def fetch(self, fetch: KVFetch, source: TierSource) -> None:
-        """source: the fetch's."""
+        """Queue a job. `source` is the fetch's."""
         self._open.add(fetch.job)
         deadline = time.monotonic() + fetch.timeout_s
         self._orders.put(TierOrder(fetch, source, self._blocks.fence(), deadline))
 
     def cancel(self, job: int) -> None:
-        """One that is over is over."""
+        """Cancel a job, if it has not ended."""
         self._open.discard(job)
 
     def close(self) -> None:
-        """Waits for the block at hand; what is not done then is nobody's concern any more."""
+        """Stop after the current block; the remaining jobs are not reported."""
         self._open.clear()
         self._orders.put(None)
         self._thread.join()
@@ -96,19 +98,19 @@ class TierReader:
             try:
                 self._load_all(order)
             except TierReadEnded as end:
-                self._news.add_end(KVFailure(job, end.kind, str(end)))
+                self._reports.add_end(KVFailure(job, end.kind, str(end)))
             else:
                 num_bytes = len(source.hashes) * self._memory.block_bytes
                 seconds = time.perf_counter() - started
-                self._news.add_end(KVFetched(job, num_bytes, seconds, MOVER))
+                self._reports.add_end(KVFetched(job, num_bytes, seconds, MOVER))
             self._open.discard(job)
 
     def _load_all(self, order: TierOrder) -> None:
-        self._blocks.begin(order.fence)
+        self._blocks.wait_for(order.fence)
         ids = integers(order.fetch.blocks.data)
         for index, content in enumerate(order.source.hashes):
             if order.fetch.job not in self._open:
-                raise TierReadEnded("cancelled", "as the engine asked")
+                raise TierReadEnded("cancelled", "cancelled by the engine")
             if time.monotonic() > order.deadline:
                 raise TierReadEnded("timeout", f"it took longer than {order.fetch.timeout_s:g} s")
             self._load(content, ids[index : index + 1])
@@ -123,13 +125,11 @@ class TierReader:
             self._counts.add("disk", "loaded")
         else:
             self._counts.add("host", "failed")
-            raise TierReadEnded(
-                "lost", f"block {content.hex()[:12]} is not in host memory any more"
-            )
+            raise TierReadEnded("lost", f"block {content.hex()[:12]} is no longer in host memory")
 
     def _load_from_disk(self, disk: DiskTier, content: bytes, block: Ids) -> None:
-        """By way of host memory, and it stays there, if it may and there is room."""
-        place = None if self._host is None else self._host.take()
+        """Load through host memory, and keep the block there if the tier exists and has space."""
+        place = None if self._host is None else self._host.reserve()
         via = self._scratch if place is None else place
         try:
             disk.load(content, self._memory.payload(via))
@@ -144,6 +144,6 @@ class TierReader:
             self._host.publish(content, place)
 
     def _put(self, place: int, block: Ids) -> None:
-        """Done at the return, so that `place` may hold something else then."""
+        """Copy a place to the cache. It is done on return, so `place` may be reused."""
         self._blocks.put(0, self._blocks.num_rows, block, self._memory.pieces(place))
-        self._blocks.settle()
+        self._blocks.synchronize()

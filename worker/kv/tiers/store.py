@@ -1,7 +1,6 @@
-"""A worker's tiers as its loop sees them: what is said about them, and what they have to say.
+"""A worker's tiers, as its loop uses them.
 
-`keep` and `use` store, `fetch` and `cancel` load; whatever becomes of that is news. The loop itself
-waits for none of it.
+`store`, `touch`, `fetch` and `cancel` return at once; results appear in the reports.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ from worker.kv.tiers.disk import DiskTier
 from worker.kv.tiers.host import HostTier
 from worker.kv.tiers.memory import HostMemory
 from worker.kv.tiers.reader import TierReader
-from worker.kv.tiers.writer import TierWriter, most_unwritten
+from worker.kv.tiers.writer import TierWriter, max_unwritten
 from worker.startup.memory import free_bytes
 
 
 class TierStore:
-    """rows         of the cache, see KVCache.rows
-    host_bytes   of the host tier; 0: there is none, host memory is but the way to the disk
-    disk         None: there is none
+    """The host and disk tiers with their two threads.
 
-    Raises ValueError where `host_bytes` hold no block.
+    rows         of the cache, see KVCache.rows
+    host_bytes   size of the host tier; 0: there is none, and host memory only buffers disk writes
+    disk         None: there is no disk tier
+
+    Raises ValueError if `host_bytes` is less than one block.
     """
 
     def __init__(
@@ -42,33 +43,31 @@ class TierStore:
         blocks: CacheBlocks,
         disk: DiskTier | None,
         host_bytes: int,
-        news: ReportQueue,
+        reports: ReportQueue,
     ) -> None:
         self._is_host = host_bytes > 0
         self._disk = disk
         self._counts = Counts()
         self._block_bytes = blocks.num_rows * blocks.piece_bytes
-        places = (
-            host_bytes // self._block_bytes if host_bytes else most_unwritten(self._block_bytes)
-        )
+        places = host_bytes // self._block_bytes if host_bytes else max_unwritten(self._block_bytes)
         self._host = HostTier(places)
         memory = HostMemory(rows, places + 1)
-        self._keeper = TierWriter(self._host, memory, disk, self._counts, self.names, news)
+        self._writer = TierWriter(self._host, memory, disk, self._counts, self.names, reports)
         host = self._host if host_bytes else None
-        self._loader = TierReader(blocks, host, memory, places, disk, self._counts, news)
-        news.ask_of_tiers(self._take_news)
+        self._reader = TierReader(blocks, host, memory, places, disk, self._counts, reports)
+        reports.set_tier_reports(self._drain_reports)
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: WorkerConfig,
         layout: bytes,
         rows: Tensor,
         blocks: CacheBlocks,
-        news: ReportQueue,
+        reports: ReportQueue,
     ) -> Self | None:
-        """As `config` says; None where it says nothing. Raises OSError for a directory that cannot
-        be, ValueError for too little or too much memory."""
+        """Return the configured tiers, or None if there are none. Raises OSError if the directory
+        cannot be used, and ValueError for too little or too much memory."""
         if not config.kv_host_gib and not config.kv_disk:
             return None
         host_bytes = int(config.kv_host_gib * GIB)
@@ -84,50 +83,51 @@ class TierStore:
                 payload_bytes=blocks.num_rows * blocks.piece_bytes,
                 max_bytes=int(config.kv_disk_gib * GIB),
             )
-        return cls(rows, blocks, disk, host_bytes, news)
+        return cls(rows, blocks, disk, host_bytes, reports)
 
     @property
     def names(self) -> Sequence[Tier]:
-        """The nearest first."""
+        """Return the tiers' names, the nearest first."""
         is_there: dict[Tier, bool] = {"host": self._is_host, "disk": self._disk is not None}
         return [tier for tier in is_there if is_there[tier]]
 
-    def keep(self, message: KVStore) -> None:
-        self._keeper.keep(message.blocks.tolist(), message.hashes)
+    def store(self, message: KVStore) -> None:
+        self._writer.store(message.blocks.tolist(), message.hashes)
 
-    def use(self, message: KVUsed) -> None:
-        self._keeper.use(message.hashes)
+    def touch(self, message: KVUsed) -> None:
+        self._writer.touch(message.hashes)
 
     def fetch(self, message: KVFetch, source: TierSource) -> None:
-        self._loader.fetch(message, source)
+        self._reader.fetch(message, source)
 
     def cancel(self, job: int) -> None:
-        """Another's job is none."""
-        self._loader.cancel(job)
+        """Cancel a job; unknown jobs are ignored."""
+        self._reader.cancel(job)
 
     def close(self) -> None:
-        """What waits to be written is, if it does not take long."""
-        self._loader.close()
-        self._keeper.close()
+        """Stop both threads. Waiting blocks are still written, up to CLOSE_S."""
+        self._reader.close()
+        self._writer.close()
 
-    def _take_news(self) -> list[KVTierNews]:
-        counts = self._counts.take()
-        news = []
+    def _drain_reports(self) -> list[KVTierNews]:
+        counts = self._counts.drain()
+        reports = []
         if self._is_host:
             num_bytes = len(self._host) * self._block_bytes
-            news.append(_news("host", self._host.take_changes(), num_bytes, counts))
+            reports.append(_tier_report("host", self._host.drain_changes(), num_bytes, counts))
         if self._disk is not None:
-            news.append(_news("disk", self._disk.take_changes(), self._disk.num_bytes, counts))
-        return [one for one in news if one is not None]
+            changes, num_bytes = self._disk.drain_changes(), self._disk.num_bytes
+            reports.append(_tier_report("disk", changes, num_bytes, counts))
+        return [report for report in reports if report is not None]
 
 
-def _news(
+def _tier_report(
     tier: Tier,
     changes: tuple[list[bytes], list[bytes]],
     num_bytes: int,
     counts: Counter[tuple[Tier, Kind]],
 ) -> KVTierNews | None:
-    """None where nothing has happened."""
+    """Return the tier's report, or None if nothing has changed."""
     stored, lost = changes
     num = {kind: counts[tier, kind] for kind in KINDS}
     if not (stored or lost or any(num.values())):

@@ -1,8 +1,8 @@
-"""Storing: blocks are copied out of the cache at once, and written to disk when there is time.
+"""Stores blocks: copies them out of the cache at once, and writes them to disk later.
 
-The loop calls `keep` between two plans, so no later plan has touched the blocks: on a device their
-copies are queued before its work, on the CPU they are done. All else happens in a thread. When the
-pool of host memory is full of blocks that wait to be written, no more are kept: best effort.
+The loop calls `store` between two plans, so no later plan has changed the blocks: on a device the
+copies are queued before its work, and on the CPU they are done. A thread does the rest. If the pool
+of host memory is full of blocks that wait to be written, more blocks are dropped.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from threading import Thread
 from worker.batch.readback import DeviceEvent
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.counts import Counts, Tier
-from worker.kv.tiers.disk import LOOK_S, DiskTier
+from worker.kv.tiers.disk import SCAN_S, DiskTier
 from worker.kv.tiers.host import HostTier
 from worker.kv.tiers.memory import HostMemory
 
 CLOSE_S = 3.0
-"""At the end, what waits to be written is written as far as it can be in this time."""
+"""Time limit for writing the waiting blocks at shutdown."""
 UNWRITTEN_BYTES = 256 << 20
-LEAST_UNWRITTEN = 8
-"""So much memory, but at least so many blocks, may be on the way to the disk."""
-TELL_EVERY = 32
-"""What is written is told after so many blocks, and when all are."""
+MIN_UNWRITTEN = 8
+"""Blocks of this much memory, but at least this many, may wait to be written to disk."""
+REPORT_EVERY = 32
+"""Written blocks are reported after this many, and when none waits."""
 
 
-def most_unwritten(block_bytes: int) -> int:
-    """How many blocks may wait to be written."""
-    return max(UNWRITTEN_BYTES // block_bytes, LEAST_UNWRITTEN)
+def max_unwritten(block_bytes: int) -> int:
+    """Return how many blocks may wait to be written."""
+    return max(UNWRITTEN_BYTES // block_bytes, MIN_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
 class TierBatch:
-    """(content, the place that holds it once `copied` is done; None: it is findable already)."""
+    """(content, place) pairs. The place holds the content after `copied`; None: already stored."""
 
     copied: DeviceEvent
     blocks: list[tuple[bytes, int | None]]
@@ -45,15 +45,17 @@ class TierBatch:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """These were used, the last one last."""
+    """Contents that were used, the latest last."""
 
     contents: Sequence[bytes]
 
 
 class TierWriter:
-    """host, memory   what is kept comes here first; `host.capacity` places
-    disk           None: what is kept stays there
-    tiers          which ones are missing what is not kept
+    """Thread that publishes and writes stored blocks.
+
+    host, memory   every block is stored here first; `host.capacity` places
+    disk           None: blocks stay in host memory
+    tiers          the tiers that count a dropped block
     """
 
     def __init__(
@@ -63,37 +65,38 @@ class TierWriter:
         disk: DiskTier | None,
         counts: Counts,
         tiers: Sequence[Tier],
-        news: ReportQueue,
+        reports: ReportQueue,
     ) -> None:
         self._host, self._memory, self._disk = host, memory, disk
         self._counts = counts
         self._tiers = tiers
-        self._news = news
+        self._reports = reports
         self._arrived: SimpleQueue[TierBatch | Used | None] = SimpleQueue()
         self._unwritten: deque[tuple[bytes, int]] = deque()  # their places are held
-        self._most_unwritten = most_unwritten(memory.block_bytes)
+        self._max_unwritten = max_unwritten(memory.block_bytes)
         self._close_at: float | None = None
-        self._thread = Thread(target=news.guard(self._run), name="kv keeper", daemon=True)
+        self._thread = Thread(target=reports.guard(self._run), name="kv tier writer", daemon=True)
         self._thread.start()
 
-    # ---- by the loop
+    # ---- called by the loop
 
-    def keep(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Blocks of a sequence, in its order: behind one that is not kept none is of use."""
-        kept: list[tuple[bytes, int | None]] = []
+    def store(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Store blocks of a sequence, in its order. If one does not fit, the later ones are dropped
+        too, because they are useless without it."""
+        stored: list[tuple[bytes, int | None]] = []
         for index, (block, content) in enumerate(zip(blocks, contents, strict=True)):
             place = None
             if content not in self._host:
-                if (place := self._host.take()) is None:
+                if (place := self._host.reserve()) is None:
                     for tier in self._tiers:
                         self._counts.add(tier, "dropped", len(blocks) - index)
                     break
                 self._memory.copy_out(block, place)
-            kept.append((content, place))
-        self._arrived.put(TierBatch(self._memory.mark(), kept))
+            stored.append((content, place))
+        self._arrived.put(TierBatch(self._memory.mark(), stored))
 
-    def use(self, contents: Sequence[bytes]) -> None:
-        """These were used, the last one last: others go first."""
+    def touch(self, contents: Sequence[bytes]) -> None:
+        """Mark contents as used, the latest last, so that others are evicted first."""
         self._arrived.put(Used(contents))
 
     def close(self) -> None:
@@ -104,38 +107,38 @@ class TierWriter:
 
     def _run(self) -> None:
         while not self._is_over():
-            self._hear()
+            self._receive()
             if self._unwritten:
                 self._write(*self._unwritten.popleft())
             if self._disk is not None and self._close_at is None:
-                self._disk.look_if_due()
-            if len(self._unwritten) % TELL_EVERY == 0:
-                self._news.wake()
+                self._disk.scan_if_due()
+            if len(self._unwritten) % REPORT_EVERY == 0:
+                self._reports.wake()
 
     def _is_over(self) -> bool:
         if self._close_at is None:
             return False
         return not self._unwritten or time.monotonic() > self._close_at
 
-    def _hear(self) -> None:
-        """All that has arrived; waits only where there is nothing to be written."""
+    def _receive(self) -> None:
+        """Apply everything that has arrived. Waits only if nothing is to be written."""
         is_idle = not self._unwritten and self._close_at is None
         try:
             while True:
-                self._take_in(self._arrived.get(block=is_idle, timeout=LOOK_S))
+                self._apply(self._arrived.get(block=is_idle, timeout=SCAN_S))
                 is_idle = False
         except Empty:
             pass
 
-    def _take_in(self, news: TierBatch | Used | None) -> None:
-        match news:
+    def _apply(self, item: TierBatch | Used | None) -> None:
+        match item:
             case TierBatch():
-                news.copied.synchronize()
-                for content, place in news.blocks:
+                item.copied.synchronize()
+                for content, place in item.blocks:
                     if place is not None:
                         self._host.publish(content, place)
                         self._counts.add("host", "stored")
-                    self._await_writing(content)
+                    self._queue_write(content)
             case Used(contents=contents):
                 for content in contents:
                     self._host.touch(content)
@@ -144,11 +147,11 @@ class TierWriter:
             case None:
                 self._close_at = time.monotonic() + CLOSE_S
 
-    def _await_writing(self, content: bytes) -> None:
+    def _queue_write(self, content: bytes) -> None:
         if self._disk is None or content in self._disk:
             return
-        is_room = len(self._unwritten) < self._most_unwritten
-        place = self._host.hold(content) if is_room else None
+        has_space = len(self._unwritten) < self._max_unwritten
+        place = self._host.hold(content) if has_space else None
         if place is None:
             self._counts.add("disk", "dropped")
         else:
@@ -156,7 +159,7 @@ class TierWriter:
 
     def _write(self, content: bytes, place: int) -> None:
         assert self._disk is not None
-        if content not in self._disk:  # it may have waited twice
+        if content not in self._disk:  # it may have been queued twice
             is_stored = self._disk.store(content, self._memory.payload(place))
             self._counts.add("disk", "stored" if is_stored else "dropped")
         self._host.release(content)

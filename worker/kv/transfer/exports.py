@@ -1,8 +1,8 @@
-"""Which leases there are, whose blocks they keep, and who has done with them.
+"""Exported leases: the blocks they protect, and the readers that are done with them.
 
-The engine reuses blocks as soon as it has said KVWithdraw, so "is it still live?" and "withdraw"
-are one order: when `withdraw` has returned, no reader is told any more that what it has read is
-right. Two threads come here: the loop adds and withdraws, the server asks.
+The engine reuses blocks as soon as it has sent KVWithdraw. So checking a lease and withdrawing it
+share a lock: after `withdraw` returns, no reader is told that the data it has read is valid. Two
+threads use the table: the loop adds and withdraws, and the server answers readers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class EndedLease:
-    """What a reader's last word leads to.
+    """Result of a reader's last message.
 
-    is_live    what it has read is right
-    is_taken   it was the last one awaited
+    is_live    the data it has read is valid
+    is_taken   it was the last reader that the lease waited for
     """
 
     is_live: bool
@@ -30,8 +30,12 @@ class EndedLease:
 
 @dataclass(slots=True)
 class ExportedLease:
-    """blocks: [B] ids in the order of the sequence; opened: who reads which of them, by the indexes
-    of the first and of the first that is not; done: who will not come again."""
+    """A lease that readers may open.
+
+    blocks   [B] ids in the order of the sequence
+    opened   reader -> [first, end) indexes of the blocks it reads
+    done     readers that have finished
+    """
 
     blocks: Ids
     num_readers: int
@@ -40,39 +44,41 @@ class ExportedLease:
 
 
 class Exports:
-    """The table. No call waits for anything but another call."""
+    """The table of leases. Calls only wait for each other."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._leases: dict[bytes, ExportedLease] = {}
 
     def add(self, lease: bytes, blocks: Ids, num_readers: int) -> None:
-        """Raises ValueError on a lease that is there already."""
+        """Add a lease. Raises ValueError if it exists."""
         with self._lock:
             if lease in self._leases:
-                raise ValueError(f"lease {lease.hex()} is exported already")
+                raise ValueError(f"lease {lease.hex()} is already exported")
             self._leases[lease] = ExportedLease(blocks, num_readers)
 
     def withdraw(self, lease: bytes) -> None:
-        """From now on it is over. An unknown one is."""
+        """End a lease; unknown ones are ignored."""
         with self._lock:
             self._leases.pop(lease, None)
 
     def open(self, lease: bytes, reader: bytes, first: int, count: int) -> Ids | None:
-        """The blocks; None where the lease is over. Raises ValueError where it has not so many."""
+        """Return the blocks of a new reader; None if the lease has ended. Raises ValueError if the
+        lease has fewer blocks."""
         with self._lock:
             if (found := self._leases.get(lease)) is None:
                 return None
             end = first + count
             if first < 0 or count < 1 or end > len(found.blocks):
                 raise ValueError(
-                    f"blocks {first} to {end} are wanted of a lease that has {len(found.blocks)}"
+                    f"blocks {first} to {end} were requested of a lease with {len(found.blocks)}"
                 )
             found.opened[reader] = first, end
             return found.blocks[first:end]
 
     def opened(self, lease: bytes, reader: bytes) -> Ids | None:
-        """What this reader has opened; None where the lease is over, or never was opened by it."""
+        """Return the blocks that this reader opened; None if the lease has ended or was not opened
+        by it."""
         with self._lock:
             found = self._leases.get(lease)
             if found is None or reader not in found.opened:
@@ -80,20 +86,20 @@ class Exports:
             first, end = found.opened[reader]
             return found.blocks[first:end]
 
-    def part(self, lease: bytes, reader: bytes) -> EndedLease:
-        """The reader will not come again, with or without what it came for. To say so twice is to
-        say it once; who never opened has read nothing that could be right."""
+    def on_reader_done(self, lease: bytes, reader: bytes) -> EndedLease:
+        """Record that the reader is done, successfully or not. Repetitions have no effect. The data
+        of a reader that never opened the lease is not valid."""
         with self._lock:
             if (found := self._leases.get(lease)) is None:
                 return EndedLease(is_live=False, is_taken=False)
-            is_news = reader not in found.done
+            is_new = reader not in found.done
             found.done.add(reader)
             is_last = len(found.done) == found.num_readers
-            return EndedLease(is_live=reader in found.opened, is_taken=is_news and is_last)
+            return EndedLease(is_live=reader in found.opened, is_taken=is_new and is_last)
 
     @property
     def is_being_read(self) -> bool:
-        """Somebody has opened a lease, and has not done with it."""
+        """Return whether a reader has opened a lease and is not done."""
         with self._lock:
             return any(found.opened.keys() - found.done for found in self._leases.values())
 

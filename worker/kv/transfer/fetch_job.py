@@ -1,4 +1,4 @@
-"""What becomes of one transfer, at the end that reads: states, events, and how it ends.
+"""State machine of one transfer at the reading end.
 
 Legend: P the peer, which has the content.
 """
@@ -9,25 +9,25 @@ from enum import Enum, auto
 
 
 class FetchJobState(Enum):
-    OPENING = auto()  # P was asked; nothing is written yet
-    MOVING = auto()  # bytes come; the mover writes into the blocks
-    CONFIRMING = auto()  # all is in its place; P was asked whether it was right
-    STOPPING = auto()  # it has failed; something may still write into the blocks
-    FETCHED = auto()  # over: the blocks hold what was asked for
-    FAILED = auto()  # over: nothing writes into the blocks
+    OPENING = auto()  # KVOpen was sent to P; nothing is written yet
+    MOVING = auto()  # the mover writes into the blocks
+    CONFIRMING = auto()  # everything is in place; P was asked whether it is valid
+    STOPPING = auto()  # failed; something may still write into the blocks
+    FETCHED = auto()  # ended: the blocks have the requested content
+    FAILED = auto()  # ended: nothing writes into the blocks
 
 
 class FetchJobEvent(Enum):
-    OPENED = auto()  # P: these are the blocks
-    CHUNK = auto()  # P: this is one of the chunks
-    LIVE = auto()  # P: what was read is right
-    EXPIRED = auto()  # P: the lease is over
-    UNLIKE = auto()  # P, or we: it cannot be
-    PLACED = auto()  # the mover: all is in its place
-    DAMAGED = auto()  # what came is not what was sent, or no answer to what was asked
-    LOST = auto()  # P went away, or never was there
-    LATE = auto()  # the time is over
-    CANCEL = auto()  # the engine does not want it any more
+    OPENED = auto()  # P: the blocks
+    CHUNK = auto()  # P: a chunk
+    LIVE = auto()  # P: the data is valid
+    EXPIRED = auto()  # P: the lease has ended
+    UNLIKE = auto()  # P or this worker: the caches or movers do not match
+    PLACED = auto()  # the mover: everything is in place
+    DAMAGED = auto()  # data or an answer is not what was sent or requested
+    LOST = auto()  # P cannot be reached
+    LATE = auto()  # the deadline has passed
+    CANCEL = auto()  # the engine cancelled the job
     QUIET = auto()  # the mover: nothing writes any more
 
 
@@ -47,7 +47,7 @@ NEXT_STATE: dict[tuple[FetchJobState, FetchJobEvent], FetchJobState] = {
     (FetchJobState.MOVING, FetchJobEvent.PLACED): FetchJobState.CONFIRMING,
     (FetchJobState.CONFIRMING, FetchJobEvent.LIVE): FetchJobState.FETCHED,
     (FetchJobState.STOPPING, FetchJobEvent.QUIET): FetchJobState.FAILED,
-    # The first reason counts; until nothing writes any more, all else is in vain.
+    # The first reason counts; while writes may still happen, other events change nothing.
     **{
         (FetchJobState.STOPPING, event): FetchJobState.STOPPING
         for event in FetchJobEvent
@@ -60,12 +60,12 @@ NEXT_STATE: dict[tuple[FetchJobState, FetchJobEvent], FetchJobState] = {
     },
 }
 
-SAID_BY_PEER = {FetchJobEvent.OPENED, FetchJobEvent.CHUNK, FetchJobEvent.LIVE}
-"""P is another process: what it says out of turn is damage, not a mistake of ours."""
+PEER_EVENTS = {FetchJobEvent.OPENED, FetchJobEvent.CHUNK, FetchJobEvent.LIVE}
+"""Events sent by P, another process. Out of order they count as damage, not as a bug here."""
 
 
 class FetchJob:
-    """`failure` and `reason`: KVFailure's kind and message, once it has failed."""
+    """`failure` and `reason` are KVFailure's kind and message, after a failure."""
 
     def __init__(self) -> None:
         self.state = FetchJobState.OPENING
@@ -77,13 +77,13 @@ class FetchJob:
         return self.state in (FetchJobState.FETCHED, FetchJobState.FAILED)
 
     def on(self, event: FetchJobEvent, reason: str = "") -> FetchJobState:
-        """The state that follows. Raises ValueError where an event of our own cannot be."""
+        """Return the next state. Raises ValueError if our own event is impossible in this state."""
         state = NEXT_STATE.get((self.state, event))
-        if state is None and event in SAID_BY_PEER and not self.is_over:
-            reason = f"the peer said {event.name} while we were {self.state.name}"
+        if state is None and event in PEER_EVENTS and not self.is_over:
+            reason = f"the peer sent {event.name} in state {self.state.name}"
             event, state = FetchJobEvent.DAMAGED, FetchJobState.STOPPING
         if state is None:
-            raise ValueError(f"{event.name} while {self.state.name}")
+            raise ValueError(f"event {event.name} in state {self.state.name}")
         if state is FetchJobState.STOPPING and self.state is not FetchJobState.STOPPING:
             self.failure, self.reason = FAILURES[event], reason
         self.state = state

@@ -1,10 +1,10 @@
-"""The end that has the content: a thread that answers other workers, and keeps nothing of them.
+"""The exporting end: a thread that answers other workers, and keeps no state about them.
 
-It reads blocks while steps run; that is harmless, for nobody writes into blocks under a lease, and
-what was read of blocks that are under none any more is never called right (exports.py).
+It reads blocks while steps run. That is safe, because nothing writes into blocks under a lease. If
+a lease ends while its blocks are read, the reader is told that the data is not valid (exports.py).
 
-A chunk is gathered when it is asked for. Those of a reader that does not take them stay in its
-connection's queue, which is as long as the window: beyond, nothing is made ready for it any more.
+A chunk is gathered when it is requested. Chunks that a reader does not receive stay in its
+connection's queue, which is as long as the window; no more are gathered for it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from worker.sampling.logprob_columns import int32
 log = logging.getLogger(__name__)
 
 SEND_QUEUE = WINDOW + 2
-"""Per reader: chunks, and the words before and after them."""
+"""Messages per reader: its window of chunks, and one message before and after them."""
 HELP_MS = 1
 
 
 class KVServer:
     """Answers until `close`.
 
-    socket   a ROUTER with a queue of SEND_QUEUE; used, and closed, by the thread alone
-    offers   the ways by which these blocks can be had
-    helper   what must be lent a hand while somebody reads; see movers/nixl.py
+    socket   a ROUTER with a queue of SEND_QUEUE; the thread uses and closes it
+    offers   the movers by which readers can get the blocks
+    helper   the NIXL agent that must make progress while it is read; see movers/nixl.py
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class KVServer:
         blocks: CacheBlocks,
         offers: Sequence[Offer],
         exports: Exports,
-        news: ReportQueue,
+        reports: ReportQueue,
         *,
         helper: Agent | None = None,
     ) -> None:
-        self.num_dropped = 0  # messages that make no sense, and answers that nobody takes
+        self.num_dropped = 0  # invalid messages, and unread answers
         self._socket = socket
         self._endpoint = endpoint
         self._blocks = blocks
         self._offers = list(offers)
         self._chunk_bytes = next((o.chunk_bytes for o in offers if isinstance(o, ZmqOffer)), 0)
         self._exports = exports
-        self._news = news
+        self._reports = reports
         self._helper = helper
         self._decoder: wire.Decoder[FromReader] = wire.Decoder(FromReader)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = Thread(target=news.guard(self._run), name="kv server", daemon=True)
+        self._thread = Thread(target=reports.guard(self._run), name="kv server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -93,25 +93,25 @@ class KVServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
         with self._socket:
-            while self._stop not in (ready := dict(poller.poll(self._patience_ms()))):
+            while self._stop not in (ready := dict(poller.poll(self._poll_timeout_ms()))):
                 if ready:
-                    self._hear()
+                    self._serve_one()
                 if self._helper is not None:
-                    self._helper.help()
+                    self._helper.make_progress()
         log.info("kv server stopped; messages dropped: %d", self.num_dropped)
 
-    def _patience_ms(self) -> int | None:
+    def _poll_timeout_ms(self) -> int | None:
         is_needed = self._helper is not None and self._exports.is_being_read
         return HELP_MS if is_needed else None
 
-    def _hear(self) -> None:
-        """One message, and its answer."""
+    def _serve_one(self) -> None:
+        """Receive one message and answer it."""
         reader, *frames = self._socket.recv_multipart()
         try:
             answer = self._answer(self._decoder.decode(frames))
         except WireError as error:
             self.num_dropped += 1
-            log.debug("a message of no sense: %s", error)
+            log.debug("dropped an invalid message: %s", error)
             return
         if answer is not None:
             self._send(reader, answer)
@@ -123,12 +123,12 @@ class KVServer:
             case KVRead():
                 return self._chunk(message)
             case KVDone(lease=lease, reader=reader, is_read=is_read):
-                parting = self._exports.part(lease, reader)
-                if parting.is_taken:
-                    self._news.add_taken(lease)
+                ended = self._exports.on_reader_done(lease, reader)
+                if ended.is_taken:
+                    self._reports.add_taken(lease)
                 if not is_read:
                     return None
-                return KVLive() if parting.is_live else KVExpired()
+                return KVLive() if ended.is_live else KVExpired()
 
     def _open(self, message: KVOpen) -> FromExporter:
         if message.layout != self._endpoint.layout:
@@ -143,7 +143,7 @@ class KVServer:
         return KVOpened(blocks=int32(ids), offers=self._offers)
 
     def _chunk(self, message: KVRead) -> FromExporter:
-        """Raises WireError where there is no such chunk."""
+        """Return a chunk. Raises WireError if it does not exist."""
         ids = self._exports.opened(message.lease, message.reader)
         if ids is None:
             return KVExpired()
@@ -157,7 +157,7 @@ class KVServer:
         return KVChunk(chunk=message.chunk, crc32=zlib.crc32(pieces.data), data=UInt8(pieces))
 
     def _send(self, reader: bytes, answer: FromExporter) -> None:
-        """Or not at all, where the reader is gone or takes nothing."""
+        """Send an answer; drop it if the reader is gone or its queue is full."""
         try:
             self._socket.send_multipart([reader, *wire.encode(answer)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

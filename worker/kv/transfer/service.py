@@ -1,5 +1,4 @@
-"""K/V in one worker: what the engine says of it goes where it belongs, and what has become of it
-comes back."""
+"""K/V transfers of one worker: dispatches the engine's messages, and collects the reports."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from protocol.steps import NULL_BLOCK
 from worker.kv.blocks import blocks_of
 from worker.kv.cache import KVCache
 from worker.kv.layout import KVLayout
-from worker.kv.movers.choice import Ways
+from worker.kv.movers.choice import MoverFactory
 from worker.kv.movers.nixl import Agent
 from worker.kv.movers.zmq import CHUNK_BYTES
 from worker.kv.report_queue import ReportQueue
@@ -34,19 +33,19 @@ from worker.kv.tiers.store import TierStore
 from worker.kv.transfer.exports import Exports
 from worker.kv.transfer.fetcher import Fetcher
 from worker.kv.transfer.server import SEND_QUEUE, KVServer
-from worker.kv.transfer.transfer import Here
+from worker.kv.transfer.transfer import TransferContext
 from worker.slots.staging import integers
 
-ToExchange = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
+KVMessage = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 
 
 class KVTransferService:
-    """To be closed by its `with`.
+    """Use it as a context manager.
 
-    endpoint   what WorkerReady says: without an address where this worker exports nothing, and
-               only fetches
+    endpoint   for WorkerReady; without an address if this worker only fetches
 
-    Raises NoNixl where that is wanted and absent, zmq.ZMQError where the address cannot be had.
+    Raises NoNixl if it is configured but not available, and zmq.ZMQError if the address cannot be
+    bound.
     """
 
     def __init__(
@@ -57,29 +56,32 @@ class KVTransferService:
         layout: KVLayout,
     ) -> None:
         key = read_cluster_key(config.cluster_key)
-        wants_nixl = config.kv_mover == "nixl"
-        here = KVEndpoint(
+        uses_nixl = config.kv_mover == "nixl"
+        self.endpoint = KVEndpoint(
             address=config.kv_address if config.kv_export else "",
             layout=layout.digest,
-            told=layout.told,
+            told=layout.description,
             mover=config.kv_mover,
         )
         blocks = blocks_of(cache)
-        ways = Ways(config.kv_mover, blocks, Agent(cache.rows) if wants_nixl else None)
-        self.endpoint = here
+        agent = Agent(cache.rows) if uses_nixl else None
+        movers = MoverFactory(config.kv_mover, blocks, agent)
         self._num_blocks = cache.num_blocks
         self._exports = Exports()
         self._server: KVServer | None = None
-        self._news = ReportQueue()
+        self._reports = ReportQueue()
         if config.kv_export:
-            helper = Agent(cache.rows) if wants_nixl else None
+            helper = Agent(cache.rows) if uses_nixl else None
             socket = sockets.bind_router(context, config.kv_address, key, send_queue=SEND_QUEUE)
             offers = _offers(config, cache, helper)
             self._server = KVServer(
-                socket, here, blocks, offers, self._exports, self._news, helper=helper
+                socket, self.endpoint, blocks, offers, self._exports, self._reports, helper=helper
             )
-        self._tiers = TierStore.of(config, layout.digest, cache.rows, blocks, self._news)
-        self._fetcher = Fetcher(Here(context, key, here, blocks, ways), self._news)
+        self._tiers = TierStore.from_config(
+            config, layout.digest, cache.rows, blocks, self._reports
+        )
+        shared = TransferContext(context, key, self.endpoint, blocks, movers)
+        self._fetcher = Fetcher(shared, self._reports)
 
     def __enter__(self) -> Self:
         return self
@@ -90,30 +92,30 @@ class KVTransferService:
             self._server.close()
         if self._tiers is not None:
             self._tiers.close()
-        self._news.close()
+        self._reports.close()
 
     @property
     def num_dropped(self) -> int:
-        """Messages of other workers that made no sense, and answers that nobody took."""
+        """Return the number of invalid messages from other workers, and of unread answers."""
         return 0 if self._server is None else self._server.num_dropped
 
     @property
     def tiers(self) -> list[str]:
-        """What WorkerReady says of them."""
+        """Return the tiers' names for WorkerReady."""
         return [] if self._tiers is None else list(self._tiers.names)
 
     @property
     def fd(self) -> int:
-        """Can be read when `report` may have something to say."""
-        return self._news.fd
+        """Readable if `report` may return something."""
+        return self._reports.fd
 
-    def take(self, message: ToExchange) -> None:
-        """Never waits. Raises ValueError on a lease that cannot be."""
+    def apply(self, message: KVMessage) -> None:
+        """Apply a message of the engine without waiting. Raises ValueError for an invalid lease."""
         match message:
             case KVExport(lease=lease, blocks=blocks, readers=readers):
                 ids = integers(blocks.data)
                 if not len(ids) or ids.min() <= NULL_BLOCK or ids.max() >= self._num_blocks:
-                    raise ValueError(f"lease {lease.hex()} has blocks that are none")
+                    raise ValueError(f"lease {lease.hex()} has blocks that do not exist")
                 self._exports.add(lease, ids, readers)
             case KVWithdraw(lease=lease):
                 self._exports.withdraw(lease)
@@ -126,22 +128,22 @@ class KVTransferService:
                 if self._tiers is not None:
                     self._tiers.cancel(message.job)
             case KVStore():
-                self._expect_tiers().keep(message)
+                self._require_tiers().store(message)
             case KVUsed():
-                self._expect_tiers().use(message)
+                self._require_tiers().touch(message)
 
-    def _expect_tiers(self) -> TierStore:
+    def _require_tiers(self) -> TierStore:
         if self._tiers is None:
-            raise ValueError("this worker has no tiers, and has said so")
+            raise ValueError("this worker has no tiers")
         return self._tiers
 
     def report(self) -> KVReport | None:
-        """What is new. Raises what a thread has died of."""
-        return self._news.take()
+        """Return what is new, or None. Raises the exception of a failed thread."""
+        return self._reports.drain()
 
 
 def _offers(config: WorkerConfig, cache: KVCache, helper: Agent | None) -> list[Offer]:
-    """The ways that our configuration allows, to whoever asks."""
+    """Return the offers to readers that the configuration allows."""
     offers: list[Offer] = []
     if cache.shared is not None:
         offers.append(cache.shared.offer(cache.num_blocks))

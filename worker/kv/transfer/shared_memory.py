@@ -1,13 +1,13 @@
-"""Memory of one process that others of the same user, on the same host, can map and only read.
+"""Memory of one process that others of the same user on the same host can map read-only.
 
-It is an anonymous file (memfd): no name that could be left behind, no limit as of /dev/shm; the
-system gives it back when the last process that has it open has ended. Pages are zero, and cost
-nothing until they are touched. Others open it as `/proc/PID/fd/N`, which the kernel grants to
-processes that might as well debug this one. What they find is recognised by its inode: another PID
-namespace has another process under that number, and other files.
+It is an anonymous file (memfd): it has no name that could be left behind, is not limited by
+/dev/shm, and is freed when the last process that has it open ends. Pages are zero and cost nothing
+until they are touched. Other processes open `/proc/PID/fd/N`, which the kernel allows to processes
+that may also debug this one. They check the inode, because in another PID namespace the number may
+belong to another process with other files.
 
-Sealed, it cannot shrink: who reads a map of a file that was cut off is killed by the kernel. Nor
-can anybody map it for writing any more.
+The file is sealed so that it cannot shrink, because the kernel kills a process that reads a mapping
+of a truncated file. It is also sealed against new writable mappings.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NAME = "tidegate-kv"
 
 
 class SharedMemory:
-    """So many bytes, zero at first. Others can map them as long as this object lives, and keep what
-    they have mapped. Raises OSError."""
+    """`num_bytes` of zeroed memory. Other processes can map it while this object lives, and keep
+    existing mappings afterwards. Raises OSError."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -47,11 +47,11 @@ class SharedMemory:
 
     @property
     def content(self) -> NDArray[np.uint8]:
-        """[num_bytes], to be written. It lives as long as somebody holds it."""
+        """Return the writable memory [num_bytes]. It stays valid while an array refers to it."""
         return np.frombuffer(self._map, np.uint8)
 
     def offer(self, num_blocks: int) -> ShmOffer:
-        """What another process must know."""
+        """Return what another process needs to map the memory."""
         info = os.fstat(self._fd)
         return ShmOffer(
             boot=BOOT_ID.read_text().strip(),
@@ -64,9 +64,9 @@ class SharedMemory:
 
 
 def map_offered(offer: ShmOffer) -> mmap.mmap:
-    """The memory behind an offer, to be read. Raises Lost, saying why."""
+    """Map offered memory for reading. Raises TransferLost with the reason."""
     if BOOT_ID.read_text().strip() != offer.boot:
-        raise TransferLost("it is on another host")
+        raise TransferLost("the memory is on another host")
     try:
         fd = os.open(offer.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -78,9 +78,9 @@ def map_offered(offer: ShmOffer) -> mmap.mmap:
             offer.inode,
             offer.num_bytes,
         ):
-            raise TransferLost(f"{offer.path} is another file here")
+            raise TransferLost(f"{offer.path} is a different file in this process")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransferLost(f"{offer.path} may shrink")
+            raise TransferLost(f"{offer.path} is not sealed against shrinking")
         return mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ)
     except OSError as error:
         raise TransferLost(f"{offer.path}: {error.strerror}") from None
@@ -89,7 +89,7 @@ def map_offered(offer: ShmOffer) -> mmap.mmap:
 
 
 def _seal(fd: int) -> None:
-    """Against a change of size; and, where the kernel knows how, against writing by others."""
+    """Seal the size, and later writable mappings if the kernel supports it."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)

@@ -1,6 +1,6 @@
-"""One transfer at the end that reads: a socket, a mover, and the state that fetch_job.py keeps.
+"""One transfer at the reading end: a socket, a mover, and the state machine of fetch_job.py.
 
-It never waits: `turn` does what can be done now, and says when to come again.
+It never waits: `poll` does what can be done now, and `poll_hint` says when to call it again.
 """
 
 from __future__ import annotations
@@ -30,42 +30,47 @@ from protocol.kv_peers import (
 )
 from worker.kv.blocks import CacheBlocks
 from worker.kv.movers.base import DamagedTransfer, Mover, PollHint, TransferLost
-from worker.kv.movers.choice import Unoffered, Ways
+from worker.kv.movers.choice import MoverFactory, NoCommonMover
 from worker.kv.transfer.exports import Ids
 from worker.kv.transfer.fetch_job import FetchJob, FetchJobEvent, FetchJobState
 from worker.slots.staging import integers
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """What all transfers of a worker share.
+class TransferContext:
+    """Objects shared by all transfers of a worker.
 
     key        of the cluster, for peers on other hosts
-    endpoint   of our own cache
+    endpoint   describes our own cache
     """
 
     context: zmq.Context[zmq.Socket[bytes]]
     key: ClusterKey | None
     endpoint: KVEndpoint
     blocks: CacheBlocks
-    ways: Ways
+    movers: MoverFactory
 
 
 class Transfer:
-    """Begins to run when it is made. Raises ValueError or zmq.ZMQError where there can be no
-    connection.
+    """A transfer, which starts when it is created. Raises ValueError or zmq.ZMQError if no
+    connection is possible.
 
     source     of the fetch
-    fence      the steps after which its blocks may be written (Blocks.fence)
+    fence      blocks may be written after it (CacheBlocks.fence)
     deadline   on the clock `monotonic`
     """
 
     def __init__(
-        self, here: Here, fetch: KVFetch, source: PeerSource, fence: object, deadline: float
+        self,
+        shared: TransferContext,
+        fetch: KVFetch,
+        source: PeerSource,
+        fence: object,
+        deadline: float,
     ) -> None:
         self.deadline = deadline
-        self.pace = PollHint.MESSAGE
-        self._here = here
+        self.poll_hint = PollHint.MESSAGE
+        self._shared = shared
         self._fetch = fetch
         self._source = source
         self._job = FetchJob()
@@ -75,48 +80,51 @@ class Transfer:
         self._was_connected = False
         self._started = monotonic()
         self._decoder: wire.Decoder[FromExporter] = wire.Decoder(FromExporter)
-        here.blocks.begin(fence)
-        self.socket, self.watcher = sockets.connect_watched(here.context, source.address, here.key)
-        self._say(
+        shared.blocks.wait_for(fence)
+        self.socket, self.watcher = sockets.connect_watched(
+            shared.context, source.address, shared.key
+        )
+        self._send(
             KVOpen(
                 lease=source.lease,
                 reader=self._reader,
-                layout=here.endpoint.layout,
-                told=here.endpoint.told,
+                layout=shared.endpoint.layout,
+                told=shared.endpoint.told,
                 first=source.first,
                 count=len(self._ids),
             )
         )
 
-    def turn(self) -> KVFetched | KVFailure | None:
-        """Everything that can be done now. How it ended, once it has, and then it is closed."""
-        self._hear()
-        self._hear_of_connection()
+    def poll(self) -> KVFetched | KVFailure | None:
+        """Do everything that can be done now. Return the result once it has ended; it is closed
+        then."""
+        self._receive()
+        self._check_connection()
         if monotonic() >= self.deadline:
-            self._late()
+            self._on_timeout()
         self._move()
-        return self._end() if self._job.is_over else None
+        return self._finish() if self._job.is_over else None
 
     def cancel(self) -> None:
-        self._fail(FetchJobEvent.CANCEL, "as the engine asked")
+        self._fail(FetchJobEvent.CANCEL, "cancelled by the engine")
 
-    # ---- what the peer says
+    # ---- messages of the peer
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while not self._job.is_over and self.socket.poll(0):
             frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
             try:
-                self._take(self._decoder.decode(frames))
+                self._apply(self._decoder.decode(frames))
             except (WireError, DamagedTransfer) as error:
                 self._fail(FetchJobEvent.DAMAGED, str(error))
             except TransferLost as error:
                 self._fail(FetchJobEvent.LOST, str(error))
 
-    def _take(self, message: FromExporter) -> None:
+    def _apply(self, message: FromExporter) -> None:
         match message:
             case KVOpened():
                 if self._job.on(FetchJobEvent.OPENED) is FetchJobState.MOVING:
-                    self._begin_to_move(message)
+                    self._start_moving(message)
             case KVChunk():
                 if (
                     self._job.on(FetchJobEvent.CHUNK) is FetchJobState.MOVING
@@ -126,73 +134,77 @@ class Transfer:
             case KVLive():
                 self._job.on(FetchJobEvent.LIVE)
             case KVExpired():
-                self._fail(FetchJobEvent.EXPIRED, "the lease is over")
+                self._fail(FetchJobEvent.EXPIRED, "the lease has ended")
             case KVUnlike(reason=reason):
-                self._fail(FetchJobEvent.UNLIKE, f"{reason}; ours is of {self._here.endpoint.told}")
+                ours = self._shared.endpoint.told
+                self._fail(FetchJobEvent.UNLIKE, f"{reason}; this worker's cache is of {ours}")
 
-    def _begin_to_move(self, message: KVOpened) -> None:
+    def _start_moving(self, message: KVOpened) -> None:
         theirs = integers(message.blocks.data)
         if len(theirs) != len(self._ids):
             raise DamagedTransfer(f"{len(theirs)} blocks were opened instead of {len(self._ids)}")
         try:
-            self._mover = self._here.ways.mover(self._ids, theirs, message.offers, self._ask)
-        except Unoffered as error:
+            self._mover = self._shared.movers.create(
+                self._ids, theirs, message.offers, self._request_chunk
+            )
+        except NoCommonMover as error:
             self._fail(FetchJobEvent.UNLIKE, str(error))
 
-    def _hear_of_connection(self) -> None:
+    def _check_connection(self) -> None:
         for is_up in sockets.connection_news(self.watcher):
             self._was_connected |= is_up
             if not is_up:
-                self._hear()  # its last words came before
+                self._receive()  # messages sent before the disconnect
                 self._fail(FetchJobEvent.LOST, f"no connection to {self._source.address}")
 
-    def _late(self) -> None:
-        told = f"not done in {self._fetch.timeout_s:g} s, while {self._job.state.name.lower()}"
+    def _on_timeout(self) -> None:
+        state = self._job.state.name.lower()
+        reason = f"not done within {self._fetch.timeout_s:g} s, in state {state}"
         if self._was_connected:
-            self._fail(FetchJobEvent.LATE, told)
+            self._fail(FetchJobEvent.LATE, reason)
         else:
-            self._fail(FetchJobEvent.LOST, f"no connection to {self._source.address}; {told}")
+            self._fail(FetchJobEvent.LOST, f"no connection to {self._source.address}; {reason}")
 
     def _fail(self, event: FetchJobEvent, reason: str) -> None:
         if not self._job.is_over:
             self._job.on(event, reason)
 
-    # ---- what is done
+    # ---- work
 
     def _move(self) -> None:
-        self.pace = PollHint.MESSAGE
+        self.poll_hint = PollHint.MESSAGE
         if self._job.state is FetchJobState.MOVING and self._mover is not None:
             try:
-                self.pace = self._mover.advance()
+                self.poll_hint = self._mover.advance()
             except DamagedTransfer as error:
                 self._fail(FetchJobEvent.DAMAGED, str(error))
             except TransferLost as error:
                 self._fail(FetchJobEvent.LOST, str(error))
-            if self.pace is PollHint.DONE:
+            if self.poll_hint is PollHint.DONE:
                 self._job.on(FetchJobEvent.PLACED)
-                self._say(self._done(is_read=True))
+                self._send(self._done(is_read=True))
         if self._job.state is FetchJobState.STOPPING:
-            self.pace = PollHint.SOON
+            self.poll_hint = PollHint.SOON
             if self._mover is None or self._mover.stop():
                 self._job.on(FetchJobEvent.QUIET)
 
-    def _end(self) -> KVFetched | KVFailure:
+    def _finish(self) -> KVFetched | KVFailure:
         if self._job.state is FetchJobState.FAILED:
-            self._say(self._done(is_read=False))
+            self._send(self._done(is_read=False))
         linger_ms = sockets.LINGER_MS if self._was_connected else 0
         sockets.close_watched(self.socket, self.watcher, linger_ms=linger_ms)
         if self._job.state is FetchJobState.FAILED:
             return KVFailure(self._fetch.job, self._job.failure, self._job.reason)
         assert self._mover is not None
-        num_bytes = len(self._ids) * self._here.blocks.num_rows * self._here.blocks.piece_bytes
+        num_bytes = len(self._ids) * self._shared.blocks.num_rows * self._shared.blocks.piece_bytes
         seconds = monotonic() - self._started
         return KVFetched(self._fetch.job, num_bytes, seconds, self._mover.name)
 
     def _done(self, *, is_read: bool) -> KVDone:
         return KVDone(lease=self._source.lease, reader=self._reader, is_read=is_read)
 
-    def _ask(self, chunk: int) -> None:
-        self._say(KVRead(lease=self._source.lease, reader=self._reader, chunk=chunk))
+    def _request_chunk(self, chunk: int) -> None:
+        self._send(KVRead(lease=self._source.lease, reader=self._reader, chunk=chunk))
 
-    def _say(self, message: FromReader) -> None:
+    def _send(self, message: FromReader) -> None:
         self.socket.send_multipart(wire.encode(message))

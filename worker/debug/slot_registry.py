@@ -1,12 +1,12 @@
-"""Finds per-slot tensors that are no fields of the slot table: a walk over all that a worker holds.
+"""Searches a worker for per-slot tensors that are not fields of the slot table.
 
-A tensor with a dimension of one item a slot, kept from one step to the next, is state of requests.
-Outside the table nobody resets it, so what it held for one request is read for the next. The walk
-starts at an object and at the worker's own modules and follows attributes, containers, closures,
-defaults and caches; only other libraries' modules and classes are left out.
+A tensor with one item per slot in some dimension that is kept from step to step is request state.
+Outside the table it is never reset, so a later request could read an earlier one's values. The
+search starts at given objects and at the worker's own modules, and follows attributes, containers,
+closures, defaults and caches. Modules and classes of other libraries are left out.
 
-For the number of slots to mean slots alone, no other dimension may be equal to it: `rows_for` finds
-such a number.
+A tensor counts as per-slot if one of its dimensions equals the number of slots, so no other
+dimension may equal it: `rows_for` chooses such a number. Only `--poison-slots` uses this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import numpy as np
@@ -23,22 +23,33 @@ from torch import Tensor
 from worker.slots.table import SlotTable
 
 ROOM = __name__.partition(".")[0]
-LEAST_ROWS = 11
-"""Smaller numbers are dimensions of too many things."""
+MIN_ROWS = 11
+"""Smaller numbers are dimensions of too many tensors."""
 
 Held = tuple[str, Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
-"""Who holds it, and what."""
+"""A holder's name, and a tensor that it holds."""
+
+
+def periodic_check(root: object) -> Callable[[int], None]:
+    """Return a function of the number of steps done that runs `check_registry` after steps 1, 2, 4,
+    8, ..."""
+
+    def check(num_steps: int) -> None:
+        if num_steps.bit_count() == 1:
+            check_registry(root)
+
+    return check
 
 
 def check_registry(root: object) -> None:
-    """Raises RuntimeError, naming them, where tensors that `root` leads to are per slot and in no
-    slot table."""
+    """Raise RuntimeError with a list of the per-slot tensors that are reachable from `root` and not
+    in a slot table."""
     if found := strays(root):
         raise RuntimeError(f"per-slot tensors outside the slot table: {'; '.join(found)}")
 
 
 def strays(root: object) -> list[str]:
-    """Such tensors, in words. What shares memory with a table's tensor is the table's."""
+    """Describe these tensors. A tensor that shares memory with a table's tensor is not listed."""
     things = list(_walk([root, *_own_modules()]))
     tables = [thing for _, thing in things if isinstance(thing, SlotTable)]
     numbers = {table.max_slots for table in tables}
@@ -51,10 +62,10 @@ def strays(root: object) -> list[str]:
 
 
 def rows_for(max_slots: int, roots: Iterable[object]) -> int:
-    """Rows for a slot table of at least max_slots: a number that no tensor that `roots` lead to has
-    as a dimension, and prime, as few numbers are that a step would come upon."""
+    """Return a row count of at least max_slots for a slot table. It equals no dimension of a tensor
+    reachable from `roots`, and is prime, because few tensors of a step have a prime dimension."""
     taken = {size for _, tensor in _tensors(_walk(roots)) for size in tensor.shape}
-    rows = max(max_slots, LEAST_ROWS)
+    rows = max(max_slots, MIN_ROWS)
     while rows in taken or any(rows % divisor == 0 for divisor in range(2, int(rows**0.5) + 1)):
         rows += 1
     return rows
@@ -67,16 +78,16 @@ def _tensors(things: Iterable[tuple[str, object]]) -> Iterator[Held]:
 
 
 def _walk(roots: Iterable[object]) -> Iterator[tuple[str, object]]:
-    """Every object that the roots lead to, once, and the name of the nearest that has one."""
+    """Yield every object reachable from the roots once, with the nearest holder that has a name."""
     seen: set[int] = set()
     queue = [("a root", root) for root in roots]
-    kept = []  # so that no id in `seen` becomes another's
+    visited = []  # keeps the objects alive, so that no id in `seen` is reused
     while queue:
         holder, thing = queue.pop()
         if id(thing) in seen or not _is_ours(thing):
             continue
         seen.add(id(thing))
-        kept.append(thing)
+        visited.append(thing)
         yield holder, thing
         name = _name(thing) or holder
         queue += [(name, child) for child in _children(thing)]
@@ -93,7 +104,7 @@ def _is_ours(thing: object) -> bool:
 def _children(thing: object) -> list[object]:
     if isinstance(thing, Tensor | np.ndarray):
         return []
-    if isinstance(thing, FunctionType):  # its globals are its module's, which is a root or foreign
+    if isinstance(thing, FunctionType):  # its globals are a module's, which is a root or foreign
         return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
     return gc.get_referents(thing)
 
@@ -104,7 +115,7 @@ def _own_modules() -> list[object]:
 
 
 def _name(thing: object) -> str | None:
-    """Of what has one that says where to look."""
+    """Return the qualified name of a class, function or instance, if it helps to find it."""
     kind = thing if isinstance(thing, type | FunctionType) else type(thing)
     if kind.__module__.partition(".")[0] in ("builtins", "collections", "functools"):
         return None
