@@ -1,5 +1,7 @@
-"""Decisions: which request, token, block, slot, and when. No torch, no HTTP, no text.
+"""Decisions: which requests, tokens, blocks and slots go into each step. No torch, no HTTP, no
+text.
 
-May import: protocol, msgspec, pyzmq. May be imported by: nobody; other processes talk to it.
-The engine is a pure object (`engine.py`); `loop.py` owns the sockets and contains no decision.
+Imports protocol, msgspec, pyzmq and llguidance only. Nothing imports this package: other processes
+send it messages. `Engine` (engine.py) is a pure object; `loop.py` owns the sockets and decides
+nothing.
 """

@@ -1,4 +1,4 @@
-"""`python -P -m engine_core --config JSON`"""
+"""Run the engine process: `python -P -m engine_core --config JSON`."""
 
 import sys
 

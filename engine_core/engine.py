@@ -1,25 +1,27 @@
-"""The engine: one pure object with four verbs, and some more for grammars and for K/V.
+"""The engine: a pure object that decides what the worker computes.
 
-    add(client, Generate)   -> Accepted or Refused, at once; None: its grammar is a job to be done
-    settle(Compiled)        -> what became of such a job: Accepted or Refused for all who waited
-    abort(client, numbers)  -> the ends of those that were open
-    abort_named(names)      -> the ends of those that are called so, and which names
-    plan()                  -> the next StepPlan, or None if there is nothing to compute
-    masks()                 -> what the plan's masked rows may say, while it is being computed
-    commit(StepResult)      -> news per client
-    tick(now)               -> what is over by time, ends: news per client
-    freed                   -> what aborted requests owned and is free again, for the caller to take
-    take_orders()           -> what the worker is to do with K/V, before the next plan (kv/)
-    hear(KVReport)          -> news per client: what became of that
+Its verbs:
 
-No socket, no clock (times are arguments), no torch. At most `steps_in_flight` plans are out at a
-time (inflight.py): the next one is planned while the tokens of the one before are on their way.
-What a step in flight may still write (a slot, blocks) is never given to somebody else before that
-step has committed, so requests that end in flight are kept aside until then.
+    add(client, Generate)            -> Accepted or Refused; None while its grammar is compiled
+    on_grammar_compiled(compiled)    -> Accepted or Refused for each request that waited for it
+    abort(client, numbers)           -> the final Output of each request that was open
+    abort_by_label(names)            -> the final Outputs, and which names were found
+    plan()                           -> the next StepPlan, or None if there is nothing to compute
+    masks()                          -> the token masks of the oldest plan, while it is computed
+    commit(StepResult)               -> Outputs per client
+    tick(now)                        -> Outputs of requests that missed a deadline, per client
+    drain_kv_commands()              -> K/V commands to send to the worker before the next plan
+    on_kv_report(KVReport)           -> Outputs per client
+    freed                            -> aborted requests whose slot and blocks are free again
 
-Laws, checked by `check()` and the property tests: every block is free or held, a block's holders
-are the requests and leases that list it, findable content was written by a committed step or has
-been fetched, slots are unique, and each accepted request gets exactly one end.
+It has no socket, no clock (times are arguments) and no torch. At most `steps_in_flight` plans are
+in flight (inflight.py): a step can be planned before the tokens of the previous one are known. A
+slot or block that a step in flight may still write to is not reused until that step has committed.
+A request that ends earlier is kept aside until then.
+
+Invariants, checked by `check()` and the property tests: every block is either free or held; a
+block's holders are the requests and leases that list it; findable content was written by a
+committed step or fetched; slots are unique; each accepted request ends exactly once.
 """
 
 from __future__ import annotations
@@ -39,16 +41,23 @@ from engine_core.kv.fetches import Fetch
 from engine_core.kv.fetches import FetchState as FetchState
 from engine_core.kv.peers import PeerCluster, Peers
 from engine_core.kv.tiers import TierIndex
-from engine_core.kv.transfers import KVTransfers, Order
+from engine_core.kv.transfers import KVCommand, KVTransfers
 from engine_core.open_requests import OpenRequests
 from engine_core.policy.accounts import Accounts
-from engine_core.policy.deadlines import Deadlines, has_begun, lateness_of
-from engine_core.policy.door import Door
+from engine_core.policy.admission import Admission
+from engine_core.policy.deadlines import Deadlines, has_started, timeout_error
 from engine_core.policy.throughput import Throughput
 from engine_core.request import Request, RequestEvent, RequestPhase
-from engine_core.schedule.commit import NOTHING, CommittedTokens, end_of, news_of, seen, take
+from engine_core.schedule.commit import (
+    NOTHING_COMMITTED,
+    CommittedTokens,
+    commit_row,
+    final_output,
+    progress_output,
+    view_row,
+)
 from engine_core.schedule.inflight import InflightSteps
-from engine_core.schedule.plan import build_plan, matchers_of, work_of
+from engine_core.schedule.plan import build_plan, mask_matchers, plan_rows
 from engine_core.schedule.row_results import RowResult
 from engine_core.schedule.scheduler import Scheduler
 from engine_core.speculation.drafting import Speculation
@@ -75,14 +84,12 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
-MAX_SEEN = 10_000
-"""Rows of one view, whatever is asked for."""
+MAX_VIEW_ROWS = 10_000
+"""Most rows in one status reply."""
 
 
 class Engine:
-    """One replica's decisions. `draw_seed` is called for requests that bring no seed of their
-    own.
-    """
+    """The decisions of one replica. `draw_seed` returns the seed for a request that brings none."""
 
     def __init__(
         self,
@@ -96,7 +103,7 @@ class Engine:
         cluster: PeerCluster | None = None,
         tiers: Sequence[str] = (),
     ) -> None:
-        """draft_cost, step_costs: see WorkerReady."""
+        """Create the engine. `draft_cost` and `step_costs` are described in WorkerReady."""
         self.limits = limits
         self._config = config
         self._model = model
@@ -104,19 +111,23 @@ class Engine:
         hashes = ContentHashes(model.digest, limits.block_tokens)
         pool = BlockPool(limits.num_blocks, PrefixCache())
         peers = Peers(config, cluster, hashes, limits.block_tokens)
-        self._speed = Throughput()
-        kept = TierIndex(tiers, hashes, limits.block_tokens, self._speed, config.kv_load_tokens)
-        self._exchange = KVTransfers(config, pool, peers, kept)
+        self._throughput = Throughput()
+        tier_index = TierIndex(
+            tiers, hashes, limits.block_tokens, self._throughput, config.kv_load_tokens
+        )
+        self._kv_transfers = KVTransfers(config, pool, peers, tier_index)
         self._scheduler = Scheduler(
-            limits, hashes, pool, self._exchange, self._speculation, step_costs
+            limits, hashes, pool, self._kv_transfers, self._speculation, step_costs
         )
         self._open = OpenRequests()
-        self._flights = InflightSteps(config.steps_in_flight)
-        self._ended_in_flight: list[Request] = []  # own slot and blocks until no step has them
-        self._generations: Counter[int] = Counter()  # slot -> how often it was bound
+        self._inflight = InflightSteps(config.steps_in_flight)
+        #: Ended, but in a step in flight: they keep slot and blocks until it commits.
+        self._ended_in_flight: list[Request] = []
+        self._generations: Counter[int] = Counter()  # slot -> number of times it was bound
         self._step = 0
-        self.freed: dict[bytes, list[int]] = {}  # client -> its aborted requests
-        self._aborted: set[Request] = set()  # those that are still to come there
+        #: client -> its aborted requests whose slot and blocks are free again
+        self.freed: dict[bytes, list[int]] = {}
+        self._aborted: set[Request] = set()  # aborted, not in `freed` yet
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._accounts = Accounts()
@@ -124,17 +135,17 @@ class Engine:
         self._deadlines = Deadlines()
         self._timeouts: Counter[str] = Counter()
         self._num_admitted_tokens = 0  # since the last commit
-        self._door = Door(
+        self._admission = Admission(
             config,
             model,
             limits,
-            exchange=self._exchange,
+            kv_transfers=self._kv_transfers,
             open_requests=self._open,
             waiting=self._scheduler.waiting,
             speculation=self._speculation,
-            speed=self._speed,
+            throughput=self._throughput,
             accounts=self._accounts,
-            shares=self._scheduler.shares,
+            fair_share=self._scheduler.fair_share,
             draw_seed=draw_seed,
             clock=self._clock,
             deadlines=self._deadlines,
@@ -144,72 +155,87 @@ class Engine:
 
     @property
     def is_draining(self) -> bool:
-        """Whether what is new is refused."""
-        return self._door.is_draining
+        """Whether new requests are refused."""
+        return self._admission.is_draining
 
     def drain(self) -> None:
-        """Finish what is accepted, refuse what is new."""
-        self._door.is_draining = True
+        """Finish the accepted requests and refuse new ones."""
+        self._admission.is_draining = True
 
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
-        """Queue a request, or say why not. None: `settle` will say it, see `take_jobs`."""
-        return self._door.add(client, message)
+        """Queue a request or refuse it.
 
-    def take_jobs(self) -> list[CompileJob]:
-        """Grammars to compile. Each is answered by one `settle`, in any order."""
-        return self._door.take_jobs()
+        Return None if its grammar has to be compiled first (`drain_compile_jobs`);
+        `on_grammar_compiled` returns the reply then.
+        """
+        return self._admission.add(client, message)
 
-    def settle(self, compiled: CompiledGrammar) -> list[tuple[bytes, Accepted | Refused]]:
-        """A grammar is compiled, or cannot be: (client, what to tell it), for all who waited."""
-        return self._door.settle(compiled)
+    def drain_compile_jobs(self) -> list[CompileJob]:
+        """Return the grammars to compile. Answer each with one `on_grammar_compiled`, in any
+        order.
+        """
+        return self._admission.drain_compile_jobs()
+
+    def on_grammar_compiled(
+        self, compiled: CompiledGrammar
+    ) -> list[tuple[bytes, Accepted | Refused]]:
+        """Apply a compilation's outcome, and return (client, reply) for each request that waited
+        for it.
+        """
+        return self._admission.on_grammar_compiled(compiled)
 
     # ---- abort
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
-        """End these of `client`'s requests; numbers that are not open (any more) are no error."""
+        """End these requests of `client`. Numbers that are not open are ignored."""
         found = [self._open.find(client, number) for number in dict.fromkeys(numbers)]
         requests = [request for request in found if request is not None]
         self._aborted.update(requests)
-        return [self._end(request, "abort") for request in requests]
+        return [self._finish_request(request, "abort") for request in requests]
 
-    def abort_named(
+    def abort_by_label(
         self, names: Iterable[str]
     ) -> tuple[dict[bytes, list[Output]], dict[str, bool]]:
-        """End every request that is called so: what to tell the client of each, and whether any
-        was, by name. Two names of one request are both known."""
-        found = {name: self._open.named(name) for name in names}
+        """End every request with one of these labels or names.
+
+        Return the final Outputs per client, and for each name whether it matched a request. If two
+        names match one request, both count as matched.
+        """
+        found = {name: self._open.find_by_name(name) for name in names}
         ends: dict[bytes, list[Output]] = {}
         for request in dict.fromkeys(chain.from_iterable(found.values())):
-            ends.setdefault(request.client, []).append(self._end(request, "abort"))
+            ends.setdefault(request.client, []).append(self._finish_request(request, "abort"))
         return ends, {name: bool(requests) for name, requests in found.items()}
 
-    def drop(self, client: bytes) -> None:
-        """`client` is gone: abort all it has, with nobody to tell."""
-        for request in self._open.of(client):
-            self._end(request, "abort")
+    def on_client_lost(self, client: bytes) -> None:
+        """Abort all requests of a client that is gone."""
+        for request in self._open.from_client(client):
+            self._finish_request(request, "abort")
 
     # ---- plan
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that are out; `commit` comes for each, in their order."""
-        return len(self._flights)
+        """The number of plans in step. `commit` is called for each, in order."""
+        return len(self._inflight)
 
     @property
     def is_idle(self) -> bool:
-        return not self._open and not self._flights and self._exchange.is_idle
+        return not self._open and not self._inflight and self._kv_transfers.is_idle
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step and take what it needs. None: there is nothing to compute, or what
-        is out must commit first."""
-        if self._flights.is_full or not self._scheduler.has_work:
+        """Decide the next step and allocate what it needs.
+
+        Return None if there is nothing to compute, or if a plan in flight must commit first.
+        """
+        if self._inflight.is_full or not self._scheduler.has_work:
             return None
-        is_shared = self._scheduler.shares.are_several(self._clock.now)
-        if self._flights and self._must_await(is_shared=is_shared):
+        is_shared = self._scheduler.fair_share.is_shared(self._clock.now)
+        if self._inflight and self._must_wait(is_shared=is_shared):
             return None
         schedule = self._scheduler.schedule(is_shared=is_shared)
         self._counts["preemptions"] += len(schedule.preempted)
-        work = work_of(schedule)
+        work = plan_rows(schedule)
         if not work:
             return None
         for request in schedule.admitted:
@@ -222,225 +248,240 @@ class Engine:
         for request, count in work:
             ahead = request.num_scheduled + count
             if ahead > request.num_charged:
-                request.share.served += ahead - request.num_charged
+                request.account_usage.served += ahead - request.num_charged
                 request.num_charged = ahead
             if request.kv_readers and count >= request.num_uncomputed:
-                self._exchange.announce(request)
+                self._kv_transfers.announce(request)
         self._step += 1
         plan = build_plan(self._step, schedule, self._scheduler.released_slots, self._generations)
         self._scheduler.released_slots.clear()
-        self._flights.depart(plan, work)
+        self._inflight.on_sent(plan, work)
         return plan
 
-    def _must_await(self, *, is_shared: bool) -> bool:
-        """Whether the next step depends on what is out: it may have to preempt, or to draft. Or
-        there is time until it can begin, in which somebody may still come who goes first."""
+    def _must_wait(self, *, is_shared: bool) -> bool:
+        """Whether the next step must wait for the plans in step.
+
+        It must if the step may preempt, or depends on drafts. It also waits after a long prefill,
+        so that a request that arrives meanwhile can go first.
+        """
         scheduler = self._scheduler
-        prompt_tokens = self._flights.num_prompt_tokens
+        prompt_tokens = self._inflight.num_prompt_tokens
         return (
             not scheduler.can_continue()
-            or self._flights.are_decisive
-            or (prompt_tokens > 0 and (is_shared or self._speed.is_long(prompt_tokens)))
-            or self._speculation.awaits(scheduler.running, len(scheduler.running))
+            or self._inflight.are_decisive
+            or (prompt_tokens > 0 and (is_shared or self._throughput.is_long_step(prompt_tokens)))
+            or self._speculation.should_wait(scheduler.running, len(scheduler.running))
         )
 
     def masks(self) -> Masks | None:
-        """For the oldest plan that is out, once: what comes before its tokens is known only now.
-        None where no grammar constrains any of its rows."""
-        flight = self._flights.oldest
-        if flight is None or not flight.needs_masks:
+        """Return the masks of the oldest plan in flight, once.
+
+        A mask depends on all tokens before it, so it is known only after the previous plan has
+        committed. Return None if no grammar constrains the plan's rows.
+        """
+        step = self._inflight.oldest
+        if step is None or not step.needs_masks:
             return None
-        flight.needs_masks = False
-        matchers = matchers_of(flight.plan, flight.work)
-        return Masks(step=flight.plan.step, bits=fill(matchers, self._model.vocab_size))
+        step.needs_masks = False
+        matchers = mask_matchers(step.plan, step.work)
+        return Masks(step=step.plan.step, bits=fill(matchers, self._model.vocab_size))
 
     # ---- commit
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        """Take in the result of the oldest plan that is out, `elapsed_s` after it was sent, or
-        after the result before it, if that came later.
+        """Apply the result of the oldest plan in step.
 
-        Raises RuntimeError when the result is not of that plan.
+        `elapsed_s`: since the plan was sent, or since the previous result if that came later.
+        Raises RuntimeError if the result belongs to another plan.
         """
-        flight, outcomes = self._flights.land(result)
-        work, num_computed = flight.work, flight.num_tokens
-        if not flight.prompts:
-            self._speculation.learn(len(work), num_computed, flight.num_guesses, elapsed_s)
+        step, row_results = self._inflight.on_completed(result)
+        work, num_computed = step.work, step.num_tokens
+        if not step.prompts:
+            self._speculation.observe(len(work), num_computed, step.num_requested_drafts, elapsed_s)
         self._counts["computed_tokens"] += num_computed
-        self._speed.measure(num_computed, elapsed_s, has_prompts=flight.has_prompts)
+        self._throughput.observe(num_computed, elapsed_s, has_prompts=step.has_prompts)
         if len(self._scheduler.waiting):
-            self._speed.admitted.measure(self._num_admitted_tokens, elapsed_s)
+            self._throughput.admitted.observe(self._num_admitted_tokens, elapsed_s)
         self._num_admitted_tokens = 0
-        self._let_go()
-        news: dict[bytes, list[Output]] = {}
-        for (request, count), outcome in zip(work, outcomes, strict=True):
+        self._release_ended()
+        outputs: dict[bytes, list[Output]] = {}
+        for (request, count), row_result in zip(work, row_results, strict=True):
             if request.phase is RequestPhase.RUNNING and (
-                output := self._take(request, count, outcome)
+                output := self._commit_row(request, count, row_result)
             ):
-                news.setdefault(request.client, []).append(output)
-        return {
-            client: Outputs(step=result.step, outputs=outputs) for client, outputs in news.items()
-        }
+                outputs.setdefault(request.client, []).append(output)
+        return {client: Outputs(step=result.step, outputs=own) for client, own in outputs.items()}
 
-    def _let_go(self) -> None:
-        """Take back what belonged to requests that no step in flight has any more."""
+    def _release_ended(self) -> None:
+        """Release the slots and blocks of ended requests that are in no step in step."""
         still = []
         for request in self._ended_in_flight:
             if request.num_in_flight:
                 still.append(request)
             else:
-                self._give_back(request)
-        self._ended_in_flight = still
+                self._release(request)
+        self._ended_in_step = still
 
-    def _give_back(self, request: Request) -> None:
-        """Of one that has ended: nobody will write any more to what it owns."""
+    def _release(self, request: Request) -> None:
+        """Release what an ended request owns. Nothing writes to it any more."""
         self._scheduler.finish(request)
         if request in self._aborted:
             self._aborted.remove(request)
             self.freed.setdefault(request.client, []).append(request.number)
 
-    def _take(self, request: Request, count: int, outcome: RowResult) -> Output | None:
-        """What a committed step means for one request: its news, or None while its prompt is
-        computed.
-        """
-        taken = take(request, count, outcome)
-        self._counts["generated_tokens"] += len(taken.tokens)
+    def _commit_row(self, request: Request, count: int, row_result: RowResult) -> Output | None:
+        """Apply one row of a committed step. Return None while the prompt is being computed."""
+        committed = commit_row(request, count, row_result)
+        self._counts["generated_tokens"] += len(committed.tokens)
         if request.account is not None:
-            self._accounts.spend(request.account, len(taken.tokens))
-        self._counts["draft_tokens"] += outcome.num_drafts
-        self._counts["accepted_tokens"] += taken.num_accepted
-        self._scheduler.advance(request, taken.num_valid)
-        if taken.finish is not None:
-            return self._end(request, taken.finish, taken)
-        if taken.tokens:
-            return news_of(request, taken)
+            self._accounts.charge_tokens(request.account, len(committed.tokens))
+        self._counts["draft_tokens"] += row_result.num_drafts
+        self._counts["accepted_tokens"] += committed.num_accepted
+        self._scheduler.advance(request, committed.num_valid)
+        if committed.finish is not None:
+            return self._finish_request(request, committed.finish, committed)
+        if committed.tokens:
+            return progress_output(request, committed)
         if request.samples or request.num_computed < len(request.tokens):
             return None
         if request.kv_readers:
-            taken.kv_handle = self._exchange.hand_over(request)
-        return self._end(request, "length", taken)
+            committed.kv_handle = self._kv_transfers.hand_over(request)
+        return self._finish_request(request, "length", committed)
 
-    def _end(
-        self, request: Request, finish: FinishReason, taken: CommittedTokens = NOTHING
+    def _finish_request(
+        self, request: Request, finish: FinishReason, committed: CommittedTokens = NOTHING_COMMITTED
     ) -> Output:
-        """The one way a request ends; its last news, with what the last step brought."""
-        if not taken.kv_handle:
-            self._exchange.retract(request)
-        last = end_of(request, finish, taken, self._model)
+        """End a request, and return its final Output with the tokens of the last step.
+
+        This is the only way a request ends.
+        """
+        if not committed.kv_handle:
+            self._kv_transfers.retract(request)
+        last = final_output(request, finish, committed, self._model)
         self._open.remove(request)
-        self._deadlines.forget(request)
-        self._door.leave(request)
+        self._deadlines.remove(request)
+        self._admission.on_request_ending(request)
         self._finished[finish] += 1
         is_fetching = request.phase is RequestPhase.FETCHING
         request.move(RequestEvent.FINISH)
         if is_fetching:
-            self._exchange.give_up(request)  # `hear` takes back what it owns
+            self._kv_transfers.cancel_fetch(request)  # `on_kv_report` releases its slot and blocks
         elif request.num_in_flight:
             self._ended_in_flight.append(request)
         else:
-            self._give_back(request)
+            self._release(request)
         return last
 
-    # ---- K/V that changes hands
+    # ---- deadlines and K/V transfer
 
     @property
     def next_deadline(self) -> float:
-        """Of all requests: `tick` ends none before."""
+        """The earliest deadline of all requests. `tick` ends none before it."""
         return self._deadlines.next_at
 
     def tick(self, now: float) -> dict[bytes, Outputs]:
-        """It is `now`, in seconds of a steady clock: the ends of requests that are too late."""
-        self._exchange.tick(now)
+        """Set the clock to `now` (seconds of a steady clock) and end the requests past their
+        deadline.
+        """
+        self._kv_transfers.tick(now)
         self._accounts.now = self._clock.now = now
-        news: dict[bytes, list[Output]] = {}
-        for request in self._deadlines.over(now):
-            self._timeouts["running" if has_begun(request) else "queued"] += 1
-            error = lateness_of(request, now, self._door.retry_after_s)
-            news.setdefault(request.client, []).append(
-                self._end(request, "error", CommittedTokens(error=error))
+        outputs: dict[bytes, list[Output]] = {}
+        for request in self._deadlines.pop_late(now):
+            self._timeouts["running" if has_started(request) else "queued"] += 1
+            error = timeout_error(request, now, self._admission.retry_after_s)
+            outputs.setdefault(request.client, []).append(
+                self._finish_request(request, "error", CommittedTokens(error=error))
             )
-        return {client: Outputs(step=0, outputs=outputs) for client, outputs in news.items()}
+        return {client: Outputs(step=0, outputs=own) for client, own in outputs.items()}
 
-    def drain_kv_commands(self) -> list[Order]:
-        """What to tell the worker, in this order, before any later plan, and before clients hear
-        what follows from it."""
-        orders, self._exchange.orders = self._exchange.orders, []
-        return orders
+    def drain_kv_commands(self) -> list[KVCommand]:
+        """Return the K/V commands for the worker, in order.
+
+        Send them before any later plan, and before clients receive what depends on them.
+        """
+        commands, self._kv_transfers.commands = self._kv_transfers.commands, []
+        return commands
 
     def keep_kv(self, handles: Iterable[str]) -> None:
-        """Count the time of these anew. Not while draining, which is to end."""
+        """Renew the leases of these handles, unless draining."""
         if not self.is_draining:
-            self._exchange.keep(handles)
+            self._kv_transfers.renew(handles)
 
     def release_kv(self, handles: Iterable[str]) -> None:
-        """Nobody will come for these."""
-        self._exchange.release(handles)
+        """End the leases of these handles: no reader will come."""
+        self._kv_transfers.release(handles)
 
-    def hear(self, report: KVReport) -> dict[bytes, Outputs]:
-        """Jobs and leases that are over, as the worker says. Raises RuntimeError on a job that is
-        not out."""
-        news: dict[bytes, list[Output]] = {}
-        for fetch in self._exchange.hear(report):
-            if (output := self._settle_fetch(fetch)) is not None:
-                news.setdefault(fetch.request.client, []).append(output)
-        return {client: Outputs(step=0, outputs=outputs) for client, outputs in news.items()}
+    def on_kv_report(self, report: KVReport) -> dict[bytes, Outputs]:
+        """Apply the worker's report on fetches, leases and tiers.
 
-    def owed_s(self, now: float) -> float:
-        """For how long the worker has owed a report on a fetch."""
-        return self._exchange.fetches.longest_s(now)
+        Raises RuntimeError for a job that is not open.
+        """
+        outputs: dict[bytes, list[Output]] = {}
+        for fetch in self._kv_transfers.on_kv_report(report):
+            if (output := self._on_fetch_over(fetch)) is not None:
+                outputs.setdefault(fetch.request.client, []).append(output)
+        return {client: Outputs(step=0, outputs=own) for client, own in outputs.items()}
 
-    def _settle_fetch(self, fetch: Fetch) -> Output | None:
+    def oldest_fetch_s(self, now: float) -> float:
+        """Return the seconds since the oldest unreported fetch was requested."""
+        return self._kv_transfers.fetches.oldest_s(now)
+
+    def _on_fetch_over(self, fetch: Fetch) -> Output | None:
         request = fetch.request
         if fetch.state is FetchState.DROPPED:
-            self._give_back(request)
+            self._release(request)
             return None
         if fetch.state is FetchState.ARRIVED:
-            self._scheduler.arrive(request, fetch.match)
+            self._scheduler.on_fetch_over(request, fetch.match)
             return None
-        self._scheduler.arrive(request, None)
-        if not fetch.match.is_for_it or self._config.kv_on_failure == "recompute":
+        self._scheduler.on_fetch_over(request, None)
+        if not fetch.match.is_handed_over or self._config.kv_on_failure == "recompute":
             return None
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")
-        return self._end(request, "error", CommittedTokens(error=error))
+        return self._finish_request(request, "error", CommittedTokens(error=error))
 
-    # ---- what others may know
+    # ---- status
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._open)
 
     @property
     def names(self) -> list[str]:
-        """One of each request that is open: `abort_named` knows them."""
+        """One name for each open request, as `abort_by_label` accepts it."""
         return [request.name for request in self._open]
 
-    def view(self, most: int) -> list[tuple[bytes, RequestView]]:
-        """(client, request) of the `most` that have been open for longest, up to MAX_SEEN."""
-        longest = islice(self._open, min(max(most, 0), MAX_SEEN))
-        return [(request.client, seen(request)) for request in longest]
+    def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestView]]:
+        """Return (client, row) of the oldest open requests: at most `max_rows`, and at most
+        MAX_VIEW_ROWS.
+        """
+        oldest = islice(self._open, min(max(max_rows, 0), MAX_VIEW_ROWS))
+        return [(request.client, view_row(request)) for request in oldest]
 
-    def at_work(self) -> WorkerView:
-        """What the worker computes, as far as its plans say; the times are for others to fill in,
-        but for what is expected."""
-        flight = self._flights.oldest
-        if flight is None:
+    def worker_view(self) -> WorkerView:
+        """Return what the worker is computing, according to the oldest plan in step.
+
+        The caller fills in the measured times; `expected_s` is set here.
+        """
+        step = self._inflight.oldest
+        if step is None:
             return WorkerView()
-        rate = self._speed.tokens_per_s
+        rate = self._throughput.tokens_per_s
         return WorkerView(
-            step=flight.plan.step,
-            expected_s=flight.num_tokens / rate if rate else 0.0,
-            prompt_tokens=sum(request.prompt_tokens for request in flight.prompts),
-            computed_tokens=sum(request.num_computed for request in flight.prompts),
+            step=step.plan.step,
+            expected_s=step.num_tokens / rate if rate else 0.0,
+            prompt_tokens=sum(request.prompt_tokens for request in step.prompts),
+            computed_tokens=sum(request.num_computed for request in step.prompts),
         )
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
-        scheduler, leases = self._scheduler, self._exchange.leases
-        fetches, tiers = self._exchange.fetches, self._exchange.tiers
+        scheduler, leases = self._scheduler, self._kv_transfers.leases
+        fetches, tiers = self._kv_transfers.fetches, self._kv_transfers.tiers
         return EngineStats(
             draining=self.is_draining,
             running=sum(request.slot is not None for request in self._open),
-            waiting=self._door.num_waiting,
+            waiting=self._admission.num_waiting,
             waiting_tokens=scheduler.waiting.tokens,
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.total,
@@ -449,8 +490,8 @@ class Engine:
             leases=len(leases),
             leased_blocks=leases.num_blocks,
             num_steps=self._step,
-            num_accepted=self._door.num_accepted,
-            num_refused=self._door.num_refused,
+            num_accepted=self._admission.num_accepted,
+            num_refused=self._admission.num_refused,
             num_finished=dict(self._finished),
             num_prompt_tokens=self._counts["prompt_tokens"],
             num_cached_tokens=self._counts["cached_tokens"],
@@ -460,20 +501,22 @@ class Engine:
             num_fetches_failed=dict(fetches.num_failed),
             num_timeouts=dict(self._timeouts),
             num_leases_ended=dict(leases.num_ended),
-            tier_blocks=tiers.told(lambda tier: tier.num_blocks),
-            tier_bytes=tiers.told(lambda tier: tier.num_bytes),
-            num_tier_stored=tiers.told(lambda tier: tier.num_stored),
-            num_tier_dropped=tiers.told(lambda tier: tier.num_dropped),
-            num_tier_loaded=tiers.told(lambda tier: tier.num_loaded),
-            num_tier_failed=tiers.told(lambda tier: tier.num_failed),
+            tier_blocks=tiers.by_tier(lambda tier: tier.num_blocks),
+            tier_bytes=tiers.by_tier(lambda tier: tier.num_bytes),
+            num_tier_stored=tiers.by_tier(lambda tier: tier.num_stored),
+            num_tier_dropped=tiers.by_tier(lambda tier: tier.num_dropped),
+            num_tier_loaded=tiers.by_tier(lambda tier: tier.num_loaded),
+            num_tier_failed=tiers.by_tier(lambda tier: tier.num_failed),
             num_generated_tokens=self._counts["generated_tokens"],
             num_preemptions=self._counts["preemptions"],
             num_draft_tokens=self._counts["draft_tokens"],
             num_accepted_tokens=self._counts["accepted_tokens"],
             num_wire_errors=wire_errors,
-            busy_s=self._speed.busy_s,
+            busy_s=self._throughput.busy_s,
         )
 
     def check(self) -> None:
-        """Every law of slots, blocks and the prefix cache, by brute force; for tests."""
-        check_invariants(self._scheduler, self._exchange.leases, self._open, self._ended_in_flight)
+        """Check every invariant of slots, blocks and the prefix cache by brute force; for tests."""
+        check_invariants(
+            self._scheduler, self._kv_transfers.leases, self._open, self._ended_in_flight
+        )

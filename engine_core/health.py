@@ -1,10 +1,11 @@
-"""Whether the worker gets on. Reads no clock and looks at no process: both are told.
+"""Worker health: whether it makes progress. Pure; time and process state are arguments.
 
-A step that is out and takes no longer than steps of its size have taken of late is progress,
-however long that is; so a long prompt, which is computed in chunks, is healthy. What is not:
+A step that takes no longer than recent steps of its size is progress, however long it is. A long
+prompt, which is computed in chunks, is therefore healthy. Two conditions are not:
 
-- a worker that somebody has stopped. After a while it is lost: its clients shall have an end;
-- a step that takes many times as long as it should. It may still come; `step_timeout_s` bounds it.
+- the worker was stopped by a signal. After `patience_s` it counts as lost, so that its clients get
+  an end;
+- a step takes many times its expected time. It may still finish; `step_timeout_s` bounds it.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from dataclasses import dataclass
 from protocol.stats import WorkerView
 
 LATE_FACTOR, LATE_S = 10.0, 10.0
-"""A step is late after so many times the time it should take, and never before LATE_S."""
+"""A step is late after LATE_FACTOR times its expected time, but never before LATE_S."""
 
 
 @dataclass(slots=True)
 class Health:
-    """
-    patience_s   a worker that was stopped for so long is lost
-    trouble      why nothing is computed at the moment; "": all is well
-    """
+    """Health of one worker."""
 
+    #: A worker stopped for this long counts as lost.
     patience_s: float
+    #: Why nothing is being computed; "" if the worker is healthy.
     trouble: str = ""
+    #: When the worker was first seen stopped, until it continues.
     stopped_at: float | None = None
 
-    def look(self, view: WorkerView, is_stopped: bool, now: float) -> bool:
-        """Call a few times a second. Whether there is other news of `trouble` than before."""
+    def update(self, view: WorkerView, is_stopped: bool, now: float) -> bool:
+        """Update `trouble`, and return whether the worker became healthy or unhealthy.
+
+        Call a few times a second.
+        """
         before, self.trouble = bool(self.trouble), self._trouble(view, is_stopped, now)
         return bool(self.trouble) != before
 

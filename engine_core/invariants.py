@@ -1,6 +1,6 @@
-"""The laws of slots, blocks and the prefix cache, checked by brute force.
+"""The invariants of slots, blocks and the prefix cache, checked by brute force.
 
-For tests and `check()`.
+Used by tests and `Engine.check()`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ def check_invariants(
     open_requests: Iterable[Request],
     ended_in_flight: Collection[Request],
 ) -> None:
-    """Raises AssertionError naming the law that does not hold."""
+    """Raise AssertionError naming the first invariant that does not hold."""
     running, unbound = scheduler.running, scheduler.unbound
-    assert running == sorted(running, key=lambda request: request.rank), "running is not in order"
+    assert running == sorted(running, key=lambda request: request.rank), (
+        "running is not in rank order"
+    )
     for request in open_requests:
         is_running = request.phase is RequestPhase.RUNNING
-        assert (request in running) == is_running, f"{request.number} is running in one place only"
+        assert (request in running) == is_running, f"{request.number}: in `running` xor RUNNING"
         is_unbound = request.phase in UNBOUND
-        assert (request in unbound) == is_unbound, f"{request.number} is unbound in one place only"
+        assert (request in unbound) == is_unbound, f"{request.number}: in `unbound` xor fetched"
         is_queued = request.phase in (RequestPhase.WAITING, RequestPhase.PREEMPTED)
-        assert (request in scheduler.waiting) == is_queued, f"{request.number} is in the queue"
+        assert (request in scheduler.waiting) == is_queued, (
+            f"{request.number}: in `waiting` xor WAITING"
+        )
     assert set(running) >= set(ended_in_flight), "a request that ended in flight lost its blocks"
     assert {request.phase for request in unbound} <= UNBOUND | {RequestPhase.FINISHED}, "unbound"
     holders = running + unbound
@@ -58,8 +62,10 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
         assert covered >= request.num_computed, f"{request.number}: computed beyond its blocks"
         assert 0 <= request.num_computed <= len(request.tokens), f"{request.number}: counts"
         ahead = request.num_scheduled - request.num_computed
-        ends_at = request.num_scheduled if request.follows else 0
-        assert request.num_followed <= max(ends_at, len(request.tokens)), f"{request.number}: ahead"
+        ends_at = request.num_scheduled if request.uses_draft_model else 0
+        assert request.num_draft_computed <= max(ends_at, len(request.tokens)), (
+            f"{request.number}: ahead"
+        )
         assert ahead >= 0, f"{request.number}: scheduled less than was computed"
         assert covered >= request.num_scheduled, f"{request.number}: scheduled beyond its blocks"
         is_out = bool(ahead or request.num_pending)
@@ -67,7 +73,7 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
 
 
 def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
-    """Findable blocks that are held hold what their hash says, and it is committed."""
+    """Check that held findable blocks contain what their hash says, and that it is committed."""
     size = scheduler.limits.block_tokens
     findable = scheduler.pool.cache.items()
     for request in requests:
@@ -79,5 +85,9 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
                 assert findable[block] == fresh[index], f"block {block}: content"
                 end = (index + 1) * size
                 assert end <= request.num_computed, f"block {block}: not written"
-                is_followed = request.follows and bool(scheduler.pool.cache.num_followed([block]))
-                assert not is_followed or end <= request.num_followed, f"block {block}: a draft's"
+                is_draft_computed = request.uses_draft_model and bool(
+                    scheduler.pool.cache.num_draft_computed([block])
+                )
+                assert not is_draft_computed or end <= request.num_draft_computed, (
+                    f"block {block}: a draft's"
+                )

@@ -1,8 +1,8 @@
-"""The loop that owns the sockets: hear, ask the engine, tell. It contains no decision.
+"""The engine process's event loop: owns the sockets, calls the engine, sends its replies.
 
-Per turn: every waiting message of every client is taken in (so control never waits behind prompts:
-a prompt is only queued), then a result if there is one, then the next plan is sent if the worker is
-free. The loop sleeps in poll; it never spins.
+It contains no decision. Each turn reads every waiting message of every client first, so an Abort
+never waits behind prompts (a prompt is only queued). Then it commits a result, if there is one, and
+sends the next plan if the worker is free. The loop sleeps in poll; it never spins.
 """
 
 from __future__ import annotations
@@ -60,19 +60,21 @@ from protocol.steps import StepResult, Traced, WorkerFailed, WorkerReady
 log = logging.getLogger(__name__)
 
 TICK_MS = 250
-"""Leases and the step's deadline are looked at so often, those of requests when they come."""
+"""Interval at which leases and the step's deadline are checked. Request deadlines are met
+exactly.
+"""
 
 
-class Dismissed(Exception):
-    """This process was asked to end at once (SIGQUIT)."""
+class StoppedBySignal(Exception):
+    """SIGQUIT asked this process to stop at once."""
 
 
 class EngineLoop:
-    """One engine_core process at work.
+    """The event loop of one engine process.
 
-    wakeup  a file descriptor that becomes readable on a signal
-    key     the cluster's, where there is one
-    journal where the engine writes down what it is told
+    - wakeup: a file descriptor that becomes readable on a signal
+    - key: the cluster's key, if there is one
+    - journal: records all input of the engine
     """
 
     def __init__(
@@ -88,67 +90,78 @@ class EngineLoop:
         self._epoch = os.urandom(8).hex()
         self._started_at = time.monotonic()
         self._key = key
-        self._mail = Mailbox(
-            context, config.address, key, lease_s=config.lease_s, on_gone=self._drop
+        self._mailbox = Mailbox(
+            context,
+            config.address,
+            key,
+            lease_s=config.lease_s,
+            on_client_lost=self._on_client_lost,
         )
-        self._clients = self._mail.clients
+        self._clients = self._mailbox.clients
         worker_address = config.worker.address or config.address + ".worker"
-        self._workers = WorkerLink(context, config.worker, worker_address)
+        self._worker = WorkerLink(context, config.worker, worker_address)
         self._engine: Engine | None = None  # until the worker is ready
         self._model: ModelCard | None = None
         self.drained_by = ""
-        # Since when the worker is at the oldest step that is out, and the engine at planning it.
-        self._begun_at: float | None = None
-        self._num_early = 0  # requests that clients refused themselves
+        #: When the worker started the oldest step in flight; None if there is none.
+        self._step_started_at: float | None = None
+        self._num_refused_early = 0  # requests that gateways rejected from a cached refusal
         self._health = Health(config.stopped_timeout_s)
-        self._look_at = 0.0
+        self._next_check_at = 0.0
         self._grammars = GrammarService(config.grammar_timeout_s)
         self._profiling = Profiling()
         self._journal = journal
 
     def run(self) -> None:
-        """Run until drained; `drained_by` names the first requester. Raises WorkerLost if the
-        worker is lost, and Dismissed after SIGQUIT; all clients are sent the cause."""
+        """Run until drained; `drained_by` names the first requester.
+
+        Raises WorkerLost if the worker is lost, and StoppedBySignal after SIGQUIT. All clients are
+        sent the cause.
+        """
         poller = zmq.Poller()
-        sources = (self._mail.socket, self._workers.socket, self._workers.death, self._wakeup)
+        sources = (self._mailbox.socket, self._worker.socket, self._worker.death, self._wakeup)
         for source in (*sources, self._grammars.fd):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._is_done():
-                ready = dict(poller.poll(self._patience_ms(time.monotonic())))
+                ready = dict(poller.poll(self._poll_timeout_ms(time.monotonic())))
                 self._turn(ready, time.monotonic())
         except BaseException as error:
-            self._say_gone(str(error) or type(error).__name__)
+            self._send_stopped(str(error) or type(error).__name__)
             raise
         finally:
-            self._workers.stop()
-            self._mail.close()
+            self._worker.stop()
+            self._mailbox.close()
             self._grammars.close()
 
     def _turn(self, ready: dict[object, int], now: float) -> None:
         if self._engine is not None:
-            self._mail.tell_each(self._engine.tick(now))
+            self._mailbox.send_each(self._engine.tick(now))
         if self._wakeup in ready:
             if signal.SIGQUIT in os.read(self._wakeup, 4096):
-                raise Dismissed("the engine was stopped, as another process of its server failed")
+                raise StoppedBySignal(
+                    "the engine was stopped because another process of its server failed"
+                )
             self._drain("by a signal")
-        if self._workers.socket in ready:
-            self._hear_worker(now)
-        if self._workers.death in ready:
-            self._hear_worker(now)  # its last words, if any, say more than its exit code
-            raise self._workers.lost()
-        self._look_at_worker(now)
-        if self._mail.socket in ready:
-            for client, message in self._mail.receive(now):
-                self._hear(client, message, now)
-        self._mail.check_clients(now)
+        if self._worker.socket in ready:
+            self._on_worker_message(now)
+        if self._worker.death in ready:
+            self._on_worker_message(
+                now
+            )  # its last message, if any, is more precise than its exit code
+            raise self._worker.exit_error()
+        self._check_worker(now)
+        if self._mailbox.socket in ready:
+            for client, message in self._mailbox.receive(now):
+                self._on_message(client, message, now)
+        self._mailbox.check_clients(now)
         self._compile_grammars(ready, now)
         self._next_step(now)
         if self._engine is not None and self._engine.freed:
-            self._say_freed(self._engine)
+            self._send_freed(self._engine)
 
-    def _patience_ms(self, now: float) -> int:
-        """How long to sleep, if nothing happens; a deadline is not slept through."""
+    def _poll_timeout_ms(self, now: float) -> int:
+        """Return how long to sleep in poll: a tick, or less if a deadline comes first."""
         if self._engine is None:
             return TICK_MS
         left_s = min(self._engine.next_deadline - now, TICK_MS / 1000)
@@ -157,34 +170,34 @@ class EngineLoop:
     def _is_done(self) -> bool:
         if not self.drained_by or (self._engine is not None and not self._engine.is_idle):
             return False
-        self._say_gone("the server was shut down")
+        self._send_stopped("the server was shut down")
         return True
 
     # ---- clients
 
-    def _hear(self, client: bytes, message: ToEngine, now: float) -> None:
+    def _on_message(self, client: bytes, message: ToEngine, now: float) -> None:
         match message:
             case Hello():
                 if client in self._clients:
-                    self._drop(client)  # it begins anew: what it had open it has forgotten
-                elif self._engine is not None:  # else in the line of all clients, once it is ready
+                    self._on_client_lost(client)  # a new session: its old requests are abandoned
+                elif self._engine is not None:  # else `_start` logs all clients in one line
                     log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
-                self._clients.greet(client, now, message.name)
+                self._clients.add(client, now, message.name)
                 self._welcome(client)
             case Generate():
                 self._generate(client, message)
             case Profile():
                 self._profile(client, message)
             case GetStatus():
-                self._mail.tell(client, self._view(message, now))
+                self._mailbox.send(client, self._status(message, now))
             case Abort(requests=requests):
-                self._profiling.leave(client, requests)
+                self._profiling.cancel(client, requests)
                 if self._engine is not None:
                     ends = self._engine.abort(client, requests)
                     if ends:
-                        self._mail.tell(client, Outputs(step=0, outputs=ends))
+                        self._mailbox.send(client, Outputs(step=0, outputs=ends))
             case AbortByLabel():
-                self._abort_named(client, message)
+                self._abort_by_label(client, message)
             case KeepKV(handles=handles):
                 if self._engine is not None:
                     self._engine.keep_kv(handles)
@@ -192,63 +205,73 @@ class EngineLoop:
                 if self._engine is not None:
                     self._engine.release_kv(handles)
             case Ping() if client not in self._clients:
-                # Its connection broke, and this is another; or it was dropped.
-                self._mail.tell(client, SessionLost(why="the connection to the engine broke"))
+                # The client reconnected without a Hello, or was dropped.
+                self._mailbox.send(client, SessionLost(why="the connection to the engine broke"))
             case Ping(num_early=num_early, read_bytes=read_bytes):
-                self._num_early += num_early
+                self._num_refused_early += num_early
                 self._clients.on_read(client, read_bytes, now)
                 sent_bytes = self._clients.sent_bytes(client)
                 pong = Pong(epoch=self._epoch, stats=self._stats(), sent_bytes=sent_bytes)
-                self._mail.tell(client, pong)
+                self._mailbox.send(client, pong)
             case Goodbye():
-                self._clients.drop(client)
-                self._drop(client)
+                self._clients.remove(client)
+                self._on_client_lost(client)
             case Drain():
-                log.info("client %s asks to drain", client.hex())
-                self._drain(f"as the client {self._clients.name_of(client)!r} asked")
+                log.info("client %s requests a drain", client.hex())
+                self._drain(f"at the request of client {self._clients.get_name(client)!r}")
 
     def _generate(self, client: bytes, message: Generate) -> None:
         if client not in self._clients or self._engine is None:
-            self._mail.tell(client, Refused(request=message.request, error=self._not_yet()))
+            self._mailbox.send(
+                client, Refused(request=message.request, error=self._not_ready_error())
+            )
         elif (reply := self._engine.add(client, message)) is not None:
-            self._mail.tell(client, reply)
+            self._mailbox.send(client, reply)
 
     def _profile(self, client: bytes, message: Profile) -> None:
         reply: Refused | None
         if client not in self._clients or self._engine is None:
-            reply = Refused(request=message.request, error=self._not_yet())
+            reply = Refused(request=message.request, error=self._not_ready_error())
         else:
-            reply = self._profiling.ask(client, message)
+            reply = self._profiling.request(client, message)
         if reply is not None:
-            self._mail.tell(client, reply)
+            self._mailbox.send(client, reply)
 
-    def _not_yet(self) -> ErrorInfo:
-        """The refusal of what comes before a Welcome. It was meant for an engine that is gone."""
-        what = "the model is loading" if self._engine is None else "the engine was restarted"
-        return EngineNotReady(f"{what}: try again", retry_after_s=1).info()
+    def _not_ready_error(self) -> ErrorInfo:
+        """Return the refusal of a request sent before Welcome, or meant for an engine that is
+        gone.
+        """
+        cause = "the model is loading" if self._engine is None else "the engine was restarted"
+        return EngineNotReady(f"{cause}: try again", retry_after_s=1).info()
 
-    def _say_freed(self, engine: Engine) -> None:
+    def _send_freed(self, engine: Engine) -> None:
         freed, engine.freed = engine.freed, {}
         for client, requests in freed.items():
-            self._mail.tell(client, ResourcesFreed(requests=requests))
+            self._mailbox.send(client, ResourcesFreed(requests=requests))
 
-    def _abort_named(self, client: bytes, message: AbortByLabel) -> None:
-        """Those whose requests end hear it first, so an answer that says so is true."""
+    def _abort_by_label(self, client: bytes, message: AbortByLabel) -> None:
+        """Abort by label. The owners are sent their Outputs before the requester is sent
+        Aborted.
+        """
         found = dict.fromkeys(message.names, False)
         if self._engine is not None:
             if message.everything:
                 found = dict.fromkeys(self._engine.names, False)
-            ends, found = self._engine.abort_named(found)
+            ends, found = self._engine.abort_by_label(found)
             for owner, outputs in ends.items():
-                self._mail.tell(owner, Outputs(step=0, outputs=outputs))
-        aborted = [name for name, is_known in found.items() if is_known]
-        unknown = [name for name, is_known in found.items() if not is_known]
-        self._mail.tell(client, Aborted(request=message.request, aborted=aborted, unknown=unknown))
+                self._mailbox.send(owner, Outputs(step=0, outputs=outputs))
+        aborted = [name for name, is_found in found.items() if is_found]
+        unknown = [name for name, is_found in found.items() if not is_found]
+        self._mailbox.send(
+            client, Aborted(request=message.request, aborted=aborted, unknown=unknown)
+        )
 
     def _welcome(self, client: bytes) -> None:
-        """Once the model is loaded; those who greet earlier are welcomed then."""
+        """Send Welcome if the model is loaded. Otherwise send Loading; `_start` sends Welcome
+        later.
+        """
         if self._engine is None:
-            self._mail.tell(client, Loading(elapsed_s=time.monotonic() - self._started_at))
+            self._mailbox.send(client, Loading(elapsed_s=time.monotonic() - self._started_at))
         if self._engine is not None and self._model is not None:
             welcome = Welcome(
                 protocol=PROTOCOL_VERSION,
@@ -256,42 +279,42 @@ class EngineLoop:
                 model=self._model,
                 limits=self._engine.limits,
             )
-            self._mail.tell(client, welcome)
+            self._mailbox.send(client, welcome)
 
-    def _drop(self, client: bytes) -> None:
-        self._profiling.leave(client)
+    def _on_client_lost(self, client: bytes) -> None:
+        self._profiling.cancel(client)
         if self._engine is not None:
-            self._engine.drop(client)
+            self._engine.on_client_lost(client)
 
-    def _say_gone(self, why: str) -> None:
-        self._mail.tell_everybody(EngineStopped(error=ErrorInfo(code=EngineLost.code, message=why)))
+    def _send_stopped(self, why: str) -> None:
+        self._mailbox.broadcast(EngineStopped(error=ErrorInfo(code=EngineLost.code, message=why)))
 
     # ---- grammars
 
     def _compile_grammars(self, ready: dict[object, int], now: float) -> None:
         if self._engine is None:
             return
-        for job in self._engine.take_jobs():
+        for job in self._engine.drain_compile_jobs():
             self._grammars.submit(job, now)
         if self._grammars.fd not in ready and not self._grammars.is_busy:
             return
-        for compiled in self._grammars.take(now):
-            for client, reply in self._engine.settle(compiled):
-                self._mail.tell(client, reply)
+        for compiled in self._grammars.drain(now):
+            for client, reply in self._engine.on_grammar_compiled(compiled):
+                self._mailbox.send(client, reply)
 
     # ---- the worker
 
-    def _hear_worker(self, now: float) -> None:
-        message = self._workers.receive()
+    def _on_worker_message(self, now: float) -> None:
+        message = self._worker.receive()
         match message:
             case StepResult():
-                self._commit(message, now)
+                self._on_step_result(message, now)
             case KVReport():
                 assert self._engine is not None
-                self._mail.tell_each(self._engine.hear(message))
+                self._mailbox.send_each(self._engine.on_kv_report(message))
             case Traced():
-                if (told := self._profiling.told(message)) is not None:
-                    self._mail.tell(*told)
+                if (reply := self._profiling.on_traced(message)) is not None:
+                    self._mailbox.send(*reply)
             case WorkerReady():
                 self._start(message)
             case WorkerFailed():
@@ -306,105 +329,115 @@ class EngineLoop:
             self._engine.drain()
         clients = self._clients.all()
         if clients:
-            names = (f"{self._clients.name_of(client)} ({client.hex()})" for client in clients)
+            names = (f"{self._clients.get_name(client)} ({client.hex()})" for client in clients)
             log.info("clients that waited for the model: %s", ", ".join(names))
         for client in clients:
             self._welcome(client)
-        self._grammars.start(ready.model)  # now: clients are busy with what Welcome brought them
+        self._grammars.start(ready.model)  # after Welcome, while the clients process the model card
 
     def _next_step(self, now: float) -> None:
         engine = self._engine
         if engine is None:
             return
-        if (silent_s := self._step_s(now)) > self._config.step_timeout_s:
-            raise WorkerLost(f"the worker has been silent for {silent_s:.0f} s")
-        # A worker that computes may report late, so it is given the time of a step, too.
-        if (owed_s := engine.owed_s(now)) > self._config.kv_timeout_s + self._config.step_timeout_s:
-            raise WorkerLost(f"the worker has not reported on a fetch for {owed_s:.0f} s")
+        if (step_s := self._step_s(now)) > self._config.step_timeout_s:
+            raise WorkerLost(f"the worker has not answered for {step_s:.0f} s")
+        # A busy worker may report only after its step, so the step's timeout is added.
+        if (
+            report_age_s := engine.oldest_fetch_s(now)
+        ) > self._config.kv_timeout_s + self._config.step_timeout_s:
+            raise WorkerLost(f"the worker has not reported on a fetch for {report_age_s:.0f} s")
         while True:
             plan = engine.plan()
-            self._send_orders(engine)
+            self._send_kv_commands(engine)
             if plan is None:
                 break
-            self._send_trace()
-            if self._begun_at is None:
-                self._begun_at = now
-            self._workers.send(plan)
+            self._send_trace_command()
+            if self._step_started_at is None:
+                self._step_started_at = now
+            self._worker.send(plan)
             self._send_masks(engine)
         if not engine.num_in_flight:
-            self._begun_at = None
-            self._send_trace()
+            self._step_started_at = None
+            self._send_trace_command()
 
-    def _send_trace(self) -> None:
-        """Only before a plan, or while none is out: nothing comes between a plan and its masks."""
-        if (order := self._profiling.order()) is not None:
-            self._workers.send(order)
+    def _send_trace_command(self) -> None:
+        """Send a pending trace command.
 
-    def _send_orders(self, engine: Engine) -> None:
-        for order in engine.drain_kv_commands():
-            self._workers.send(order)
+        It is sent only before a plan, or while no plan is in flight: nothing may come between a
+        plan and its masks.
+        """
+        if (command := self._profiling.pop_command()) is not None:
+            self._worker.send(command)
+
+    def _send_kv_commands(self, engine: Engine) -> None:
+        for command in engine.drain_kv_commands():
+            self._worker.send(command)
 
     def _send_masks(self, engine: Engine) -> None:
-        """Of the oldest step that is out. They follow its plan, and come before all later plans but
-        the one that went out ahead of them."""
+        """Send the masks of the oldest step in flight.
+
+        They follow their plan, and precede all later plans except one that was sent ahead of them.
+        """
         if (masks := engine.masks()) is not None:
-            self._workers.send(masks)
+            self._worker.send(masks)
 
     def _step_s(self, now: float) -> float:
-        """For how long the oldest step that is out is awaited; 0 where none is."""
-        return 0.0 if self._begun_at is None else now - self._begun_at
+        """Return the seconds since the worker started the oldest step in flight; 0 if there is
+        none.
+        """
+        return 0.0 if self._step_started_at is None else now - self._step_started_at
 
-    def _commit(self, result: StepResult, now: float) -> None:
+    def _on_step_result(self, result: StepResult, now: float) -> None:
         assert self._engine is not None
-        took_s = self._step_s(now)
-        self._begun_at = now  # with the next one, unless there is none to plan
-        news = self._engine.commit(result, took_s)
-        self._send_masks(self._engine)  # the worker waits for them, if it is that far
-        self._send_orders(self._engine)
-        self._mail.tell_each(news)
+        elapsed_s = self._step_s(now)
+        self._step_started_at = now  # of the next step; `_next_step` resets it if there is none
+        outputs = self._engine.commit(result, elapsed_s)
+        self._send_masks(self._engine)  # first: the worker may already be waiting for them
+        self._send_kv_commands(self._engine)
+        self._mailbox.send_each(outputs)
 
     # ---- the engine's own state
 
-    def _drain(self, by: str) -> None:
-        """Everybody hears of it now, not with the next heartbeat, and sends us nothing new."""
-        self.drained_by = self.drained_by or by
+    def _drain(self, cause: str) -> None:
+        """Drain, and notify all clients now instead of with their next heartbeat."""
+        self.drained_by = self.drained_by or cause
         if self._engine is not None:
             self._engine.drain()
-            self._mail.tell_everybody(Pong(epoch=self._epoch, stats=self._stats()))
+            self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
 
-    def _view(self, asked: GetStatus, now: float) -> EngineStatus:
-        rows = [] if self._engine is None else self._engine.view(asked.most)
+    def _status(self, message: GetStatus, now: float) -> EngineStatus:
+        rows = [] if self._engine is None else self._engine.status_rows(message.most)
         return EngineStatus(
-            request=asked.request,
+            request=message.request,
             now_s=now,
             stats=self._stats(),
             num_open=0 if self._engine is None else self._engine.num_open,
-            rows=[replace(row, client=self._clients.name_of(owner)) for owner, row in rows],
+            rows=[replace(row, client=self._clients.get_name(owner)) for owner, row in rows],
         )
 
-    def _look_at_worker(self, now: float) -> None:
-        """Whoever asks us is told when it gets on no more, or again, and need not ask."""
-        if now < self._look_at:
+    def _check_worker(self, now: float) -> None:
+        """Check the worker's health. All clients are notified when it changes."""
+        if now < self._next_check_at:
             return
-        self._look_at = now + TICK_MS / 1000
-        is_news = self._health.look(self._at_work(now), self._workers.is_stopped, now)
+        self._next_check_at = now + TICK_MS / 1000
+        has_changed = self._health.update(self._worker_view(now), self._worker.is_stopped, now)
         if self._health.is_lost(now):
             raise WorkerLost(self._health.trouble)
-        if is_news:
-            log.warning("%s", self._health.trouble or "the worker gets on again")
-            self._mail.tell_everybody(Pong(epoch=self._epoch, stats=self._stats()))
+        if has_changed:
+            log.warning("%s", self._health.trouble or "the worker is making progress again")
+            self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
 
-    def _at_work(self, now: float) -> WorkerView:
-        view = WorkerView() if self._engine is None else self._engine.at_work()
+    def _worker_view(self, now: float) -> WorkerView:
+        view = WorkerView() if self._engine is None else self._engine.worker_view()
         step_s = self._step_s(now)
         trouble = self._health.trouble
-        pids = {"engine_pid": os.getpid(), "pid": self._workers.pid}
+        pids = {"engine_pid": os.getpid(), "pid": self._worker.pid}
         return replace(view, **pids, step_s=step_s, trouble=trouble)
 
     def _stats(self) -> EngineStats:
         own = EngineStats(clients=len(self._clients))
         if self._engine is not None:
-            wire_errors = self._mail.num_wire_errors + self._workers.num_strange
+            wire_errors = self._mailbox.num_wire_errors + self._worker.num_foreign_messages
             own = self._engine.stats(clients=len(self._clients), wire_errors=wire_errors)
-        worker = self._at_work(time.monotonic())
-        return replace(own, num_refused_early=self._num_early, worker=worker)
+        worker = self._worker_view(time.monotonic())
+        return replace(own, num_refused_early=self._num_refused_early, worker=worker)

@@ -1,8 +1,6 @@
-"""The requests that have not ended: found by their client's number, or by a label; counted by
-account.
+"""Open requests, by client and number, by label, and counted by account.
 
-A label need not be unique: whatever has it, is meant. Each lookup is one step, however many are
-open.
+A label need not be unique: an abort by label ends every request that has it. Each lookup is O(1).
 """
 
 from __future__ import annotations
@@ -14,11 +12,13 @@ from collections.abc import Iterator
 from engine_core.request import Request
 
 MAX_DIGITS = 20
-"""A number of a request has no more; what has, is none."""
+"""A request number has at most this many digits."""
 _HEX = re.compile(r"([0-9a-f]{2})+")
 
 
 class OpenRequests:
+    """The requests that have not ended."""
+
     def __init__(self) -> None:
         self._by_number: dict[tuple[bytes, int], Request] = {}
         self._by_label: dict[str, dict[Request, None]] = {}  # in order of arrival
@@ -31,7 +31,7 @@ class OpenRequests:
         return iter(self._by_number.values())
 
     def add(self, request: Request) -> None:
-        """A request that is here already stays as it is."""
+        """Add a request. Adding it again changes nothing."""
         if request.account is not None and (request.client, request.number) not in self._by_number:
             self._by_account[request.account.name] += 1
         self._by_number[request.client, request.number] = request
@@ -39,26 +39,27 @@ class OpenRequests:
             self._by_label.setdefault(label, {})[request] = None
 
     def remove(self, request: Request) -> None:
-        """Raises KeyError where it is not here."""
+        """Remove a request. Raises KeyError if it is not open."""
         del self._by_number[request.client, request.number]
         if request.account is not None:
             self._by_account[request.account.name] -= 1
             if not self._by_account[request.account.name]:
                 del self._by_account[request.account.name]
         for label in request.labels:
-            having = self._by_label[label]
-            del having[request]
-            if not having:
+            labelled = self._by_label[label]
+            del labelled[request]
+            if not labelled:
                 del self._by_label[label]
 
     def find(self, client: bytes, number: int) -> Request | None:
         return self._by_number.get((client, number))
 
-    def of(self, client: bytes) -> list[Request]:
+    def from_client(self, client: bytes) -> list[Request]:
+        """Return the open requests of `client`."""
         return [request for request in self if request.client == client]
 
-    def named(self, name: str) -> list[Request]:
-        """Those that have this label, or this name."""
+    def find_by_name(self, name: str) -> list[Request]:
+        """Return the requests with this label, or the one with this name."""
         if name in self._by_label:
             return list(self._by_label[name])
         client, _, number = name.partition(".")
@@ -67,7 +68,7 @@ class OpenRequests:
         found = self.find(bytes.fromhex(client), int(number[:MAX_DIGITS]))
         return [] if found is None or found.labels else [found]
 
-    def num_of(self, account: str) -> int:
+    def num_for_account(self, account: str) -> int:
         return self._by_account[account]
 
     @property

@@ -1,7 +1,7 @@
-"""The engine_core process: command line, logging, signals, exit code.
+"""The engine process: command line, logging, signals, exit code.
 
-Exit codes: protocol/exit_codes.py; 0 is drained as asked (SIGTERM, SIGINT or a Drain message). The
-last line of the log names the cause. When whoever started us is gone, we drain.
+Exit codes are in protocol/exit_codes.py; 0 means drained as requested (SIGTERM, SIGINT or a Drain
+message). The last log line names the cause. The engine also drains when its parent process is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from engine_core.journal.file import Writer
-from engine_core.loop import Dismissed, EngineLoop
+from engine_core.loop import EngineLoop, StoppedBySignal
 from engine_core.worker_link import WorkerLost
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(config: EngineConfig) -> int:
-    """Serve until drained or lost."""
+    """Serve until drained or lost, and return the exit code."""
     wakeup = _signals()
     parent = hold_on(signal.SIGTERM)
 
@@ -67,8 +67,8 @@ def run(config: EngineConfig) -> int:
         loop.run()
     except WorkerLost as error:
         return fail(str(error), error.exit_code)
-    except Dismissed as order:
-        log.info("%s", order)
+    except StoppedBySignal as error:
+        log.info("%s", error)
         return ExitCode.OK
     except Exception as error:
         log.exception("the engine failed")
@@ -84,8 +84,10 @@ def run(config: EngineConfig) -> int:
 
 
 def _signals() -> int:
-    """Return a file descriptor from which the numbers of the signals that ask this process to stop
-    can be read, one byte each: SIGQUIT at once, the others when open requests have finished."""
+    """Catch the stop signals, and return a file descriptor from which their numbers can be read.
+
+    Each number is one byte. SIGQUIT stops at once; the others drain first.
+    """
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writable)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):

@@ -1,12 +1,13 @@
-"""One profile at a time: a client asks for it, the worker makes it, the client is told.
+"""Profiling: one profile at a time, requested by a client and made by the worker.
 
-    NONE -ask-> WANTED -order-> TRACING -told-> NONE
-                WANTED -leave-> NONE
-                TRACING -leave-> UNWANTED -order-> ENDING -told-> NONE     UNWANTED -told-> NONE
+    IDLE -request-> REQUESTED -pop_command-> TRACING -on_traced-> IDLE
+                    REQUESTED -cancel-> IDLE
+                    TRACING -cancel-> CANCELLED -pop_command-> ENDING -on_traced-> IDLE
+                                      CANCELLED -on_traced-> IDLE
 
-A client that leaves (it aborts the request, or is gone) ends its profile, so that nobody's profile
-slows the worker or bars the way for others for good. Orders must not come between a plan and its
-masks; when they may go out is the loop's to know.
+If the client aborts the request or leaves, its profile ends, so it cannot slow the worker or block
+other profiles forever. A command must not be sent between a plan and its masks; the loop picks the
+moment.
 """
 
 from __future__ import annotations
@@ -22,56 +23,64 @@ MAX_STEPS = 10_000
 
 
 class ProfilingPhase(Enum):
-    NONE = auto()
-    WANTED = auto()  # asked for; the worker does not know yet
-    TRACING = auto()  # the worker was told
-    UNWANTED = auto()  # nobody waits for it any more; the worker does not know yet
-    ENDING = auto()  # the worker was told to end it
+    IDLE = auto()
+    REQUESTED = auto()  # by a client; not sent to the worker yet
+    TRACING = auto()  # the worker has the command
+    CANCELLED = auto()  # by the client; not sent to the worker yet
+    ENDING = auto()  # the worker has the command to end it
 
 
 class Profiling:
-    def __init__(self) -> None:
-        self._phase = ProfilingPhase.NONE
-        self._owner = b""
-        self._asked = Profile(request=0, steps=0, directory="")
+    """The state of the profile that is being made, if any."""
 
-    def ask(self, client: bytes, message: Profile) -> Refused | None:
-        """None: it is going to be made."""
-        if self._phase is not ProfilingPhase.NONE:
-            return _refused(message, "steps", "another profile is being made; try again after it")
+    def __init__(self) -> None:
+        self._phase = ProfilingPhase.IDLE
+        self._owner = b""
+        self._message = Profile(request=0, steps=0, directory="")
+
+    def request(self, client: bytes, message: Profile) -> Refused | None:
+        """Start a profile. Return None if it is going to be made, else the refusal."""
+        if self._phase is not ProfilingPhase.IDLE:
+            return _refused(
+                message, "steps", "another profile is being made; try again when it is done"
+            )
         if not 1 <= message.steps <= MAX_STEPS:
-            return _refused(message, "steps", f"steps is {message.steps}, not 1 to {MAX_STEPS}")
+            return _refused(
+                message, "steps", f"steps is {message.steps}; it must be 1 to {MAX_STEPS}"
+            )
         if not message.directory.startswith("/") or "\0" in message.directory:
             return _refused(message, "directory", "directory must be an absolute path")
-        self._phase, self._owner, self._asked = ProfilingPhase.WANTED, client, message
+        self._phase, self._owner, self._message = ProfilingPhase.REQUESTED, client, message
         return None
 
-    def leave(self, client: bytes, requests: Collection[int] | None = None) -> None:
-        """The client gives up these requests; None: all it has."""
-        if client != self._owner or (requests is not None and self._asked.request not in requests):
+    def cancel(self, client: bytes, requests: Collection[int] | None = None) -> None:
+        """Cancel the profile if it is one of these requests of `client`; None means all of them."""
+        if client != self._owner or (
+            requests is not None and self._message.request not in requests
+        ):
             return
-        if self._phase is ProfilingPhase.WANTED:
-            self._phase = ProfilingPhase.NONE
+        if self._phase is ProfilingPhase.REQUESTED:
+            self._phase = ProfilingPhase.IDLE
         elif self._phase is ProfilingPhase.TRACING:
-            self._phase = ProfilingPhase.UNWANTED
+            self._phase = ProfilingPhase.CANCELLED
 
-    def order(self) -> Trace | None:
-        """What the worker is to hear now, if anything; told once."""
+    def pop_command(self) -> Trace | None:
+        """Return the next command for the worker, once, or None."""
         match self._phase:
-            case ProfilingPhase.WANTED:
+            case ProfilingPhase.REQUESTED:
                 self._phase = ProfilingPhase.TRACING
-                return Trace(steps=self._asked.steps, directory=self._asked.directory)
-            case ProfilingPhase.UNWANTED:
+                return Trace(steps=self._message.steps, directory=self._message.directory)
+            case ProfilingPhase.CANCELLED:
                 self._phase = ProfilingPhase.ENDING
                 return Trace(steps=0)
         return None
 
-    def told(self, traced: Traced) -> tuple[bytes, Profiled | Refused] | None:
-        """Whom to tell what, if anybody still waits."""
-        awaited, self._phase = self._phase is ProfilingPhase.TRACING, ProfilingPhase.NONE
-        if not awaited:
+    def on_traced(self, traced: Traced) -> tuple[bytes, Profiled | Refused] | None:
+        """Return (client, reply) for a finished trace, or None if the profile was cancelled."""
+        is_awaited, self._phase = self._phase is ProfilingPhase.TRACING, ProfilingPhase.IDLE
+        if not is_awaited:
             return None
-        request = self._asked.request
+        request = self._message.request
         if traced.error:
             error = StepFailed(f"no profile: {traced.error}").info()
             return self._owner, Refused(request=request, error=error)

@@ -1,9 +1,9 @@
-"""One generation in the engine: what is known, what is computed, what it owns.
+"""A request: one generation in the engine, with its tokens, its progress and what it owns.
 
-There are no prefill and decode phases. A request knows `tokens` (its prompt and what was sampled)
-and has K/V for the first `num_computed` of them; a step computes some of the difference. Sampling
-happens when a step computes the last known token. While a step is out, what it will compute and
-sample is counted apart: `num_scheduled`, `num_pending`.
+There are no prefill and decode phases. A request has `tokens` (its prompt and the sampled tokens)
+and K/V for the first `num_computed` of them; a step computes some of the difference. A step that
+computes the last known token samples the next one. What the steps in flight will compute and sample
+is counted separately, in `num_scheduled` and `num_pending`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.matcher import Matcher
-from engine_core.policy.fair_share import AccountUsage
+from engine_core.policy.accounts import AccountUsage
 from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
 from protocol.messages import Account, TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class RequestPhase(Enum):
-    ARRIVED = auto()  # not accepted yet, its grammar may be being compiled; owns nothing
+    ARRIVED = auto()  # not accepted yet, its grammar may be compiling; owns nothing
     WAITING = auto()  # accepted; owns nothing
-    FETCHING = auto()  # owns a slot, and blocks into which K/V comes from elsewhere; in no plan
-    READY = auto()  # owns the same; all has come that will come; bound with its first plan
+    FETCHING = auto()  # owns a slot, and blocks that are being filled by a fetch; in no plan
+    READY = auto()  # owns the same; the fetch is over; will be bound with its first plan
     RUNNING = auto()  # owns a slot, and blocks for every known token
-    PREEMPTED = auto()  # gave slot and blocks back; will be computed again
-    FINISHED = auto()  # final; owns nothing, or only until the step in flight has committed,
-    # or the worker has reported on its fetch
+    PREEMPTED = auto()  # released slot and blocks; will be computed again
+    #: Final; owns nothing once its step in flight has committed, and its fetch is reported.
+    FINISHED = auto()
 
 
 class RequestEvent(Enum):
@@ -47,18 +47,14 @@ class RequestEvent(Enum):
 
 NEXT_PHASE = {
     (RequestPhase.ARRIVED, RequestEvent.ACCEPT): RequestPhase.WAITING,
-    (
-        RequestPhase.ARRIVED,
-        RequestEvent.FINISH,
-    ): RequestPhase.FINISHED,  # aborted, or its grammar was refused
+    # aborted, or its grammar was refused
+    (RequestPhase.ARRIVED, RequestEvent.FINISH): RequestPhase.FINISHED,
     (RequestPhase.WAITING, RequestEvent.ADMIT): RequestPhase.RUNNING,
     (RequestPhase.WAITING, RequestEvent.FETCH): RequestPhase.FETCHING,
     (RequestPhase.WAITING, RequestEvent.FINISH): RequestPhase.FINISHED,  # aborted before it ran
     (RequestPhase.FETCHING, RequestEvent.ARRIVE): RequestPhase.READY,
-    (
-        RequestPhase.FETCHING,
-        RequestEvent.FINISH,
-    ): RequestPhase.FINISHED,  # aborted, its fetch is given up
+    # aborted; its fetch is cancelled
+    (RequestPhase.FETCHING, RequestEvent.FINISH): RequestPhase.FINISHED,
     (RequestPhase.READY, RequestEvent.ADMIT): RequestPhase.RUNNING,
     (RequestPhase.READY, RequestEvent.FINISH): RequestPhase.FINISHED,
     (RequestPhase.RUNNING, RequestEvent.PREEMPT): RequestPhase.PREEMPTED,
@@ -78,129 +74,139 @@ STAGES = {
     RequestPhase.PREEMPTED: RequestStage.PREEMPTED,
     RequestPhase.FINISHED: None,
 }
-"""As what the time in a phase is told."""
+"""The stage in which the time of a phase is reported."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`order` is the place in the order of arrival, kept through preemption.
+    """One generation. Only the engine and its parts change it."""
 
-    client, number   who asked, and the client's number for it
-    place            when it came, in seconds, later or earlier for its priority; the order among
-                     the requests of one account
-    arrived_at       in seconds of the engine's clock
-    begin_by         it has no slot by then: too late;  end_by  has not ended
-    lead             what its priority is worth against other accounts, in tokens
-    share            whose it is, and what this one was served
-    tokens           [known] int32: prompt, then sampled
-    seed             drawn once; with the position it determines every sample, in any life of the
-                     request
-    end              number of known tokens at which it ends with "length"
-    stop_ids         tokens that end it with "stop"
-    blocks           block ids of positions [0, len(blocks) * block_tokens)
-    hashes           chained hashes of the first full blocks, computed when first needed
-    num_paid         of its tokens, counted in `share` when they were planned, or found
-    num_scheduled    like num_computed, when the plans that are out will have been committed, if all
-                     their drafts are right
-    num_pending      tokens that those plans sample: not known here, but where they will stand is
-    num_in_flight    how many plans that are out have a row of it
-    follows          a draft model computes it, too
-    num_followed     how many of its tokens, when the plans that are out will have been committed
-    num_published    how many of its blocks have been offered to the prefix cache
-    num_cached       prompt tokens whose K/V was found, or fetched, at the first admission
-    num_fetched      how many of these another engine has computed for it
-    prompt_logprobs  as computed so far in this life; told with the first token
-    grammar          digest of the grammar that constrains the answer, if one does
-    matcher          where the answer is in that grammar, whatever becomes of slot and blocks
-    kv_readers       who will go on from its K/V, which is all that is wanted; 0 for an answer
-    lease            of its K/V, for readers, once the worker has been told of it
-    handle           what other engine has K/V of its prompt
-    labels           names by which any client may abort it
-    account          who pays for it; None: nobody counts
-    guesses          its drafts and how right they were; None where it gets none
-    num_drafts       tokens drafted for it, in all;  num_accepted  of these, in the answer
-    watch            where its time goes
-    """
+    # ---- identity
 
     client: bytes
+    #: The client's number for the request.
     number: int
+    #: Position in the order of arrival, kept through preemption.
     order: int
+    #: Cached prefixes are shared within it only.
     namespace: str
+    #: Prompt tokens, then sampled tokens; int32. Only ever grows.
     tokens: array[int]
     prompt_tokens: int
     params: SamplingParams
+    #: Drawn once. With the position it determines every sample, also after a preemption.
     seed: int
-    end: int
+    #: Number of known tokens at which it ends with "length".
+    max_total_tokens: int
+    #: Tokens that end it with "stop".
     stop_ids: frozenset[int]
     phase: RequestPhase = RequestPhase.ARRIVED
-    place: float = 0.0
+
+    # ---- order and deadlines, in seconds of the engine's clock
+
+    #: Time of arrival, moved by its priority: the order among the requests of one account.
+    queue_time: float = 0.0
     arrived_at: float = 0.0
-    begin_by: float = inf
-    end_by: float = inf
-    lead: float = 0.0
-    share: AccountUsage = field(default_factory=AccountUsage)
+    #: It is too late if it has never had a slot by then.
+    start_deadline: float = inf
+    #: It is too late if it has not finished by then.
+    deadline: float = inf
+    #: The worth of its priority against other accounts, in tokens.
+    priority_credit: float = 0.0
+    #: What its account was served.
+    account_usage: AccountUsage = field(default_factory=AccountUsage)
+
+    # ---- slot, blocks and progress
+
     slot: int | None = None
+    #: Block ids of positions [0, len(blocks) * block_tokens).
     blocks: list[int] = field(default_factory=list)
+    #: Chained hashes of the first full blocks, computed when first needed.
     hashes: list[bytes] = field(default_factory=list)
+    #: Positions whose K/V is in `blocks`. Never exceeds `num_scheduled`.
     num_computed: int = 0
+    #: Tokens charged to `account_usage`: those planned, or found in a cache.
     num_charged: int = 0
+    #: `num_computed` once every plan in flight has committed, if all drafts are right.
     num_scheduled: int = 0
+    #: Tokens that the plans in flight sample. Their values are unknown, their positions are not.
     num_pending: int = 0
+    #: Plans in flight that contain the request.
     num_in_flight: int = 0
-    follows: bool = False
-    num_followed: int = 0
+    #: The draft model computes the request, too.
+    uses_draft_model: bool = False
+    #: Positions that the draft model has computed once every plan in flight has committed.
+    num_draft_computed: int = 0
+    #: Blocks offered to the prefix cache.
     num_published: int = 0
+    #: Prompt tokens whose K/V was cached or fetched at the first admission.
     num_cached: int = 0
+    #: Those of `num_cached` that another engine computed for this request.
     num_fetched: int = 0
     num_preemptions: int = 0
+    #: Computed since the last admission; sent with the first token.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    # ---- grammar, K/V transfer, labels, drafts
+
+    #: Digest of the grammar that constrains the answer, if any.
     grammar: bytes | None = None
+    #: State of the answer in its grammar. Kept through preemption.
     matcher: Matcher | None = None
+    #: Readers of its K/V, if only that is requested; 0 for an answer.
     kv_readers: int = 0
+    #: Name of the lease for the readers, once it was announced to the worker.
     lease: bytes = b""
+    #: Handle of another engine's K/V of its prompt.
     handle: Handle | None = None
+    #: Names by which any client may abort it.
     labels: tuple[str, ...] = ()
+    #: The account that is charged; None if usage is not limited.
     account: Account | None = None
-    guesses: RequestDrafting | None = None
+    #: Its drafter and acceptance rates; None if it gets no drafts.
+    drafting: RequestDrafting | None = None
+    #: Tokens drafted for it, in all.
     num_drafts: int = 0
+    #: Those of `num_drafts` that are in the answer.
     num_accepted: int = 0
-    watch: StageTimer = field(default_factory=lambda: StageTimer(EngineClock()))
+    stage_timer: StageTimer = field(default_factory=lambda: StageTimer(EngineClock()))
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Who goes first in an account: smaller is served earlier, and anywhere preempted later.
-        Unique."""
-        return self.place, self.order
+        """Order within an account: a smaller rank is served earlier and preempted later. Unique."""
+        return self.queue_time, self.order
 
     @property
-    def due(self) -> float:
-        """Whose account goes first: smaller is served earlier."""
-        return self.share.served + self.lead
+    def virtual_time(self) -> float:
+        """Order between accounts: a smaller value is served earlier."""
+        return self.account_usage.served + self.priority_credit
 
     @property
     def name(self) -> str:
-        """By which anybody may abort it: its first label, or its client and number."""
+        """The name by which any client may abort it: its first label, or client and number."""
         return self.labels[0] if self.labels else f"{self.client.hex()}.{self.number}"
 
     @property
     def num_ahead(self) -> int:
-        """Tokens that will be known when all plans that are out have been committed."""
+        """Known tokens once all plans in flight have committed."""
         return len(self.tokens) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens that no plan computes yet. A full answer's last token needs no computation."""
-        if self.num_pending and self.num_ahead >= self.end:
+        if self.num_pending and self.num_ahead >= self.max_total_tokens:
             return 0
         return self.num_ahead - self.num_scheduled
 
     @property
     def num_shareable(self) -> int:
-        """Positions that whoever finds their blocks has nothing left to compute for."""
-        return min(self.num_computed, self.num_followed) if self.follows else self.num_computed
+        """Positions whose K/V is complete, also the draft model's if it computes the request."""
+        if not self.uses_draft_model:
+            return self.num_computed
+        return min(self.num_computed, self.num_draft_computed)
 
     def is_sampled(self, count: int) -> bool:
-        """Whether a step that computes so many more positions samples a token."""
+        """Whether a step that computes `count` more positions samples a token."""
         return self.samples and count >= self.num_uncomputed
 
     @property
@@ -209,15 +215,15 @@ class Request:
 
     @property
     def samples(self) -> bool:
-        """False for a request that only wants its prompt computed (max_tokens=0)."""
-        return self.end > self.prompt_tokens
+        """False if only the prompt is to be computed (max_tokens=0)."""
+        return self.max_total_tokens > self.prompt_tokens
 
     def move(self, event: RequestEvent) -> None:
-        """Raises RuntimeError on an illegal move and changes nothing."""
+        """Change the phase. An illegal move raises RuntimeError and changes nothing."""
         phase = NEXT_PHASE.get((self.phase, event))
         if phase is None:
             raise RuntimeError(
                 f"request {self.number}: {event.name} is illegal in {self.phase.name}"
             )
         self.phase = phase
-        self.watch.enter(STAGES[phase])
+        self.stage_timer.enter(STAGES[phase])

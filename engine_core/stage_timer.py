@@ -1,7 +1,7 @@
-"""Where a request's time goes: how long it was in each of its stages. Pure.
+"""Stage timer: how long a request spends in each stage of its life. Pure.
 
-A watch turns when its request moves to another phase (request.STAGES) and when the first token is
-there, so it costs nothing per step and per token.
+It switches when the request changes phase (request.STAGES) and at its first token, so it costs
+nothing per step or token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from protocol.messages import Times
 
 
 class RequestStage(Enum):
-    """Its value is the field of Times that grows meanwhile."""
+    """A stage of a request's life. The value is the field of Times that it adds to."""
 
     GRAMMAR = "grammar_s"
     QUEUE = "queued_s"
@@ -23,7 +23,7 @@ class RequestStage(Enum):
 
 
 class EngineClock:
-    """now: seconds of a steady clock, as the engine was last told; one for all its requests."""
+    """The engine's current time, in seconds of a steady clock; shared by all its requests."""
 
     __slots__ = ("now",)
 
@@ -32,39 +32,42 @@ class EngineClock:
 
 
 class StageTimer:
-    """One request's, from its arrival on."""
+    """The time that one request has spent in each stage since its arrival."""
 
-    __slots__ = ("_clock", "_has_spoken", "_since", "_spent", "_stage")
+    __slots__ = ("_clock", "_has_token", "_since", "_spent", "_stage")
 
     def __init__(self, clock: EngineClock) -> None:
         self._clock = clock
         self._since = clock.now
         self._stage: RequestStage | None = RequestStage.GRAMMAR
         self._spent: dict[str, float] = {}
-        self._has_spoken = False
+        self._has_token = False
 
     def enter(self, stage: RequestStage | None) -> None:
-        """None: it is over. What is computed once the first token is there is no prefill any more,
-        even where tokens are computed again."""
+        """Switch to another stage; None means the request has ended.
+
+        Once the first token exists, PREFILL counts as DECODE: tokens recomputed after a preemption
+        are no prefill.
+        """
         now = self._clock.now
         if self._stage is not None and now > self._since:
             name = self._stage.value
             self._spent[name] = self._spent.get(name, 0.0) + now - self._since
         self._since = now
-        is_decoding = stage is RequestStage.PREFILL and self._has_spoken
+        is_decoding = stage is RequestStage.PREFILL and self._has_token
         self._stage = RequestStage.DECODE if is_decoding else stage
 
-    def speak(self) -> None:
-        """The first token is there."""
-        self._has_spoken = True
+    def on_first_token(self) -> None:
+        """Record that the first token exists."""
+        self._has_token = True
         self.enter(self._stage)
 
     @property
     def stage(self) -> str:
-        """Which of the Times grows now, without its unit; "" when it is over."""
+        """The current stage, without its unit; "" if the request has ended."""
         return "" if self._stage is None else self._stage.value.removesuffix("_s")
 
     def times(self) -> Times:
-        """So far."""
+        """Return the time spent in each stage so far."""
         self.enter(self._stage)
         return Times(**self._spent)

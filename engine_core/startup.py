@@ -1,4 +1,4 @@
-"""From a worker that is ready to an engine that decides for it."""
+"""Builds the engine for a worker that is ready."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ def engine_for(
     key: ClusterKey | None = None,
     journal: Writer | None = None,
 ) -> Engine:
-    """epoch  which life of the engine this is
-    key      the cluster's, where there is one
-    journal  where the engine writes down what it is told; an engine of a cluster has none
+    """Return the engine for a worker.
+
+    - epoch: identifies this life of the engine
+    - key: the cluster's key, if there is one
+    - journal: records all input of the engine; an engine of a cluster has none
     """
     limits = _limits(ready, config, hands_over=key is not None and config.role != "decode")
     draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
     if draft_cost >= 1:
-        log.warning("the draft model is as large as the model: it is not asked for anything")
+        log.warning("the draft model costs as much as the model; it is not used")
     log.info(
         "engine ready: %s, %s, %d blocks of %d tokens, %d slots, max_len %d (%s)",
         ready.model.name,

@@ -1,6 +1,7 @@
-"""The worker process: spawn it, send it steps, hear its results, notice its death.
+"""The connection to the worker process: starts it, sends plans, receives results, detects its end.
 
-One worker for now; a replica of several ranks sends each plan to all of them and hears rank 0.
+One worker for now. A replica of several ranks would send each plan to all of them and receive from
+rank 0.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed, WorkerReady
 log = logging.getLogger(__name__)
 
 STOP_WAIT_S = 5.0
-STRANGERS_PER_TURN = 100
+MAX_FOREIGN_PER_TURN = 100
 
 
 class WorkerLost(Exception):
-    """The worker process ended or failed; the message says how, in one line."""
+    """The worker process ended or failed; the message gives the cause in one line."""
 
     def __init__(self, message: str, exit_code: int = ExitCode.WORKER_LOST) -> None:
         super().__init__(message)
@@ -40,8 +41,8 @@ class WorkerLost(Exception):
 class WorkerLink:
     """The worker of one replica. `socket` and `death` (a pidfd) are for the loop's poller.
 
-    The worker is who first says that it is ready, or why it is not. `num_strange` counts what
-    anybody else says at this socket; it is dropped.
+    The first peer that sends WorkerReady or WorkerFailed is the worker. Messages of other peers are
+    dropped and counted in `num_foreign_messages`.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class WorkerLink:
     ) -> None:
         self.socket = sockets.bind_router(context, address)
         self._decoder: wire.Decoder[FromWorker] = wire.Decoder(FromWorker)
-        self.num_strange = 0
+        self.num_foreign_messages = 0
         self._identity: bytes | None = None
         settings = msgspec.json.encode(msgspec.structs.replace(config, address=address)).decode()
         self._lifeline = Lifeline()
@@ -69,12 +70,12 @@ class WorkerLink:
 
     @property
     def is_stopped(self) -> bool:
-        """Somebody has stopped it (SIGSTOP)."""
+        """Whether the process has been stopped (SIGSTOP)."""
         return is_stopped(self.pid)
 
     def send(self, message: ToWorker) -> None:
-        """To one that has just died, nothing: `death` says it, and its last words say why."""
-        assert self._identity is not None, "the worker has not said that it is ready"
+        """Send a message, or drop it if the worker has just died: `death` reports that."""
+        assert self._identity is not None, "the worker has not sent WorkerReady"
         try:
             self.socket.send_multipart([self._identity, *wire.encode(message)])
         except zmq.ZMQError as error:
@@ -82,9 +83,11 @@ class WorkerLink:
                 raise
 
     def receive(self) -> FromWorker | None:
-        """The worker's next message, or None if there is none now. Raises WorkerLost where it makes
-        no sense: nothing it says afterwards could be relied on."""
-        for _ in range(STRANGERS_PER_TURN):
+        """Return the worker's next message, or None if there is none now.
+
+        Raises WorkerLost if it cannot be decoded: later messages could not be trusted either.
+        """
+        for _ in range(MAX_FOREIGN_PER_TURN):
             try:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -94,48 +97,48 @@ class WorkerLink:
                 if message is not None:
                     return message
             else:
-                self.num_strange += 1
+                self.num_foreign_messages += 1
         return None
 
     def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
-        """None: it came from nobody we know, and is no greeting."""
+        """Decode a message. Return None if it is no first message of a worker."""
         try:
             message = self._decoder.decode(frames)
         except WireError as error:
             if self._identity is not None:
-                raise WorkerLost(f"the worker does not make sense: {error.message}") from None
-            self.num_strange += 1
+                raise WorkerLost(f"the worker sent a malformed message: {error.message}") from None
+            self.num_foreign_messages += 1
             return None
         if self._identity is None and not isinstance(message, WorkerReady | WorkerFailed):
-            self.num_strange += 1
+            self.num_foreign_messages += 1
             return None
         self._identity = identity
         return message
 
-    def lost(self) -> WorkerLost:
-        """How the process ended, once `death` says that it has."""
+    def exit_error(self) -> WorkerLost:
+        """Return the error that describes how the process ended, once `death` is readable."""
         code = self._process.wait()
         if code < 0:
             number = signal.Signals(-code)
             why = why_killed(number, self._num_oom_kills)
             return WorkerLost(f"the worker was killed by {number.name}" + (why and f": {why}"))
-        is_told = code in frozenset(ExitCode) and code not in (ExitCode.OK, ExitCode.FAILED)
-        told = ExitCode(code) if is_told else ExitCode.WORKER_LOST
+        is_specific = code in frozenset(ExitCode) and code not in (ExitCode.OK, ExitCode.FAILED)
+        exit_code = ExitCode(code) if is_specific else ExitCode.WORKER_LOST
         why = self._lifeline.cause()
-        return WorkerLost(f"the worker exited with code {code}" + (why and f": {why}"), told)
+        return WorkerLost(f"the worker exited with code {code}" + (why and f": {why}"), exit_code)
 
     def stop(self) -> None:
-        """Ask, then insist."""
+        """Stop the process: with a Stop message or SIGTERM first, then with SIGKILL."""
         if self._process.poll() is None and self._identity is not None:
             self._try_to_send(Stop())
         else:
             self._process.terminate()
-        if self.is_stopped:  # it hears nothing but this
+        if self.is_stopped:  # a stopped process reacts to SIGKILL only
             self._process.kill()
         try:
             self._process.wait(STOP_WAIT_S)
         except subprocess.TimeoutExpired:
-            log.warning("worker pid=%d does not stop; killing it", self.pid)
+            log.warning("worker pid=%d did not stop in time; killing it", self.pid)
             self._process.kill()
             self._process.wait()
         os.close(self.death)

@@ -1,1 +1,1 @@
-"""K/V blocks: the pool, their content hashes, and the prefix cache."""
+"""K/V blocks: the pool, content hashes and the prefix cache."""

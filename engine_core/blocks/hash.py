@@ -1,10 +1,12 @@
-"""The identity of a block's content: a chained 256-bit hash.
+"""Content hashes of K/V blocks: chained SHA-256.
 
-hash(block i) = SHA-256(hash(block i - 1) + its tokens as int32 LE); the chain starts from a root
-made of everything else that K/V depends on. So equal hashes mean equal tokens from position 0 on,
-computed by the same model for the same namespace. No key of one namespace can find what another
-computed. The beginning of a sequence that ends within a block is hashed the same way: no full block
-has such a hash, because it has more tokens.
+hash(block i) = SHA-256(hash(block i - 1) + the block's tokens as int32 LE). The chain starts from a
+root, a hash of everything else that K/V depends on: model and namespace. Equal hashes therefore
+mean equal tokens from position 0 on, computed by the same model for the same namespace. A hash from
+one namespace never matches a block of another.
+
+A prefix that ends within a block is hashed the same way. It cannot collide with a full block, which
+has more tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from array import array
 from hashlib import sha256
 
 MAX_ROOTS = 1024
-"""Roots are remembered for so many namespaces."""
+"""Namespaces whose root hash is cached."""
 
 
 class ContentHashes:
-    """The hashes of one model's sequences, cut into blocks of one size.
+    """Block hashes for the token sequences of one model.
 
-    A sequence's `hashes` are those of its first full blocks, as far as they have been needed.
+    A `hashes` list holds the hashes of a sequence's first full blocks. It is extended on demand.
     """
 
     def __init__(self, model_digest: str, block_tokens: int) -> None:
@@ -33,10 +35,10 @@ class ContentHashes:
         """Append to `hashes` until it covers the first `num_blocks` full blocks of `tokens`."""
         extend_hashes(hashes, self._root(namespace), tokens, self._block_tokens, num_blocks)
 
-    def of_beginning(
+    def prefix_hash(
         self, hashes: list[bytes], namespace: str, tokens: array[int], num_tokens: int
     ) -> bytes:
-        """The hash of the first `num_tokens` tokens; `hashes` is extended."""
+        """Return the hash of the first `num_tokens` tokens, extending `hashes` as needed."""
         num_full, rest = divmod(num_tokens, self._block_tokens)
         self.extend(hashes, namespace, tokens, num_full)
         before = hashes[num_full - 1] if num_full else self._root(namespace)
@@ -56,7 +58,10 @@ class ContentHashes:
 
 
 def root_hash(model_digest: str, namespace: str, adapter: str = "") -> bytes:
-    """Fields are length-prefixed: ("a", "bc") and ("ab", "c") differ."""
+    """Return the hash that a chain starts from.
+
+    Each part is preceded by its length, so ("a", "bc") and ("ab", "c") differ.
+    """
     state = sha256(b"tidegate kv 1")
     for part in (model_digest, namespace, adapter):
         data = part.encode()

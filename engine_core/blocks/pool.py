@@ -1,8 +1,9 @@
-"""Who holds which block. Every block is free or held, never both; the null block is neither.
+"""Block pool: counts the holders of each block and keeps the free list.
 
-Free blocks wait in one line: blocks without findable content in front (used first, last freed
-first), blocks that the prefix cache could still find at the back in order of release, so taking
-from the front evicts the least recently used content last.
+Every block is either free or held. The null block is neither. Blocks are allocated from the front
+of the free list. Free blocks without cached content stand at the front, the last released first.
+Free blocks that the prefix cache can still find stand at the back, in order of release. Eviction
+therefore takes the least recently used content first, and only after all other blocks are used up.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from protocol.steps import NULL_BLOCK
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1; block 0 is the null block.
+    """Blocks 1 to num_blocks - 1; block 0 is the null block.
 
-    All operations are O(blocks touched).
+    Each operation is O(blocks touched).
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
         if num_blocks < 2:
-            raise ValueError(f"a pool of {num_blocks} blocks holds nothing")
+            raise ValueError(f"num_blocks is {num_blocks}; a pool needs at least 2")
         self.holders = [0] * num_blocks
         self.cache = cache
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
@@ -31,7 +32,7 @@ class BlockPool:
 
     @property
     def total(self) -> int:
-        """Blocks that can be held: the null block does not count."""
+        """The number of blocks that can be held, without the null block."""
         return len(self.holders) - 1
 
     @property
@@ -41,32 +42,33 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         return block in self._free
 
-    def take(self, count: int) -> list[int] | None:
-        """`count` blocks for new content, each held once; None, and no change, if there are not so
-        many.
-        """
+    def allocate(self, count: int) -> list[int] | None:
+        """Return `count` blocks for new content, each held once, or None if too few are free."""
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self.cache.forget(block)
+            self.cache.remove(block)
             self.holders[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more holder for each: of blocks that are held already, or free but still findable."""
+        """Add one holder to each block. A free block must still be in the prefix cache."""
         for block in blocks:
             if not self.holders[block]:
                 del self._free[block]
             self.holders[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """One holder less for each. The end of a sequence goes first, so its beginning stays
-        longest.
+        """Remove one holder from each block.
+
+        The end of the sequence is freed first, so the beginning stays in the prefix cache longest.
         """
         for block in reversed(blocks):
             self.holders[block] -= 1
-            assert self.holders[block] >= 0, f"block {block} was released by nobody"
+            assert self.holders[block] >= 0, (
+                f"block {block} was released more often than it was held"
+            )
             if not self.holders[block]:
                 self._free[block] = None
                 if block not in self.cache:

@@ -1,10 +1,10 @@
-"""Which block holds which content: hash -> block, for blocks whose writing step has committed.
+"""Prefix cache: content hash -> block, for blocks whose writing step has committed.
 
-A block stays findable while it is held and while it waits in the pool's free list; it is forgotten
-at the moment the pool hands it out for new content. The cache owns no block.
+A block can be found while it is held and while it stands in the pool's free list. It is removed
+when the pool allocates it for new content. The cache holds no block itself.
 
-Of each it is known whether a draft model has computed it, too, in its own K/V (drafting.py says
-why it may not have): one that finds it then need not.
+For each block the cache also records whether the draft model has computed its own K/V for it
+(drafting.py explains when it has not). A request that finds such a block need not compute it again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._followed: set[int] = set()
+        self._draft_computed: set[int] = set()
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
@@ -25,18 +25,19 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._hash_of)
 
-    def publish(self, content: bytes, block: int, *, is_followed: bool) -> None:
-        """`block` holds `content`, of a draft model as well if it `is_followed`. If another block
-        does already, that one stays the findable one.
+    def publish(self, content: bytes, block: int, *, is_draft_computed: bool) -> None:
+        """Make `block` findable as `content`, unless another block already is.
+
+        `is_draft_computed`: the draft model's K/V for it exists too.
         """
         if content not in self._block_of and block not in self._hash_of:
             self._block_of[content] = block
             self._hash_of[block] = content
-        if is_followed and block in self._hash_of:
-            self._followed.add(block)
+        if is_draft_computed and block in self._hash_of:
+            self._draft_computed.add(block)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known beginning of `hashes`."""
+        """Return the blocks of the longest cached prefix of `hashes`."""
         found: list[int] = []
         for content in hashes:
             block = self._block_of.get(content)
@@ -45,22 +46,22 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def num_followed(self, found: Sequence[int]) -> int:
-        """How many of these blocks, from the first on, a draft model has computed."""
-        return sum(1 for _ in takewhile(self._followed.__contains__, found))
+    def num_draft_computed(self, found: Sequence[int]) -> int:
+        """Return how many leading blocks of `found` the draft model has computed."""
+        return sum(1 for _ in takewhile(self._draft_computed.__contains__, found))
 
-    def forget(self, block: int) -> None:
-        """`block` is about to hold something else."""
+    def remove(self, block: int) -> None:
+        """Remove `block`, which is about to be overwritten."""
         content = self._hash_of.pop(block, None)
         if content is not None:
             del self._block_of[content]
-            self._followed.discard(block)
+            self._draft_computed.discard(block)
 
     def clear(self) -> None:
         self._block_of.clear()
         self._hash_of.clear()
-        self._followed.clear()
+        self._draft_computed.clear()
 
     def items(self) -> dict[int, bytes]:
-        """block -> hash, a copy, for checks."""
+        """Return a copy of block -> hash, for checks."""
         return dict(self._hash_of)

@@ -1,4 +1,4 @@
-"""Which blocks of a request's beginning are here already, and which it offers to others."""
+"""Cached prefixes of requests: looks them up, and publishes newly filled blocks."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from protocol.messages import Limits
 
 
 class Prefixes:
-    """The requests' side of the prefix cache."""
+    """The prefix cache as requests use it: matches their tokens, publishes their blocks."""
 
     def __init__(self, limits: Limits, hashes: ContentHashes, cache: PrefixCache) -> None:
         self.hashes = hashes
-        self._is_on = limits.prefix_cache
+        self._is_enabled = limits.prefix_cache
         self._block_tokens = limits.block_tokens
         self._cache = cache
 
     def find(self, request: Request) -> list[int]:
-        """Blocks that hold the beginning of its tokens.
+        """Return the cached blocks that hold the beginning of the request's tokens.
 
-        The last token is always computed: its logits are what a step is for. A request that wants
-        its prompt's logprobs computes the whole prompt for the same reason.
+        The last token is always computed, because the step needs its logits. A request with prompt
+        logprobs computes its whole prompt for the same reason.
         """
-        if not self._is_on or request.params.prompt_logprobs is not None:
+        if not self._is_enabled or request.params.prompt_logprobs is not None:
             return []
         usable = (len(request.tokens) - 1) // self._block_tokens
         self._extend(request, usable)
         return self._cache.match(request.hashes[:usable])
 
     def publish(self, request: Request) -> range:
-        """Offer the blocks that it has filled since the last time. Which ones, by their index."""
+        """Publish the blocks filled since the last call, and return their indexes."""
         full = request.num_shareable // self._block_tokens
-        published = range(request.num_published, full) if self._is_on else range(0)
+        published = range(request.num_published, full) if self._is_enabled else range(0)
         if published:
             self._extend(request, full)
             for index in published:
                 self._cache.publish(
-                    request.hashes[index], request.blocks[index], is_followed=request.follows
+                    request.hashes[index],
+                    request.blocks[index],
+                    is_draft_computed=request.uses_draft_model,
                 )
             request.num_published = full
         return published

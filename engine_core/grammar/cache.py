@@ -1,7 +1,8 @@
-"""Which grammars are compiled, which are being compiled, and who waits for them. Pure.
+"""Grammar cache: compiled grammars, compilations in progress, and the requests that wait for them.
+Pure.
 
-Equal grammars are compiled once: a grammar's digest is its name everywhere. The most recently used
-are kept. What a compiler says is told to all who wait for it, and to nobody twice.
+Equal grammars are compiled once; a grammar is identified by its digest. The most recently used ones
+are kept. Each outcome is delivered once, to all requests that wait for it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from protocol.grammar import Grammar
 
 MAX_KEPT = 128
 MAX_PENDING = 256
-"""Different grammars that may wait to be compiled."""
+"""Distinct grammars that may wait to be compiled."""
 RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """To be compiled."""
+    """A grammar to compile."""
 
     digest: bytes
     grammar: Grammar
@@ -34,7 +35,7 @@ class CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """What came of a job: a template, or why there is none."""
+    """The outcome of a job: a template, or an error."""
 
     digest: bytes
     result: MatcherTemplate | ServingError
@@ -46,55 +47,64 @@ def digest_of(grammar: Grammar) -> bytes:
 
 @dataclass
 class GrammarCache:
-    """`jobs` are for the caller to take and to answer, each with one `settle`, in any order."""
+    """The compiled grammars.
+
+    The caller fetches `jobs` and answers each with one `on_grammar_compiled`, in any order.
+    """
 
     jobs: list[CompileJob] = field(default_factory=list)
-    _kept: OrderedDict[bytes, MatcherTemplate] = field(default_factory=OrderedDict)
-    _waiting: dict[bytes, list[Request]] = field(default_factory=dict)
+    _templates: OrderedDict[bytes, MatcherTemplate] = field(default_factory=OrderedDict)
+    _waiters: dict[bytes, list[Request]] = field(default_factory=dict)
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._waiters.values()))
 
     @property
     def templates(self) -> Mapping[bytes, MatcherTemplate]:
-        """Of the grammars that are kept, by their digest."""
-        return self._kept
+        """The cached templates by digest."""
+        return self._templates
 
     def find(self, grammar: Grammar) -> tuple[bytes, MatcherTemplate | None]:
-        """Its digest, and its template if there is one. Raises Overloaded where one would be long
-        in coming."""
+        """Return the grammar's digest, and its template if it is cached.
+
+        Raises Overloaded if it is not cached and too many grammars wait to be compiled.
+        """
         digest = digest_of(grammar)
-        template = self._kept.get(digest)
+        template = self._templates.get(digest)
         if template is not None:
-            self._kept.move_to_end(digest)
-        elif digest not in self._waiting and len(self._waiting) >= MAX_PENDING:
+            self._templates.move_to_end(digest)
+        elif digest not in self._waiters and len(self._waiters) >= MAX_PENDING:
             raise Overloaded(
-                f"{MAX_PENDING} grammars wait to be compiled; try again later",
+                f"{MAX_PENDING} grammars are waiting to be compiled; try again later",
                 retry_after_s=RETRY_S,
             )
         return digest, template
 
-    def wait(self, request: Request, digest: bytes, grammar: Grammar) -> None:
-        """`request` waits until this grammar is settled."""
-        if digest not in self._waiting:
+    def add_waiter(self, request: Request, digest: bytes, grammar: Grammar) -> None:
+        """Add `request` to those that wait for this grammar, and create a job if it is the
+        first.
+        """
+        if digest not in self._waiters:
             self.jobs.append(CompileJob(digest, grammar))
-        self._waiting.setdefault(digest, []).append(request)
+        self._waiters.setdefault(digest, []).append(request)
 
-    def leave(self, request: Request) -> None:
-        """`request` waits no more; its grammar is compiled all the same."""
-        for waiting in self._waiting.values():
+    def remove_waiter(self, request: Request) -> None:
+        """Stop waiting. The grammar is still compiled."""
+        for waiting in self._waiters.values():
             if request in waiting:
                 waiting.remove(request)
 
-    def settle(self, compiled: CompiledGrammar) -> list[Request]:
-        """A job has come to its end: those who waited for it, in order of arrival."""
+    def on_grammar_compiled(self, compiled: CompiledGrammar) -> list[Request]:
+        """Store a job's outcome, and return the requests that waited for it, in order of
+        arrival.
+        """
         if isinstance(compiled.result, MatcherTemplate):
-            self._kept[compiled.digest] = compiled.result
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        return self._waiting.pop(compiled.digest, [])
+            self._templates[compiled.digest] = compiled.result
+            if len(self._templates) > MAX_KEPT:
+                self._templates.popitem(last=False)
+        return self._waiters.pop(compiled.digest, [])
 
-    def forget(self, digest: bytes) -> None:
-        """Something went wrong with it: it is compiled anew when it is next asked for."""
-        self._kept.pop(digest, None)
+    def remove(self, digest: bytes) -> None:
+        """Remove a grammar that failed, so that it is compiled anew when next used."""
+        self._templates.pop(digest, None)

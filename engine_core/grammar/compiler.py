@@ -1,7 +1,7 @@
-"""Grammar -> Template: llguidance, with limits on what one grammar may cost.
+"""Grammar -> MatcherTemplate, with llguidance, and with limits on the cost of one grammar.
 
-What it cannot enforce exactly it refuses: an error, a warning, a grammar in which a short walk
-(`trial.py`) comes to a dead end or to the limits. Nothing is ever silently left unconstrained.
+A grammar that cannot be enforced exactly is refused: on an error, a warning, or if a short walk
+(`probe.py`) reaches a dead end or a limit. An answer is never silently left unconstrained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protocol.grammar import Body, Grammar
 from protocol.model_card import ModelCard
 
 LIMITS = LLParserLimits(
-    max_items_in_row=6_000,  # 1,000 optional properties take 4,000; a mask of so many, about 30 ms
+    max_items_in_row=6_000,  # 1,000 optional properties need 4,000; such a mask takes about 30 ms
     step_max_items=200_000,
     max_lexer_states=100_000,  # 1 to 2 kB each, shared by all answers of a grammar
     verbose_errors=False,
@@ -26,7 +26,9 @@ LIMITS = LLParserLimits(
 
 
 class Compiler:
-    """Of one model. Construction takes a few tenths of a second and holds the GIL."""
+    """The grammar compiler of one model. Construction takes a few tenths of a second and holds the
+    GIL.
+    """
 
     def __init__(self, model: ModelCard) -> None:
         self.vocab_size = model.vocab_size
@@ -39,12 +41,15 @@ class Compiler:
             for token in added_tokens(tokenizer)
             if self._tokenizer.is_special_token(token.id)
         }
-        self._trial = GrammarProbe(self._tokenizer, model.vocab_size)
+        self._probe = GrammarProbe(self._tokenizer, model.vocab_size)
         self._spelling = spelling(self._tokenizer, self._markers)
 
     def compile(self, grammar: Grammar) -> MatcherTemplate:
-        """Raises InvalidRequest. Takes milliseconds, for huge schemas seconds, mostly without the
-        GIL; needs a deep stack. Thinking before it doubles the time, and so do calls beside it."""
+        """Compile a grammar. Raises InvalidRequest.
+
+        It takes milliseconds, or seconds for huge schemas, mostly without the GIL, and needs a deep
+        stack. Thinking before the body doubles the time, and so do calls as an alternative to it.
+        """
         inner = None
         if grammar.body is not None:
             self._check_parts(grammar, grammar.body)
@@ -53,8 +58,11 @@ class Compiler:
         return MatcherTemplate(inner, (budget, self._spelling) if budget is not None else None)
 
     def _check_parts(self, grammar: Grammar, body: Body) -> None:
-        """Refuse a body or calls that are wrong by themselves. After the thinking the error would
-        be found too late, and beside the other part not at all."""
+        """Refuse a body or calls that are wrong by themselves.
+
+        Inside the whole grammar, an error after the thinking would be found too late, and an error
+        in one alternative not at all.
+        """
         if grammar.thinking is not None or grammar.calls is not None:
             self._compile(Grammar(body=body))
         if grammar.calls is not None:
@@ -72,6 +80,6 @@ class Compiler:
             raise invalid(explain(inner))
         if warnings := inner.get_grammar_warnings():
             raise invalid(warnings[0])
-        if fault := self._trial.find_fault(inner):
+        if fault := self._probe.find_fault(inner):
             raise invalid(fault)
         return inner

@@ -1,7 +1,7 @@
-"""Words of llguidance's Lark dialect: texts, markers, stretches of free text.
+"""Items of llguidance's Lark dialect: texts, markers, free text up to a marker.
 
-All that a client or a format wrote as plain text becomes a regular expression in which every sign
-is escaped by its number, so no text can be read as syntax.
+Plain text from a client or a format becomes a regular expression in which every special character
+is escaped by its code point, so no text can be read as syntax.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from llguidance import regex_to_lark
 from engine_core.grammar.markers import Markers, divider
 
 ANY_TEXT = "(?s:.*)"
-"""Any text, which never includes a marker."""
+"""Any text; it never includes a marker."""
 EMPTY = '""'
 
 Speller = Callable[[str], str]
 
 
 def speller(markers: Markers) -> Speller:
-    """Writes a text as a sequence of Lark items: markers by their ids, the rest as literals."""
+    """Return a function that writes a text as Lark items: markers by their ids, the rest as
+    literals.
+    """
     divide = divider(markers)
 
     def spell(text: str) -> str:
@@ -32,7 +34,7 @@ def speller(markers: Markers) -> Speller:
 
 
 def literal(text: str) -> str:
-    """Exactly this text, as a Lark item; nothing for the empty text."""
+    """Return a Lark item that matches exactly this text; "" for the empty text."""
     return f"/{''.join(map(_escaped, text))}/" if text else ""
 
 
@@ -41,7 +43,7 @@ def _escaped(sign: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Text that `pattern` matches as a whole."""
+    """Return a Lark item for text that `pattern` matches as a whole."""
     return f"/{regex_to_lark(pattern)}/"
 
 
@@ -50,7 +52,9 @@ def any_of(items: Iterable[str]) -> str:
 
 
 def up_to(rule: str, end: str, spell: Speller, pattern: str = ANY_TEXT) -> list[str]:
-    """The lines of `rule`: text that `pattern` matches, then `end` at its first occurrence."""
+    """Return the lines of `rule`: text that `pattern` matches, then the first occurrence of
+    `end`.
+    """
     text = regex(pattern)
     first, _, others = spell(end).partition(" ")
     if first.startswith("<"):

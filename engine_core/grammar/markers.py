@@ -1,8 +1,8 @@
-"""A model's markers: tokens that are no text, by the letters that stand for them.
+"""A model's markers: added tokens that are not text, found by their spelling.
 
-llguidance takes an added token for a marker if its tokenizer calls it special or if it is written
-<like this>; such a token is then only possible where a grammar names it. Some tokenizers add other
-markers ("[TOOL_CALLS]") without calling them special: that is corrected here, so that a marker is
+llguidance treats an added token as a marker if its tokenizer calls it special, or if it is spelled
+<like this>. Such a token is possible only where a grammar names it. Some tokenizers add other
+markers ("[TOOL_CALLS]") without calling them special. This file corrects that, so that a marker is
 never text for us either.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 Markers = Mapping[str, int]
-"""How a marker is written -> its token id."""
+"""Spelling of a marker -> its token id."""
 
 
 Divider = Callable[[str], list[str]]
@@ -32,13 +32,15 @@ class _Tokenizer(msgspec.Struct):
 
 
 def added_tokens(tokenizer: bytes) -> list[AddedToken]:
-    """Of a tokenizer.json. Raises msgspec.MsgspecError where it is none."""
+    """Return the added tokens of a tokenizer.json. Raises msgspec.MsgspecError if it is
+    malformed.
+    """
     return msgspec.json.decode(tokenizer, type=_Tokenizer).added_tokens
 
 
 def with_markers_special(tokenizer: bytes) -> bytes:
-    """The same tokenizer, in which every added token that is a marker is called special."""
-    missing = [token for token in added_tokens(tokenizer) if _is_overlooked(token)]
+    """Return the tokenizer with every marker among its added tokens marked as special."""
+    missing = [token for token in added_tokens(tokenizer) if _is_missed_marker(token)]
     if not missing:
         return tokenizer
     ids = {token.id for token in missing}
@@ -50,16 +52,16 @@ def with_markers_special(tokenizer: bytes) -> bytes:
     return msgspec.json.encode(parts)
 
 
-def _is_overlooked(token: AddedToken) -> bool:
-    return not token.special and not _is_angular(token.content) and is_marker(token.content)
+def _is_missed_marker(token: AddedToken) -> bool:
+    return not token.special and not _has_angle_brackets(token.content) and is_marker(token.content)
 
 
-def _is_angular(text: str) -> bool:
+def _has_angle_brackets(text: str) -> bool:
     return text.startswith("<") and text.endswith(">")
 
 
 def is_marker(text: str) -> bool:
-    """A word between signs; neither a word alone nor signs alone, nor blanks."""
+    """Whether the text starts and ends with punctuation and contains a letter or digit."""
     return (
         bool(text)
         and not any(end.isalnum() or end.isspace() for end in (text[0], text[-1]))
@@ -68,7 +70,7 @@ def is_marker(text: str) -> bool:
 
 
 def divider(markers: Markers) -> Divider:
-    """Divides a text at its markers, which then stand at the odd places."""
+    """Return a function that splits a text at its markers, which end up at the odd indexes."""
     longest_first = sorted(markers, key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
     return re.compile(f"({pattern})").split

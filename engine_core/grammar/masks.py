@@ -1,4 +1,4 @@
-"""One step's masks: which tokens are possible for each constrained row."""
+"""Token masks of one step: the tokens that each constrained row may sample."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ WORD_BYTES = 4
 
 
 def fill(matchers: Sequence[Matcher | None], vocab_size: int) -> Int32:
-    """[N, ceil(vocab_size / 32)]. Tens of microseconds a row; the GIL is not held. None: every
-    token is possible.
+    """Return the masks [N, ceil(vocab_size / 32)], one row per matcher.
 
-    A matcher that fails allows nothing more: its row fails alone, and its `error` says why.
+    A row takes tens of microseconds, without the GIL. A matcher of None allows every token. A
+    matcher that fails allows none, so only its own row fails; its `error` gives the reason.
     """
     row_bytes = -(-vocab_size // 32) * WORD_BYTES
     bits = array("i", bytes(row_bytes * len(matchers)))
@@ -33,7 +33,9 @@ def fill(matchers: Sequence[Matcher | None], vocab_size: int) -> Int32:
 
 
 def _leave_only(bits: memoryview, token: int, *, always: bool) -> None:
-    """No token but this one; unless the grammar does not admit it."""
+    """Clear all bits except `token`'s, unless the grammar does not admit it and `always` is
+    false.
+    """
     place, bit = token >> 3, 1 << (token & 7)
     if always or bits[place] & bit:
         bits[:] = bytes(len(bits))

@@ -1,8 +1,9 @@
-"""Where one answer is in its grammar, and in its budget of thinking. Every call is followed by the
-question whether it went wrong: llguidance never raises, it remembers.
+"""Matcher: the state of one answer in its grammar and in its thinking budget.
 
-A `MatcherTemplate` is a compiled grammar before its first token; each request gets a copy. Copies
-share what was learnt about the vocabulary, so only the first of them is slow.
+llguidance never raises; it stores an error. Callers therefore check `error` after each call.
+
+A `MatcherTemplate` is a compiled grammar before its first token. Each request starts with a copy.
+Copies share what llguidance has computed about the vocabulary, so only the first use is slow.
 """
 
 from __future__ import annotations
@@ -19,69 +20,81 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 300
 WRONG_TOKEN = "doesn't satisfy the grammar"
-"""What llguidance says of a token that its mask had left out."""
+"""Part of llguidance's message about a token that its mask excludes."""
 
 
 class Matcher:
-    """One answer's place in its grammar. Moved by the engine alone, one token at a time.
+    """The state of one answer. Only the engine advances it, one token at a time.
 
-    inner  None: free text
-    gauge  None: thinking as long as the model likes
+    - inner: None if the text is free
+    - budget_tracker: None if thinking is not limited
     """
 
-    def __init__(self, inner: LLMatcher | None, gauge: ThinkingBudgetTracker | None = None) -> None:
+    def __init__(
+        self, inner: LLMatcher | None, budget_tracker: ThinkingBudgetTracker | None = None
+    ) -> None:
         self._inner = inner
-        self._gauge = gauge
+        self._budget_tracker = budget_tracker
 
     @property
     def error(self) -> str | None:
-        """What went wrong (a limit was reached, or a token was not possible); it stays so."""
+        """The error, which is permanent: a limit was reached, or a token was not admitted."""
         return explain(self._inner) if self._inner and self._inner.is_error() else None
 
     @property
-    def was_misled(self) -> bool:
-        """It was given a token that it does not admit. Any other error is the grammar's own."""
+    def was_given_wrong_token(self) -> bool:
+        """Whether it consumed a token that it does not admit. Any other error is the grammar's
+        own.
+        """
         return WRONG_TOKEN in (self.error or "")
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow."""
+        """Whether nothing can follow."""
         inner = self._inner
         return inner is not None and inner.is_stopped() and not inner.is_error()
 
     @property
     def constrains(self) -> bool:
-        """The next token needs a mask."""
+        """Whether the next token needs a mask."""
         return self._inner is not None or self.forced is not None
 
     @property
     def forced(self) -> int | None:
-        """The only token that the budget leaves. Where the grammar does not admit it yet, a
-        character or the like must be completed first, and the grammar goes before."""
-        return self._gauge.forced if self._gauge else None
+        """The only token that the budget allows; None if it allows all.
+
+        If the grammar does not admit it yet, the grammar takes precedence: a character, say, must
+        be completed first.
+        """
+        return self._budget_tracker.forced if self._budget_tracker else None
 
     @property
     def is_free(self) -> bool:
-        """No grammar stands beside the budget."""
+        """Whether there is no grammar, only a budget."""
         return self._inner is None
 
     def consume(self, token: int) -> None:
-        """The answer goes on with `token`; look at `error` afterwards."""
-        if self._gauge is not None:
-            self._gauge.consume(token)
+        """Advance by `token`. Check `error` afterwards."""
+        if self._budget_tracker is not None:
+            self._budget_tracker.consume(token)
         if self._inner is not None:
             self._inner.consume_token(token)
 
-    def forced_run(self, most: int) -> list[int]:
-        """How the answer goes on as far as nothing else is possible, in the tokens that are usual
-        for such a text. Others may spell it, too, so they are no more than good guesses."""
+    def forced_tokens(self, max_tokens: int) -> list[int]:
+        """Return the next tokens as far as only one text is possible, in its usual tokenization.
+
+        Other tokens may spell the same text, so these are only likely drafts.
+        """
         if self.forced is not None:
             return [self.forced]
-        return self._inner.compute_ff_tokens()[:most] if self._inner is not None else []
+        return self._inner.compute_ff_tokens()[:max_tokens] if self._inner is not None else []
 
-    def admitted(self, drafts: Sequence[int]) -> list[int]:
-        """As many of them, from the first on, as may follow, and do not complete the answer:
-        nothing is sampled behind that."""
+    def admitted_prefix(self, drafts: Sequence[int]) -> list[int]:
+        """Return the longest prefix of `drafts` the grammar admits.
+
+        It stops before a token that would complete the answer, because nothing is sampled after
+        that.
+        """
         walker, kept = self._copy(), []
         for draft in drafts:
             if not walker._admits(draft):
@@ -92,17 +105,18 @@ class Matcher:
             kept.append(draft)
         return kept
 
-    def along(self, drafts: Sequence[int]) -> Iterator[Matcher]:
-        """The places behind each of them, as if they were consumed."""
+    def walk(self, drafts: Sequence[int]) -> Iterator[Matcher]:
+        """Yield the matcher after each draft, without changing this one."""
         walker = self
         for draft in drafts:
             walker = walker._copy()
             walker.consume(draft)
             yield walker
 
-    def look(self) -> None:
-        """See what is possible now, for the sake of `error`: it may have been a copy that came
-        here first."""
+    def update_error(self) -> None:
+        """Compute a mask, so that `error` is set if that fails. A copy may have reached this state
+        first.
+        """
         if self._inner is not None and not self._inner.is_error():
             self._inner.compute_bitmask()
 
@@ -116,18 +130,19 @@ class Matcher:
 
     def _copy(self) -> Matcher:
         inner = self._inner.deep_copy() if self._inner is not None else None
-        return Matcher(inner, copy(self._gauge))
+        return Matcher(inner, copy(self._budget_tracker))
 
     def fill(self, address: int, num_bytes: int) -> None:
-        """Write which tokens the grammar admits now, a bit each, at `address`. Look at `error`
-        then."""
+        """Write the bit mask of admitted tokens to `address`. Check `error` afterwards."""
         if self._inner is not None:
             self._inner.unsafe_compute_mask_ptr(address, num_bytes)
 
 
 class MatcherTemplate:
-    """inner     None: free text
-    budget    None: no limit to thinking; else with how to spell it
+    """A compiled grammar before its first token.
+
+    - inner: None if the text is free
+    - budget: None if thinking is not limited, else with the spelling of its markers
     """
 
     def __init__(
@@ -142,7 +157,7 @@ class MatcherTemplate:
 
 
 def explain(inner: LLMatcher) -> str:
-    """llguidance's message without the traces, quotations and advice that follow it."""
+    """Return llguidance's message without its traces, quotations and advice."""
     message = inner.get_error().partition("<backtrace>")[0].partition("<non-verbose/>")[0]
     if message.startswith("panic"):
         return "the grammar is too large"

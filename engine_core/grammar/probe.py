@@ -1,11 +1,11 @@
-"""Walk a little way into a compiled grammar before a stream could fail in it, or wait for it.
+"""Probe of a compiled grammar: a few random walks that find faults before an answer meets them.
 
-llguidance computes what may follow only when an answer is there, so a grammar that is too large
-for its limits, or that no text satisfies, may say so late. A few random walks, the same ones every
-time, find most such places at once: they like JSON's own signs best, for those lead from one part
-of a schema to the next, and the inside of a string is like its beginning.
+llguidance computes what may follow only when an answer gets there. A grammar that exceeds its
+limits, or that no text satisfies, may therefore fail late. A few random walks, with fixed seeds,
+find most of these faults at once. They prefer JSON's punctuation, which leads from one part of a
+schema to the next; the inside of a string is like its beginning.
 
-What they do not find ends the answer with an error in the same words (`outcome.py`).
+A fault that they miss ends the answer with an error (`row_results.py`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from engine_core.grammar.matcher import Matcher, explain
 NUM_WALKS = 8
 NUM_STEPS = 24
 MAX_S = 0.25
-"""Of all walks together; a step of the largest grammars takes some 30 ms."""
+"""For all walks together; a step of the largest grammars takes about 30 ms."""
 SIGNS = (b'{"', b'["', b'":', b'"', b":", b",", b"{", b"[", b"}", b"]", b"0", b"null")
-LIKES_SIGNS = 0.8
+PREFERENCE = 0.8
 DEAD_END = "NoExtensionBias"
-"""What llguidance says where nothing can follow, and something must."""
+"""Part of llguidance's message if nothing can follow but something must."""
 _SOME_BIT = re.compile(rb"[^\0]")
 
 
 class GrammarProbe:
-    """Of one model's grammars."""
+    """Probes the grammars of one model."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
-        spelt = map(tokenizer.tokenize_bytes, SIGNS)
-        self._signs = [tokens[0] for tokens in spelt if len(tokens) == 1]
+        tokenized = map(tokenizer.tokenize_bytes, SIGNS)
+        self._signs = [tokens[0] for tokens in tokenized if len(tokens) == 1]
         self._vocab_size = vocab_size
 
     def find_fault(self, inner: LLMatcher) -> str | None:
-        """Why answers cannot be held to this grammar; None: no reason was found."""
+        """Return why answers cannot follow this grammar, or None if no fault was found."""
         deadline = perf_counter() + MAX_S
         for seed in range(NUM_WALKS):
             fault = self._walk(inner.deep_copy(), Random(seed), deadline)
@@ -48,7 +48,9 @@ class GrammarProbe:
         return None
 
     def _walk(self, probe: LLMatcher, random: Random, deadline: float) -> str | None:
-        """At least the first step is taken, whatever it takes: it is also the slowest."""
+        """Take one walk. The first step, which is the slowest, is taken regardless of the
+        deadline.
+        """
         matcher = Matcher(probe)
         for step in range(NUM_STEPS):
             mask = bytes(fill([matcher], self._vocab_size).data)
@@ -60,9 +62,9 @@ class GrammarProbe:
         return _fault(probe) if probe.is_error() else None
 
     def _choose(self, mask: bytes, random: Random) -> int:
-        likes = [token for token in self._signs if mask[token >> 3] >> (token & 7) & 1]
-        if likes and random.random() < LIKES_SIGNS:
-            return random.choice(likes)
+        preferred = [token for token in self._signs if mask[token >> 3] >> (token & 7) & 1]
+        if preferred and random.random() < PREFERENCE:
+            return random.choice(preferred)
         start = random.randrange(len(mask))
         found = _SOME_BIT.search(mask, start) or _SOME_BIT.search(mask)
         assert found is not None, "a matcher that has not stopped admits a token"
@@ -73,5 +75,5 @@ class GrammarProbe:
 def _fault(probe: LLMatcher) -> str:
     why = explain(probe)
     if DEAD_END in why:
-        return "no text satisfies it, or one that has begun as it says cannot be completed"
+        return "no text satisfies it, or some text that it admits cannot be completed"
     return f"it is too large to be enforced ({why})"

@@ -1,4 +1,4 @@
-"""Rules of our own -> Lark: each form an item; those that need a rule of their own get one."""
+"""Our grammar rules -> Lark: each form becomes an item, or a rule of its own if it needs one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from protocol.grammar import (
 
 
 def lines_of(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[str]:
-    """`schemas`: the rules' name for a schema -> the name of its grammar in the list."""
+    """Return the Lark lines of `rules`.
+
+    `schemas`: the rules' name of a schema -> the name of its grammar in the list.
+    """
     writer = _RuleWriter(spell, {name: f"rule-{n}" for n, name in enumerate(rules.rules)}, schemas)
     lines = [f"start: {writer.item(rules.start)}"]
     lines += [f"{writer.names[name]}: {writer.item(form)}" for name, form in rules.rules.items()]
@@ -28,8 +31,10 @@ def lines_of(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[s
 
 
 class _RuleWriter:
-    """names    the rules' name for a rule -> ours
-    lines    the rules that items needed for themselves
+    """Writes forms as Lark items.
+
+    - names: our name of each rule
+    - lines: extra rules that items needed
     """
 
     def __init__(
@@ -39,7 +44,7 @@ class _RuleWriter:
         self.lines: list[str] = []
         self._spell = spell
         self._schemas = schemas
-        self._stretches: dict[Until, str] = {}
+        self._until_rules: dict[Until, str] = {}
 
     def item(self, form: Form) -> str:
         match form:
@@ -50,7 +55,7 @@ class _RuleWriter:
             case Pattern(pattern):
                 return regex(pattern)
             case Until():
-                return self._stretch(form)
+                return self._until(form)
             case GrammarRule(rule):
                 return self.names[rule]
             case Sequence(items):
@@ -60,11 +65,11 @@ class _RuleWriter:
             case Repeat(item, least, most):
                 return f"({self.item(item)}){_times(least, most)}"
 
-    def _stretch(self, form: Until) -> str:
-        if form not in self._stretches:
-            name = self._stretches[form] = f"stretch-{len(self._stretches)}"
+    def _until(self, form: Until) -> str:
+        if form not in self._until_rules:
+            name = self._until_rules[form] = f"until-{len(self._until_rules)}"
             self.lines += up_to(name, form.end, self._spell, form.pattern)
-        return self._stretches[form]
+        return self._until_rules[form]
 
 
 def _times(least: int, most: int | None) -> str:

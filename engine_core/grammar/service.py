@@ -1,12 +1,12 @@
-"""Compiling beside the loop: a few threads that take jobs and hand back results.
+"""Grammar service: threads that compile grammars beside the loop.
 
-The loop never waits: `submit` queues, and `fd` becomes readable when `take` has something. Every
-job is answered, at the latest when its time is over. llguidance cannot be interrupted, so a job
-that is overdue goes on in its thread, within the compiler's limits; what comes of it is still kept
-for the next who asks.
+The loop never waits: `submit` queues a job, and `fd` becomes readable when `drain` has a result.
+Every job is answered, at the latest when its time is over. llguidance cannot be interrupted, so an
+overdue job continues in its thread, within the compiler's limits; its result is still cached for
+the next request.
 
-The threads have deep stacks, because llguidance recurses over what it is given: a chain of 20,000
-references overflows the usual 8 MB, and with it the process.
+The threads have deep stacks, because llguidance recurses over its input: a chain of 20,000
+references overflows the usual 8 MB and crashes the process.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 STACK_BYTES = 512 << 20
-"""Address space; memory is taken only as far as a stack grows."""
+"""Address space; memory is used only as far as a stack grows."""
 NICENESS = 10
-"""Of the threads alone (Linux counts it so): where cores are few, streams go before compilation."""
+"""Of these threads only (a Linux feature): if cores are few, decoding goes before compilation."""
 SLOW_S = 1.0
-"""A compilation that takes longer is worth a line in the log."""
+"""A longer compilation is logged."""
 
 
 class GrammarService:
-    """`budget_s`: a job that takes longer, waiting for a thread included, is refused."""
+    """The compiler threads. A job that takes longer than `budget_s`, queueing included, is
+    refused.
+    """
 
     def __init__(self, budget_s: float) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -49,12 +51,12 @@ class GrammarService:
         self._compiler: Future[Compiler] = Future()
         self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
         self._results: deque[CompiledGrammar] = deque()
-        self._deadlines: dict[bytes, float] = {}  # of jobs that were not answered yet
-        self._lock = threading.Lock()  # nobody writes to `fd` once it is closed
+        self._deadlines: dict[bytes, float] = {}  # of unanswered jobs
+        self._lock = threading.Lock()  # prevents writes to `fd` after it is closed
         self._is_closed = False
 
     def start(self, model: ModelCard) -> None:
-        """Make the model's compiler ready, in the background. Jobs submitted earlier wait."""
+        """Start the threads, which build the model's compiler first. Earlier jobs wait for it."""
         before = threading.stack_size(STACK_BYTES)
         try:
             for n in range(NUM_THREADS):
@@ -66,28 +68,32 @@ class GrammarService:
 
     @property
     def is_busy(self) -> bool:
-        """There are jobs that were not answered: `take` from time to time, whatever `fd` says."""
+        """Whether there are unanswered jobs. If so, call `drain` regularly, even if `fd` is not
+        readable.
+        """
         return bool(self._deadlines)
 
     def submit(self, job: CompileJob, now: float) -> None:
         self._deadlines[job.digest] = now + self._budget_s
         self._jobs.put(job)
 
-    def take(self, now: float) -> list[CompiledGrammar]:
-        """What was finished since the last call, and refusals of what is overdue at `now`."""
+    def drain(self, now: float) -> list[CompiledGrammar]:
+        """Return the results since the last call, and refusals for jobs that are overdue at
+        `now`.
+        """
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-        taken = []
+        results = []
         while self._results:
-            taken.append(self._results.popleft())
-            self._deadlines.pop(taken[-1].digest, None)
+            results.append(self._results.popleft())
+            self._deadlines.pop(results[-1].digest, None)
         overdue = [digest for digest, deadline in self._deadlines.items() if now > deadline]
         for digest in overdue:
             del self._deadlines[digest]
-        return taken + [CompiledGrammar(digest, self._refusal()) for digest in overdue]
+        return results + [CompiledGrammar(digest, self._refusal()) for digest in overdue]
 
     def close(self) -> None:
-        """What is still being compiled is for nobody; the threads end with the process."""
+        """Close `fd`. Running compilations are abandoned; the threads end with the process."""
         with self._lock:
             self._is_closed = True
             os.close(self.fd)
@@ -117,15 +123,15 @@ class GrammarService:
             from engine_core.grammar.compiler import Compiler
 
             self._compiler.set_result(Compiler(model))
-        except BaseException as error:  # a panic of the library is no Exception
-            log.error("answers cannot be constrained by grammars: %s", error)
+        except BaseException as error:  # a panic of the library is not an Exception
+            log.error("grammars are not available: %s", error)
             self._compiler.set_exception(error)
         else:
             log.debug("ready to compile grammars after %.2f s", perf_counter() - started)
 
     def _compile(self, job: CompileJob) -> MatcherTemplate | ServingError:
         started = perf_counter()
-        if self._compiler.exception() is not None:  # of no use to anybody, whatever is asked for
+        if self._compiler.exception() is not None:
             message = "the grammar: answers of this model cannot be constrained"
             return InvalidRequest(message, param="grammar")
         try:
@@ -134,7 +140,7 @@ class GrammarService:
             return error
         except BaseException as error:
             log.error("a grammar could not be compiled: %s: %s", type(error).__name__, error)
-            return EngineError("this server cannot constrain answers by grammars")
+            return EngineError("this server could not compile the grammar")
         finally:
             if (took := perf_counter() - started) > SLOW_S:
                 log.warning("a grammar took %.1f s to compile", took)

@@ -1,7 +1,7 @@
-"""Grammar -> the text that llguidance compiles: a list of grammars, the first being the answer's.
+"""Grammar -> llguidance's input: a list of grammars, the first of which is the answer's.
 
-Schemas are passed on as they are, with our options beside them: blanks are bounded, and no keyword
-is ever ignored.
+Schemas are passed on as they are, plus our options: whitespace is bounded, and no keyword is
+ignored.
 
 Errors are InvalidRequest with param="grammar".
 """
@@ -43,10 +43,12 @@ from protocol.grammar import (
 )
 
 MAX_BLANKS = 8
-"""Between two items of JSON, line feeds among them. A model that cannot decide would otherwise
-write blanks for ever. JSON may be as deep as it likes all the same, on one line or on many: only
-what would be indented by more than seven columns is indented by seven. A pattern with a bound of
-its own for the indentation would let a deep document through as it is, and such a model, too."""
+"""Most whitespace characters between two items of JSON, line feeds included.
+
+Without a limit, an undecided model would write blanks forever. JSON may still be arbitrarily deep,
+on one line or many: deeper indentation is cut to seven columns. A separate pattern for indentation
+would keep deep documents as they are, but would let such a model continue, too.
+"""
 JSON_OPTIONS = msgspec.Raw(
     msgspec.json.encode(
         {
@@ -70,7 +72,7 @@ Part = dict[str, Any]
 
 
 def write(grammar: Grammar, markers: Markers) -> str:
-    """The whole grammar, in llguidance's JSON. It has a body."""
+    """Return the whole grammar as llguidance's JSON. It must have a body."""
     assert grammar.body is not None, "free text has no grammar"
     spell = speller(markers)
     body, others = _body(grammar.body, spell)
@@ -87,7 +89,7 @@ def write(grammar: Grammar, markers: Markers) -> str:
 
 
 def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
-    """The body, and the named grammars that it refers to."""
+    """Return the body, and the named grammars that it refers to."""
     match body:
         case JsonSchema(text=text):
             return _schema(text), []
@@ -108,7 +110,10 @@ def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
 
 
 def _rules(rules: Rules, spell: Speller, prefix: str = "") -> tuple[Part, list[Part]]:
-    """`prefix` begins the names of its schemas, which all grammars of an answer share."""
+    """Return the rules and their schemas.
+
+    Schema names start with `prefix`, because all grammars of an answer share one namespace.
+    """
     names = {name: f"{prefix}schema-{n}" for n, name in enumerate(rules.schemas)}
     schemas = {names[name]: text for name, text in rules.schemas.items()}
     return _lark(lines_of(rules, names, spell)), _named(schemas)
@@ -124,7 +129,7 @@ def _schema(text: str) -> Part:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid(f"a schema is not a JSON object: {error}") from None
     if OPTIONS_KEY in keywords:
-        raise invalid(f"a schema has the key {OPTIONS_KEY!r}, which is no keyword of JSON Schema")
+        raise invalid(f"a schema has the reserved key {OPTIONS_KEY!r}")
     return {"json_schema": keywords | {OPTIONS_KEY: JSON_OPTIONS}}
 
 
@@ -141,7 +146,7 @@ def _from_gbnf(text: str) -> str:
         return gbnf_to_lark(text)
     except RecursionError:
         raise invalid("is nested too deeply") from None
-    except Exception as error:  # whatever a parser of somebody else's raises on what it cannot read
+    except Exception as error:  # foreign parser: any exception means that it cannot read the text
         raise invalid(f"is not GBNF: {error}") from None
 
 
@@ -149,7 +154,7 @@ def _from_gbnf(text: str) -> str:
 
 
 def _around(grammar: Grammar, spell: Speller) -> list[str]:
-    """The rules of the whole answer. `BODY` stands for the body in them, `CALLS` for the calls."""
+    """Return the rules of the whole answer. `BODY` refers to the body, `CALLS` to the calls."""
     framed = f"framed: {spell(grammar.before)} @{BODY} {spell(grammar.after)}"
     if grammar.calls is not None:
         framed += f" | @{CALLS}"
@@ -159,11 +164,13 @@ def _around(grammar: Grammar, spell: Speller) -> list[str]:
 
 
 def _thinking(thinking: Thinking, spell: Speller, *, many: bool) -> list[str]:
-    """Blocks of thinking, then the body. `many`: more than one block; where there is a budget, a
-    model could otherwise go on for ever opening blocks that are closed at once.
+    """Return the rules for thinking blocks, followed by the body.
 
-    Within a block every text is possible but its end, which is a marker or the first occurrence of
-    a text; the end of the answer is not possible before the body is complete.
+    `many` allows more than one block. With a budget only one is allowed: a model could otherwise
+    keep opening blocks that are closed at once.
+
+    Within a block any text is allowed up to its end, which is a marker or the first occurrence of a
+    text. The answer cannot end before the body is complete.
     """
     block = "(block BLANKS?)"
     if thinking.inside:
@@ -200,7 +207,7 @@ def _structural(body: Structural, spell: Speller) -> tuple[Part, list[Part]]:
 
 
 def _tail(index: int, tag: Tag, trigger: str, spell: Speller) -> str:
-    """What follows the trigger in a tag."""
+    """Return what follows the trigger in a tag."""
     return f"{spell(tag.begin.removeprefix(trigger))} @schema-{index} {spell(tag.end)}"
 
 

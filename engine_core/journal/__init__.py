@@ -1,11 +1,11 @@
-"""An engine's history: everything that came in, with its time, and a digest of what it decided.
+"""Journal: all input of an engine, with its time, and a digest of each decision.
 
-    records   what is written down
-    file      records in a file, bounded, and read back
-    state     all that an engine is, as data, with which a later file begins
-    recorder  an engine that writes down what it is told and what it says
-    replay    the same again, without workers: is it decided the same?
-    command   `python -m engine_core.journal FILE`
+- records: the record types
+- file: records in a bounded file, and reading them back
+- state: the engine's whole state as data, which starts each later file
+- recorder: an engine that records its input and its replies
+- replay: replays a journal without a worker, and compares the decisions
+- __main__: `python -m engine_core.journal PATH`
 
-A journal has token ids, which are what people wrote and were told: it is for its owner alone.
+A journal contains the token ids of prompts and answers, so only its owner may read it.
 """

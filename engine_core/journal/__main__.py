@@ -1,9 +1,9 @@
-"""`python -P -m engine_core.journal PATH`: replay a journal, and tell what it was about.
+"""Replay a journal and summarise it: `python -P -m engine_core.journal PATH`.
 
 PATH is a file, or a directory as `--journal` takes it, whose files are replayed one by one.
 
-Exit codes: 0 everything was decided as it had been; 1 something was not; 2 a file is no journal, or
-there is none.
+Exit codes: 0 if all decisions are the same; 1 if one differs; 2 if a file is no journal, or there
+is none.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ def replay_file(file: Path, *, checks: bool) -> int:
     """Replay one journal, print the outcome, and return the exit code."""
     began = time.monotonic()
     try:
-        done = replay(read(file), checks=checks)
+        report = replay(read(file), checks=checks)
     except ReplayDiffers as error:
-        print(f"it differs: {error}")
+        print(f"the replay differs: {error}")
         return DIFFERS
     except (NoJournal, WireError, OSError) as error:
         print(f"tidegate: {file}: {error}", file=sys.stderr)
         return NO_JOURNAL
-    except Exception:  # what the engine raised: it is what one has come for
+    except Exception:  # raised by the engine: often the failure being investigated
         traceback.print_exc()
-        print("it fails, as it may have failed then: see the traceback")
+        print("the engine failed, as it may have when recorded: see the traceback")
         return DIFFERS
-    print(told(done))
-    print(f"\nreplayed in {time.monotonic() - began:.1f} s: all was decided as it had been")
+    print(summary(report))
+    print(f"\nreplayed in {time.monotonic() - began:.1f} s: all decisions are the same")
     return SAME
 
 
-def told(done: ReplayReport) -> str:
-    stats, began = done.stats, done.began
+def summary(report: ReplayReport) -> str:
+    stats, began = report.stats, report.began
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began.at))
     ends = ", ".join(f"{why} {number}" for why, number in sorted(stats.num_finished.items()))
-    full = "\nended    early: this file was full" if done.is_full else ""
+    full = "\nended    early: the file was full" if report.is_full else ""
     part = f"part {began.part} of its life, " if began.part > 1 else ""
     return f"""\
 engine   of {when} UTC, tidegate {began.version}
 model    {began.model.name} ({began.model.dtype}), {began.limits.num_blocks} blocks
-journal  {part}{done.num_records:,} records of {done.seconds:,.1f} s
+journal  {part}{report.num_records:,} records of {report.seconds:,.1f} s
 requests {stats.num_accepted:,} accepted, {stats.num_refused:,} refused; ended: {ends or "none"}
 open     {stats.running} running, {stats.waiting} waiting at its end
 steps    {stats.num_steps:,}, {stats.num_preemptions:,} preemptions

@@ -1,7 +1,7 @@
-"""Records in a file: each as the frames of a message (protocol/wire.py), counted and measured.
+"""Journal files: each record is stored as the frames of a message (protocol/wire.py), with lengths.
 
-A file is bounded, and followed by another; so is their number in a directory, whose oldest ones go.
-What an engine that was killed has written is there: nothing is kept back.
+A file is bounded and followed by another. Their number in a directory is bounded too: the oldest
+are deleted. Writes are unbuffered, so a killed engine's file contains all it wrote.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ log = logging.getLogger(__name__)
 SUFFIX = ".journal"
 KEPT_FILES = 4
 SPARE = 8
-"""A part in so many of a file is left for what comes before the next one can begin."""
+"""One part in SPARE of a file is reserved for records written before the next file can start."""
 _UINT32 = struct.Struct("<I")
 
 
 class Writer:
-    """Of one engine's life, in one file or, as they get full, several. Raises OSError where the
-    directory cannot be had, PermissionError where others may enter it.
+    """Writes the journal of one engine's life, in one or more files.
 
-    path    of the file that is written now;  part  its number in this life, from 1 on
+    Raises OSError if the directory is unusable, PermissionError if others may enter it.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -40,16 +39,17 @@ class Writer:
         self._max_bytes = max_bytes
         self._has_ended = False
         self._is_full = False
+        #: Number of the current file (`path`) in this life, from 1 on.
         self.part = 0
         self._open_next()
 
     @property
     def is_nearly_full(self) -> bool:
-        """Whoever can begin another one should."""
+        """Whether the caller should start another file."""
         return not self._has_ended and self._left < self._max_bytes // SPARE
 
     def write(self, record: JournalRecord) -> None:
-        """Nothing, once the file is full, or the disk is: serving goes on."""
+        """Write a record, or nothing if the file or the disk is full: serving goes on."""
         if self._is_full or self._has_ended:
             return
         data = _packed(record)
@@ -63,22 +63,24 @@ class Writer:
         except OSError as error:
             self.end(f"cannot be written: {error}")
 
-    def begin_next(self, records: Iterable[JournalRecord]) -> None:
-        """In another file, which begins with these. Where they alone take half of it, nothing is
-        written any more."""
+    def start_next(self, records: Iterable[JournalRecord]) -> None:
+        """Continue in another file, which starts with these records.
+
+        If they alone fill half of it, the journal ends.
+        """
         try:
             self._file.close()
             self._open_next()
         except OSError as error:
-            self.end(f"cannot be gone on with: {error}")
+            self.end(f"cannot be continued: {error}")
             return
         for record in records:
             self.write(record)
         if self._left < self._max_bytes // 2:
-            self.end("is too small for what this engine knows (--journal-mib)")
+            self.end("is too small for the state of this engine (--journal-mib)")
 
     def end(self, why: str) -> None:
-        """For good; the engine serves on."""
+        """Stop recording for good; the engine continues."""
         self._has_ended = True
         log.warning("the journal %s %s; it ends here", self.path, why)
 
@@ -97,13 +99,16 @@ class Writer:
 
 
 def journals_in(directory: Path) -> list[Path]:
-    """Return the journals of a directory, oldest first: their names begin with the time."""
+    """Return the journals of a directory, oldest first: their names start with the time."""
     return sorted(directory.glob(f"engine-*{SUFFIX}"))
 
 
 def read(path: Path) -> Iterator[AnyRecord]:
-    """In their order, up to the last whole one: an engine that was killed may have left a part of
-    one. Raises WireError on anything that is no journal, OSError."""
+    """Yield the records in order, up to the last whole one.
+
+    A killed engine may have left a partial record. Raises OSError, and WireError if the file is no
+    journal.
+    """
     decoder: wire.Decoder[AnyRecord] = wire.Decoder(AnyRecord)
     with path.open("rb") as file:
         while head := file.read(_UINT32.size):
@@ -111,7 +116,7 @@ def read(path: Path) -> Iterator[AnyRecord]:
             if len(head) < _UINT32.size or (count := _UINT32.unpack(head)[0]) > wire.MAX_FRAMES:
                 if len(head) < _UINT32.size:
                     return
-                raise WireError(f"a record of {count} frames: this is no journal")
+                raise WireError(f"a record of {count} frames: not a journal")
             for _ in range(count):
                 size = file.read(_UINT32.size)
                 data = file.read(_UINT32.unpack(size)[0]) if len(size) == _UINT32.size else b""

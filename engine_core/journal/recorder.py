@@ -1,8 +1,8 @@
-"""An engine that writes down what it is told, and a digest of what it says to that.
+"""An engine that records its input, and a digest of each reply.
 
-What it decides is what any engine decides: each verb is the engine's own. When a file is nearly
-full it goes on in another, which begins with all that the engine is by then (state.py): between two
-turns of the loop, when nothing that it has decided waits to be taken.
+It decides exactly as any engine: each verb calls the base class. When a file is nearly full,
+recording continues in another, which starts with the engine's whole state (state.py). This happens
+between two turns of the loop, when no decision waits to be fetched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engine_core.journal.records import (
     Ticked,
     digest,
 )
-from engine_core.journal.state import Unknown, freeze, named
+from engine_core.journal.state import StateError, freeze, grammar_name
 from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo, ServingError
 from protocol.grammar import Grammar
@@ -51,13 +51,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RAISED = b"raised"
-"""Instead of an answer's digest."""
-LEAST_GRAMMARS = 256
-"""Beyond these, and twice those that are needed, they are looked through."""
+"""Stands for the digest if the engine raised."""
+MIN_GRAMMARS = 256
+"""Stored grammars are pruned when they exceed this number plus twice the number needed."""
 
 
 class RecordedEngine(Engine):
-    """Not one of a cluster: what its engines seal for one another cannot be opened again."""
+    """An engine with a journal. It cannot be part of a cluster, whose sealed handles cannot be
+    replayed.
+    """
 
     def __init__(
         self,
@@ -72,9 +74,11 @@ class RecordedEngine(Engine):
     ) -> None:
         self._writer = writer
         self._drawn: list[int] = []
-        self._waiting_tick: Ticked | None = None  # of an idle engine: it matters to what comes next
-        self._grammars: dict[bytes, Grammar] = {}  # those that anything may still refer to
-        self._most_grammars = LEAST_GRAMMARS
+        self._waiting_tick: Ticked | None = (
+            None  # of an idle engine; written before the next record
+        )
+        self._grammars: dict[bytes, Grammar] = {}  # that the engine may still refer to
+        self._max_grammars = MIN_GRAMMARS
         self._compiling: set[bytes] = set()
         self._began = Began(
             format=FORMAT,
@@ -88,8 +92,8 @@ class RecordedEngine(Engine):
             tiers=list(tiers),
         )
         writer.write(self._began)
-        self._given: dict[int, str] = {}
-        self._state: list[str] = []  # names of what is the engine's and not ours
+        self._externals: dict[int, str] = {}
+        self._state: list[str] = []  # attributes of the base class
         draw, own = self._draw, set(vars(self))
         super().__init__(
             config,
@@ -101,121 +105,134 @@ class RecordedEngine(Engine):
             draw_seed=draw,
         )
         self._state = [name for name in vars(self) if name not in own]
-        self._given = {id(config): "config", id(model): "model", id(limits): "limits"}
-        self._given[id(draw)] = "draw_seed"
+        self._externals = {id(config): "config", id(model): "model", id(limits): "limits"}
+        self._externals[id(draw)] = "draw_seed"
 
     def _draw(self) -> int:
         self._drawn.append(draw_seed())
         return self._drawn[-1]
 
-    def _keep(self, call: Callable[[], T], record_of: Callable[[bytes], JournalRecord]) -> T:
-        """Do it, and write it down; also where it fails: that is what a journal is for."""
+    def _call_and_record(
+        self, call: Callable[[], T], record_of: Callable[[bytes], JournalRecord]
+    ) -> T:
+        """Call the engine and record it, even if it raises: a journal must contain failures."""
         self._write_tick()
         try:
-            answer = call()
+            reply = call()
         except BaseException:
             self._writer.write(record_of(RAISED))
             raise
-        self._writer.write(record_of(digest(answer)))
-        return answer
+        self._writer.write(record_of(digest(reply)))
+        return reply
 
     def _write_tick(self) -> None:
         if self._waiting_tick is not None:
             self._writer.write(self._waiting_tick)
             self._waiting_tick = None
 
-    def _begin_part(self) -> None:
-        """Go on in another file."""
+    def _start_next_part(self) -> None:
+        """Continue in another file."""
         self._write_tick()
         began = time.perf_counter()
         try:
             engine = {name: getattr(self, name) for name in self._state}
-            state = msgspec.msgpack.encode(freeze(engine, self._all_given()))
-        except Unknown as error:
-            self._writer.end(f"cannot be gone on with: {error}")
+            state = msgspec.msgpack.encode(freeze(engine, self._all_externals()))
+        except StateError as error:
+            self._writer.end(f"cannot be continued: {error}")
             return
-        self._forget_grammars()
+        self._prune_grammars()
         first = replace(self._began, at=time.time(), part=self._writer.part + 1)
-        self._writer.begin_next(
+        self._writer.start_next(
             [first, KnownRecord(state=state, grammars=[*self._grammars.values()])]
         )
-        told = "the journal goes on in %s, behind a state of %d KiB, %.0f ms"
-        log.info(told, self._writer.path, len(state) >> 10, 1e3 * (time.perf_counter() - began))
+        text = "the journal continues in %s (state: %d KiB, %.0f ms)"
+        log.info(text, self._writer.path, len(state) >> 10, 1e3 * (time.perf_counter() - began))
 
-    def _all_given(self) -> dict[int, str]:
-        templates = self._door.templates.items()
-        return self._given | {id(template): named(digest) for digest, template in templates}
+    def _all_externals(self) -> dict[int, str]:
+        templates = self._admission.templates.items()
+        return self._externals | {
+            id(template): grammar_name(digest) for digest, template in templates
+        }
 
-    def _forget_grammars(self) -> None:
-        """Those that nothing refers to any more."""
-        wanted = self._compiling | self._door.templates.keys()
+    def _prune_grammars(self) -> None:
+        """Remove the grammars that nothing refers to any more."""
+        wanted = self._compiling | self._admission.templates.keys()
         wanted |= {request.grammar for request in self._open if request.grammar is not None}
         self._grammars = {d: grammar for d, grammar in self._grammars.items() if d in wanted}
-        self._most_grammars = 2 * len(self._grammars) + LEAST_GRAMMARS
+        self._max_grammars = 2 * len(self._grammars) + MIN_GRAMMARS
 
-    def take_jobs(self) -> list[CompileJob]:
-        jobs = super().take_jobs()
+    def drain_compile_jobs(self) -> list[CompileJob]:
+        jobs = super().drain_compile_jobs()
         for job in jobs:
             self._grammars[job.digest] = job.grammar
             self._compiling.add(job.digest)
-        if len(self._grammars) > self._most_grammars:
-            self._forget_grammars()
+        if len(self._grammars) > self._max_grammars:
+            self._prune_grammars()
         return jobs
 
     def tick(self, now: float) -> dict[bytes, Outputs]:
         if self._writer.is_nearly_full:
-            self._begin_part()
-        news = super().tick(now)
-        self._waiting_tick = Ticked(now=now, said=digest(news) if news else b"")
-        if news or not self.is_idle:
+            self._start_next_part()
+        outputs = super().tick(now)
+        self._waiting_tick = Ticked(now=now, reply_digest=digest(outputs) if outputs else b"")
+        if outputs or not self.is_idle:
             self._write_tick()
-        return news
+        return outputs
 
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         self._drawn = []
 
-        def record_of(said: bytes) -> JournalRecord:
-            return AddRecord(client=client, message=message, seeds=self._drawn, said=said)
+        def record_of(reply_digest: bytes) -> JournalRecord:
+            return AddRecord(
+                client=client, message=message, seeds=self._drawn, reply_digest=reply_digest
+            )
 
-        return self._keep(partial(super().add, client, message), record_of)
+        return self._call_and_record(partial(super().add, client, message), record_of)
 
-    def settle(self, compiled: CompiledGrammar) -> list[tuple[bytes, Accepted | Refused]]:
+    def on_grammar_compiled(
+        self, compiled: CompiledGrammar
+    ) -> list[tuple[bytes, Accepted | Refused]]:
         self._compiling.discard(compiled.digest)
         error = compiled.result.info() if isinstance(compiled.result, ServingError) else None
-        record_of = partial(_settled, compiled.digest, error)
-        return self._keep(partial(super().settle, compiled), record_of)
+        record_of = partial(_grammar_record, compiled.digest, error)
+        return self._call_and_record(partial(super().on_grammar_compiled, compiled), record_of)
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
-        asked = list(numbers)
-        return self._keep(
-            partial(super().abort, client, asked),
-            lambda said: AbortRecord(client=client, numbers=asked, said=said),
+        items = list(numbers)
+        return self._call_and_record(
+            partial(super().abort, client, items),
+            lambda reply_digest: AbortRecord(
+                client=client, numbers=items, reply_digest=reply_digest
+            ),
         )
 
-    def abort_named(
+    def abort_by_label(
         self, names: Iterable[str]
     ) -> tuple[dict[bytes, list[Output]], dict[str, bool]]:
-        asked = list(names)
-        return self._keep(
-            partial(super().abort_named, asked),
-            lambda said: AbortByLabelRecord(names=asked, said=said),
+        items = list(names)
+        return self._call_and_record(
+            partial(super().abort_by_label, items),
+            lambda reply_digest: AbortByLabelRecord(names=items, reply_digest=reply_digest),
         )
 
-    def drop(self, client: bytes) -> None:
-        self._keep(partial(super().drop, client), lambda said: ClientLostRecord(client=client))
+    def on_client_lost(self, client: bytes) -> None:
+        self._call_and_record(
+            partial(super().on_client_lost, client),
+            lambda reply_digest: ClientLostRecord(client=client),
+        )
 
     def drain(self) -> None:
-        self._keep(super().drain, lambda said: Drained())
+        self._call_and_record(super().drain, lambda reply_digest: Drained())
 
     def plan(self) -> StepPlan | None:
         was_idle = self.is_idle
         try:
             plan = super().plan()
         except BaseException:
-            self._writer.write(PlanRecord(said=RAISED))
+            self._writer.write(PlanRecord(reply_digest=RAISED))
             raise
         if plan is not None:
-            self._writer.write(planned(plan))
+            self._writer.write(plan_record(plan))
         elif not was_idle:
             self._writer.write(PlanRecord())
         return plan
@@ -223,25 +240,28 @@ class RecordedEngine(Engine):
     def masks(self) -> Masks | None:
         masks = super().masks()
         if masks is not None:
-            self._writer.write(MasksRecord(said=digest(masks)))
+            self._writer.write(MasksRecord(reply_digest=digest(masks)))
         return masks
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        return self._keep(
+        return self._call_and_record(
             partial(super().commit, result, elapsed_s),
-            lambda said: CommitRecord(result=result, elapsed_s=elapsed_s, said=said),
+            lambda reply_digest: CommitRecord(
+                result=result, elapsed_s=elapsed_s, reply_digest=reply_digest
+            ),
         )
 
-    def hear(self, report: KVReport) -> dict[bytes, Outputs]:
-        return self._keep(
-            partial(super().hear, report), lambda said: KVReportRecord(report=report, said=said)
+    def on_kv_report(self, report: KVReport) -> dict[bytes, Outputs]:
+        return self._call_and_record(
+            partial(super().on_kv_report, report),
+            lambda reply_digest: KVReportRecord(report=report, reply_digest=reply_digest),
         )
 
 
-def _settled(digest: bytes, error: ErrorInfo | None, said: bytes) -> GrammarRecord:
-    return GrammarRecord(digest=digest, error=error, said=said)
+def _grammar_record(digest: bytes, error: ErrorInfo | None, reply_digest: bytes) -> GrammarRecord:
+    return GrammarRecord(digest=digest, error=error, reply_digest=reply_digest)
 
 
-def planned(plan: StepPlan) -> PlanRecord:
+def plan_record(plan: StepPlan) -> PlanRecord:
     rows = plan.row_tokens.tolist()
-    return PlanRecord(step=plan.step, rows=len(rows), tokens=sum(rows), said=digest(plan))
+    return PlanRecord(step=plan.step, rows=len(rows), tokens=sum(rows), reply_digest=digest(plan))

@@ -1,6 +1,6 @@
-"""What is written down: one record for each call that changes an engine, in their order.
+"""Journal records: one for each call that changes an engine, in order.
 
-Answers are not kept, but a digest of each: enough to know whether a replay says the same.
+Replies are not stored, only a digest of each: enough to check that a replay gives the same reply.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from protocol.messages import Generate, Limits
 from protocol.model_card import ModelCard
 from protocol.steps import StepResult
 
-FORMAT = 1
+FORMAT = 2
+"""Version of the records and of the engine's state in them. Raise it when the state's attributes
+change.
+"""
 DIGEST_BYTES = 8
 
 
 class JournalRecord(
     msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
 ):
-    """Base of all; they travel to a file as messages do to a peer."""
+    """Base class. Records are encoded like messages."""
 
 
 class Began(JournalRecord, frozen=True, kw_only=True):
-    """First of all: what the engine was made of.
-
-    at      seconds since 1970
-    part    of the engine's life: where it is not the first, its state follows
-    """
+    """The first record: what the engine was created from."""
 
     format: int
+    #: Seconds since 1970.
     at: float
     version: str
     config: EngineConfig
@@ -46,53 +46,52 @@ class Began(JournalRecord, frozen=True, kw_only=True):
     draft_cost: float
     step_costs: list[tuple[int, float]] = []
     tiers: list[str] = []
+    #: Part of the engine's life. If it is not 1, the state follows.
     part: int = 1
 
 
 class KnownRecord(JournalRecord, frozen=True, kw_only=True, tag="knew"):
-    """What the engine was when this part began.
+    """The engine's state when this part began."""
 
-    state      state.Frozen
-    grammars   all that it refers to, and those that are being compiled
-    """
-
+    #: An encoded state.FrozenObject.
     state: bytes
+    #: All grammars that the state refers to, and those being compiled.
     grammars: list[Grammar]
 
 
 class Ticked(JournalRecord, frozen=True, kw_only=True):
-    """said: where something was over by time"""
+    """A tick. `reply_digest` is set if requests missed a deadline."""
 
     now: float
-    said: bytes = b""
+    reply_digest: bytes = msgspec.field(name="said", default=b"")
 
 
 class AddRecord(JournalRecord, frozen=True, kw_only=True, tag="added"):
-    """seeds: that were drawn for it"""
+    """A request. `seeds`: those drawn for it."""
 
     client: bytes
     message: Generate
     seeds: list[int]
-    said: bytes
+    reply_digest: bytes = msgspec.field(name="said")
 
 
 class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
-    """A grammar was compiled, or why not."""
+    """The outcome of a compilation."""
 
     digest: bytes
     error: ErrorInfo | None
-    said: bytes
+    reply_digest: bytes = msgspec.field(name="said")
 
 
 class AbortRecord(JournalRecord, frozen=True, kw_only=True, tag="aborted"):
     client: bytes
     numbers: list[int]
-    said: bytes
+    reply_digest: bytes = msgspec.field(name="said")
 
 
 class AbortByLabelRecord(JournalRecord, frozen=True, kw_only=True, tag="named"):
     names: list[str]
-    said: bytes
+    reply_digest: bytes = msgspec.field(name="said")
 
 
 class ClientLostRecord(JournalRecord, frozen=True, kw_only=True, tag="dropped"):
@@ -104,32 +103,34 @@ class Drained(JournalRecord, frozen=True, kw_only=True):
 
 
 class PlanRecord(JournalRecord, frozen=True, kw_only=True, tag="planned"):
-    """None where nothing was to be computed, though something was open. rows, tokens: of the
-    step, to tell what differs."""
+    """A plan; `step` is None if nothing was computed although requests were open.
+
+    `rows` and `tokens` of the step help to explain a difference.
+    """
 
     step: int | None = None
     rows: int = 0
     tokens: int = 0
-    said: bytes = b""
+    reply_digest: bytes = msgspec.field(name="said", default=b"")
 
 
 class MasksRecord(JournalRecord, frozen=True, kw_only=True, tag="masked"):
-    said: bytes
+    reply_digest: bytes = msgspec.field(name="said")
 
 
 class CommitRecord(JournalRecord, frozen=True, kw_only=True, tag="committed"):
     result: StepResult
     elapsed_s: float
-    said: bytes
+    reply_digest: bytes = msgspec.field(name="said")
 
 
 class KVReportRecord(JournalRecord, frozen=True, kw_only=True, tag="heard"):
     report: KVReport
-    said: bytes
+    reply_digest: bytes = msgspec.field(name="said")
 
 
 class Full(JournalRecord, frozen=True, kw_only=True):
-    """Last of all: there was no room for more before the next part could begin."""
+    """The last record of a file that was full before the next part could begin."""
 
 
 AnyRecord = (
@@ -150,26 +151,26 @@ AnyRecord = (
 )
 
 
-def digest(said: Any) -> bytes:
-    """Of an answer: a struct, None, or lists, tuples and maps of such."""
-    parts = blake2b(digest_size=DIGEST_BYTES)
-    for piece in _pieces(said):
-        parts.update(len(piece).to_bytes(8, "little"))
-        parts.update(piece)
-    return parts.digest()
+def digest(reply: Any) -> bytes:
+    """Return the digest of a reply: a struct, None, or lists, tuples and dicts of these."""
+    hasher = blake2b(digest_size=DIGEST_BYTES)
+    for part in _parts(reply):
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
 
 
-def _pieces(said: Any) -> Iterable[bytes]:
-    if isinstance(said, msgspec.Struct):
-        for frame in wire.encode(said):
+def _parts(reply: Any) -> Iterable[bytes]:
+    if isinstance(reply, msgspec.Struct):
+        for frame in wire.encode(reply):
             yield bytes(frame)
-    elif isinstance(said, dict):
-        for key, value in said.items():
-            yield from _pieces(key)
-            yield from _pieces(value)
-    elif isinstance(said, list | tuple):
-        yield str(len(said)).encode()
-        for value in said:
-            yield from _pieces(value)
+    elif isinstance(reply, dict):
+        for key, value in reply.items():
+            yield from _parts(key)
+            yield from _parts(value)
+    elif isinstance(reply, list | tuple):
+        yield str(len(reply)).encode()
+        for value in reply:
+            yield from _parts(value)
     else:
-        yield repr(said).encode()
+        yield repr(reply).encode()

@@ -1,7 +1,7 @@
-"""A journal's engine again, without workers: told the same, does it decide the same?
+"""Replays a journal without a worker, and checks that the engine decides the same.
 
-`replay` is the heart of a test that is made of an incident: it raises Differs at the first record
-whose answer is another one now.
+`replay` can turn an incident into a test: it raises ReplayDiffers at the first record with another
+reply.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine_core.engine import Engine
 from engine_core.grammar.cache import CompiledGrammar, digest_of
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.matcher import MatcherTemplate
-from engine_core.journal.recorder import planned
+from engine_core.journal.recorder import plan_record
 from engine_core.journal.records import (
     FORMAT,
     AbortByLabelRecord,
@@ -38,80 +38,92 @@ from engine_core.journal.records import (
     Ticked,
     digest,
 )
-from engine_core.journal.state import FrozenObject, Unknown, freeze, grammar_of, thaw
+from engine_core.journal.state import (
+    FrozenObject,
+    StateError,
+    freeze,
+    grammar_digest_from_name,
+    thaw,
+)
 from protocol.errors import ServingError, error_from
 from protocol.grammar import Grammar
 from protocol.stats import EngineStats
 
 
 class ReplayDiffers(Exception):
-    """What the engine says now is not what it has said. The message names the record."""
+    """The engine's reply differs from the recorded one. The message names the record."""
 
 
 class NoJournal(Exception):
-    """These are no records of an engine's life."""
+    """The records are not a journal that this release can replay."""
 
 
 @dataclass
 class ReplayReport:
-    """began     the first record;  stats: of the engine, at the end
-    seconds   of the engine's clock, from the first tick to the last
-    is_full   the journal had no room for all of it
-    """
+    """Summary of a replay."""
 
+    #: The first record.
     began: Began
     num_records: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
+    #: Of the engine's clock, from the first tick to the last.
     seconds: float = 0.0
+    #: Of the engine, at the end.
     stats: EngineStats = field(default_factory=EngineStats)
+    #: The journal was full before the engine stopped.
     is_full: bool = False
 
 
 def replay(records: Iterable[AnyRecord], *, checks: bool = False) -> ReplayReport:
-    """Raises Differs; NoJournal; and whatever the engine raises, as it may have then.
+    """Replay the records, and return a summary.
 
-    checks   look at every law of slots, blocks and the cache after each record: slow
+    `checks`: check every invariant of slots, blocks and the cache after each record (slow). Raises
+    ReplayDiffers, NoJournal, and whatever the engine raises, as it may have when recorded.
     """
-    told = iter(records)
-    began = next(told, None)
-    if not isinstance(began, Began) or began.format != FORMAT:
-        raise NoJournal("this is no journal, or one of another version")
-    life = _Life(began)
+    remaining = iter(records)
+    began = next(remaining, None)
+    if not isinstance(began, Began):
+        raise NoJournal("not a journal: it does not start with the engine's configuration")
+    if began.format != FORMAT:
+        raise NoJournal(f"the journal has format {began.format}; this release reads {FORMAT}")
+    replayed = _ReplayedEngine(began)
     done = ReplayReport(began)
     first: float | None = None
-    for number, record in zip(count(1), told, strict=False):
-        life.live(number, record)
+    for number, record in zip(count(1), remaining, strict=False):
+        replayed.apply(number, record)
         if checks:
-            life.engine.check()
+            replayed.engine.check()
         done.num_records = number
         done.kinds[str(type(record).__struct_config__.tag)] += 1
         done.is_full = isinstance(record, Full)
         if isinstance(record, Ticked):
             first = record.now if first is None else first
             done.seconds = record.now - first
-    done.stats = life.engine.stats()
+    done.stats = replayed.engine.stats()
     return done
 
 
-_STRANGE = "this part of a journal is of another version of the engine, or none"
+_OTHER_STATE = "the engine's state in this journal is damaged, or of another version"
 
 
 def _check_shapes(then: FrozenObject, now: FrozenObject) -> None:
-    """Of what any engine consists of. Raises Unknown where it has changed."""
+    """Raise StateError if a class has other attributes now than when it was recorded."""
     old, new = then.shapes(), now.shapes()
     for name in old.keys() & new.keys():
         if changed := old[name] ^ new[name]:
-            raise Unknown(f"{name} differs in {', '.join(sorted(changed))}")
+            raise StateError(f"the attributes of {name} differ: {', '.join(sorted(changed))}")
 
 
-class _Life:
+class _ReplayedEngine:
     def __init__(self, began: Began) -> None:
         self._seeds: list[int] = []
         self._jobs: dict[bytes, Grammar] = {}
-        self._compiler = cache(partial(Compiler, began.model))  # some models have none
+        self._compiler = cache(
+            partial(Compiler, began.model)
+        )  # on demand: some models have no compiler
         self._at = 0.0
         draw = self._draw
-        self._given: dict[str, object] = {
+        self._externals: dict[str, object] = {
             "config": began.config,
             "model": began.model,
             "limits": began.limits,
@@ -130,26 +142,28 @@ class _Life:
     def _draw(self) -> int:
         return self._seeds.pop(0)
 
-    def live(self, number: int, record: AnyRecord) -> None:
+    def apply(self, number: int, record: AnyRecord) -> None:
         engine = self.engine
         match record:
             case KnownRecord():
-                self._know(record)
+                self._restore(record)
             case Ticked(now=now):
                 self._at = now
-                news = engine.tick(now)
-                self._compare(number, record, digest(news) if news else b"")
+                outputs = engine.tick(now)
+                self._compare(number, record, digest(outputs) if outputs else b"")
             case AddRecord(client=client, message=message, seeds=seeds):
                 self._seeds = list(seeds)
                 self._compare(number, record, digest(engine.add(client, message)))
             case GrammarRecord():
-                self._compare(number, record, digest(engine.settle(self._compiled(record))))
+                self._compare(
+                    number, record, digest(engine.on_grammar_compiled(self._compiled(record)))
+                )
             case AbortRecord(client=client, numbers=numbers):
                 self._compare(number, record, digest(engine.abort(client, numbers)))
             case AbortByLabelRecord(names=names):
-                self._compare(number, record, digest(engine.abort_named(names)))
+                self._compare(number, record, digest(engine.abort_by_label(names)))
             case ClientLostRecord(client=client):
-                engine.drop(client)
+                engine.on_client_lost(client)
             case Drained():
                 engine.drain()
             case PlanRecord():
@@ -159,35 +173,43 @@ class _Life:
             case CommitRecord(result=result, elapsed_s=elapsed_s):
                 self._compare(number, record, digest(engine.commit(result, elapsed_s)))
             case KVReportRecord(report=report):
-                self._compare(number, record, digest(engine.hear(report)))
-        self._jobs |= {job.digest: job.grammar for job in self.engine.take_jobs()}
+                self._compare(number, record, digest(engine.on_kv_report(report)))
+        self._jobs |= {job.digest: job.grammar for job in self.engine.drain_compile_jobs()}
         self.engine.drain_kv_commands()
         self.engine.freed.clear()
 
-    def _know(self, record: KnownRecord) -> None:
-        """Be the engine that it was when this part of its life began. Raises NoJournal."""
+    def _restore(self, record: KnownRecord) -> None:
+        """Restore the state that the engine had when this part began. Raises NoJournal."""
         self._jobs = {digest_of(grammar): grammar for grammar in record.grammars}
-        templates = cache(self._template)
+        template = cache(self._template)
 
         def find(name: str) -> object:
-            return self._given[name] if name in self._given else templates(grammar_of(name))
+            return (
+                self._externals[name]
+                if name in self._externals
+                else template(grammar_digest_from_name(name))
+            )
 
         try:
             state = msgspec.msgpack.decode(record.state, type=FrozenObject)
-            _check_shapes(state, freeze(self.engine, {id(v): k for k, v in self._given.items()}))
-            known = thaw(state, find, lambda digest: templates(digest).start())
-        except (Unknown, msgspec.MsgspecError) as error:
-            raise NoJournal(f"{_STRANGE}: {error}") from None
-        vars(self.engine).update(known)
+            _check_shapes(
+                state, freeze(self.engine, {id(v): k for k, v in self._externals.items()})
+            )
+            attributes = thaw(state, find, lambda digest: template(digest).start())
+        except (StateError, msgspec.MsgspecError) as error:
+            raise NoJournal(f"{_OTHER_STATE}: {error}") from None
+        vars(self.engine).update(attributes)
 
     def _template(self, digest: bytes) -> MatcherTemplate:
         return self._compiler().compile(self._jobs[digest])
 
     def _plan(self, number: int, record: PlanRecord) -> None:
         plan = self.engine.plan()
-        now = PlanRecord() if plan is None else planned(plan)
+        now = PlanRecord() if plan is None else plan_record(plan)
         if now != record:
-            raise ReplayDiffers(f"{self._where(number)}: was {_told(record)}, is {_told(now)}")
+            raise ReplayDiffers(
+                f"{self._where(number)}: was {_describe(record)}, is {_describe(now)}"
+            )
 
     def _compare(
         self,
@@ -200,11 +222,11 @@ class _Life:
         | MasksRecord
         | CommitRecord
         | KVReportRecord,
-        said: bytes,
+        reply_digest: bytes,
     ) -> None:
-        if said != record.said:
-            what = str(type(record).__struct_config__.tag)
-            raise ReplayDiffers(f"{self._where(number)}: the answer to {what!r} is another one")
+        if reply_digest != record.reply_digest:
+            kind = str(type(record).__struct_config__.tag)
+            raise ReplayDiffers(f"{self._where(number)}: the reply to {kind!r} differs")
 
     def _where(self, number: int) -> str:
         return f"record {number}, at {self._at:.3f} s"
@@ -218,9 +240,8 @@ class _Life:
         return CompiledGrammar(record.digest, result)
 
 
-def _told(record: PlanRecord) -> str:
+def _describe(record: PlanRecord) -> str:
     if record.step is None:
         return "no step"
-    return (
-        f"step {record.step} of {record.rows} rows and {record.tokens} tokens ({record.said.hex()})"
-    )
+    digest = record.reply_digest.hex()
+    return f"step {record.step} of {record.rows} rows and {record.tokens} tokens ({digest})"

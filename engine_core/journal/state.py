@@ -1,12 +1,12 @@
-"""All that an engine is at a moment, as plain data, and an engine made of it again.
+"""An engine's whole state as plain data, and the way back.
 
-A walk over what it consists of: one node for each object, which is named by its number wherever it
-is held, so what was shared is shared again. What comes from outside (`Given`: its configuration,
-the functions it was handed, compiled grammars) is named and not written; whoever makes the engine
-again brings it. A constrained answer's place in its grammar is found again by its tokens.
+`freeze` walks over all objects that the engine consists of. Each object becomes one node, which is
+referred to by number wherever it is held, so shared objects stay shared. Objects from outside
+(`External`: the configuration, functions, compiled grammars) are stored by name only, and supplied
+again by the caller of `thaw`. A matcher is restored by consuming its answer's tokens again.
 
-Data only: a class is one of our own rooms that is loaded already, and nothing of it is called but
-the decoder of its messages.
+Data only: a class must belong to a loaded module of ours, and no code of it is called except the
+decoder of its messages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from engine_core.grammar.matcher import Matcher
 from engine_core.request import Request
 from protocol import wire
 
-Given = Mapping[int, str]
-"""id of an object that is not written -> its name"""
+External = Mapping[int, str]
+"""id of an object that is not stored -> its name"""
 Node = list[Any]
-"""Its kind, and what it consists of: plain values, or [number of a node]."""
+"""Its kind and content: plain values, or [number of a node]."""
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAPS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
@@ -39,30 +39,31 @@ _GRAMMAR = "grammar "
 ROOMS = ("engine_core.", "protocol.")
 
 
-class Unknown(Exception):
-    """Something that this file cannot write down, or make again. The message names it."""
+class StateError(Exception):
+    """An object cannot be stored or restored. The message names it."""
 
 
 class FrozenObject(msgspec.Struct, frozen=True):
-    """nodes  the first is what was asked for"""
+    """The nodes of an object graph."""
 
+    #: The first is the root.
     nodes: list[Node]
 
     def shapes(self) -> dict[str, set[str]]:
-        """class -> names of the attributes that its objects have"""
+        """Return class -> names of the attributes of its objects."""
         return {node[1]: set(node[2]) for node in self.nodes if node[0] == "object"}
 
 
-def freeze(root: object, given: Given) -> FrozenObject:
-    """O(all that it consists of). Raises Unknown."""
+def freeze(root: object, external: External) -> FrozenObject:
+    """Return the object graph of `root` as data. O(number of objects). Raises StateError."""
     values: list[object] = [root]
     numbers = {id(root): 0}
 
-    def told(pieces: Iterable[Any]) -> list[Any]:
-        held = list(pieces)
-        if ATOMS.issuperset(map(type, held)):  # most of what there is, in a tenth of the time
+    def encode(values: Iterable[Any]) -> list[Any]:
+        held = list(values)
+        if ATOMS.issuperset(map(type, held)):  # the common case, ten times faster
             return held
-        return [piece if type(piece) in ATOMS else numbered(piece) for piece in held]
+        return [value if type(value) in ATOMS else numbered(value) for value in held]
 
     def numbered(value: object) -> list[int]:
         number = numbers.setdefault(id(value), len(values))
@@ -70,31 +71,31 @@ def freeze(root: object, given: Given) -> FrozenObject:
             values.append(value)
         return [number]
 
-    # `values` grows while we go through it, and keeps all of them, so that no id is used twice
-    return FrozenObject([_node(value, given, told) for value in values])
+    # `values` grows during the loop. It keeps every object alive, so no id is reused.
+    return FrozenObject([_node(value, external, encode) for value in values])
 
 
-def named(digest: bytes) -> str:
-    """A compiled grammar, as it is given."""
+def grammar_name(digest: bytes) -> str:
+    """Return the name under which a compiled grammar is supplied."""
     return _GRAMMAR + digest.hex()
 
 
-def grammar_of(name: str) -> bytes:
-    """Its digest. Raises Unknown for the name of something else."""
+def grammar_digest_from_name(name: str) -> bytes:
+    """Return the digest in a grammar's name. Raises StateError for any other name."""
     try:
         return bytes.fromhex(name.removeprefix(_GRAMMAR))
     except ValueError:
-        raise Unknown(f"nobody gives {name!r}") from None
+        raise StateError(f"there is no object {name!r}") from None
 
 
-def _node(value: Any, given: Given, told: Callable[[Iterable[Any]], list[Any]]) -> Node:
+def _node(value: Any, external: External, encode: Callable[[Iterable[Any]], list[Any]]) -> Node:
     kind = type(value)
-    if (name := given.get(id(value))) is not None:
-        return ["given", name]
+    if (name := external.get(id(value))) is not None:
+        return ["external", name]
     if (row := KIND_OF.get(kind)) is not None:
-        return [row, told(_flat(value) if row in MAPS else value)]
+        return [row, encode(_flat(value) if row in MAPS else value)]
     if kind is deque:
-        return ["deque", value.maxlen, told(value)]
+        return ["deque", value.maxlen, encode(value)]
     if kind is array:
         return ["array", value.typecode, value.tobytes()]
     if isinstance(value, Enum):
@@ -102,14 +103,14 @@ def _node(value: Any, given: Given, told: Callable[[Iterable[Any]], list[Any]]) 
     if isinstance(value, msgspec.Struct):
         return ["struct", _name_of(kind), [bytes(frame) for frame in wire.encode(value)]]
     if kind is MethodType:
-        return ["method", *told([value.__self__]), value.__name__]
+        return ["method", *encode([value.__self__]), value.__name__]
     if kind is FunctionType:
         return ["function", _name_of(value)]
     if kind is Matcher:
         return ["matcher"]
     held = dict(_attributes(value))
-    attributes = dict(zip(held, told(held.values()), strict=True))
-    pairs = told(_flat(value)) if isinstance(value, dict) else []
+    attributes = dict(zip(held, encode(held.values()), strict=True))
+    pairs = encode(_flat(value)) if isinstance(value, dict) else []
     return ["object", _name_of(kind), attributes, pairs]
 
 
@@ -127,23 +128,23 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _name_of(thing: type[Any] | FunctionType) -> str:
-    """By which `_find` finds it. Raises Unknown for what is none of ours."""
+    """Return the name with which `_find` finds it. Raises StateError if it is not ours."""
     name = f"{thing.__module__}:{thing.__qualname__}"
     try:
         found = _find(name)
-    except Unknown:
+    except StateError:
         found = None
     if found is not thing:
-        raise Unknown(f"{name} cannot be written down")
+        raise StateError(f"{name} cannot be stored")
     return name
 
 
 def _find(name: str) -> Any:
-    """A class or a function at the top of a module of ours that is loaded. Raises Unknown."""
+    """Return a top-level class or function of a loaded module of ours. Raises StateError."""
     module, _, word = name.partition(":")
     found = vars(sys.modules[module]).get(word) if _is_ours(module) else None
     if not isinstance(found, type | FunctionType) or found.__module__ != module:
-        raise Unknown(f"there is no {name}")
+        raise StateError(f"there is no {name}")
     return found
 
 
@@ -152,37 +153,40 @@ def _is_ours(module: str) -> bool:
 
 
 def thaw(
-    frozen: FrozenObject, given: Callable[[str], object], start: Callable[[bytes], Matcher]
+    frozen: FrozenObject, externals: Callable[[str], object], start: Callable[[bytes], Matcher]
 ) -> Any:
-    """What was frozen. Raises Unknown, and whatever nodes of no meaning may cause.
+    """Return the object graph. Raises StateError, and whatever malformed nodes may cause.
 
-    given   what was given to `freeze`, by its name
-    start   a grammar's matcher before the first token, by the grammar's digest
+    - externals: returns an external object by its name
+    - start: returns a grammar's matcher before the first token, by the grammar's digest
     """
-    return _Thawing(frozen.nodes, given, start).all()
+    return _Thawing(frozen.nodes, externals, start).all()
 
 
 class _Thawing:
-    """First empty shells of all that can be changed; then what they hold, and last what is found by
-    its value: maps and sets, whose keys must be whole. What cannot be changed is made when it is
-    first asked for."""
+    """Restores an object graph in three passes.
+
+    First it creates empty shells of all mutable objects. Then it fills them. Dicts and sets come
+    last, because their keys must be complete before they are hashed. Immutable objects are created
+    when first needed.
+    """
 
     def __init__(
         self,
         nodes: list[Node],
-        given: Callable[[str], object],
+        externals: Callable[[str], object],
         start: Callable[[bytes], Matcher],
     ) -> None:
         self._nodes = nodes
-        self._given = given
+        self._externals = externals
         self._start = start
-        self._made: dict[int, Any] = {}
+        self._restored: dict[int, Any] = {}
 
     def all(self) -> Any:
         for number, node in enumerate(self._nodes):
             if (shell := _shell(node)) is not None:
-                self._made[number] = shell
-        shells = [(self._made[number], self._nodes[number]) for number in list(self._made)]
+                self._restored[number] = shell
+        shells = [(self._restored[number], self._nodes[number]) for number in list(self._restored)]
         for shell, node in shells:
             self._fill(shell, node)
         for shell, node in shells:
@@ -192,59 +196,59 @@ class _Thawing:
                 shell.matcher = self._matcher(shell)
         return self._get([0])
 
-    def _get(self, told: Any) -> Any:
-        if not isinstance(told, list):
-            return told
-        (number,) = told
-        if number not in self._made:
-            self._made[number] = self._whole(self._nodes[number])
-        return self._made[number]
+    def _get(self, refs: Any) -> Any:
+        if not isinstance(refs, list):
+            return refs
+        (number,) = refs
+        if number not in self._restored:
+            self._restored[number] = self._restore_value(self._nodes[number])
+        return self._restored[number]
 
-    def _pieces(self, told: Iterable[Any]) -> Iterator[Any]:
-        return map(self._get, told)
+    def _values(self, refs: Iterable[Any]) -> Iterator[Any]:
+        return map(self._get, refs)
 
-    def _whole(self, node: Node) -> Any:
-        """What cannot be changed, or need not be."""
+    def _restore_value(self, node: Node) -> Any:
+        """Return an object that is immutable, or that needs no shell."""
         match node:
-            case ["given", name]:
-                return self._given(name)
-            case ["tuple" | "frozen" as row, told]:
-                return ROWS[row](self._pieces(told))
+            case ["external", name]:
+                return self._externals(name)
+            case ["tuple" | "frozen" as row, refs]:
+                return ROWS[row](self._values(refs))
             case ["array", typecode, data]:
                 return array(typecode, data)
             case ["enum", name, member]:
                 return _find(name)[member]
             case ["struct", name, frames]:
                 return wire.Decoder(_find(name)).decode(frames)
-            case ["method", told, name]:
-                return getattr(self._get(told), name)
+            case ["method", refs, name]:
+                return getattr(self._get(refs), name)
             case ["function", name]:
                 return _find(name)
             case ["matcher"]:
-                return Matcher(None)  # `all` puts the right one in its place
-        raise Unknown(f"a node of kind {node[0]!r}")
+                return Matcher(None)  # `all` replaces it
+        raise StateError(f"unknown node kind {node[0]!r}")
 
     def _fill(self, shell: Any, node: Node) -> None:
         match node:
-            case ["list", told]:
-                shell.extend(self._pieces(told))
-            case ["deque", _, told]:
-                shell.extend(self._pieces(told))
+            case ["list", refs]:
+                shell.extend(self._values(refs))
+            case ["deque", _, refs]:
+                shell.extend(self._values(refs))
             case ["object", _, attributes, _]:
-                for name, told in attributes.items():
-                    object.__setattr__(shell, name, self._get(told))
+                for name, refs in attributes.items():
+                    object.__setattr__(shell, name, self._get(refs))
 
     def _fill_by_value(self, shell: Any, node: Node) -> None:
-        kind, told = node[0], node[-1]
+        kind, refs = node[0], node[-1]
         if kind == "set":
-            shell.update(self._pieces(told))
+            shell.update(self._values(refs))
         elif kind in MAPS or kind == "object":
-            pieces = list(self._pieces(told))
-            for key, value in zip(pieces[::2], pieces[1::2], strict=True):
+            values = list(self._values(refs))
+            for key, value in zip(values[::2], values[1::2], strict=True):
                 shell[key] = value
 
     def _matcher(self, request: Request) -> Matcher:
-        """Where its answer is by now."""
+        """Return the request's matcher, after all tokens of its answer."""
         assert request.grammar is not None
         matcher = self._start(request.grammar)
         for token in request.tokens[request.prompt_tokens :]:
@@ -253,7 +257,7 @@ class _Thawing:
 
 
 def _shell(node: Node) -> Any:
-    """Empty, of what can be changed; None of what cannot."""
+    """Return an empty object if the node's kind is mutable, else None."""
     kind = node[0]
     if kind in MAPS:
         return MAPS[kind]()

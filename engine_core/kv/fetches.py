@@ -1,8 +1,9 @@
-"""Fetches: blocks of a request that are being filled from elsewhere, by the worker.
+"""Fetches: the worker fills a request's blocks from another engine or a tier.
 
-A supplier says what it could bring for a request (`Match`); what brings most becomes a job. Until
-the worker has reported on a job, its blocks and its request's slot are given to nobody: something
-may still write. A request that ends meanwhile gives the job up, and its end is told at once.
+Each supplier offers what it has for a request (`Match`); the longest match becomes a job. Until the
+worker has reported on the job, its blocks and its request's slot are not reused, because the worker
+may still write to the blocks. If the request ends earlier, the job is cancelled, and the client
+gets its final Output at once.
 """
 
 from __future__ import annotations
@@ -20,70 +21,76 @@ from protocol.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerS
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What can be brought for a request: the `num_blocks` blocks behind those that it has already.
-    Then the K/V of its first `num_tokens` tokens is there."""
+    """K/V that can be fetched: `num_blocks` blocks after those the request already has.
+
+    After the fetch, the K/V of its first `num_tokens` tokens exists.
+    """
 
     source: Source
     num_blocks: int
     num_tokens: int
 
     @property
-    def is_for_it(self) -> bool:
-        """Another engine has computed it for this very request, as its handle says. What a tier
-        has, nobody has computed for it, nor promised."""
+    def is_handed_over(self) -> bool:
+        """Whether another engine computed it for this very request, as its handle says.
+
+        The blocks of a tier were neither computed for the request nor promised to it.
+        """
         return isinstance(self.source, PeerSource)
 
 
 class Supplier(Protocol):
-    """Somewhere that K/V may come from."""
+    """A source of K/V."""
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """What it could bring for a request that has its first `num_blocks` blocks, and is about
-        to be admitted; None where that is nothing more. Changes nothing."""
+        """Return what can be fetched for a request that has its first `num_blocks` blocks, or None.
+
+        The request is about to be admitted. Changes nothing.
+        """
         ...
 
 
 class FetchState(Enum):
-    OUT = auto()  # the worker fills its blocks
-    GIVEN_UP = auto()  # nobody waits for it, but the worker may still write
-    ARRIVED = auto()  # final; the blocks hold what was asked for
-    LOST = auto()  # final; nobody knows what the blocks hold
-    DROPPED = auto()  # final; nobody wants to know
+    OPEN = auto()  # the worker is filling the blocks
+    CANCELLED = auto()  # the request has ended, but the worker may still write
+    ARRIVED = auto()  # final; the blocks hold the requested K/V
+    LOST = auto()  # final; the blocks' content is undefined
+    DROPPED = auto()  # final; cancelled, and reported on
 
 
 class FetchEvent(Enum):
-    GIVE_UP = auto()
+    CANCEL = auto()
     FETCHED = auto()
     FAILED = auto()
 
 
 NEXT_STATE = {
-    (FetchState.OUT, FetchEvent.GIVE_UP): FetchState.GIVEN_UP,
-    (FetchState.OUT, FetchEvent.FETCHED): FetchState.ARRIVED,
-    (FetchState.OUT, FetchEvent.FAILED): FetchState.LOST,
-    (
-        FetchState.GIVEN_UP,
-        FetchEvent.FETCHED,
-    ): FetchState.DROPPED,  # it was done when it heard of it
-    (FetchState.GIVEN_UP, FetchEvent.FAILED): FetchState.DROPPED,
+    (FetchState.OPEN, FetchEvent.CANCEL): FetchState.CANCELLED,
+    (FetchState.OPEN, FetchEvent.FETCHED): FetchState.ARRIVED,
+    (FetchState.OPEN, FetchEvent.FAILED): FetchState.LOST,
+    # the fetch was complete before KVCancel arrived
+    (FetchState.CANCELLED, FetchEvent.FETCHED): FetchState.DROPPED,
+    (FetchState.CANCELLED, FetchEvent.FAILED): FetchState.DROPPED,
 }
 """A missing row is an illegal move."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """`error` is why it was lost; `seconds`, how long it took if it was not."""
+    """One job of the worker."""
 
     job: int
     request: Request
     match: Match
-    asked_at: float
-    state: FetchState = FetchState.OUT
+    started_at: float
+    state: FetchState = FetchState.OPEN
+    #: Why it was lost.
     error: str = ""
+    #: How long it took, if it arrived.
     seconds: float = 0.0
 
     def move(self, event: FetchEvent) -> None:
-        """Raises RuntimeError on an illegal move and changes nothing."""
+        """Change the state. An illegal move raises RuntimeError and changes nothing."""
         state = NEXT_STATE.get((self.state, event))
         if state is None:
             raise RuntimeError(f"fetch {self.job}: {event.name} is illegal in {self.state.name}")
@@ -91,63 +98,63 @@ class Fetch:
 
 
 class Fetches:
-    """All jobs of one engine that the worker has not reported on. `tell`: to the worker."""
+    """All jobs that the worker has not reported on. `send` queues a command for the worker."""
 
     def __init__(
         self,
         suppliers: Sequence[Supplier],
         timeout_s: float,
-        tell: Callable[[KVFetch | KVCancel], None],
+        send: Callable[[KVFetch | KVCancel], None],
     ) -> None:
         self.num_failed: Counter[str] = Counter()  # by kind
-        self.num_tokens = 0  # that came from elsewhere
+        self.num_tokens = 0  # fetched, in all
         self.num_bytes = 0
         self._suppliers = suppliers
         self._timeout_s = timeout_s
-        self._tell = tell
+        self._send = send
         self._jobs: dict[int, Fetch] = {}  # oldest first
-        self._job_of: dict[Request, int] = {}
-        self._last = 0
+        self._jobs_by_request: dict[Request, int] = {}
+        self._last_job = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """The best of all suppliers."""
+        """Return the longest match of all suppliers."""
         found = (supplier.match(request, num_blocks) for supplier in self._suppliers)
         return max(filter(None, found), key=lambda match: match.num_tokens, default=None)
 
-    def begin(self, request: Request, match: Match, blocks: list[int], now: float) -> None:
-        """Have these blocks of `request` filled."""
+    def start(self, request: Request, match: Match, blocks: list[int], now: float) -> None:
+        """Start filling these blocks of `request`."""
         assert len(blocks) == match.num_blocks
-        self._last += 1
-        self._jobs[self._last] = Fetch(self._last, request, match, now)
-        self._job_of[request] = self._last
-        self._tell(
+        self._last_job += 1
+        self._jobs[self._last_job] = Fetch(self._last_job, request, match, now)
+        self._jobs_by_request[request] = self._last_job
+        self._send(
             KVFetch(
-                job=self._last,
+                job=self._last_job,
                 source=match.source,
                 blocks=Int32.of(blocks),
                 timeout_s=self._timeout_s,
             )
         )
 
-    def give_up(self, request: Request) -> None:
-        """Nobody waits for this request's job any more."""
-        fetch = self._jobs[self._job_of[request]]
-        fetch.move(FetchEvent.GIVE_UP)
-        self._tell(KVCancel(job=fetch.job))
+    def cancel(self, request: Request) -> None:
+        """Cancel the request's job."""
+        fetch = self._jobs[self._jobs_by_request[request]]
+        fetch.move(FetchEvent.CANCEL)
+        self._send(KVCancel(job=fetch.job))
 
-    def hear(self, report: KVReport) -> list[Fetch]:
-        """The jobs that are over. Raises RuntimeError on one that is not out."""
-        over = [self._arrive(fetched) for fetched in report.fetched]
-        return over + [self._fail(failure) for failure in report.failed]
+    def on_kv_report(self, report: KVReport) -> list[Fetch]:
+        """Return the jobs that are over. Raises RuntimeError for a job that is not open."""
+        over = [self._on_fetched(fetched) for fetched in report.fetched]
+        return over + [self._on_failed(failure) for failure in report.failed]
 
-    def longest_s(self, now: float) -> float:
-        """How long the worker has owed its oldest report."""
-        return max((now - fetch.asked_at for fetch in self._jobs.values()), default=0.0)
+    def oldest_s(self, now: float) -> float:
+        """Return the age in seconds of the oldest job without a report."""
+        return max((now - fetch.started_at for fetch in self._jobs.values()), default=0.0)
 
-    def _arrive(self, fetched: KVFetched) -> Fetch:
+    def _on_fetched(self, fetched: KVFetched) -> Fetch:
         fetch = self._end(fetched.job, FetchEvent.FETCHED)
         fetch.seconds = fetched.seconds
         self.num_bytes += fetched.num_bytes
@@ -155,7 +162,7 @@ class Fetches:
             self.num_tokens += fetch.match.num_tokens - fetch.request.num_computed
         return fetch
 
-    def _fail(self, failure: KVFailure) -> Fetch:
+    def _on_failed(self, failure: KVFailure) -> Fetch:
         fetch = self._end(failure.job, FetchEvent.FAILED)
         self.num_failed[failure.kind] += 1
         fetch.error = f"{failure.kind}: {failure.message}"
@@ -164,7 +171,7 @@ class Fetches:
     def _end(self, job: int, event: FetchEvent) -> Fetch:
         fetch = self._jobs.pop(job, None)
         if fetch is None:
-            raise RuntimeError(f"the worker reports on job {job}, which is not out")
-        del self._job_of[fetch.request]
+            raise RuntimeError(f"the worker reports on job {job}, which is not open")
+        del self._jobs_by_request[fetch.request]
         fetch.move(event)
         return fetch

@@ -1,10 +1,10 @@
-"""The handle: a sealed envelope that stands for a prompt's K/V in another engine.
+"""The handle: a sealed text that names a prompt's K/V in another engine.
 
-text = URL-safe base64, without padding, of: version (1 byte), tag (32), sealed body. The body is
-the Handle as MessagePack. The tag is the HMAC-SHA256 of version and body; the body is hidden by a
-stream of SHAKE-256 that the tag begins (authenticated encryption with the tag as its nonce: equal
-handles have equal texts, different ones never the same stream). Who lacks the cluster's key can
-neither write one nor read an address out of it.
+text = URL-safe base64, without padding, of: version (1 byte), tag (32 bytes), encrypted body. The
+body is a Handle as MessagePack. The tag is the HMAC-SHA256 of version and body. The body is
+encrypted with a SHAKE-256 key stream that is derived from the tag: authenticated encryption with
+the tag as nonce. Equal handles have equal texts; different handles never share a key stream.
+Without the cluster's key, nobody can create a handle or read an address from one.
 """
 
 from __future__ import annotations
@@ -25,66 +25,71 @@ TAG_BYTES = 32
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine tells another.
+    """What one engine passes to another through the client."""
 
-    lease       under which name the K/V is kept, by that life (`epoch`) of the engine
-    address     where its worker is asked
-    num_tokens  how many tokens' K/V there is, from position 0 on
-    layout      digest of the K/V's shape and kind (KVEndpoint); told: the same for people
-    content     hash of these tokens, with model and namespace (hash.py)
-    """
-
+    #: The lease under which the K/V is kept.
     lease: bytes
+    #: The life of the engine that holds the lease.
     epoch: str
+    #: Where its worker serves K/V.
     address: str
+    #: Tokens with K/V, from position 0 on.
     num_tokens: int
+    #: Digest of the K/V's shape and dtype (KVEndpoint).
     layout: bytes
-    told: str
+    #: The same, readable, for error messages.
+    layout_text: str
+    #: Hash of the tokens, with model and namespace (hash.py).
     content: bytes
 
 
 class Seal:
-    """Closes and opens handles. `secret`: what the cluster's key gives for this purpose."""
+    """Converts handles to sealed texts and back. `secret` is derived from the cluster's key."""
 
     def __init__(self, secret: bytes) -> None:
         self._tag_key = hmac.digest(secret, b"tidegate kv handle: tag", hashlib.sha256)
-        self._hide_key = hmac.digest(secret, b"tidegate kv handle: hide", hashlib.sha256)
+        self._stream_key = hmac.digest(secret, b"tidegate kv handle: hide", hashlib.sha256)
 
-    def close(self, handle: Handle) -> str:
+    def to_text(self, handle: Handle) -> str:
+        """Return the handle as sealed text."""
         body = msgspec.msgpack.encode(handle)
         tag = self._tag(body)
-        sealed = bytes([VERSION]) + tag + self._hide(body, tag)
+        sealed = bytes([VERSION]) + tag + self._xor_key_stream(body, tag)
         return base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
-    def open(self, text: str) -> Handle:
-        """Raises InvalidRequest unless an engine of this cluster closed it."""
+    def from_text(self, text: str) -> Handle:
+        """Return the handle. Raises InvalidRequest unless an engine of this cluster wrote it."""
         if len(text) > MAX_CHARS:
-            raise _refusal(f"{len(text):,} characters are no handle; one has {MAX_CHARS:,} at most")
+            raise _refusal(
+                f"not a handle: {len(text):,} characters; a handle has at most {MAX_CHARS:,}"
+            )
         try:
             sealed = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)
         except (binascii.Error, ValueError):
-            raise _refusal("this is no handle") from None
+            raise _refusal("not a handle") from None
         if len(sealed) <= 1 + TAG_BYTES:
-            raise _refusal("this is no handle")
+            raise _refusal("not a handle")
         if sealed[0] != VERSION:
-            raise _refusal(f"a handle of version {sealed[0]}; this engine reads {VERSION}")
+            raise _refusal(
+                f"the handle has version {sealed[0]}; this engine reads version {VERSION}"
+            )
         tag = sealed[1 : 1 + TAG_BYTES]
-        body = self._hide(sealed[1 + TAG_BYTES :], tag)
+        body = self._xor_key_stream(sealed[1 + TAG_BYTES :], tag)
         if not hmac.compare_digest(tag, self._tag(body)):
             raise _refusal(
-                "the handle was not written by an engine of this cluster, or was changed"
+                "the handle was not written by an engine of this cluster, or was modified"
             )
         try:
             return msgspec.msgpack.decode(body, type=Handle)
         except msgspec.MsgspecError as error:
-            raise _refusal(f"the handle is of another release: {error}") from None
+            raise _refusal(f"the handle was written by another release: {error}") from None
 
     def _tag(self, body: bytes) -> bytes:
         return hmac.digest(self._tag_key, bytes([VERSION]) + body, hashlib.sha256)
 
-    def _hide(self, body: bytes, tag: bytes) -> bytes:
-        """Hidden becomes plain, plain becomes hidden."""
-        stream = hashlib.shake_256(self._hide_key + tag).digest(len(body))
+    def _xor_key_stream(self, body: bytes, tag: bytes) -> bytes:
+        """Encrypt or decrypt: XOR with the key stream."""
+        stream = hashlib.shake_256(self._stream_key + tag).digest(len(body))
         return bytes(a ^ b for a, b in zip(body, stream, strict=True))
 
 

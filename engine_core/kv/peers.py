@@ -1,6 +1,6 @@
-"""What engines of one cluster may ask of each other: who hands over, who goes on, by what handle.
+"""K/V of other engines of the cluster: checks requests, and seals and opens handles.
 
-Every refusal here is the request's, and names what is missing.
+Every refusal here is the request's fault, and names what is missing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MAX_READERS = 1024
 
 @dataclass(frozen=True)
 class PeerCluster:
-    """What an engine needs to be one of several.
+    """This engine's membership in a cluster."""
 
-    secret    of the cluster's key, for handles
-    epoch     this life of the engine
-    endpoint  of its worker; None: it moves no K/V
-    """
-
+    #: Derived from the cluster's key, for handles.
     secret: bytes
+    #: Identifies this life of the engine.
     epoch: str
+    #: The worker's K/V endpoint; None if it transfers no K/V.
     endpoint: KVEndpoint | None
 
 
 class Peers:
-    """The supplier of K/V that other engines have computed. `cluster`: None for an engine alone."""
+    """The supplier of K/V that other engines have computed. `cluster` is None for a single
+    engine.
+    """
 
     def __init__(
         self,
@@ -50,65 +50,71 @@ class Peers:
         self._block_tokens = block_tokens
 
     def check(self, message: Generate) -> None:
-        """Raises InvalidRequest where this engine cannot do its part, whatever the prompt."""
+        """Raise InvalidRequest if this engine cannot do the request's part, whatever its prompt."""
         if not 0 <= message.kv_readers <= MAX_READERS:
-            raise _refusal(f"kv_readers is {message.kv_readers}; it may be 0 to {MAX_READERS:,}")
+            raise _refusal(f"kv_readers is {message.kv_readers}; it must be 0 to {MAX_READERS:,}")
         if self._role == "prefill" and not message.kv_readers:
-            raise _refusal("this engine (role prefill) computes prompts for others, and no answers")
+            raise _refusal("this engine (role prefill) only computes prompts for other engines")
         if not message.kv_readers and not message.kv_handle:
             return
         if message.kv_readers and message.kv_handle:
-            raise _refusal("what goes on from a handle cannot be handed over again")
-        endpoint = self._expect()[1]
+            raise _refusal("a request with a kv_handle cannot have kv_readers")
+        endpoint = self._require_endpoint()[1]
         if message.kv_readers and self._role == "decode":
-            raise _refusal("this engine (role decode) computes no prompts for others")
+            raise _refusal("this engine (role decode) does not compute prompts for other engines")
         if message.kv_readers and not endpoint.address:
-            raise _refusal("this engine hands over no K/V: its worker exports none")
+            raise _refusal("this engine cannot hand over K/V: its worker exports none")
 
-    def write(self, request: Request, lease: bytes) -> str:
-        """The handle of all that `request` has computed."""
-        seal, endpoint, epoch = self._expect()
+    def seal_handle(self, request: Request, lease: bytes) -> str:
+        """Return a handle for all that `request` has computed."""
+        seal, endpoint, epoch = self._require_endpoint()
         handle = Handle(
             lease=lease,
             epoch=epoch,
             address=endpoint.address,
             num_tokens=request.num_computed,
             layout=endpoint.layout,
-            told=endpoint.told,
+            layout_text=endpoint.told,
             content=self._content(request, request.num_computed),
         )
-        return seal.close(handle)
+        return seal.to_text(handle)
 
-    def read(self, text: str, request: Request) -> Handle:
-        """The handle that `request` brings. Raises InvalidRequest unless it is of the beginning of
-        its prompt, in a layout that this engine's worker has, too."""
-        seal, endpoint, _ = self._expect()
-        handle = seal.open(text)
+    def open_handle(self, text: str, request: Request) -> Handle:
+        """Return the handle that `request` brings.
+
+        Raises InvalidRequest unless it covers a prefix of the request's prompt, in the K/V layout
+        of this engine's worker.
+        """
+        seal, endpoint, _ = self._require_endpoint()
+        handle = seal.from_text(text)
         if handle.layout != endpoint.layout:
             raise _refusal(
-                f"the K/V is laid out in another way: there {handle.told}; here {endpoint.told}"
+                f"the K/V layouts differ: {handle.layout_text} there; {endpoint.told} here"
             )
         if not 0 < handle.num_tokens <= request.prompt_tokens:
             raise _refusal(
-                f"the handle is of {handle.num_tokens:,} tokens, and the prompt has "
+                f"the handle covers {handle.num_tokens:,} tokens, but the prompt has "
                 f"{request.prompt_tokens:,}"
             )
         if handle.content != self._content(request, handle.num_tokens):
-            raise _refusal("the handle is of another prompt, or of another namespace")
+            raise _refusal("the handle belongs to another prompt or namespace")
         return handle
 
-    def lease_of(self, text: str) -> bytes | None:
-        """The lease that a handle of this life of this engine names."""
+    def lease_from_handle(self, text: str) -> bytes | None:
+        """Return the lease of a handle that this life of the engine wrote, else None."""
         if self._seal is None or self._cluster is None:
             return None
         try:
-            handle = self._seal.open(text)
+            handle = self._seal.from_text(text)
         except InvalidRequest:
-            return None  # foreign
+            return None  # of another cluster
         return handle.lease if handle.epoch == self._cluster.epoch else None
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """A request fetches in its first life only. Who wants its prompt's logprobs computes it."""
+        """Return what the request's handle offers, before its first admission only.
+
+        A request with prompt logprobs computes its whole prompt instead.
+        """
         handle = request.handle
         must_compute = request.num_preemptions or request.params.prompt_logprobs is not None
         if handle is None or must_compute:
@@ -124,16 +130,16 @@ class Peers:
         )
 
     def _content(self, request: Request, num_tokens: int) -> bytes:
-        return self._hashes.of_beginning(
+        return self._hashes.prefix_hash(
             request.hashes, request.namespace, request.tokens, num_tokens
         )
 
-    def _expect(self) -> tuple[Seal, KVEndpoint, str]:
-        """Raises InvalidRequest where there is no cluster, or the worker moves nothing."""
+    def _require_endpoint(self) -> tuple[Seal, KVEndpoint, str]:
+        """Raise InvalidRequest if there is no cluster, or the worker transfers no K/V."""
         if self._seal is None or self._cluster is None:
-            raise _refusal("this engine hands over no K/V: it has no cluster key")
+            raise _refusal("this engine cannot hand over K/V: it has no cluster key")
         if self._cluster.endpoint is None:
-            raise _refusal("this engine hands over no K/V: its worker moves none")
+            raise _refusal("this engine cannot hand over K/V: its worker transfers none")
         return self._seal, self._cluster.endpoint, self._cluster.epoch
 
 

@@ -1,12 +1,11 @@
-"""Blocks that the worker keeps beyond its cache: what is where, what goes there, what comes back.
+"""Tier index: which blocks the worker keeps in host memory and on disk.
 
-The worker says what its tiers hold (KVReport.tiers), and only that counts: a block that was sent to
-be kept is known when it is told as stored. Where that has changed since, a fetch fails and its
-tokens are computed, as without tiers.
+Only the worker's reports (KVReport.tiers) count: a block sent to a tier is indexed when it is
+reported as stored. If the tier has dropped it since, the fetch fails, and the tokens are computed
+as they would be without tiers.
 
-A request whose beginning is found there fetches it, if that is worth it: a few tokens are computed
-in the step that is due anyway, and where loading has turned out slower than computing it is tried
-now and then only.
+A request whose prefix is found in a tier fetches it if that pays off. A few tokens are computed in
+the next step anyway. If loading has proved slower than computing, it is only tried now and then.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from protocol.arrays import Int32
 from protocol.kv import KVReport, KVStore, KVTierNews, KVUsed, TierSource
 
 SLOWER = 0.9
-"""What is known of the time to load counts so much less after each time that it was too long."""
+"""Decay of the measured load time each time it was too long, so that loading is retried."""
 
 
 @dataclass(slots=True)
 class Tier:
-    """What one of them holds, and what it has done so far."""
+    """The content and the counters of one tier."""
 
     contents: set[bytes] = field(default_factory=set)
     num_bytes: int = 0
@@ -41,7 +40,8 @@ class Tier:
     def num_blocks(self) -> int:
         return len(self.contents)
 
-    def hear(self, news: KVTierNews) -> None:
+    def apply(self, news: KVTierNews) -> None:
+        """Apply one report."""
         self.contents.update(news.stored)
         self.contents.difference_update(news.lost)
         self.num_bytes = news.num_bytes
@@ -52,11 +52,11 @@ class Tier:
 
 
 class TierIndex:
-    """The supplier of what this engine's own worker has kept.
+    """The supplier of blocks from the tiers of this engine's own worker.
 
-    names         of the worker's tiers; none: then nothing is kept and nothing found
-    speed         of computing
-    least_tokens  that are loaded; fewer are computed
+    - names: the worker's tiers; may be empty
+    - throughput: of computing
+    - min_load_tokens: fewer tokens are computed instead of loaded
     """
 
     def __init__(
@@ -64,74 +64,82 @@ class TierIndex:
         names: Sequence[str],
         hashes: ContentHashes,
         block_tokens: int,
-        speed: Throughput,
-        least_tokens: int,
+        throughput: Throughput,
+        min_load_tokens: int,
     ) -> None:
         self._tiers = {name: Tier() for name in names}
         self._hashes = hashes
         self._block_tokens = block_tokens
-        self._speed = speed
-        self._least_tokens = least_tokens
-        self._load_s = 0.0  # per token, the last time; 0: unknown
+        self._throughput = throughput
+        self._min_load_tokens = min_load_tokens
+        self._load_s = 0.0  # per token, as last measured; 0 if unknown
 
-    # ---- what goes there
+    # ---- storing
 
-    def keep(self, request: Request, published: range) -> KVStore | None:
-        """These blocks of `request` hold what their hashes say, until the next plan at least. What
-        to tell the worker, if anything."""
-        wanted = [index for index in published if self._is_wanted(request.hashes[index])]
-        if not wanted:
+    def store_command(self, request: Request, published: range) -> KVStore | None:
+        """Return the command to store newly published blocks of `request`, or None.
+
+        The blocks keep their content at least until the next plan.
+        """
+        indexes = [index for index in published if self._should_store(request.hashes[index])]
+        if not indexes:
             return None
-        blocks = Int32.of(request.blocks[index] for index in wanted)
-        return KVStore(blocks=blocks, hashes=[request.hashes[index] for index in wanted])
+        blocks = Int32.of(request.blocks[index] for index in indexes)
+        return KVStore(blocks=blocks, hashes=[request.hashes[index] for index in indexes])
 
-    def use(self, request: Request) -> KVUsed | None:
-        """`request` is about to give back its blocks. Of what it has used the beginning is to stay
-        longest: without it the rest cannot be found. What to tell the worker, if anything."""
-        used = filter(self._has, request.hashes[: request.num_published])
+    def used_command(self, request: Request) -> KVUsed | None:
+        """Return the command that marks blocks as used, before `request` releases them, or None.
+
+        The beginning of the sequence comes last, so it is kept longest: later blocks cannot be
+        found without it.
+        """
+        used = filter(self._is_stored, request.hashes[: request.num_published])
         known = list(used) if self._tiers else []
         return KVUsed(hashes=known[::-1]) if known else None
 
-    # ---- what comes back
+    # ---- loading
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """Also for one that was preempted. Who wants its prompt's logprobs computes it, and the
-        last token is always computed: its logits are what a step is for."""
+        """Return what can be loaded for a request, which may have been preempted before.
+
+        A request with prompt logprobs computes its prompt. The last token is always computed,
+        because the step needs its logits.
+        """
         if not self._tiers or request.params.prompt_logprobs is not None:
             return None
         usable = (len(request.tokens) - 1) // self._block_tokens
         self._hashes.extend(request.hashes, request.namespace, request.tokens, usable)
-        found = list(takewhile(self._has, request.hashes[num_blocks:usable]))
-        if not self._is_worth(len(found) * self._block_tokens):
+        found = list(takewhile(self._is_stored, request.hashes[num_blocks:usable]))
+        if not self._is_worth_loading(len(found) * self._block_tokens):
             return None
         num_tokens = (num_blocks + len(found)) * self._block_tokens
         return Match(TierSource(hashes=found), len(found), num_tokens)
 
-    def _is_worth(self, num_tokens: int) -> bool:
-        if num_tokens < self._least_tokens:
+    def _is_worth_loading(self, num_tokens: int) -> bool:
+        if num_tokens < self._min_load_tokens:
             return False
-        if self._load_s * self._speed.tokens_per_s <= 1:
+        if self._load_s * self._throughput.tokens_per_s <= 1:
             return True
         self._load_s *= SLOWER
         return False
 
-    # ---- what the worker says
+    # ---- reports
 
-    def hear(self, report: KVReport) -> None:
-        """Raises KeyError on a tier that WorkerReady did not name."""
+    def on_kv_report(self, report: KVReport) -> None:
+        """Apply a report. Raises KeyError for a tier that WorkerReady did not name."""
         for news in report.tiers:
-            self._tiers[news.tier].hear(news)
+            self._tiers[news.tier].apply(news)
 
-    def learn(self, num_blocks: int, seconds: float) -> None:
-        """So long it took to load so many."""
+    def observe_load(self, num_blocks: int, seconds: float) -> None:
+        """Record how long it took to load `num_blocks` blocks."""
         self._load_s = seconds / (num_blocks * self._block_tokens)
 
-    def told(self, of: Callable[[Tier], int]) -> dict[str, int]:
-        """By tier."""
-        return {name: of(tier) for name, tier in self._tiers.items()}
+    def by_tier(self, get: Callable[[Tier], int]) -> dict[str, int]:
+        """Return a value of each tier, by its name."""
+        return {name: get(tier) for name, tier in self._tiers.items()}
 
-    def _has(self, content: bytes) -> bool:
+    def _is_stored(self, content: bytes) -> bool:
         return any(content in tier.contents for tier in self._tiers.values())
 
-    def _is_wanted(self, content: bytes) -> bool:
+    def _should_store(self, content: bytes) -> bool:
         return not all(content in tier.contents for tier in self._tiers.values())

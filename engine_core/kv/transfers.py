@@ -1,9 +1,9 @@
-"""K/V that changes hands, as an engine and its scheduler see it.
+"""K/V transfer as the engine and its scheduler use it.
 
-What the worker must be told gathers in `orders`, in the order in which it was decided; whoever owns
-the socket sends them before the next plan, and before clients hear what follows from them. So a
-withdrawn block is reused behind its KVWithdraw, and a handle is told behind its KVExport. The clock
-is what `tick` said last.
+Commands for the worker are collected in `commands`, in the order in which they were decided. The
+loop sends them before the next plan, and before clients receive anything that depends on them. So a
+withdrawn block is reused after its KVWithdraw, and a client gets a handle after its KVExport. The
+clock is the time of the last `tick`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from protocol.kv import (
 )
 from protocol.messages import Generate
 
-Order = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
+KVCommand = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 
 
 def draw_lease() -> bytes:
@@ -40,7 +40,7 @@ def draw_lease() -> bytes:
 
 
 class KVTransfers:
-    """draw_lease  a new lease's name"""
+    """Leases, fetches and tiers of one engine. `draw_lease` returns the name of a new lease."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class KVTransfers:
         *,
         draw_lease: Callable[[], bytes] = draw_lease,
     ) -> None:
-        self.orders: list[Order] = []
-        self.leases = KVLeases(pool, config.kv_lease_s, self._tell)
-        self.fetches = Fetches([peers, tiers], config.kv_timeout_s, self._tell)
+        self.commands: list[KVCommand] = []
+        self.leases = KVLeases(pool, config.kv_lease_s, self._send)
+        self.fetches = Fetches([peers, tiers], config.kv_timeout_s, self._send)
         self.tiers = tiers
         self._peers = peers
         self._draw_lease = draw_lease
@@ -64,87 +64,88 @@ class KVTransfers:
         return not self.leases and not self.fetches
 
     def tick(self, now: float) -> None:
-        """It is `now`: what is over ends."""
+        """Set the clock, and expire leases."""
         self._now = now
         self.leases.expire(now)
 
-    # ---- what clients ask for
+    # ---- called for clients
 
     def check(self, message: Generate) -> None:
-        """Raises InvalidRequest where this engine cannot do its part."""
+        """Raise InvalidRequest if this engine cannot do the request's part."""
         self._peers.check(message)
 
-    def read(self, text: str, request: Request) -> Handle:
-        """Raises InvalidRequest where the handle is not for `request`."""
-        return self._peers.read(text, request)
+    def open_handle(self, text: str, request: Request) -> Handle:
+        """Return the handle of `request`. Raises InvalidRequest if it does not fit."""
+        return self._peers.open_handle(text, request)
 
-    def keep(self, handles: Iterable[str]) -> None:
-        for name in filter(None, map(self._peers.lease_of, handles)):
-            self.leases.keep(name, self._now)
+    def renew(self, handles: Iterable[str]) -> None:
+        for name in filter(None, map(self._peers.lease_from_handle, handles)):
+            self.leases.renew(name, self._now)
 
     def release(self, handles: Iterable[str]) -> None:
-        for name in filter(None, map(self._peers.lease_of, handles)):
+        for name in filter(None, map(self._peers.lease_from_handle, handles)):
             self.leases.release(name)
 
-    # ---- what the engine does
+    # ---- called by the engine
 
     def announce(self, request: Request) -> None:
-        """The step that is about to be told computes the last of what its readers want."""
+        """Announce the lease of a request whose last tokens the next plan computes."""
         request.lease = self._draw_lease()
         self.leases.announce(request.lease, request.blocks, request.kv_readers)
 
     def retract(self, request: Request) -> None:
-        """It has ended before it was handed over."""
+        """Withdraw the lease of a request that ended before it was handed over."""
         if request.lease:
             self.leases.retract(request.lease)
 
     def hand_over(self, request: Request) -> str:
-        """Keep what `request` has computed for its readers; the handle that they need."""
+        """Keep what `request` has computed for its readers, and return the handle for them."""
         self.leases.open(request.lease, request.blocks, self._now)
-        return self._peers.write(request, request.lease)
+        return self._peers.seal_handle(request, request.lease)
 
-    def give_up(self, request: Request) -> None:
-        """It has ended while its blocks were being filled."""
-        self.fetches.give_up(request)
+    def cancel_fetch(self, request: Request) -> None:
+        """Cancel the fetch of a request that has ended."""
+        self.fetches.cancel(request)
 
-    def hear(self, report: KVReport) -> list[Fetch]:
-        """The fetches that are over. Raises RuntimeError on one that is not out, KeyError on a
-        tier that there is not."""
+    def on_kv_report(self, report: KVReport) -> list[Fetch]:
+        """Apply a report, and return the fetches that are over.
+
+        Raises RuntimeError for a fetch that is not open, KeyError for an unknown tier.
+        """
         for name in report.taken:
-            self.leases.take(name)
-        self.tiers.hear(report)
-        over = self.fetches.hear(report)
+            self.leases.on_taken(name)
+        self.tiers.on_kv_report(report)
+        over = self.fetches.on_kv_report(report)
         for fetch in over:
             if isinstance(fetch.match.source, TierSource) and fetch.seconds:
-                self.tiers.learn(fetch.match.num_blocks, fetch.seconds)
+                self.tiers.observe_load(fetch.match.num_blocks, fetch.seconds)
         return over
 
     def publish(self, request: Request, published: range) -> None:
-        """These blocks of `request` hold what their hashes say."""
-        self._tell_if(self.tiers.keep(request, published))
+        """Offer newly published blocks of `request` to the tiers."""
+        self._send_if(self.tiers.store_command(request, published))
 
-    def leave(self, request: Request) -> None:
-        """It is about to give back its blocks."""
-        self._tell_if(self.tiers.use(request))
+    def on_releasing(self, request: Request) -> None:
+        """Mark blocks as used in the tiers, before `request` releases them."""
+        self._send_if(self.tiers.used_command(request))
 
-    # ---- what the scheduler asks for
+    # ---- called by the scheduler
 
     def match(self, request: Request, num_blocks: int) -> Match | None:
-        """What could be fetched for a request that has its first `num_blocks` blocks."""
+        """Return what could be fetched for a request that has its first `num_blocks` blocks."""
         return self.fetches.match(request, num_blocks)
 
-    def begin(self, request: Request, match: Match, blocks: list[int]) -> None:
-        """Have these blocks filled, of a request that owns them."""
-        self.fetches.begin(request, match, blocks, self._now)
+    def start_fetch(self, request: Request, match: Match, blocks: list[int]) -> None:
+        """Start filling these blocks of a request that holds them."""
+        self.fetches.start(request, match, blocks, self._now)
 
-    def make_way(self, request: Request) -> bool:
-        """Give something up that is kept for others, so that `request` can have its blocks; False:
-        there is nothing that it may have."""
-        return self.leases.make_way(request, self._now)
+    def yield_lease(self, request: Request) -> bool:
+        """End a lease so that `request` can have its blocks. Return whether one ended."""
+        return self.leases.yield_oldest(request, self._now)
 
-    def _tell_if(self, order: Order | None) -> None:
-        if order is not None:
-            self._tell(order)
+    def _send_if(self, command: KVCommand | None) -> None:
+        if command is not None:
+            self._send(command)
 
-    def _tell(self, order: Order) -> None:
-        self.orders.append(order)
+    def _send(self, command: KVCommand) -> None:
+        self.commands.append(command)

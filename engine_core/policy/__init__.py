@@ -1,1 +1,1 @@
-"""Who is admitted, in which order, and how much of the engine each account gets."""
+"""Policy: admission, waiting order, and each account's share of the engine."""

@@ -1,14 +1,14 @@
-"""What accounts have used of late, and whether they may have more.
+"""Rate limits of accounts: requests and tokens per minute, and concurrent answers.
 
-Every client of the engine is counted here, so an account's limits hold however many gateway
-processes ask in its name. The laws:
+All clients of the engine are counted together, so an account's limits hold no matter how many
+gateway processes send its requests.
 
-- what may be used per minute lies in a bucket that holds one minute's worth and fills evenly; a new
-  account's buckets are full;
-- requests are paid for when they are taken in, and so are their prompts; the tokens of an answer
-  when they are there. So nobody has to guess how long an answer will be, and no request is too
-  large: what was used beyond the limit is paid for by waiting, before the next one;
-- limits come with each request, so new ones hold from the next request on.
+- Each limit is a token bucket that holds one minute's worth and fills evenly. A new account's
+  buckets are full.
+- A request and its prompt are charged on acceptance, the tokens of its answer when they are
+  generated. So the length of an answer need not be guessed, and no request is too large: an
+  overdraft delays the next request.
+- The limits come with each request, so new limits apply from the next request on.
 """
 
 from __future__ import annotations
@@ -16,103 +16,113 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from engine_core.policy.admission import MAX_STANDS_S
 from protocol.errors import LimitReached
 from protocol.messages import Account
 
 MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0
+MAX_STANDS_S = 0.25
+"""Longest time for which a gateway may repeat a refusal. New limits of a key apply after it."""
 MAX_KEPT = 4096
-"""With more, accounts that are as good as new are forgotten."""
+"""Above this number of accounts, those with full buckets are removed."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """used    what is missing to one minute's worth; more than that after an overdraft
-    at        when that was so, in seconds of a steady clock
-    """
+    """A token bucket that holds one minute's worth."""
 
+    #: Tokens missing from a full bucket. More than a minute's worth after an overdraft.
     used: float = 0.0
-    at: float = 0.0
+    #: When `used` was last updated, in seconds of a steady clock.
+    filled_at: float = 0.0
     per_minute: int = 0
 
-    def fill(self, now: float) -> None:
-        self.used = max(0.0, self.used - (now - self.at) * self.per_minute / MINUTE_S)
-        self.at = now
+    def refill(self, now: float) -> None:
+        self.used = max(0.0, self.used - (now - self.filled_at) * self.per_minute / MINUTE_S)
+        self.filled_at = now
 
-    def missing_s(self, now: float) -> float:
-        """How long until there is one in it."""
-        self.fill(now)
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until the bucket holds one token."""
+        self.refill(now)
         return max(0.0, self.used + 1 - self.per_minute) * MINUTE_S / self.per_minute
 
 
 @dataclass(slots=True)
-class _Use:
+class _AccountBuckets:
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
 
 
+@dataclass(slots=True, eq=False)
+class AccountUsage:
+    """Tokens that one account was served."""
+
+    name: str = ""
+    #: Computed tokens, adjusted by `FairShare.on_wait_started`.
+    served: float = 0.0
+
+
 class Accounts:
-    """now   seconds of a steady clock; whoever owns the clock says it"""
+    """The rate limits of all accounts. `now` is set by the owner, in seconds of a steady clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._uses: dict[str, _Use] = {}
+        self._buckets: dict[str, _AccountBuckets] = {}
 
     def __len__(self) -> int:
-        return len(self._uses)
+        return len(self._buckets)
 
     def check(self, account: Account, num_open: int, *, is_first: bool) -> None:
-        """Raises LimitReached, naming the limit, where the account may not have a request now.
+        """Raise LimitReached, naming the limit, if the account may not start a request now.
 
-        num_open   it has so many already
-        is_first   of an answer: it counts as one of the requests per minute
+        - num_open: its open requests
+        - is_first: the first request of an answer; only these count towards requests per minute
         """
         if account.concurrency and num_open >= account.concurrency:
             raise LimitReached(
-                f"concurrency: {account.concurrency:,} answers are being made for this key",
+                f"concurrency: this key already has {account.concurrency:,} answers in progress",
                 retry_after_s=BUSY_RETRY_S,
             )
-        use = self._use(account)
+        buckets = self._get_buckets(account)
         if is_first:
-            self._check("requests", use.requests)
-        self._check("tokens", use.tokens)
+            self._check("requests", buckets.requests)
+        self._check("tokens", buckets.tokens)
 
-    def take_in(self, account: Account, num_tokens: int, *, is_first: bool) -> None:
-        """A request with so long a prompt, after `check`."""
+    def charge_request(self, account: Account, num_tokens: int, *, is_first: bool) -> None:
+        """Charge a request and its prompt of `num_tokens`, after `check`."""
         if is_first and account.requests_per_minute:
-            self._use(account).requests.used += 1
-        self.spend(account, num_tokens)
+            self._get_buckets(account).requests.used += 1
+        self.charge_tokens(account, num_tokens)
 
-    def spend(self, account: Account, num_tokens: int) -> None:
+    def charge_tokens(self, account: Account, num_tokens: int) -> None:
         if account.tokens_per_minute:
-            self._use(account).tokens.used += num_tokens
+            self._get_buckets(account).tokens.used += num_tokens
 
-    def _check(self, what: str, bucket: Bucket) -> None:
-        if bucket.per_minute and (missing_s := bucket.missing_s(self.now)):
+    def _check(self, unit: str, bucket: Bucket) -> None:
+        if bucket.per_minute and (wait_s := bucket.wait_s(self.now)):
             raise LimitReached(
-                f"{what}_per_minute: the {bucket.per_minute:,} {what} per minute of this key are "
-                "used up",
-                retry_after_s=float(math.ceil(missing_s)),
-                stands_s=min(missing_s, MAX_STANDS_S),
+                f"{unit}_per_minute: this key has used up its {bucket.per_minute:,} {unit} per "
+                "minute",
+                retry_after_s=float(math.ceil(wait_s)),
+                stands_s=min(wait_s, MAX_STANDS_S),
             )
 
-    def _use(self, account: Account) -> _Use:
-        """As of now."""
-        use = self._uses.get(account.name)
-        if use is None:
-            if len(self._uses) >= MAX_KEPT:
-                self._forget()
-            use = self._uses[account.name] = _Use()
+    def _get_buckets(self, account: Account) -> _AccountBuckets:
+        """Return the account's buckets, refilled up to now."""
+        buckets = self._buckets.get(account.name)
+        if buckets is None:
+            if len(self._buckets) >= MAX_KEPT:
+                self._remove_full()
+            buckets = self._buckets[account.name] = _AccountBuckets()
         limits = (account.requests_per_minute, account.tokens_per_minute)
-        for bucket, per_minute in zip((use.requests, use.tokens), limits, strict=True):
-            bucket.fill(self.now)
+        for bucket, per_minute in zip((buckets.requests, buckets.tokens), limits, strict=True):
+            bucket.refill(self.now)
             bucket.per_minute = per_minute
-        return use
+        return buckets
 
-    def _forget(self) -> None:
-        for name, use in list(self._uses.items()):
-            use.requests.fill(self.now)
-            use.tokens.fill(self.now)
-            if not use.requests.used and not use.tokens.used:
-                del self._uses[name]
+    def _remove_full(self) -> None:
+        for name, buckets in list(self._buckets.items()):
+            buckets.requests.refill(self.now)
+            buckets.tokens.refill(self.now)
+            if not buckets.requests.used and not buckets.tokens.used:
+                del self._buckets[name]

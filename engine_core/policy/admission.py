@@ -1,55 +1,271 @@
-"""Refuse early: what can never run, and what would wait too long. What passes becomes a `Request`.
+"""Admission: the one way in. A request is refused at once, or queued, and then it will end.
 
-Pure checks over a `Generate` and the engine's present load. Whatever passes is accepted (once its
-grammar is compiled, if it has one) and will end.
+A request is refused if it can never run, or would wait too long. A request with a grammar is
+accepted once the grammar is compiled. Until then it is open, but its client has no reply yet.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
 
-from engine_core.policy.queue import QueueLoad
-from engine_core.request import Request
+from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
+from engine_core.grammar.matcher import MatcherTemplate
+from engine_core.kv.transfers import KVTransfers
+from engine_core.open_requests import OpenRequests
+from engine_core.policy.accounts import MAX_STANDS_S, Accounts, AccountUsage
+from engine_core.policy.deadlines import Deadlines, queue_timeout_error
+from engine_core.policy.fair_share import FairShare, squash
+from engine_core.policy.queue import QueueLoad, WaitingQueue
+from engine_core.policy.throughput import Throughput
+from engine_core.request import Request, RequestEvent, RequestPhase
+from engine_core.speculation.drafting import Speculation
 from engine_core.stage_timer import EngineClock, StageTimer
-from protocol.errors import ContextTooLong, Overloaded
-from protocol.messages import Generate, Limits
+from protocol.config.engine import EngineConfig
+from protocol.errors import (
+    ContextTooLong,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+)
+from protocol.grammar import Grammar
+from protocol.grammar_check import check_grammar
+from protocol.messages import Accepted, Generate, Limits, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams, check_token_ids, check_vocabulary
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-MAX_STANDS_S = 0.25
-"""Most seconds for which a refusal stands for others. So soon, too, new limits of a key hold."""
 LEAVING = 20
-"""That the queue is full stands while at most one in so many of those that wait leaves it."""
+"""A refusal may be repeated until about one in LEAVING of the waiting tokens has left the queue."""
 SMALL = 64
-"""A queue that has not room for one in so many of its tokens is full whatever is asked."""
+"""A queue without room for one in SMALL of its tokens is full for every request."""
+
+
+class Admission:
+    """Checks new requests, and puts the accepted ones into `open_requests` and `waiting`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelCard,
+        limits: Limits,
+        *,
+        kv_transfers: KVTransfers,
+        open_requests: OpenRequests,
+        waiting: WaitingQueue,
+        speculation: Speculation,
+        throughput: Throughput,
+        accounts: Accounts,
+        fair_share: FairShare,
+        draw_seed: Callable[[], int],
+        clock: EngineClock,
+        deadlines: Deadlines,
+    ) -> None:
+        self.is_draining = False
+        self.num_accepted = 0
+        self.num_refused = 0
+        self._config = config
+        self._model = model
+        self._limits = limits
+        self._kv_transfers = kv_transfers
+        self._open = open_requests
+        self._waiting = waiting
+        self._speculation = speculation
+        self._throughput = throughput
+        self._accounts = accounts
+        self._fair_share = fair_share
+        self._draw_seed = draw_seed
+        self._clock = clock
+        self._deadlines = deadlines
+        self._grammars = GrammarCache()
+        self._order = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting requests, including those that wait for their grammar."""
+        return len(self._waiting) + self._grammars.num_waiting
+
+    @property
+    def templates(self) -> Mapping[bytes, MatcherTemplate]:
+        """Compiled grammars by their digest."""
+        return self._grammars.templates
+
+    def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
+        """Accept or refuse a request. Return None if its grammar must be compiled first."""
+        try:
+            request = self._check_and_create(client, message)
+            if message.grammar is None or message.kv_readers:  # readers get no answer
+                return self._accept(request)
+            return self._constrain(request, message.grammar)
+        except ServingError as error:
+            return self._refuse(message.request, error)
+
+    def drain_compile_jobs(self) -> list[CompileJob]:
+        """Return the grammars to compile."""
+        jobs, self._grammars.jobs = self._grammars.jobs, []
+        return jobs
+
+    def on_grammar_compiled(
+        self, compiled: CompiledGrammar
+    ) -> list[tuple[bytes, Accepted | Refused]]:
+        """Apply a compilation's outcome, and return (client, reply) for each request that waited
+        for it.
+        """
+        replies: list[tuple[bytes, Accepted | Refused]] = []
+        for request in self._grammars.on_grammar_compiled(compiled):
+            if isinstance(compiled.result, ServingError):
+                self._open.remove(request)
+                self._deadlines.remove(request)
+                request.move(RequestEvent.FINISH)
+                replies.append((request.client, self._refuse(request.number, compiled.result)))
+            else:
+                request.matcher = compiled.result.start()
+                replies.append((request.client, self._accept(request)))
+        return replies
+
+    def on_request_ending(self, request: Request) -> None:
+        """Stop waiting for the grammar of a request that is about to end, or remove a grammar that
+        failed.
+        """
+        if request.grammar is None:
+            return
+        if request.phase is RequestPhase.ARRIVED:
+            self._grammars.remove_waiter(request)
+            self.num_accepted += 1  # each end counts as the end of an accepted request
+        elif request.matcher is not None and request.matcher.error is not None:
+            self._grammars.remove(request.grammar)
+
+    def _constrain(self, request: Request, grammar: Grammar) -> Accepted | None:
+        check_grammar(grammar)
+        request.grammar, template = self._grammars.find(grammar)
+        if template is None:
+            self._grammars.add_waiter(request, request.grammar, grammar)
+            self._open.add(request)
+            self._deadlines.add(request)
+            return None
+        request.matcher = template.start()
+        return self._accept(request)
+
+    def _accept(self, request: Request) -> Accepted:
+        request.move(RequestEvent.ACCEPT)
+        self._speculation.start(request)
+        self._open.add(request)
+        self._deadlines.add(request)
+        self._waiting.push(request)
+        self.num_accepted += 1
+        return Accepted(request=request.number)
+
+    def _refuse(self, number: int, error: ServingError) -> Refused:
+        self.num_refused += 1
+        return Refused(request=number, error=error.info())
+
+    def _check_and_create(self, client: bytes, message: Generate) -> Request:
+        if self.is_draining:
+            raise Draining("this server is shutting down and accepts no new requests")
+        if self._open.find(client, message.request) is not None:
+            raise InvalidRequest(
+                f"request number {message.request} is already in use", param="request"
+            )
+        self._kv_transfers.check(message)
+        prompt = message.prompt.tolist()
+        check_request(prompt, message, self._model, self._limits)
+        if message.account is not None:
+            num_open = self._open.num_for_account(message.account.name)
+            self._accounts.check(message.account, num_open, is_first=message.is_first)
+        account = "" if message.account is None else message.account.name
+        usage = self._fair_share.get(account, self._open.num_for_account)
+        self._fair_share.on_request(usage, self._clock.now)
+        self._check_load(len(prompt), usage)
+        self._order += 1
+        request = new_request(
+            client,
+            message,
+            prompt,
+            self._order,
+            self._draw_seed,
+            self._model,
+            self._limits,
+            self._clock,
+        )
+        self._set_order(request, message, usage)
+        self._check_time(request)
+        if message.kv_handle:
+            request.handle = self._kv_transfers.open_handle(message.kv_handle, request)
+        if message.account is not None:
+            self._accounts.charge_request(message.account, len(prompt), is_first=message.is_first)
+        return request
+
+    def _set_order(self, request: Request, message: Generate, usage: AccountUsage) -> None:
+        """Set the request's order and deadlines."""
+        now = self._clock.now
+        request.account_usage = usage
+        request.queue_time = now + squash(message.priority) * self._config.priority_s
+        request.priority_credit = squash(message.priority) * self._fair_share.max_credit
+        request.arrived_at = now
+        request.start_deadline = now + message.queue_timeout_s if message.queue_timeout_s else inf
+        request.deadline = now + message.timeout_s if message.timeout_s else inf
+
+    def _check_time(self, request: Request) -> None:
+        """Raise QueueTimeout if the queue moves too slowly for the request's deadlines."""
+        rate, waiting = self._throughput.queue_per_s, self._waiting
+        max_tokens_ahead = rate * (
+            min(request.start_deadline, request.deadline) - request.arrived_at
+        )
+        if (
+            not rate
+            or waiting.tokens <= max_tokens_ahead
+            or waiting.max_tokens_before(request) <= max_tokens_ahead
+        ):
+            return  # the common case; the exact count is O(waiting requests of the account)
+        if (num_ahead := waiting.tokens_before(request)) > max_tokens_ahead:
+            raise queue_timeout_error(request, num_ahead / rate, self.retry_after_s)
+
+    @property
+    def retry_after_s(self) -> float:
+        return retry_after(self._waiting.tokens, self._throughput.queue_per_s)
+
+    def _check_load(self, num_tokens: int, usage: AccountUsage) -> None:
+        waiting, config = self._waiting, self._config
+        own = waiting.account_load(usage)
+        check_load(
+            num_tokens,
+            QueueLoad(self.num_waiting, waiting.tokens),
+            own,
+            QueueLoad(config.max_waiting, config.max_waiting_tokens),
+            waiting.num_accounts + (not own.requests),
+            self._throughput.queue_per_s,
+        )
+
+
+# ---- checks of one request
 
 
 def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
-    """Raises InvalidRequest or ContextTooLong for what this engine can never do."""
+    """Raise InvalidRequest or ContextTooLong if this engine can never run the request."""
     check_token_ids(prompt, model.vocab_size, "prompt")
     check_vocabulary(message.params, model.vocab_size)
-    longest, whose = longest_of(message, limits)
-    wanted = message.params.max_tokens
-    room = 0 if wanted == 0 else 1  # an answer has at least one token
-    if len(prompt) + room > longest:
+    longest, whose = context_limit(message, limits)
+    max_tokens = message.params.max_tokens
+    answer_tokens = 0 if max_tokens == 0 else 1  # an answer has at least one token
+    if len(prompt) + answer_tokens > longest:
         raise ContextTooLong(
             f"the prompt is {len(prompt):,} tokens; {whose} takes {longest:,} tokens of "
             "prompt and answer together",
             param="prompt",
         )
-    if wanted is not None and wanted > longest:
+    if max_tokens is not None and max_tokens > longest:
         raise ContextTooLong(
-            f"max_tokens is {wanted:,}; {whose} takes {longest:,} tokens of prompt and "
+            f"max_tokens is {max_tokens:,}; {whose} takes {longest:,} tokens of prompt and "
             "answer together",
             param="max_tokens",
         )
 
 
-def longest_of(message: Generate, limits: Limits) -> tuple[int, str]:
-    """Most tokens of prompt and answer together, and whose limit that is."""
+def context_limit(message: Generate, limits: Limits) -> tuple[int, str]:
+    """Return the most tokens of prompt and answer together, and whose limit that is."""
     if message.account is not None and 0 < message.account.max_len < limits.max_len:
         return message.account.max_len, "this key"
     return limits.max_len, "this model"
@@ -65,17 +281,17 @@ def new_request(
     limits: Limits,
     clock: EngineClock,
 ) -> Request:
-    """What `message` asks for, once it has been checked.
+    """Create the request of a checked `message`.
 
-    For others a prompt is computed but for its last token, which those who go on from it compute,
-    and nothing is sampled. Of a prompt of one token there is nothing to hand over.
+    With `kv_readers`, only the prompt is computed, except its last token, which each reader
+    computes. A prompt of one token leaves nothing to hand over.
     """
     params, readers = message.params, 0
     if message.kv_readers:
         params = SamplingParams(max_tokens=0)
         readers = message.kv_readers if len(prompt) > 1 else 0
         prompt = prompt[:-1] or prompt
-    room = longest_of(message, limits)[0] - len(prompt)
+    room = context_limit(message, limits)[0] - len(prompt)
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids |= frozenset(model.eos_token_ids)
@@ -88,12 +304,13 @@ def new_request(
         prompt_tokens=len(prompt),
         params=params,
         seed=draw_seed() if params.seed is None else params.seed,
-        end=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
+        max_total_tokens=len(prompt)
+        + (room if params.max_tokens is None else min(params.max_tokens, room)),
         stop_ids=stop_ids,
         kv_readers=readers,
         labels=tuple(dict.fromkeys(message.labels)),
         account=message.account,
-        watch=StageTimer(clock),
+        stage_timer=StageTimer(clock),
     )
 
 
@@ -101,58 +318,64 @@ def check_load(
     num_tokens: int,
     waiting: QueueLoad,
     own: QueueLoad,
-    most: QueueLoad,
-    num_shares: int,
+    max_load: QueueLoad,
+    num_accounts: int,
     rate: float,
 ) -> None:
-    """Raises Overloaded when the queue is full for this account, which has `own` in it.
+    """Raise Overloaded if the queue is full for this account.
 
-    It is not full for who has less than his part of it in it, of so many accounts that wait
-    (`num_shares`, with this one): who fills the queue keeps nobody else out. For that, the queue
-    may grow to twice what it may hold. A single prompt larger than all of it may still wait alone:
-    it is not the queue that is too long. `rate`: tokens per second that leave the queue, 0 if
-    unknown.
+    - own: the account's part of `waiting`
+    - max_load: the limits of the queue
+    - num_accounts: accounts that wait, including this one
+    - rate: tokens per second that leave the queue; 0 if unknown
+
+    An account with less than its equal part of the queue is not refused, so no account can fill the
+    queue for others. For this, the queue may grow to doubled its limits. A prompt larger than the
+    whole queue may still wait alone.
     """
-    if _is_open(num_tokens, waiting, own, most, num_shares):
+    if _accepts(num_tokens, waiting, own, max_load, num_accounts):
         return
-    small = min(num_tokens, most.tokens // SMALL)
-    is_full = not _is_open(small, waiting, own, most, num_shares)
+    small_prompt = min(num_tokens, max_load.tokens // SMALL)
+    is_full = not _accepts(small_prompt, waiting, own, max_load, num_accounts)
     raise Overloaded(
-        f"{waiting.requests:,} requests with {waiting.tokens:,} tokens are waiting already; "
+        f"{waiting.requests:,} requests with {waiting.tokens:,} tokens are already waiting; "
         "try again later",
         retry_after_s=retry_after(waiting.tokens, rate),
-        stands_s=stands(waiting.tokens, rate) if is_full else 0.0,
+        stands_s=repeat_s(waiting.tokens, rate) if is_full else 0.0,
     )
 
 
-def _is_open(
-    num_tokens: int, waiting: QueueLoad, own: QueueLoad, most: QueueLoad, num_shares: int
+def _accepts(
+    num_tokens: int, waiting: QueueLoad, own: QueueLoad, max_load: QueueLoad, num_accounts: int
 ) -> bool:
-    if _has_room(num_tokens, waiting, most):
+    if _has_room(num_tokens, waiting, max_load):
         return True
-    part = QueueLoad(most.requests // num_shares, most.tokens // num_shares)
-    twice = QueueLoad(2 * most.requests, 2 * most.tokens)
+    equal_part = QueueLoad(max_load.requests // num_accounts, max_load.tokens // num_accounts)
+    doubled = QueueLoad(2 * max_load.requests, 2 * max_load.tokens)
     return (
-        num_shares > 1
-        and _has_room(num_tokens, own, part)
-        and _has_room(num_tokens, waiting, twice)
+        num_accounts > 1
+        and _has_room(num_tokens, own, equal_part)
+        and _has_room(num_tokens, waiting, doubled)
     )
 
 
-def _has_room(num_tokens: int, waiting: QueueLoad, most: QueueLoad) -> bool:
-    if waiting.requests >= most.requests:
+def _has_room(num_tokens: int, waiting: QueueLoad, max_load: QueueLoad) -> bool:
+    if waiting.requests >= max_load.requests:
         return False
-    return not waiting.requests or waiting.tokens + num_tokens <= most.tokens
+    return not waiting.requests or waiting.tokens + num_tokens <= max_load.tokens
 
 
 def retry_after(waiting_tokens: int, rate: float) -> float:
-    """Whole seconds until about half of what waits now has been computed."""
+    """Return the whole seconds until about half of the waiting tokens are computed."""
     if rate <= 0:
         return MIN_RETRY_S
     return float(math.ceil(min(max(waiting_tokens / rate / 2, MIN_RETRY_S), MAX_RETRY_S)))
 
 
-def stands(waiting_tokens: int, rate: float) -> float:
-    """Seconds for which a full queue may be called full without being asked: it loses little of
-    what waits in that time, so nothing runs dry. 0 where nobody knows how fast it moves."""
+def repeat_s(waiting_tokens: int, rate: float) -> float:
+    """Return the seconds for which a gateway may repeat this refusal without asking the engine.
+
+    Only a small part of the queue is computed in that time, so the engine does not run dry. 0 if
+    the rate is unknown.
+    """
     return min(waiting_tokens / rate / LEAVING, MAX_STANDS_S) if rate > 0 else 0.0

@@ -1,7 +1,8 @@
-"""Until when requests must have been begun, and ended. Pure; times are seconds of a steady clock.
+"""Deadlines of requests: to be started, and to be finished. Pure; times are in seconds of a steady
+clock.
 
-A heap with lazy removal: watch is O(log n), forget O(1). It holds times and numbers only, so that a
-request that has ended is not kept by a deadline that is far away.
+A heap with lazy removal: add is O(log n), remove is O(1). It holds times and numbers only, so a
+distant deadline does not keep an ended request alive.
 """
 
 from __future__ import annotations
@@ -13,87 +14,90 @@ from engine_core.request import Request, RequestPhase
 from protocol.errors import QueueTimeout, ServingError, TimedOut
 
 SLACK = 1024
-"""Entries of requests that have ended are dropped once they are more than the others, and this."""
+"""Stale heap entries are removed when they outnumber the live ones by this many."""
 
 
 class Deadlines:
+    """The deadlines of all open requests."""
+
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
-        self._watched: dict[int, Request] = {}  # by order of arrival
+        self._requests: dict[int, Request] = {}  # by order of arrival
 
     def __len__(self) -> int:
         return len(self._heap)
 
     @property
     def next_at(self) -> float:
-        """Nothing is over before."""
+        """The earliest deadline."""
         return self._heap[0][0] if self._heap else inf
 
-    def watch(self, request: Request) -> None:
-        """From now on; once more changes nothing."""
-        if request.order in self._watched or min(request.begin_by, request.end_by) == inf:
+    def add(self, request: Request) -> None:
+        """Add a request's deadlines. Adding it again changes nothing."""
+        if request.order in self._requests or min(request.start_deadline, request.deadline) == inf:
             return
-        self._watched[request.order] = request
+        self._requests[request.order] = request
         for entry in _entries(request):
             heapq.heappush(self._heap, entry)
 
-    def forget(self, request: Request) -> None:
-        """It has ended; one that is not watched is no error."""
-        self._watched.pop(request.order, None)
-        if len(self._heap) > 4 * len(self._watched) + SLACK:
-            self._heap = [entry for kept in self._watched.values() for entry in _entries(kept)]
+    def remove(self, request: Request) -> None:
+        """Remove a request that has ended. It need not have deadlines."""
+        self._requests.pop(request.order, None)
+        if len(self._heap) > 4 * len(self._requests) + SLACK:
+            self._heap = [entry for kept in self._requests.values() for entry in _entries(kept)]
             heapq.heapify(self._heap)
 
-    def over(self, now: float) -> list[Request]:
-        """Those that are too late now, each once; whoever asks ends them."""
+    def pop_late(self, now: float) -> list[Request]:
+        """Remove and return the requests that have missed a deadline, each once. The caller ends
+        them.
+        """
         late = []
         while self._heap and self._heap[0][0] <= now:
-            request = self._watched.get(heapq.heappop(self._heap)[1])
-            if request is not None and (request.end_by <= now or not has_begun(request)):
-                del self._watched[request.order]
+            request = self._requests.get(heapq.heappop(self._heap)[1])
+            if request is not None and (request.deadline <= now or not has_started(request)):
+                del self._requests[request.order]
                 late.append(request)
         return late
 
 
-def has_begun(request: Request) -> bool:
-    """It had a slot, once."""
+def has_started(request: Request) -> bool:
+    """Whether the request has ever had a slot."""
     return request.phase not in (RequestPhase.ARRIVED, RequestPhase.WAITING)
 
 
-def lateness_of(request: Request, now: float, retry_after_s: float) -> ServingError:
-    """What to say of one that is too late."""
-    field, given_s = _limit(request, is_total=request.end_by <= now)
-    if has_begun(request):
+def timeout_error(request: Request, now: float, retry_after_s: float) -> ServingError:
+    """Return the error of a request that has missed a deadline."""
+    field, given_s = _limit(request, is_total=request.deadline <= now)
+    if has_started(request):
         return TimedOut(
-            f"{field}: the {given_s:g} s that this request had are over; "
+            f"{field}: the request did not finish within {given_s:g} s; "
             f"{request.num_generated:,} tokens were generated",
             param=field,
         )
     return QueueTimeout(
-        f"{field}: this request was not begun within the {given_s:g} s that it had; "
-        "the server is busy",
+        f"{field}: the request was not started within {given_s:g} s; the server is busy",
         param=field,
         retry_after_s=retry_after_s,
     )
 
 
-def hopeless(request: Request, wait_s: float, retry_after_s: float) -> QueueTimeout:
-    """What to say of one that has just come, and cannot be begun before it is too late."""
-    field, given_s = _limit(request, is_total=request.end_by < request.begin_by)
+def queue_timeout_error(request: Request, wait_s: float, retry_after_s: float) -> QueueTimeout:
+    """Return the error of a new request whose deadline comes before its expected start."""
+    field, given_s = _limit(request, is_total=request.deadline < request.start_deadline)
     return QueueTimeout(
-        f"{field}: this request cannot be begun within the {given_s:g} s that it has; what waits "
-        f"before it takes about {wait_s:.3g} s",
+        f"{field}: the request cannot be started within {given_s:g} s; the requests ahead of it "
+        f"take about {wait_s:.3g} s",
         param=field,
         retry_after_s=retry_after_s,
     )
 
 
 def _limit(request: Request, *, is_total: bool) -> tuple[str, float]:
-    """(the field that says it, how long from its arrival)."""
+    """Return the deadline's request field, and its length in seconds from arrival."""
     if is_total:
-        return "timeout_s", request.end_by - request.arrived_at
-    return "queue_timeout_s", request.begin_by - request.arrived_at
+        return "timeout_s", request.deadline - request.arrived_at
+    return "queue_timeout_s", request.start_deadline - request.arrived_at
 
 
 def _entries(request: Request) -> list[tuple[float, int]]:
-    return [(at, request.order) for at in (request.begin_by, request.end_by) if at < inf]
+    return [(at, request.order) for at in (request.start_deadline, request.deadline) if at < inf]

@@ -1,123 +1,181 @@
-"""Accounts share the engine: of those whose requests wait, who was served least goes first.
+"""Fair share between accounts: the waiting account that was served least goes first.
 
-What is shared out are computed tokens, of prompts and of answers, each counted once: what a cache
-had costs nothing, nor does what a preemption causes to be computed again. The laws:
+The unit of service is the computed token, of prompts and answers, each counted once. Cached tokens
+are free, and so are tokens recomputed after a preemption.
 
-- an account's count only grows while it has requests that wait. So while two accounts both have
-  such requests, neither is served more than the other for long, however much either asks for;
-- when an account begins to wait, its count is brought within one `burst` of the level of those who
-  are being served. So who was away has a head start, but no claim on all the time he was away; and
-  who was alone, and had everything, owes at most as much;
-- a request's priority is worth a head start, too: less than one burst. It decides who goes first,
-  and does not buy a larger share.
+- An account's count grows only while it has waiting requests. So while two accounts both have
+  waiting requests, neither is served more than the other for long, however much either sends.
+- When an account starts to wait, its count is moved to within `max_credit` of the accounts being
+  served. So an account that was away gets a head start, but no claim to all the time it was away;
+  an account that had the engine to itself owes at most as much.
+- A request's priority is a bounded head start of less than `max_credit`. It decides the order, but
+  does not buy a larger share.
 
-Requests without an account are one account, called "".
+Requests without an account share the account "".
+
+The functions at the end apply this order to running requests: whose prompt is computed next, whose
+decode pauses for a newcomer, and which requests are preempted for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf
 
+from engine_core.policy.accounts import AccountUsage
+from engine_core.request import Request, RequestPhase
 from engine_core.speculation.step_costs import StepCosts
 from protocol.messages import Limits
 
 MAX_KEPT = 4096
-"""With more, accounts that have nothing open are forgotten."""
+"""Above this number, accounts without open requests are removed."""
 BURST_STEPS = 64
-"""A burst is as long as the longest request, but no more than so many full steps."""
+"""`max_credit` is the length of the longest request, but at most this many full steps."""
 RECENT_S = 30.0
-"""Two accounts that asked within so long of now share the engine, though one may be silent."""
+"""Two accounts that sent a request within this time share the engine, even if one is idle now."""
 PART, LEAST_PART = 4, 64
-"""While they do, a step has a quarter of its prompt tokens, or 64, where costs are not known ..."""
+"""While accounts share the engine and step costs are unknown, a step computes a quarter of its
+prompt tokens, but at least 64.
+"""
 SHORT, TIMES = 8, 2.0
-"""... and else as many as take twice the time of a prompt so short: who asks for one will wait for
-half of such a step, and then takes twice as long as alone ..."""
+"""If costs are known, a step may take twice the time of a prompt of SHORT tokens. A request with
+such a prompt then waits for half a step on average, and takes about twice as long as alone.
+"""
 DEAREST = 2.0
-"""... but not so few that each costs more than so many times what it does in a full step."""
+"""The step is never made so small that a token costs more than this many times its cost in a full
+step.
+"""
 LONGER = 1.05
-"""A step that takes so many times as long is another's to wait for."""
+"""A step that takes this many times as long counts as longer."""
 
 
 def squash(priority: int) -> float:
-    """In (-1, 1), and the greater of two priorities is the greater (as far as floats tell): what is
-    bounded can be outweighed, by waiting or by being served less."""
+    """Map a priority to (-1, 1), preserving its order as far as floats can.
+
+    A bounded value can be outweighed by waiting longer, or by having been served less.
+    """
     return priority / (1 + abs(priority))
 
 
-def part_of(full: int, costs: StepCosts | None) -> int:
-    """Of a step with `full` tokens, how many it has while accounts share the engine. `costs` where
-    they are known: a power of two then, or all of them."""
+def prefill_budget_when_shared(full: int, costs: StepCosts | None) -> int:
+    """Return the prompt tokens of a step while accounts share the engine.
+
+    `full` is the token budget. If `costs` are known, the result is a power of two or `full`.
+    """
     if costs is None:
         return max(full // PART, LEAST_PART)
     longest, dearest = TIMES * costs[SHORT], DEAREST * costs[full] / full
     sizes = [1 << bit for bit in range(full.bit_length())]
-    most = max((size for size in sizes if costs[size] <= longest), default=1)
-    worthy = (size for size in sizes if size >= most and costs[size] <= size * dearest)
+    smallest = max((size for size in sizes if costs[size] <= longest), default=1)
+    worthy = (size for size in sizes if size >= smallest and costs[size] <= size * dearest)
     return next(worthy, full)
 
 
-@dataclass(slots=True, eq=False)
-class AccountUsage:
-    """served   tokens, with what `FairShare.begin` forgot or lent"""
-
-    name: str = ""
-    served: float = 0.0
-
-
 class FairShare:
-    """burst   in tokens
-    part    most prompt tokens in a step, while accounts share the engine and fewer stream
-    """
+    """What each account was served, in tokens."""
 
     def __init__(self, limits: Limits, step_costs: Sequence[tuple[int, float]] = ()) -> None:
-        """step_costs: see WorkerReady."""
+        """Create it without accounts. `step_costs` are described in WorkerReady."""
         longest = min(limits.max_len, BURST_STEPS * limits.token_budget)
-        self.burst = longest + limits.token_budget
+        #: Largest head start of an account, in tokens.
+        self.max_credit = longest + limits.token_budget
         self._costs = StepCosts(step_costs) if step_costs else None
-        self.part = part_of(limits.token_budget, self._costs)
+        #: Most prompt tokens in a step while accounts share the engine and fewer requests decode.
+        self.shared_prefill_budget = prefill_budget_when_shared(limits.token_budget, self._costs)
         self._level = 0.0
-        self._last: AccountUsage | None = None  # that asked
-        self._last_at = self._other_at = -inf  # and when any other did
+        self._last: AccountUsage | None = None  # the account of the latest request
+        self._last_at = self._other_at = -inf  # its time, and that of any other account's latest
         self._by_name: dict[str, AccountUsage] = {}
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def of(self, name: str, num_open: Callable[[str], int]) -> AccountUsage:
-        """`num_open`: requests of an account, by its name, to know which are worth keeping."""
-        share = self._by_name.get(name)
-        if share is None:
+    def get(self, name: str, num_open: Callable[[str], int]) -> AccountUsage:
+        """Return the usage of an account, creating it if needed.
+
+        `num_open` returns the number of an account's open requests, to decide which accounts to
+        keep.
+        """
+        usage = self._by_name.get(name)
+        if usage is None:
             if len(self._by_name) >= MAX_KEPT:
                 self._by_name = {n: kept for n, kept in self._by_name.items() if num_open(n)}
-            share = self._by_name[name] = AccountUsage(name)
-        return share
+            usage = self._by_name[name] = AccountUsage(name)
+        return usage
 
-    def note(self, share: AccountUsage, now: float) -> None:
-        """It asks for something now, in seconds of a steady clock."""
-        if share is not self._last:
-            self._last, self._other_at = share, self._last_at
+    def on_request(self, usage: AccountUsage, now: float) -> None:
+        """Record a request of this account, `now` in seconds of a steady clock."""
+        if usage is not self._last:
+            self._last, self._other_at = usage, self._last_at
         self._last_at = now
 
-    def are_several(self, now: float) -> bool:
-        """Whether more than one asked of late: then nobody's prompts fill whole steps, which the
-        next one to come would have to wait for."""
+    def is_shared(self, now: float) -> bool:
+        """Whether more than one account sent requests recently.
+
+        If so, no account's prompts fill whole steps, because the next request of another would wait
+        for them.
+        """
         return now - self._other_at < RECENT_S
 
-    def is_longer(self, tokens: int, others: int) -> bool:
-        """Whether a step of so many tokens takes longer with so many others, as far as is known."""
+    def is_step_longer(self, tokens: int, others: int) -> bool:
+        """Whether a step of `tokens` takes longer with `others` more tokens, if costs are known."""
         costs = self._costs
         return costs is not None and costs[tokens + others] > LONGER * costs[tokens]
 
-    def begin(self, share: AccountUsage) -> None:
-        """From now on it has requests that wait."""
-        share.served = self.brought_near(share)
+    def on_wait_started(self, usage: AccountUsage) -> None:
+        """Adjust the account's count when its first request starts to wait."""
+        usage.served = self.clamped_service(usage)
 
-    def brought_near(self, share: AccountUsage) -> float:
-        """What it would have been served, if it began to wait now."""
-        return min(max(share.served, self._level - self.burst), self._level + self.burst)
+    def clamped_service(self, usage: AccountUsage) -> float:
+        """Return the count the account would have if it started to wait now."""
+        return min(max(usage.served, self._level - self.max_credit), self._level + self.max_credit)
 
-    def choose(self, share: AccountUsage) -> None:
-        """Of those who want prompts computed, it goes first."""
-        self._level = max(self._level, share.served)
+    def on_scheduled(self, usage: AccountUsage) -> None:
+        """Raise the service level to this account's, because its prompt is scheduled next."""
+        self._level = max(self._level, usage.served)
+
+
+# ---- running requests
+
+
+def prefill_order(running: Sequence[Request]) -> list[Request]:
+    """Return the requests with more than one token to compute, least served account first.
+
+    The requests of one account stay in the order of `running`.
+    """
+    prefills = [r for r in running if r.phase is RequestPhase.RUNNING and r.num_uncomputed > 1]
+    first: dict[AccountUsage, float] = {}
+    for request in prefills:
+        first.setdefault(request.account_usage, request.virtual_time)
+    return sorted(prefills, key=lambda r: first[r.account_usage]) if len(first) > 1 else prefills
+
+
+def goes_before(newcomer: Request, request: Request) -> bool:
+    """Whether a newcomer goes before a running request. Never within one account."""
+    if newcomer.account_usage is request.account_usage:
+        return False
+    return (newcomer.virtual_time, newcomer.rank) < (request.virtual_time, request.rank)
+
+
+def paused_decodes(decodes: Sequence[Request], newcomer: Request) -> set[Request]:
+    """Return the decodes that may skip the step in which a newcomer starts.
+
+    These are the requests of accounts that were served more than the newcomer's.
+    """
+    return {request for request in decodes if goes_before(newcomer, request)}
+
+
+def preemption_victims(newcomer: Request, running: Sequence[Request]) -> list[Request]:
+    """Return the requests that may be preempted for a newcomer, from the end of `running`.
+
+    Their accounts were served more, by more tokens than it costs to compute the request again. So
+    less is lost than the unfairness amounted to. The difference stays the same, so a request is not
+    preempted in turn until the other account has been served as much.
+    """
+    return [
+        request
+        for request in reversed(running)
+        if request.phase is RequestPhase.RUNNING
+        and request.account_usage is not newcomer.account_usage
+        and request.virtual_time - len(request.tokens) > newcomer.virtual_time
+    ]

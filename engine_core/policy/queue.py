@@ -1,9 +1,9 @@
-"""Who waits, in which order, and how much work that is.
+"""The waiting queue: which requests wait, in which order, and how many tokens they have.
 
-Between accounts who was served least goes first (fair_share.py). Among the requests of one account
-it is who came first; a priority is worth some seconds of having come earlier or later, so whoever
-waits is overtaken by more important ones only for so long. Neither changes while a request waits,
-nor when it is preempted: it comes back before everything of its account that stood behind it.
+Between accounts, the one served least goes first (fair_share.py). Within an account, requests go in
+order of arrival; a priority counts as some seconds of earlier or later arrival, so a request can be
+overtaken only for a bounded time. The order does not change while a request waits. A preempted
+request returns to its old position within its account.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from engine_core.policy.fair_share import AccountUsage, FairShare
+from engine_core.policy.accounts import AccountUsage
+from engine_core.policy.fair_share import FairShare
 from engine_core.request import Request
 
 Rank = tuple[float, int]
@@ -23,34 +24,39 @@ class QueueLoad(NamedTuple):
 
 
 class _AccountQueue:
-    """Of one account: a heap with lazy removal. `offer`: its entry in the heap of lines."""
+    """The waiting requests of one account: a heap with lazy removal.
 
-    __slots__ = ("heap", "num", "offer", "tokens")
+    `entry` is the account's current entry in the heap of accounts.
+    """
+
+    __slots__ = ("entry", "heap", "num", "tokens")
 
     def __init__(self) -> None:
         self.heap: list[tuple[Rank, Request]] = []
         self.num = 0
         self.tokens = 0
-        self.offer: _Offer | None = None
+        self.entry: _QueueEntry | None = None
 
 
-_Offer = tuple[float, Rank, int, _AccountQueue]
-"""When it is due, as its first request; the number of the offer, so that no two are equal."""
+_QueueEntry = tuple[float, Rank, int, _AccountQueue]
+"""The first request's virtual time and rank, and the entry's number, so that no two entries are
+equal.
+"""
 
 
 class WaitingQueue:
-    """A heap of lines, one per account that waits: push and remove are O(log n). What an account
-    was served grows while its line waits, so a line may come up too early; then it is put back.
+    """A heap of account queues; push and remove are O(log n).
 
-    `tokens`: known tokens waiting.
+    An account's service grows while its requests wait, so its entry may surface too early. It is
+    then pushed back with its current value.
     """
 
-    def __init__(self, shares: FairShare) -> None:
+    def __init__(self, fair_share: FairShare) -> None:
         self.tokens = 0
-        self._shares = shares
-        self._lines: dict[AccountUsage, _AccountQueue] = {}
-        self._turns: list[_Offer] = []
-        self._num_offers = 0
+        self._fair_share = fair_share
+        self._queues: dict[AccountUsage, _AccountQueue] = {}
+        self._entries: list[_QueueEntry] = []
+        self._num_entries = 0
         self._waiting: set[Request] = set()
 
     def __len__(self) -> int:
@@ -60,96 +66,102 @@ class WaitingQueue:
         return request in self._waiting
 
     @property
-    def num_shares(self) -> int:
-        """Accounts that wait."""
-        return len(self._lines)
+    def num_accounts(self) -> int:
+        """The number of accounts with waiting requests."""
+        return len(self._queues)
 
-    def load_of(self, share: AccountUsage) -> QueueLoad:
-        line = self._lines.get(share)
-        return QueueLoad(0, 0) if line is None else QueueLoad(line.num, line.tokens)
+    def account_load(self, usage: AccountUsage) -> QueueLoad:
+        queue = self._queues.get(usage)
+        return QueueLoad(0, 0) if queue is None else QueueLoad(queue.num, queue.tokens)
 
-    def most_before(self, request: Request) -> float:
-        """As `tokens_before` at most: all of its own account. O(accounts that wait)."""
-        own = self.load_of(request.share).tokens
-        return own + self._of_others(request, own)
+    def max_tokens_before(self, request: Request) -> float:
+        """Return an upper bound of `tokens_before`: it counts the whole account. O(waiting
+        accounts).
+        """
+        own = self.account_load(request.account_usage).tokens
+        return own + self._tokens_of_others(request, own)
 
     def tokens_before(self, request: Request) -> float:
-        """What goes before it, were it to wait here, and nobody else to come: what stands before
-        it in its own line, and of other accounts what is due while that is computed. O(its own
-        line, and accounts that wait).
+        """Return the tokens that would be computed before `request` if it waited here and no other
+        came.
 
-        Due is who was served less. When its line has come to it, its account will have been served
-        what stands before it; by then each other line has been taken from as far as that, or to
-        its end. What answers add to what anybody was served is not foreseen.
+        These are the tokens ahead of it in its own account, and what other accounts are due in that
+        time. When its turn comes, its account will have been served the tokens ahead of it. By then
+        every other account will have been served up to that level, or its queue is empty. Tokens of
+        answers are not predicted. O(requests of its account + waiting accounts).
         """
-        line = self._lines.get(request.share)
-        ahead = {other for rank, other in line.heap if rank < request.rank} if line else set()
+        queue = self._queues.get(request.account_usage)
+        ahead = {other for rank, other in queue.heap if rank < request.rank} if queue else set()
         own = sum(len(other.tokens) for other in ahead & self._waiting)
-        return own + self._of_others(request, own)
+        return own + self._tokens_of_others(request, own)
 
-    def _of_others(self, request: Request, own: int) -> float:
-        share, before = request.share, 0.0
-        served = share.served if share in self._lines else self._shares.brought_near(share)
-        due = served + own + request.lead
-        for other, line in self._lines.items():
-            if other is not share:
-                gap = due - max(other.served, self._head(line).due)
-                before += min(max(gap, 0.0), line.tokens)
+    def _tokens_of_others(self, request: Request, own: int) -> float:
+        own_usage, before = request.account_usage, 0.0
+        served = (
+            own_usage.served
+            if own_usage in self._queues
+            else self._fair_share.clamped_service(own_usage)
+        )
+        due = served + own + request.priority_credit
+        for other, queue in self._queues.items():
+            if other is not own_usage:
+                gap = due - max(other.served, self._head(queue).virtual_time)
+                before += min(max(gap, 0.0), queue.tokens)
         return before
 
     def push(self, request: Request) -> None:
-        line = self._lines.get(request.share)
-        if line is None:
-            self._shares.begin(request.share)
-            line = self._lines[request.share] = _AccountQueue()
-        heapq.heappush(line.heap, (request.rank, request))
-        line.num += 1
-        line.tokens += len(request.tokens)
+        queue = self._queues.get(request.account_usage)
+        if queue is None:
+            self._fair_share.on_wait_started(request.account_usage)
+            queue = self._queues[request.account_usage] = _AccountQueue()
+        heapq.heappush(queue.heap, (request.rank, request))
+        queue.num += 1
+        queue.tokens += len(request.tokens)
         self._waiting.add(request)
         self.tokens += len(request.tokens)
-        self._offer(line)
+        self._push_entry(queue)
 
     def first(self) -> Request | None:
-        while self._turns:
-            offer = self._turns[0]
-            line = offer[-1]
-            if line.offer is not offer:
-                heapq.heappop(self._turns)
+        while self._entries:
+            entry = self._entries[0]
+            queue = entry[-1]
+            if queue.entry is not entry:
+                heapq.heappop(self._entries)
                 continue
-            head = self._head(line)
-            if offer[:2] == (head.due, head.rank):
+            head = self._head(queue)
+            if entry[:2] == (head.virtual_time, head.rank):
                 return head
-            heapq.heapreplace(self._turns, self._new_offer(line, head))
+            heapq.heapreplace(self._entries, self._new_entry(queue, head))
         return None
 
     def remove(self, request: Request) -> None:
-        """Raises KeyError if it does not wait here."""
+        """Remove a request. Raises KeyError if it is not waiting."""
         self._waiting.remove(request)
-        line = self._lines[request.share]
-        line.num -= 1
-        line.tokens -= len(request.tokens)
+        queue = self._queues[request.account_usage]
+        queue.num -= 1
+        queue.tokens -= len(request.tokens)
         self.tokens -= len(request.tokens)
-        if line.num:
-            self._offer(line)
+        if queue.num:
+            self._push_entry(queue)
         else:
-            del self._lines[request.share]
-            line.offer = None
+            del self._queues[request.account_usage]
+            queue.entry = None
         if not self._waiting:
-            self._turns.clear()
+            self._entries.clear()
 
-    def _head(self, line: _AccountQueue) -> Request:
-        """Of a line that is not empty."""
-        while line.heap[0][1] not in self._waiting:
-            heapq.heappop(line.heap)
-        return line.heap[0][1]
+    def _head(self, queue: _AccountQueue) -> Request:
+        """Return the first request of a queue that is not empty."""
+        while queue.heap[0][1] not in self._waiting:
+            heapq.heappop(queue.heap)
+        return queue.heap[0][1]
 
-    def _offer(self, line: _AccountQueue) -> None:
-        """Where it is due earlier than it was."""
-        head = self._head(line)
-        if line.offer is None or (head.due, head.rank) < line.offer[:2]:
-            heapq.heappush(self._turns, self._new_offer(line, head))
+    def _push_entry(self, queue: _AccountQueue) -> None:
+        """Push a new entry for the account if it is due earlier than before."""
+        head = self._head(queue)
+        if queue.entry is None or (head.virtual_time, head.rank) < queue.entry[:2]:
+            heapq.heappush(self._entries, self._new_entry(queue, head))
 
-    def _new_offer(self, line: _AccountQueue, head: Request) -> _Offer:
-        self._num_offers += 1
-        line.offer = (head.due, head.rank, self._num_offers, line)
-        return line.offer
+    def _new_entry(self, queue: _AccountQueue, head: Request) -> _QueueEntry:
+        self._num_entries += 1
+        queue.entry = (head.virtual_time, head.rank, self._num_entries, queue)
+        return queue.entry

@@ -1,1 +1,3 @@
-"""What a step computes: decisions, the plan sent to the worker, and the commit of its result."""
+"""One step: the scheduler's decisions, the plan sent to the worker, and the commit of its
+result.
+"""

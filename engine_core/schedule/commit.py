@@ -1,7 +1,7 @@
-"""What a committed step adds to one answer: its tokens, up to its end, and how they are told.
+"""Commit of one row: appends its tokens to the request, and builds the Output.
 
-Of several tokens that a step brings, those behind the answer's end are not its own. Here nobody
-owns anything: the engine gives back what a request held, when it has ended.
+If a step returns several tokens, those after the answer's end are dropped. This file releases
+nothing; the engine frees the slot and blocks of an ended request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import astuple
 
 from engine_core.request import Request
-from engine_core.schedule.row_results import RowResult, failure_of
+from engine_core.schedule.row_results import RowResult, request_failure
 from protocol.errors import ServingError
 from protocol.messages import FinishReason, Output, RequestView, TokenLogprobs, Usage
 from protocol.model_card import ModelCard
@@ -19,111 +19,111 @@ from protocol.model_card import ModelCard
 
 @dataclass(slots=True)
 class CommittedTokens:
-    """What one row of a step has become.
+    """What one row of a step added to its request."""
 
-    tokens        appended to the request
-    logprobs      of `tokens`, if asked for
-    num_valid     positions whose K/V is that of the request's tokens
-    num_accepted  drafts among `tokens`
-    finish        the answer's end, if this is it
-    kv_handle     for those who will go on from it
-    error         why it ended with "error", if not for what the step brought
-    """
-
+    #: Appended to the request.
     tokens: list[int] = field(default_factory=list)
+    #: Of `tokens`, if requested.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    #: Positions whose K/V belongs to the request's tokens.
     num_valid: int = 0
+    #: Drafts among `tokens`.
     num_accepted: int = 0
+    #: Set if the answer ends here.
     finish: FinishReason | None = None
+    #: Handle of the prompt's K/V, for its readers.
     kv_handle: str = ""
+    #: Why the request ended with "error", unless the row itself failed.
     error: ServingError | None = None
 
 
-NOTHING = CommittedTokens()
+NOTHING_COMMITTED = CommittedTokens()
 
 
-def take(request: Request, count: int, outcome: RowResult) -> CommittedTokens:
-    """Append what a step that computed `count` positions of `request` has sampled."""
-    taken = CommittedTokens(finish="error" if outcome.failed else None)
-    if request.num_generated == 0 and not outcome.failed:
-        request.prompt_logprobs += outcome.prompt_logprobs
-    for token in outcome.tokens:
+def commit_row(request: Request, count: int, row_result: RowResult) -> CommittedTokens:
+    """Append the tokens that a step of `count` positions sampled for `request`."""
+    committed = CommittedTokens(finish="error" if row_result.failed else None)
+    if request.num_generated == 0 and not row_result.failed:
+        request.prompt_logprobs += row_result.prompt_logprobs
+    for token in row_result.tokens:
         if not _admits(request, token):
-            taken.finish = "error"
+            committed.finish = "error"
             break
-        taken.tokens.append(token)
+        committed.tokens.append(token)
         request.tokens.append(token)
-        if (end := _end_behind(request, token)) is not None:
-            taken.finish = end
+        if (end := _finish_reason(request, token)) is not None:
+            committed.finish = end
             break
-    num_taken = len(taken.tokens)
-    taken.logprobs = outcome.logprobs[:num_taken]
-    # What is not a number is behind the last token, or anywhere: no block with it is published.
-    num_void = outcome.num_void + len(outcome.tokens) - num_taken
-    taken.num_valid = num_taken if outcome.failed else count - num_void
-    taken.num_accepted = min(num_taken, outcome.num_right)
-    _learn(request, outcome, taken)
-    return taken
+    num_committed = len(committed.tokens)
+    committed.logprobs = row_result.logprobs[:num_committed]
+    # A failed row may have NaN in any position, so none of its blocks are published.
+    num_rejected = row_result.num_rejected + len(row_result.tokens) - num_committed
+    committed.num_valid = num_committed if row_result.failed else count - num_rejected
+    committed.num_accepted = min(num_committed, row_result.num_accepted)
+    _update_drafting(request, row_result, committed)
+    return committed
 
 
 def _admits(request: Request, token: int) -> bool:
-    """Go on in the request's grammar, if it has one; False where that went wrong."""
+    """Advance the request's grammar, if any. Return False if the grammar failed."""
     if request.matcher is None:
         return True
     request.matcher.consume(token)
     return request.matcher.error is None
 
 
-def _end_behind(request: Request, token: int) -> FinishReason | None:
-    """Whether the answer ends with the `token` that was just appended."""
+def _finish_reason(request: Request, token: int) -> FinishReason | None:
+    """Return the finish reason if the answer ends with the `token` just appended."""
     is_complete = request.matcher is not None and request.matcher.is_complete
     if token in request.stop_ids or is_complete:
         return "stop"
-    return "length" if len(request.tokens) >= request.end else None
+    return "length" if len(request.tokens) >= request.max_total_tokens else None
 
 
-def _learn(request: Request, outcome: RowResult, taken: CommittedTokens) -> None:
-    request.num_drafts += outcome.num_drafts
-    request.num_accepted += taken.num_accepted
-    if request.guesses is not None and outcome.tokens:
-        request.guesses.learn(outcome.num_drafts, outcome.num_right, outcome.tokens[0])
-    if request.guesses is not None and outcome.proposed and taken.finish is None:
-        request.guesses.hear(len(request.tokens), outcome.proposed)
-        request.num_followed = len(request.tokens)
+def _update_drafting(request: Request, row_result: RowResult, committed: CommittedTokens) -> None:
+    request.num_drafts += row_result.num_drafts
+    request.num_accepted += committed.num_accepted
+    if request.drafting is not None and row_result.tokens:
+        request.drafting.observe(
+            row_result.num_drafts, row_result.num_accepted, row_result.tokens[0]
+        )
+    if request.drafting is not None and row_result.proposed and committed.finish is None:
+        request.drafting.on_proposed(len(request.tokens), row_result.proposed)
+        request.num_draft_computed = len(request.tokens)
 
 
-# ---- as it is told
+# ---- outputs
 
 
-def news_of(request: Request, taken: CommittedTokens) -> Output:
-    """Of an answer that goes on."""
-    is_first = request.num_generated == len(taken.tokens)
+def progress_output(request: Request, committed: CommittedTokens) -> Output:
+    """Return the Output of a request that continues."""
+    is_first = request.num_generated == len(committed.tokens)
     if is_first:
-        request.watch.speak()
+        request.stage_timer.on_first_token()
     return Output(
         request=request.number,
-        tokens=taken.tokens,
-        logprobs=taken.logprobs,
+        tokens=committed.tokens,
+        logprobs=committed.logprobs,
         prompt_logprobs=request.prompt_logprobs if is_first else [],
         usage=usage_of(request) if is_first else None,
     )
 
 
-def end_of(
-    request: Request, finish: FinishReason, taken: CommittedTokens, model: ModelCard
+def final_output(
+    request: Request, finish: FinishReason, committed: CommittedTokens, model: ModelCard
 ) -> Output:
-    """An answer's last news, with what the last step brought."""
-    is_first = request.num_generated == len(taken.tokens)
+    """Return the final Output of a request."""
+    is_first = request.num_generated == len(committed.tokens)
     return Output(
         request=request.number,
-        tokens=taken.tokens,
-        logprobs=taken.logprobs,
+        tokens=committed.tokens,
+        logprobs=committed.logprobs,
         prompt_logprobs=request.prompt_logprobs if is_first and finish != "abort" else [],
         finish=finish,
         stop_token=_stop_token(request, model) if finish == "stop" else None,
         usage=usage_of(request),
-        error=(taken.error or failure_of(request)).info() if finish == "error" else None,
-        kv_handle=taken.kv_handle,
+        error=(committed.error or request_failure(request)).info() if finish == "error" else None,
+        kv_handle=committed.kv_handle,
     )
 
 
@@ -136,30 +136,30 @@ def usage_of(request: Request) -> Usage:
         preemptions=request.num_preemptions,
         draft_tokens=request.num_drafts,
         accepted_tokens=request.num_accepted,
-        times=request.watch.times(),
+        times=request.stage_timer.times(),
     )
 
 
 def _stop_token(request: Request, model: ModelCard) -> int | None:
-    """The last token, unless it is part of the text: the last of what a grammar admits."""
+    """Return the last token if it is a stop or EOS token, and not text that completed a grammar."""
     token = request.tokens[-1]
     is_end = token in request.stop_ids or token in model.eos_token_ids
     return token if is_end else None
 
 
-def seen(request: Request) -> RequestView:
-    """As others may see it. Who its client is, the loop knows."""
-    times = request.watch.times()
+def view_row(request: Request) -> RequestView:
+    """Return the request's row of the status. The loop fills in its client."""
+    times = request.stage_timer.times()
     return RequestView(
         name=request.name,
         account=request.account.name if request.account is not None else "",
-        stage=request.watch.stage,
+        stage=request.stage_timer.stage,
         age_s=sum(astuple(times)),
         decode_s=times.decode_s,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=request.num_cached,
         computed_tokens=request.num_computed,
         generated_tokens=request.num_generated,
-        most_tokens=request.end - request.prompt_tokens,
+        most_tokens=request.max_total_tokens - request.prompt_tokens,
         preemptions=request.num_preemptions,
     )

@@ -1,4 +1,4 @@
-"""What one step will do, as the scheduler decides it and plan.py writes it down."""
+"""The decisions of one step, made by the scheduler and written into a StepPlan by plan.py."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from engine_core.request import Request
 
 
 class DraftCatchUp(NamedTuple):
-    """One row's part for a draft model, as StepPlan has it."""
+    """The draft model's work for one row, as in StepPlan."""
 
     start: int
     num_tokens: int
-    wanted: int
+    num_requested: int
 
 
 @dataclass(slots=True)
 class Schedule:
-    """What one step will do.
+    """The decisions of one step."""
 
-    decodes    requests of one token each;  chunks: (request, how many tokens, at least 2)
-    drafted    (request, its drafts, at least one): one token each, and as many as drafts
-    followed   what a draft model computes, too
-    admitted   newly RUNNING, in order;  preempted: newly PREEMPTED
-    grown      (slot, index in the block table, block) for requests that held a slot before
-    fresh      blocks taken for new content: to be zeroed
-    """
-
+    #: Requests with one token each.
     decodes: list[Request] = field(default_factory=list)
+    #: (request, number of tokens, at least 2).
     chunks: list[tuple[Request, int]] = field(default_factory=list)
+    #: (request, its drafts, at least one): one token, plus one per draft.
     drafted: list[tuple[Request, list[int]]] = field(default_factory=list)
-    followed: dict[Request, DraftCatchUp] = field(default_factory=dict)
+    #: The draft model's work, by request.
+    draft_catch_ups: dict[Request, DraftCatchUp] = field(default_factory=dict)
+    #: Newly RUNNING, in order.
     admitted: list[Request] = field(default_factory=list)
+    #: Newly PREEMPTED.
     preempted: list[Request] = field(default_factory=list)
+    #: (slot, index in the block table, block), for requests that already had their slot.
     grown: list[tuple[int, int, int]] = field(default_factory=list)
+    #: Blocks allocated for new content; the worker zeroes them.
     fresh: list[int] = field(default_factory=list)
+    #: Tokens left in the token budget.
     budget: int = 0
 
     @property
@@ -44,7 +45,9 @@ class Schedule:
         return sum(count for _, count, _ in self.rows())
 
     def rows(self) -> Iterator[tuple[Request, int, list[int]]]:
-        """(request, how many positions, its drafts among these). One-token rows come first."""
+        """Yield (request, number of positions, its drafts among them). One-token rows come
+        first.
+        """
         for request in self.decodes:
             yield request, 1, []
         for request, drafts in self.drafted:

@@ -1,9 +1,9 @@
-"""Plans that are out: sent to the worker, and not committed yet.
+"""Steps in flight: sent to the worker and not committed yet.
 
-The worker executes plans in order, so a plan may go out before the result of the one before has
-come back. A request then counts the tokens that are on their way (`num_pending`) and those whose
-computation was planned (`num_scheduled`); what it owns is given to nobody else while a plan that
-writes to it is out (`num_in_flight`).
+The worker executes plans in order, so a plan can be sent before the previous result has arrived. A
+request then counts the tokens that are being sampled (`num_pending`) and the positions that are
+planned (`num_scheduled`). Its slot and blocks are not reused while a plan in step writes to them
+(`num_in_flight`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ Work = list[tuple[Request, int]]
 
 @dataclass(slots=True)
 class InflightStep:
-    """One plan.
-
-    needs_masks   some of its rows are constrained, and their masks are still to be told
-    num_guesses   in a row, at most, that it wants of a draft model
-    """
+    """One plan in step."""
 
     plan: StepPlan
     work: Work
+    #: Some rows are constrained, and their masks have not been sent.
     needs_masks: bool
-    num_guesses: int
+    #: Most drafts in a row that it requests of the draft model.
+    num_requested_drafts: int
 
     @property
     def is_decisive(self) -> bool:
-        """What comes of it decides what is guessed next: it has drafts, or wants guesses."""
-        return self.num_guesses > 0 or self.plan.row_drafts is not None
+        """Whether the next drafts depend on its result: it has drafts, or requests some."""
+        return self.num_requested_drafts > 0 or self.plan.row_drafts is not None
 
     @property
     def num_tokens(self) -> int:
@@ -42,64 +40,67 @@ class InflightStep:
 
     @property
     def has_prompts(self) -> bool:
-        """More than a token of a row."""
+        """Whether a row has more than one token."""
         return self.plan.num_decodes < len(self.work)
 
     @property
     def prompts(self) -> list[Request]:
-        """Those of which it computes a part of the prompt."""
+        """The requests whose prompt it computes in part."""
         return [each for each, _ in self.work if each.num_computed < each.prompt_tokens - 1]
 
 
 class InflightSteps:
-    """The plans that are out, oldest first; at most `depth` of them."""
+    """The plans in flight, oldest first; at most `depth`."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._out: deque[InflightStep] = deque()
+        self._steps: deque[InflightStep] = deque()
 
     def __len__(self) -> int:
-        return len(self._out)
+        return len(self._steps)
 
     @property
     def is_full(self) -> bool:
-        return len(self._out) >= self._depth
+        return len(self._steps) >= self._depth
 
     @property
     def are_decisive(self) -> bool:
-        return any(flight.is_decisive for flight in self._out)
+        return any(step.is_decisive for step in self._steps)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the steps that compute prompts, with what else they compute."""
-        return sum(flight.num_tokens for flight in self._out if flight.has_prompts)
+        """Tokens of the steps in step that compute prompts, decodes included."""
+        return sum(step.num_tokens for step in self._steps if step.has_prompts)
 
     @property
     def oldest(self) -> InflightStep | None:
-        return self._out[0] if self._out else None
+        return self._steps[0] if self._steps else None
 
-    def depart(self, plan: StepPlan, work: Work) -> None:
+    def on_sent(self, plan: StepPlan, work: Work) -> None:
+        """Record that a plan was sent."""
         for (request, count), samples in zip(work, plan.row_samples.tolist(), strict=True):
             request.num_scheduled += count
             request.num_pending += samples
             request.num_in_flight += 1
-        num_guesses = 0 if plan.wanted is None else max(plan.wanted.tolist(), default=0)
-        self._out.append(InflightStep(plan, work, plan.masked is not None, num_guesses))
+        num_requested_drafts = 0 if plan.wanted is None else max(plan.wanted.tolist(), default=0)
+        self._steps.append(InflightStep(plan, work, plan.masked is not None, num_requested_drafts))
 
-    def land(self, result: StepResult) -> tuple[InflightStep, list[RowResult]]:
-        """The oldest plan, and what each of its rows got.
+    def on_completed(self, result: StepResult) -> tuple[InflightStep, list[RowResult]]:
+        """Remove the oldest plan, and return it with the result of each row.
 
-        Raises RuntimeError when the result is not of that plan.
+        Raises RuntimeError if the result belongs to another plan.
         """
         oldest = self.oldest
         if oldest is None or oldest.plan.step != result.step:
-            raise RuntimeError(f"a result of step {result.step}, which is not the oldest one out")
-        outcomes = row_results(oldest.plan, result)
-        self._out.popleft()
-        for (request, _), samples, outcome in zip(
-            oldest.work, oldest.plan.row_samples.tolist(), outcomes, strict=True
+            raise RuntimeError(
+                f"got the result of step {result.step}, which is not the oldest in flight"
+            )
+        results = row_results(oldest.plan, result)
+        self._steps.popleft()
+        for (request, _), samples, row_result in zip(
+            oldest.work, oldest.plan.row_samples.tolist(), results, strict=True
         ):
-            request.num_scheduled -= outcome.num_void
+            request.num_scheduled -= row_result.num_rejected
             request.num_pending -= samples
             request.num_in_flight -= 1
-        return oldest, outcomes
+        return oldest, results

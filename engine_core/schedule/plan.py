@@ -1,4 +1,4 @@
-"""Schedule -> StepPlan: decisions written down in columns, for the worker to execute blindly."""
+"""Schedule -> StepPlan: the decisions as columns, which the worker executes as they are."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from engine_core.schedule.decisions import DraftCatchUp, Schedule
 from protocol.arrays import Int32, UInt8
 from protocol.steps import SlotInit, StepPlan
 
-NOT_FOLLOWED = DraftCatchUp(start=-1, num_tokens=0, wanted=0)
+NO_CATCH_UP = DraftCatchUp(start=-1, num_tokens=0, num_requested=0)
 
 
-def work_of(schedule: Schedule) -> list[tuple[Request, int]]:
-    """The step's rows in order: (request, how many positions). One-token rows come first."""
+def plan_rows(schedule: Schedule) -> list[tuple[Request, int]]:
+    """Return the step's rows in order: (request, number of positions). One-token rows come
+    first.
+    """
     return [(request, count) for request, count, _ in schedule.rows()]
 
 
 def build_plan(
     step: int, schedule: Schedule, released_slots: Sequence[int], generations: Mapping[int, int]
 ) -> StepPlan:
-    """`generations`: slot -> its present generation, already counted up for `schedule.admitted`."""
-    work = work_of(schedule)
+    """Build the step's plan.
+
+    `generations`: slot -> its generation, already incremented for `schedule.admitted`.
+    """
+    work = plan_rows(schedule)
     samples = [request.is_sampled(count) for request, count in work]
     drafts = [some for _, _, some in schedule.rows()]
-    following = [schedule.followed.get(request, NOT_FOLLOWED) for request, _ in work]
+    catch_ups = [schedule.draft_catch_ups.get(request, NO_CATCH_UP) for request, _ in work]
     masked = _masked_places(work, samples, drafts)
     grown = schedule.grown
     return StepPlan(
@@ -45,11 +50,15 @@ def build_plan(
         masked=Int32.of(masked) if masked else None,
         row_drafts=Int32.of(map(len, drafts)) if schedule.drafted else None,
         drafts=Int32.of(chain.from_iterable(drafts)) if schedule.drafted else None,
-        follow_starts=Int32.of(part.start for part in following) if schedule.followed else None,
-        follow_tokens=Int32.of(part.num_tokens for part in following)
-        if schedule.followed
+        follow_starts=Int32.of(part.start for part in catch_ups)
+        if schedule.draft_catch_ups
         else None,
-        wanted=Int32.of(part.wanted for part in following) if schedule.followed else None,
+        follow_tokens=Int32.of(part.num_tokens for part in catch_ups)
+        if schedule.draft_catch_ups
+        else None,
+        wanted=Int32.of(part.num_requested for part in catch_ups)
+        if schedule.draft_catch_ups
+        else None,
     )
 
 
@@ -62,29 +71,31 @@ def _masked_places(
 
 
 def _may_be_masked(request: Request, drafts: list[int]) -> bool:
-    """Behind a token that is still on its way, or a draft, anything may be."""
+    """Whether a mask may be needed. It is unknown after a token in flight, or after a draft."""
     matcher = request.matcher
     return matcher is not None and (matcher.constrains or bool(request.num_pending or drafts))
 
 
-def matchers_of(plan: StepPlan, work: Sequence[tuple[Request, int]]) -> list[Matcher | None]:
-    """Of the plan's `masked` places, in their order; None: nothing constrains the token after all,
-    or the answer has ended and nobody will hear of it."""
+def mask_matchers(plan: StepPlan, work: Sequence[tuple[Request, int]]) -> list[Matcher | None]:
+    """Return the matchers of the plan's `masked` places, in order.
+
+    None means that nothing constrains the token after all, or that the answer has ended.
+    """
     assert plan.masked is not None
     masked = set(plan.masked.tolist())
     ids = iter([] if plan.drafts is None else plan.drafts.tolist())
     counts = repeat(0, len(work)) if plan.row_drafts is None else plan.row_drafts.tolist()
     rows = [(request, list(islice(ids, n))) for (request, _), n in zip(work, counts, strict=True)]
-    places = (_along(*row) for row in compress(rows, plan.row_samples.tolist()))
+    places = (_row_matchers(*row) for row in compress(rows, plan.row_samples.tolist()))
     return [m for place, m in enumerate(chain.from_iterable(places)) if place in masked]
 
 
-def _along(request: Request, drafts: list[int]) -> Iterable[Matcher | None]:
-    """What constrains the token at each place of a row, if anything does."""
+def _row_matchers(request: Request, drafts: list[int]) -> Iterable[Matcher | None]:
+    """Return the matcher of each place of a row, or None if the place is unconstrained."""
     if request.matcher is None or request.phase is not RequestPhase.RUNNING:
         return repeat(None, 1 + len(drafts))
-    along = [request.matcher, *request.matcher.along(drafts)]
-    return [matcher if matcher.constrains else None for matcher in along]
+    walk = [request.matcher, *request.matcher.walk(drafts)]
+    return [matcher if matcher.constrains else None for matcher in walk]
 
 
 def _slot(request: Request) -> int:

@@ -1,6 +1,6 @@
-"""StepResult -> what each row of the plan got.
+"""StepResult -> the result of each row.
 
-The shapes a worker reports are checked here, once.
+The shapes that a worker reports are checked here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,49 +16,47 @@ from protocol.steps import Logprobs, StepPlan, StepResult
 
 @dataclass(slots=True)
 class RowResult:
-    """One row's part of a result.
+    """One row's part of a step result."""
 
-    tokens      sampled, in order; none where the plan did not sample
-    failed      no token could be sampled, or none after `tokens`
-    num_drafts  how many the row had; each of `tokens` but the last of all was one of them
-    logprobs    of `tokens`, if asked for
-    proposed    what a draft model guesses behind `tokens`
-    """
-
+    #: Sampled tokens, in order; empty if the plan did not sample.
     tokens: list[int] = field(default_factory=list)
+    #: No token could be sampled, or none after `tokens`.
     failed: bool = False
+    #: Number of drafts in the row. Each of `tokens` except the last is one of them.
     num_drafts: int = 0
+    #: Of `tokens`, if requested.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    #: What the draft model proposes after `tokens`.
     proposed: list[int] = field(default_factory=list)
 
     @property
-    def num_right(self) -> int:
-        """How many drafts were what was sampled."""
+    def num_accepted(self) -> int:
+        """The number of drafts that equal the sampled tokens."""
         if not self.num_drafts:
             return 0
         return len(self.tokens) if self.failed else len(self.tokens) - 1
 
     @property
-    def num_void(self) -> int:
-        """Positions that were computed behind a wrong draft."""
-        return self.num_drafts - self.num_right
+    def num_rejected(self) -> int:
+        """The number of positions computed after a wrong draft."""
+        return self.num_drafts - self.num_accepted
 
 
 def row_results(plan: StepPlan, result: StepResult) -> list[RowResult]:
-    """[R], in row order. Raises RuntimeError when the result does not fit the plan."""
-    outcomes = [RowResult() for _ in range(len(plan.row_slots))]
+    """Return [R] results in row order. Raises RuntimeError if the result does not fit the plan."""
+    results = [RowResult() for _ in range(len(plan.row_slots))]
     sampled = [
-        outcome
-        for outcome, samples in zip(outcomes, plan.row_samples.tolist(), strict=True)
+        row_result
+        for row_result, samples in zip(results, plan.row_samples.tolist(), strict=True)
         if samples
     ]
     if plan.row_drafts is not None:
-        for outcome, count in zip(outcomes, plan.row_drafts.tolist(), strict=True):
-            outcome.num_drafts = count
+        for row_result, count in zip(results, plan.row_drafts.tolist(), strict=True):
+            row_result.num_drafts = count
     owners = _owners(sampled, result)
-    for outcome, token in zip(owners, result.tokens.tolist(), strict=True):
-        outcome.tokens.append(token)
+    for row_result, token in zip(owners, result.tokens.tolist(), strict=True):
+        row_result.tokens.append(token)
     if result.logprobs is not None:
         for place, entry in _entries(result.logprobs):
             owners[place].logprobs.append(entry)
@@ -68,48 +66,49 @@ def row_results(plan: StepPlan, result: StepResult) -> list[RowResult]:
         del sampled[index].logprobs[len(sampled[index].tokens) :]
     if result.prompt_logprobs is not None:
         for row, entry in _entries(result.prompt_logprobs):
-            outcomes[row].prompt_logprobs.append(entry)
-    _share_out(outcomes, plan, result)
-    return outcomes
+            results[row].prompt_logprobs.append(entry)
+    _distribute_proposals(results, plan, result)
+    return results
 
 
-def _share_out(outcomes: list[RowResult], plan: StepPlan, result: StepResult) -> None:
-    """What the draft model guessed, to those it was asked for."""
+def _distribute_proposals(results: list[RowResult], plan: StepPlan, result: StepResult) -> None:
+    """Distribute the draft model's proposals to the rows that requested them."""
     counts = [] if plan.wanted is None else plan.wanted.tolist()
     proposed = [] if result.proposed is None else result.proposed.tolist()
     if sum(counts) != len(proposed):
-        raise RuntimeError(f"{len(proposed)} guesses, where {sum(counts)} were wanted")
-    guesses = iter(proposed)
-    for outcome, count in zip(outcomes, counts, strict=False):
-        outcome.proposed = list(islice(guesses, count))
+        raise RuntimeError(f"{len(proposed)} proposals, but {sum(counts)} were requested")
+    remaining = iter(proposed)
+    for row_result, count in zip(results, counts, strict=False):
+        row_result.proposed = list(islice(remaining, count))
 
 
 def _owners(sampled: list[RowResult], result: StepResult) -> list[RowResult]:
-    """[T]: whose each of the result's tokens is."""
+    """Return [T]: the row of each token of the result."""
     counts = [1] * len(sampled) if result.counts is None else result.counts.tolist()
     if len(counts) != len(sampled) or sum(counts) != len(result.tokens):
         raise RuntimeError(f"{len(result.tokens)} tokens for {len(sampled)} sampled rows")
     if any(
-        not 1 <= count <= 1 + outcome.num_drafts
-        for count, outcome in zip(counts, sampled, strict=True)
+        not 1 <= count <= 1 + row_result.num_drafts
+        for count, row_result in zip(counts, sampled, strict=True)
     ):
-        raise RuntimeError("a row has no token, or more than its drafts allow")
+        raise RuntimeError("a row has no token, or more tokens than its drafts allow")
     return [o for o, count in zip(sampled, counts, strict=True) for _ in range(count)]
 
 
-def failure_of(request: Request) -> ServingError:
-    """Why a request got no token, or one that its grammar does not admit. A grammar that turns out
-    to be too large where the answer has come to is the request's fault, as it would have been
-    before the answer began."""
+def request_failure(request: Request) -> ServingError:
+    """Return why a request got no token, or one that its grammar does not admit.
+
+    If a grammar proves too large at this point of the answer, that is the request's fault, as it
+    would have been before the answer began.
+    """
     matcher = request.matcher
     if matcher is not None:
-        matcher.look()
-    if matcher is not None and matcher.was_misled:
+        matcher.update_error()
+    if matcher is not None and matcher.was_given_wrong_token:
         return StepFailed(f"the grammar failed: {matcher.error}")
     if matcher is not None and matcher.error is not None:
         return InvalidRequest(
-            "the grammar: the answer came to a place where it cannot be enforced "
-            f"({matcher.error})",
+            f"the grammar: it could not be enforced at this point of the answer ({matcher.error})",
             param="grammar",
         )
     return StepFailed(_why_no_token(request))
@@ -117,13 +116,13 @@ def failure_of(request: Request) -> ServingError:
 
 def _why_no_token(request: Request) -> str:
     params = request.params
-    asked = {
+    limits = {
         "grammar": request.grammar,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words,
         "min_tokens": params.min_tokens,
     }
-    bounds = [name for name, value in asked.items() if value]
+    bounds = [name for name, value in limits.items() if value]
     reason = "the model's output was not a number"
     if bounds:
         return f"no token was possible: {', '.join(bounds)} left none, or {reason}"
@@ -131,7 +130,7 @@ def _why_no_token(request: Request) -> str:
 
 
 def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
-    """(what `rows` says, that token's logprobs), in the order of the columns."""
+    """Return (value of `rows`, logprobs of that token), in the order of the columns."""
     num, width = columns.top_ids.shape
     top_ids, top_logprobs = columns.top_ids.tolist(), columns.top_logprobs.tolist()
     ids, logprobs, ranks = columns.ids.tolist(), columns.logprobs.tolist(), columns.ranks.tolist()
@@ -151,7 +150,7 @@ def _entries(columns: Logprobs) -> list[tuple[int, TokenLogprobs]]:
 
 
 def _drawn_rows(columns: Logprobs) -> dict[int, list[float]]:
-    """Of those among the N tokens that were scored twice, the second scores, [1 + K + A] each."""
+    """Return the second scores of the tokens that were scored twice: index -> [1 + K + A]."""
     if columns.drawn_at is None or columns.drawn is None:
         return {}
     width, values = columns.drawn.shape[1], columns.drawn.tolist()
@@ -160,12 +159,12 @@ def _drawn_rows(columns: Logprobs) -> dict[int, list[float]]:
 
 
 def _drawn(values: list[float], num_top: int, num_asked: int, width: int) -> list[float]:
-    """Without the columns that only other rows use; there are `width` for likely tokens."""
+    """Return the scores without padding: `width` columns are reserved for top tokens."""
     return [*values[: 1 + num_top], *values[1 + width : 1 + width + num_asked]]
 
 
 def _asked(columns: Logprobs) -> list[list[float]]:
-    """[N], of each row the logprobs of the tokens that its request named."""
+    """Return [N]: for each row, the logprobs of the tokens that its request named."""
     if columns.asked is None or columns.asked_counts is None:
         return [[] for _ in range(len(columns.ids))]
     width, values = columns.asked.shape[1], columns.asked.tolist()

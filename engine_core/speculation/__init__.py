@@ -1,1 +1,1 @@
-"""Draft tokens: how many to verify, where they come from, and what they cost."""
+"""Speculative decoding: drafts and how many of them pay off."""

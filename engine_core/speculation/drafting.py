@@ -1,19 +1,19 @@
-"""Who gets drafts, and how many: guesses at the next tokens, verified by a step that is due anyway.
+"""Draft policy: which requests get drafts, and how many.
 
-Drafts never change an answer (protocol/steps.py: what is sampled is what plain decoding samples),
-only its speed. What a step costs by its tokens is measured where it is computed (step_costs.py):
-the first few more cost next to nothing, later ones as much as their multiplications; how much more
-it takes for having drafts at all is learned from steps (overhead.py). So as many drafts are made as
-give most tokens for their cost: n drafts in each of B rows give 1 + p + ... + p ** n tokens a row
-for the cost of B * (1 + n) tokens. A draft model's draft costs all rows together c steps on top.
-Chances are counted per request: of the drafts that were looked at, the share that was right, p;
-that the i-th of a run is right, p ** i.
+Drafts never change an answer, only its speed (protocol/steps.py: sampled tokens are those of plain
+decoding). The cost of a step by its number of tokens is measured on the worker (step_costs.py): the
+first few more tokens cost next to nothing, later ones as much as their multiplications. The
+overhead of having drafts at all is estimated from steps (overhead.py). The number of drafts
+maximises tokens per cost: n drafts in each of B rows give 1 + p + ... + p ** n tokens a row for the
+cost of B * (1 + n) tokens. A draft of a draft model adds c steps, for all rows together. The
+acceptance rate p is estimated per request: the share of the checked drafts that were right. The
+i-th draft of a run is right with probability p ** i.
 
-A draft model has to follow a request to guess for it: to compute its prompt, too. So one that was
-wrong for the last requests follows few of the next.
+A draft model must also compute a request's prompt to draft for it. So if it was wrong for recent
+requests, it is used for few of the next.
 
-What a request's drafts depend on must be known when its step is planned. So while drafts are out,
-or a request that does well with them could get some, no step is planned ahead of the result.
+A step's drafts must be known when it is planned. While drafts are in flight, or a request that is
+likely to get good drafts waits for a token, no step is planned ahead.
 """
 
 from __future__ import annotations
@@ -30,110 +30,110 @@ from engine_core.speculation.step_costs import StepCosts
 from protocol.config.engine import EngineConfig
 
 PRIOR = 0.5
-"""The chance of a draft of which nothing is known, as if one had been seen."""
+"""Acceptance rate before any draft was checked; it weighs as much as one checked draft."""
 FORGET = 0.9
-"""What was seen weighs so much less after each step that brings drafts, and ..."""
+"""Decay of past counts per step with drafts."""
 FORGET_IDLE = 0.98
-"""... after each that brings none: a request that did badly is tried again, in the end."""
+"""Decay per step without drafts: a request that did badly is eventually tried again."""
 MODEL_PRIOR = 0.7
-"""The same of a draft model's, which somebody has chosen for the purpose."""
+"""The prior of a draft model, which was chosen for the purpose."""
 MODEL_IDLE = 0.995
-"""And it is tried again later: a guess of it costs more than one at the past."""
+"""Slower decay for a draft model, because its drafts cost more than n-gram lookups."""
 TRY_EVERY = 16
-"""Of new requests, where a draft model did badly with those before: does it still?"""
+"""If the draft model did badly, one in this many new requests still uses it with the prior."""
 FORCED_PRIOR = 0.95
-"""The same of a token that spells a grammar's only text in the usual way."""
-LEAST_CHANCE = 0.2
-"""To plan ahead is worth something too: drafts that are less likely do not pay."""
+"""The prior of a token that spells the grammar's only possible text in the usual way."""
+MIN_CHANCE = 0.2
+"""Less likely drafts do not pay, because they prevent planning ahead."""
 
 
 class Drafter(Protocol):
-    """Guesses how one request goes on."""
+    """Proposes the next tokens of one request."""
 
-    def propose(self, tokens: array[int], most: int) -> list[int]:
-        """Up to `most` >= 1 tokens that may follow all known `tokens`, the likeliest run."""
+    def propose(self, tokens: array[int], max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` >= 1 tokens likely to follow `tokens`."""
         ...
 
 
 class ModelDrafter:
-    """What the worker's draft model told with the last step; void when more is known."""
+    """The draft model's proposals from the last step; void once more tokens are known."""
 
     def __init__(self) -> None:
-        self._known = -1
+        self._num_known = -1
         self._proposed: list[int] = []
 
-    def hear(self, known: int, proposed: list[int]) -> None:
-        """It guesses this behind so many tokens."""
-        self._known, self._proposed = known, proposed
+    def on_proposed(self, num_known: int, proposed: list[int]) -> None:
+        """Store the proposals that follow `num_known` tokens."""
+        self._num_known, self._proposed = num_known, proposed
 
-    def propose(self, tokens: array[int], most: int) -> list[int]:
-        return self._proposed[:most] if len(tokens) == self._known else []
+    def propose(self, tokens: array[int], max_tokens: int) -> list[int]:
+        return self._proposed[:max_tokens] if len(tokens) == self._num_known else []
 
 
 @dataclass(slots=True)
 class AcceptanceTally:
-    """Of one kind of drafts: `right` of `seen`, as far as they are remembered.
+    """Decaying counts of one kind of drafts: `accepted` of `checked`."""
 
-    prior   their chance while nothing is known
-    idle    what was seen weighs so much less after a step that brings none
-    """
-
+    #: The acceptance rate before any draft was checked.
     prior: float
+    #: Decay per step without drafts.
     idle: float = FORGET_IDLE
-    right: float = 0.0
-    seen: float = 0.0
+    accepted: float = 0.0
+    checked: float = 0.0
 
     @property
-    def chance(self) -> float:
-        return (self.right + self.prior) / (self.seen + 1)
+    def acceptance(self) -> float:
+        return (self.accepted + self.prior) / (self.checked + 1)
 
-    def learn(self, proposed: int, accepted: int) -> None:
-        """Of `proposed` drafts the first `accepted` were right. The one behind them was wrong; of
-        those behind that one nobody knows."""
+    def observe(self, proposed: int, accepted: int) -> None:
+        """Count `proposed` drafts, of which the first `accepted` were right.
+
+        The next one was wrong; those after it were not checked.
+        """
         forget = FORGET if proposed else self.idle
-        self.right = self.right * forget + accepted
-        self.seen = self.seen * forget + min(accepted + 1, proposed)
+        self.accepted = self.accepted * forget + accepted
+        self.checked = self.checked * forget + min(accepted + 1, proposed)
 
 
 @dataclass(slots=True)
 class RequestDrafting:
-    """How one request does with drafts: the drafter's, and those that its grammar forces.
-
-    common     of all requests with such a drafter, where what it does with one tells of the next
-    awaited    what is thought of the token that is on its way, where a step has waited for it
-    is_forced  of the drafts that are out: they are the grammar's
-    """
+    """The drafter of one request and its acceptance, also of drafts forced by its grammar."""
 
     drafter: Drafter
-    common: AcceptanceTally | None = None
-    guessed: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(PRIOR))
-    forced: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(FORCED_PRIOR))
-    awaited: int | None = None
+    #: Tally of all requests with such a drafter, if one request predicts the next.
+    shared_tally: AcceptanceTally | None = None
+    tally: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(PRIOR))
+    forced_tally: AcceptanceTally = field(default_factory=lambda: AcceptanceTally(FORCED_PRIOR))
+    #: Prediction of the token in flight, if a step has waited for it.
+    awaited_guess: int | None = None
+    #: The drafts in flight are forced by the grammar.
     is_forced: bool = False
 
-    def hear(self, known: int, proposed: list[int]) -> None:
-        """What the draft model guesses behind `known` tokens."""
+    def on_proposed(self, num_known: int, proposed: list[int]) -> None:
+        """Store what the draft model proposes after `num_known` tokens."""
         assert isinstance(self.drafter, ModelDrafter), "there is no draft model"
-        self.drafter.hear(known, proposed)
+        self.drafter.on_proposed(num_known, proposed)
 
-    def learn(self, proposed: int, accepted: int, token: int) -> None:
-        """What became of the drafts that were out; `token` came first: to have waited for it in
-        vain is as bad as a wrong draft."""
+    def observe(self, proposed: int, accepted: int, token: int) -> None:
+        """Count the drafts that were in flight.
+
+        `token` is the first sampled token. Having waited for it in vain counts as a wrong draft.
+        """
         right = (proposed, accepted)
-        if not proposed and self.awaited is not None:
-            right = (1, int(token == self.awaited))
-        self.guessed.learn(*((0, 0) if self.is_forced else right))
-        if self.common is not None and not self.is_forced and right[0]:
-            self.common.learn(*right)
-        self.forced.learn(*(right if self.is_forced else (0, 0)))
-        self.awaited, self.is_forced = None, False
+        if not proposed and self.awaited_guess is not None:
+            right = (1, int(token == self.awaited_guess))
+        self.tally.observe(*((0, 0) if self.is_forced else right))
+        if self.shared_tally is not None and not self.is_forced and right[0]:
+            self.shared_tally.observe(*right)
+        self.forced_tally.observe(*(right if self.is_forced else (0, 0)))
+        self.awaited_guess, self.is_forced = None, False
 
 
 class Speculation:
-    """The policy of one engine, from its configuration.
+    """The draft policy of one engine.
 
-    draft_cost   of a draft model's token, in steps
-    step_costs   (tokens, cost) of a step, as measured; empty: nobody has
+    - draft_cost: cost of one draft of the draft model, in steps
+    - step_costs: measured (tokens, cost) of a step; may be empty
     """
 
     def __init__(
@@ -144,100 +144,114 @@ class Speculation:
     ) -> None:
         self._config = config
         self._draft_cost = draft_cost
-        self._costs = StepCosts.of(config.draft_width, step_costs)
-        self._stretch = DraftOverhead()
-        self._of_model = AcceptanceTally(MODEL_PRIOR)
-        self._num_guessed_for = 0
+        self._costs = StepCosts.from_measurements(config.draft_width, step_costs)
+        self._overhead = DraftOverhead()
+        self._model_tally = AcceptanceTally(MODEL_PRIOR)
+        self._num_started = 0
 
     def start(self, request: Request) -> None:
-        """A request is accepted."""
+        """Choose the drafter of an accepted request."""
         kind = self._config.speculation
         if kind == "none" or (kind == "model" and self._draft_cost >= 1):
-            return  # one that costs a step a token can save none
+            return  # a draft model that costs a full step per token saves nothing
         if not request.samples:
-            request.follows = kind == "model"
+            request.uses_draft_model = kind == "model"
         elif kind == "model":
-            chance = self._expected()
-            request.follows = self._worth(chance, 1, self._draft_cost) > 0
-            request.guesses = RequestDrafting(
-                ModelDrafter(), self._of_model, AcceptanceTally(chance, MODEL_IDLE)
+            chance = self._expected_acceptance()
+            request.uses_draft_model = self._best_count(chance, 1, self._draft_cost) > 0
+            request.drafting = RequestDrafting(
+                ModelDrafter(), self._model_tally, AcceptanceTally(chance, MODEL_IDLE)
             )
         else:
             drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
-            request.guesses = RequestDrafting(drafter)
+            request.drafting = RequestDrafting(drafter)
 
-    def learn(self, rows: int, tokens: int, guesses: int, elapsed_s: float) -> None:
-        """A step of `rows` answers and no prompts computed so many tokens, drafts among them, and
-        asked a draft model for `guesses` in a row behind them."""
-        cost = self._costs[tokens] + guesses * self._draft_cost * self._costs[rows]
-        self._stretch.learn(rows, cost, elapsed_s, is_drafted=bool(guesses) or tokens > rows)
+    def observe(self, rows: int, tokens: int, num_drafts: int, elapsed_s: float) -> None:
+        """Record a step's time.
 
-    def _expected(self) -> float:
-        """Of the draft model with the next request: as with the last ones, but now and then as if
-        nothing were known."""
-        self._num_guessed_for += 1
-        if self._num_guessed_for % TRY_EVERY == 1:
+        The step had `rows` rows, no prompts, and `tokens` tokens, drafts included. It requested
+        `num_drafts` consecutive drafts of the draft model.
+        """
+        cost = self._costs[tokens] + num_drafts * self._draft_cost * self._costs[rows]
+        self._overhead.observe(rows, cost, elapsed_s, is_drafted=bool(num_drafts) or tokens > rows)
+
+    def _expected_acceptance(self) -> float:
+        """Return the draft model's expected acceptance for the next request.
+
+        It is the recent rate, but now and then the prior, to retry.
+        """
+        self._num_started += 1
+        if self._num_started % TRY_EVERY == 1:
             return MODEL_PRIOR
-        return min(self._of_model.chance, MODEL_PRIOR)
+        return min(self._model_tally.acceptance, MODEL_PRIOR)
 
-    def want(self, request: Request, most: int, rows: int) -> int:
-        """How many guesses the draft model is asked for, behind what the step samples."""
-        if request.guesses is None or not request.follows:
+    def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
+        """Return how many drafts to request of the draft model after the token that the step
+        samples.
+        """
+        if request.drafting is None or not request.uses_draft_model:
             return 0
-        return min(most, self._worth(request.guesses.guessed.chance, rows, self._draft_cost))
+        return min(
+            max_tokens, self._best_count(request.drafting.tally.acceptance, rows, self._draft_cost)
+        )
 
-    def propose(self, request: Request, most: int, rows: int) -> list[int]:
-        """Drafts for a request all of whose tokens are known, in a step of so many rows."""
-        guesses = request.guesses
-        if guesses is None:
+    def propose(self, request: Request, max_tokens: int, rows: int) -> list[int]:
+        """Return drafts for a request whose tokens are all known, in a step of `rows` rows."""
+        drafting = request.drafting
+        if drafting is None:
             return []
-        count = min(most, self._worth(guesses.guessed.chance, rows))
-        drafts = guesses.drafter.propose(request.tokens, count) if count > 0 else []
+        count = min(max_tokens, self._best_count(drafting.tally.acceptance, rows))
+        drafts = drafting.drafter.propose(request.tokens, count) if count > 0 else []
         if request.matcher is None:
             return drafts
-        refused, drafts = drafts, request.matcher.admitted(drafts)
+        refused, drafts = drafts, request.matcher.admitted_prefix(drafts)
         if refused and not drafts:
-            guesses.guessed.learn(1, 0)  # wrong, as is known without a step
-        forced = self._forced(request, guesses, most, rows)
-        guesses.is_forced = len(forced) > len(drafts)
-        return forced if guesses.is_forced else drafts
+            drafting.tally.observe(1, 0)  # the grammar rules it out without a step
+        forced = self._forced_drafts(request, drafting, max_tokens, rows)
+        drafting.is_forced = len(forced) > len(drafts)
+        return forced if drafting.is_forced else drafts
 
-    def _forced(
-        self, request: Request, guesses: RequestDrafting, most: int, rows: int
+    def _forced_drafts(
+        self, request: Request, drafting: RequestDrafting, max_tokens: int, rows: int
     ) -> list[int]:
-        """As far as the grammar leaves one text: guesses that need no past and are mostly right."""
+        """Return the tokens that the grammar forces, which are usually right and need no past."""
         assert request.matcher is not None
-        count = min(most, self._worth(guesses.forced.chance, rows))
-        run = request.matcher.forced_run(count) if count > 0 else []
-        return request.matcher.admitted(run)
+        count = min(max_tokens, self._best_count(drafting.forced_tally.acceptance, rows))
+        run = request.matcher.forced_tokens(count) if count > 0 else []
+        return request.matcher.admitted_prefix(run)
 
-    def awaits(self, running: Iterable[Request], rows: int) -> bool:
-        """Whether to plan ahead would keep one of these from drafts that are likely to be right."""
-        return any(self._is_likely(request, rows) for request in running)
+    def should_wait(self, running: Iterable[Request], rows: int) -> bool:
+        """Whether planning ahead would deny one of these requests drafts that are likely to be
+        right.
+        """
+        return any(self._has_likely_drafts(request, rows) for request in running)
 
-    def _is_likely(self, request: Request, rows: int) -> bool:
-        guesses = request.guesses
-        if guesses is None or request.phase is not RequestPhase.RUNNING or not request.num_pending:
+    def _has_likely_drafts(self, request: Request, rows: int) -> bool:
+        drafting = request.drafting
+        if drafting is None or request.phase is not RequestPhase.RUNNING or not request.num_pending:
             return False
-        if request.matcher is not None and len(self._forced(request, guesses, 2, rows)) == 2:
-            return True  # the first of them is on its way
-        if not self._worth(guesses.guessed.chance, rows):
+        if (
+            request.matcher is not None
+            and len(self._forced_drafts(request, drafting, 2, rows)) == 2
+        ):
+            return True  # the first one is in flight
+        if not self._best_count(drafting.tally.acceptance, rows):
             return False
-        guess = guesses.drafter.propose(request.tokens, 1)
-        guesses.awaited = guess[0] if guess else None
+        guess = drafting.drafter.propose(request.tokens, 1)
+        drafting.awaited_guess = guess[0] if guess else None
         return bool(guess)
 
-    def _worth(self, chance: float, rows: int, draft_cost: float = 0.0) -> int:
-        """How many drafts in a row give most tokens for what the step costs."""
-        costs, fixed, stretch = self._costs, self._costs[rows], self._stretch[rows]
-        count, most, likely, tokens = 0, 1.0 / fixed, 1.0, 1.0
+    def _best_count(self, chance: float, rows: int, draft_cost: float = 0.0) -> int:
+        """Return the number of consecutive drafts with the most expected tokens per cost."""
+        costs, fixed, overhead = self._costs, self._costs[rows], self._overhead[rows]
+        count, best_gain, likely, tokens = 0, 1.0 / fixed, 1.0, 1.0
         for drafts in range(1, self._config.max_drafts + 1):
             likely *= chance
-            if likely < LEAST_CHANCE:
+            if likely < MIN_CHANCE:
                 break
             tokens += likely
             cost = costs[rows * (1 + drafts)] + drafts * draft_cost * fixed
-            gain = tokens / (cost * stretch)
-            if gain > most:
-                count, most = drafts, gain
+            gain = tokens / (cost * overhead)
+            if gain > best_gain:
+                count, best_gain = drafts, gain
         return count

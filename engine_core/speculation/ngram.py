@@ -1,10 +1,10 @@
-"""Prompt lookup: what followed the last time the sequence ended as it does now.
+"""N-gram drafter (prompt lookup): proposes what followed the last occurrence of the current n-gram.
 
-Per request an index over its own tokens, prompt and answer: of each run of `shortest` tokens the
-last place where it ended, and of each such place the one before it. A run is entered when a token
-follows it, so each token costs one entry, once. Looking up costs at most MAX_CANDIDATES comparisons
-of `longest` tokens: of the latest places, the one that most tokens lead up to wins, of equal ones
-the latest.
+Each request has an index over its own tokens, prompt and answer. For each run of `shortest` tokens
+it stores the last position where the run ended, and for each position the previous one with the
+same run. A run is indexed when a token follows it, so each token is indexed once. A lookup compares
+at most MAX_CANDIDATES positions, up to `longest` tokens back: the longest match wins, and among
+equal ones the latest.
 """
 
 from __future__ import annotations
@@ -13,61 +13,62 @@ from array import array
 
 MAX_CANDIDATES = 8
 CATCH_UP = 4096
-"""Tokens entered in one call: of a long prompt the index is built over several steps."""
+"""Tokens indexed per call: the index of a long prompt is built over several steps."""
 
 
 class NgramDrafter:
-    """The index of one request. It is shown the request's tokens with every call; they only grow.
-
-    `propose` is a Drafter's (drafting.py).
-    """
+    """The n-gram index of one request (a `Drafter`). The tokens passed to it only grow."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
-        self._last: dict[bytes, int] = {}  # run -> the place behind its last occurrence
-        self._before = array("i", [0] * shortest)  # place -> the one before it, of the same run
+        self._last: dict[bytes, int] = {}  # run -> position after its last occurrence
+        self._before = array("i", [0] * shortest)  # position -> previous one of the same run
 
-    def propose(self, tokens: array[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow; where a match reaches to the end of what is known,
-        the guess goes on with itself."""
+    def propose(self, tokens: array[int], max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` drafts.
+
+        If the match reaches the end of the known tokens, the draft continues with itself.
+        """
         self._catch_up(tokens)
-        place = self._match(tokens)
-        if not place:
+        position = self._match(tokens)
+        if not position:
             return []
-        guess = tokens[place : place + most].tolist()
-        period = len(tokens) - place
-        while len(guess) < most:
-            guess.append(guess[len(guess) - period])
-        return guess
+        drafts = tokens[position : position + max_tokens].tolist()
+        period = len(tokens) - position
+        while len(drafts) < max_tokens:
+            drafts.append(drafts[len(drafts) - period])
+        return drafts
 
     def _catch_up(self, tokens: array[int]) -> None:
-        begin = len(self._before)
-        for place in range(begin, min(len(tokens), begin + CATCH_UP)):
-            run = tokens[place - self._shortest : place].tobytes()
+        start = len(self._before)
+        for position in range(start, min(len(tokens), start + CATCH_UP)):
+            run = tokens[position - self._shortest : position].tobytes()
             self._before.append(self._last.get(run, 0))
-            self._last[run] = place
+            self._last[run] = position
 
     def _match(self, tokens: array[int]) -> int:
-        """The place whose past is most like the end of `tokens`; 0: none, or not caught up."""
+        """Return the position with the longest match before it; 0 if none, or if indexing is
+        behind.
+        """
         known = len(tokens)
         if len(self._before) < known or known <= self._shortest:
             return 0
-        place = self._last.get(tokens[known - self._shortest :].tobytes(), 0)
+        position = self._last.get(tokens[known - self._shortest :].tobytes(), 0)
         best, best_length = 0, 0
         for _ in range(MAX_CANDIDATES):
-            if not place or best_length >= self._longest:
+            if not position or best_length >= self._longest:
                 break
-            length = self._shared(tokens, place)
+            length = self._match_length(tokens, position)
             if length > best_length:
-                best, best_length = place, length
-            place = self._before[place]
+                best, best_length = position, length
+            position = self._before[position]
         return best
 
-    def _shared(self, tokens: array[int], place: int) -> int:
-        """How many tokens before `place` equal the last ones, as far as `longest`."""
+    def _match_length(self, tokens: array[int], position: int) -> int:
+        """Return how many tokens before `position` equal the last tokens, up to `longest`."""
         known = len(tokens)
-        for length in range(self._shortest, min(self._longest, place)):
-            if tokens[place - 1 - length] != tokens[known - 1 - length]:
+        for length in range(self._shortest, min(self._longest, position)):
+            if tokens[position - 1 - length] != tokens[known - 1 - length]:
                 return length
-        return min(self._longest, place)
+        return min(self._longest, position)

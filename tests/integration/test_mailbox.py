@@ -41,7 +41,7 @@ class MailboxScene:
     def __init__(self, address: str) -> None:
         self.context: zmq.Context[Socket] = zmq.Context()
         self.gone: list[bytes] = []
-        self.mail = Mailbox(self.context, address, None, lease_s=60.0, on_gone=self.gone.append)
+        self.mail = Mailbox(self.context, address, None, lease_s=60.0, on_client_lost=self.gone.append)
         self._address = address
         self._clients: list[Socket] = []  # kept until the context closes them
         self.client = self.connect()
@@ -71,7 +71,7 @@ class MailboxScene:
         )
         ((client, message),) = self.receive(1)
         assert isinstance(message, Hello)
-        self.mail.clients.greet(client, 1.0, message.name)
+        self.mail.clients.add(client, 1.0, message.name)
         return client
 
     @contextmanager
@@ -103,23 +103,23 @@ def test_nonsense_is_refused_and_counted_and_what_follows_is_heard(
     assert all(isinstance(told, Refused) and told.request == -1 for told in refusals)
     assert len([r for r in caplog.records if "malformed" in r.message]) == 3  # 1st, 2nd, 4th
     client = scene.greet()
-    scene.mail.tell(client, PONG)
+    scene.mail.send(client, PONG)
     assert scene.told() == PONG
     assert scene.gone == []
 
 
 def test_who_cannot_be_told_anything_is_gone_once(scene: MailboxScene) -> None:
     client = scene.greet()
-    scene.mail.clients.greet(b"left", 1.0, "y")
-    scene.mail.tell_everybody(PONG)
-    scene.mail.tell(b"left", PONG)
+    scene.mail.clients.add(b"left", 1.0, "y")
+    scene.mail.broadcast(PONG)
+    scene.mail.send(b"left", PONG)
     assert scene.gone == [b"left"]
     assert scene.told() == PONG
     assert scene.mail.clients.all() == [client]
 
 
 def test_a_stranger_who_cannot_be_told_anything_is_no_news(scene: MailboxScene) -> None:
-    scene.mail.tell_each({b"stranger": PONG})
+    scene.mail.send_each({b"stranger": PONG})
     assert scene.gone == []
 
 
@@ -160,7 +160,7 @@ def test_a_client_that_is_stopped_or_dead_is_gone(
     words = [sys.executable, "-c", SILENT_CLIENT, f"ipc://{tmp_path}/m"]
     with subprocess.Popen(words) as process:
         ((other, _),) = scene.receive(1)
-        scene.mail.clients.greet(other, 1.0)
+        scene.mail.clients.add(other, 1.0)
         client = scene.greet()
         process.send_signal(sent)
         now = 3.5
@@ -168,8 +168,8 @@ def test_a_client_that_is_stopped_or_dead_is_gone(
         def is_gone() -> bool:
             nonlocal now
             now += 1.1  # so it is probed each time
-            scene.mail.clients.hear(client, now)
-            scene.mail.clients.hear(other, now - 3)
+            scene.mail.clients.on_message(client, now)
+            scene.mail.clients.on_message(other, now - 3)
             scene.mail.check_clients(now)
             return bool(scene.gone)
 
@@ -187,10 +187,10 @@ def test_a_client_that_never_reads_is_disconnected_and_may_connect_again(
     client = scene.greet()
     large = EngineStopped(error=ErrorInfo(code="x", message="x" * (1 << 20)))
     for _ in range(MAX_UNREAD_BYTES >> 20):
-        scene.mail.tell(client, large)
+        scene.mail.send(client, large)
     assert scene.gone == []
     with scene.disconnection():
-        scene.mail.tell(client, PONG)
+        scene.mail.send(client, PONG)
     assert scene.gone == [client]
     again: list[tuple[bytes, ToEngine]] = []
 
@@ -201,8 +201,8 @@ def test_a_client_that_never_reads_is_disconnected_and_may_connect_again(
 
     assert eventually(is_back, within_s=WAIT_MS / 1000)
     assert again[0][0] != client
-    scene.mail.clients.greet(again[0][0], 1.0)
-    scene.mail.tell(again[0][0], PONG)
+    scene.mail.clients.add(again[0][0], 1.0)
+    scene.mail.send(again[0][0], PONG)
     assert scene.gone == [client]
 
 
@@ -210,7 +210,7 @@ def test_a_client_that_says_what_it_has_read_is_never_dropped(scene: MailboxScen
     client = scene.greet()
     large = EngineStopped(error=ErrorInfo(code="x", message="x" * (8 << 20)))
     for _ in range(2 * (MAX_UNREAD_BYTES >> 23)):
-        scene.mail.tell(client, large)
+        scene.mail.send(client, large)
         scene.told()
         scene.mail.clients.on_read(client, scene.mail.clients.sent_bytes(client), 1.0)
     assert scene.gone == []
@@ -229,9 +229,9 @@ def test_clients_that_never_read_are_bounded_together_and_cost_a_reader_nothing(
     clients = scene.mail.clients
     for _ in range(num_rounds):
         for other in never_read:
-            scene.mail.tell(other, large)
+            scene.mail.send(other, large)
             assert clients.unread_bytes <= bound + message_bytes
-            scene.mail.tell(reader, large)
+            scene.mail.send(reader, large)
             assert scene.told() == large
             clients.on_read(reader, clients.sent_bytes(reader), time.monotonic())
     assert reader in clients

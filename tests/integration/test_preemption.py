@@ -107,7 +107,7 @@ class Run:
         pool, engine = self.replica.engine._scheduler.pool, self.replica.engine
         taken, before = [], engine.stats().num_preemptions
         while engine.stats().num_preemptions == before:
-            taken += pool.take(pool.num_free)
+            taken += pool.allocate(pool.num_free)
             if not self.replica.step():
                 break
         pool.release(taken)

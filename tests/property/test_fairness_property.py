@@ -29,8 +29,8 @@ class FairCrowd:
         )
         self.lengths = {name: self.random.choice([1, 8, 20, 40]) for name in NAMES}
         self.answers = {name: self.random.choice([1, 4, 18]) for name in NAMES}
-        shares = self.bench.engine._scheduler.shares
-        self.shares = {name: shares.of(name, lambda name: 1) for name in NAMES}
+        shares = self.bench.engine._scheduler.fair_share
+        self.shares = {name: shares.get(name, lambda name: 1) for name in NAMES}
 
     def add(self, name: str) -> None:
         length = self.random.randrange(1, self.lengths[name] + 1)
@@ -51,7 +51,7 @@ class FairCrowd:
         self.bench.step()
 
     def num_waiting(self, name: str) -> int:
-        return self.bench.engine._scheduler.waiting.load_of(self.shares[name]).requests
+        return self.bench.engine._scheduler.waiting.account_load(self.shares[name]).requests
 
     @property
     def bound(self) -> float:
@@ -59,7 +59,7 @@ class FairCrowd:
         compute, what is on its way, and what one of them may have taken last."""
         limits = self.bench.limits
         running = (limits.num_blocks - 1) * limits.block_tokens
-        burst = self.bench.engine._scheduler.shares.burst
+        burst = self.bench.engine._scheduler.fair_share.max_credit
         return burst + running + 3 * limits.token_budget
 
 

@@ -352,7 +352,7 @@ class Bench:
             queue_timeout_s=queue_timeout_s,
         )
         reply = self.engine.add(client, message)
-        self.jobs += self.engine.take_jobs()
+        self.jobs += self.engine.drain_compile_jobs()
         if isinstance(reply, Refused):
             return reply
         assert reply in (Accepted(request=self._next), None)
@@ -367,7 +367,7 @@ class Bench:
             result = self.compiler.compile(job.grammar)
         except ServingError as error:
             result = error
-        told = self.engine.settle(CompiledGrammar(job.digest, result))
+        told = self.engine.on_grammar_compiled(CompiledGrammar(job.digest, result))
         for client, reply in told:
             if isinstance(reply, Refused):
                 del self.news[client, reply.request]
@@ -381,7 +381,7 @@ class Bench:
 
     def abort_named(self, *names: str) -> dict[str, bool]:
         """Which of them any open request had."""
-        ends, known = self.engine.abort_named(names)
+        ends, known = self.engine.abort_by_label(names)
         for client, outputs in ends.items():
             self.take(client, outputs)
         self.check()
@@ -432,7 +432,7 @@ class Bench:
     def hear(self, report: KVReport) -> None:
         """What the worker reports of K/V."""
         self.send_orders()
-        for client, outputs in self.engine.hear(report).items():
+        for client, outputs in self.engine.on_kv_report(report).items():
             self.take(client, outputs.outputs)
         self.check()
 

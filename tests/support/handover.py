@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine_core.kv.peers import PeerCluster
-from engine_core.kv.transfers import Order
+from engine_core.kv.transfers import KVCommand
 from protocol.kv import (
     KVCancel,
     KVEndpoint,
@@ -92,12 +92,12 @@ class EchoMover:
         self.jobs: dict[int, KVFetch] = {}
         self.cancelled: set[int] = set()
         self.taken: list[bytes] = []
-        self.heard: list[Order] = []
+        self.heard: list[KVCommand] = []
         self._place = place
         self._kv = kv
         self._block_tokens = block_tokens
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: KVCommand) -> None:
         self.heard.append(order)
         exports, address = self._place.air.exports, self._place.address
         match order:

@@ -156,9 +156,9 @@ class Replica:
             request=number, prompt=Int32.of(prompt), params=params, grammar=grammar, **asked
         )
         reply = self.engine.add(CLIENT, message)
-        for job in self.engine.take_jobs():
+        for job in self.engine.drain_compile_jobs():
             compiled = CompiledGrammar(job.digest, self.compiler.compile(job.grammar))
-            ((_, reply),) = self.engine.settle(compiled)
+            ((_, reply),) = self.engine.on_grammar_compiled(compiled)
         assert reply == Accepted(request=number)
         self.outputs[number] = []
         return number
@@ -206,7 +206,7 @@ class Replica:
             blocks = order.blocks.tolist()
             k, v = (t[:, blocks].clone() for t in (self.cache.k, self.cache.v))
             self._arrived.append(Arrived(blocks, k, v))
-        for news in self.engine.hear(report).values():
+        for news in self.engine.on_kv_report(report).values():
             self._take(news.outputs)
 
     def finish(self) -> None:

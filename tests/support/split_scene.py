@@ -255,7 +255,7 @@ def scene_of(split: SplitEngines) -> Iterator[SplitScene]:
         """One that goes on by itself does without: the wire is held."""
         if case.max_tokens == LONG_ANSWER:
             return handle
-        return split.seal.close(replace(split.seal.open(handle), address=address))
+        return split.seal.to_text(replace(split.seal.from_text(handle), address=address))
 
     router = Router(split.p.side.address, split.d.side.address, over_the_wire)
     with wire:

@@ -156,7 +156,7 @@ class RequestStorm:
 
     def drop(self) -> None:
         client = self.random.choice([b"a", b"b", b"c"])
-        self.bench.engine.drop(client)
+        self.bench.engine.on_client_lost(client)
         self.dropped |= {key for key in self.asked if key[0] == client}
 
     def settle(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_core.kv.transfers import Order
+from engine_core.kv.transfers import KVCommand
 from protocol.kv import (
     KVCancel,
     KVFailure,
@@ -40,7 +40,7 @@ class EchoTiers:
         self._kv = kv
         self._block_tokens = block_tokens
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: KVCommand) -> None:
         match order:
             case KVStore(blocks=blocks, hashes=hashes):
                 self.stored.append(hashes)

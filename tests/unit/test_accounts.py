@@ -26,7 +26,7 @@ class Till:
             self.accounts.check(account, 0, is_first=True)
         except LimitReached as error:
             return error.retry_after_s
-        self.accounts.take_in(account, tokens, is_first=True)
+        self.accounts.charge_request(account, tokens, is_first=True)
         return None
 
 
@@ -68,7 +68,7 @@ def test_accounts_that_are_as_good_as_new_are_forgotten(monkeypatch: pytest.Monk
         kept.now = place * 70.0
         account = Account(name=str(place), requests_per_minute=5)
         kept.check(account, 0, is_first=True)
-        kept.take_in(account, 1, is_first=True)
+        kept.charge_request(account, 1, is_first=True)
     assert len(kept) <= 11
 
 

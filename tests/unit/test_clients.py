@@ -23,18 +23,18 @@ def greeted(*clients: bytes, lease_s: float = 60.0) -> Clients:
 
 def test_a_silent_client_is_probed_once_a_second() -> None:
     clients = greeted(ONE, TWO)
-    clients.hear(TWO, 5.0)
-    assert clients.to_probe(1.0) == []
-    assert clients.to_probe(5.0) == [ONE]
-    assert clients.to_probe(5.5) == []
-    assert clients.to_probe(6.0) == [ONE]
-    clients.hear(ONE, 6.0)
-    assert clients.to_probe(7.5) == [TWO]
+    clients.on_message(TWO, 5.0)
+    assert clients.due_probes(1.0) == []
+    assert clients.due_probes(5.0) == [ONE]
+    assert clients.due_probes(5.5) == []
+    assert clients.due_probes(6.0) == [ONE]
+    clients.on_message(ONE, 6.0)
+    assert clients.due_probes(7.5) == [TWO]
 
 
 def test_a_client_is_dropped_when_its_lease_is_over() -> None:
     clients = greeted(ONE, TWO)
-    clients.hear(TWO, 30.0)
+    clients.on_message(TWO, 30.0)
     assert clients.expire(60.0) == []
     assert clients.expire(61.0) == [ONE]
     assert clients.all() == [TWO]
@@ -60,9 +60,9 @@ def test_a_client_cannot_have_read_what_was_not_sent() -> None:
 def test_what_is_unread_still_counts_after_a_second_hello() -> None:
     clients = greeted(ONE)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
-    clients.greet(ONE, 1.0, "again")
+    clients.add(ONE, 1.0, "again")
     assert clients.find_unread(ONE, 1.0) == ONE
-    assert clients.name_of(ONE) == "again"
+    assert clients.get_name(ONE) == "again"
 
 
 MANY = [str(number).encode() for number in range(16)]
@@ -110,10 +110,10 @@ def test_the_sum_of_unread_bytes_follows_each_client_that_is_sent_reads_and_leav
     clients.on_read(ONE, 3, 1.0)  # an old report
     clients.on_read(b"stranger", 100, 1.0)
     assert clients.unread_bytes == 8
-    clients.greet(ONE, 1.0, "again")
+    clients.add(ONE, 1.0, "again")
     assert clients.unread_bytes == 8
     clients.ignore(TWO, 1.0)
-    clients.drop(TWO)
+    clients.remove(TWO)
     assert clients.unread_bytes == 1
     assert clients.expire(1e9) == [ONE]
     assert clients.unread_bytes == 0
@@ -138,8 +138,8 @@ def test_only_so_many_are_ignored_at_once() -> None:
 
 def test_nothing_is_remembered_of_a_stranger() -> None:
     clients = greeted()
-    clients.hear(ONE, 1.0)
+    clients.on_message(ONE, 1.0)
     clients.on_sent(ONE, MAX_UNREAD_BYTES + 1)
     clients.on_read(ONE, 5, 1.0)
     assert clients.find_unread(ONE, 1.0) is None
-    assert (len(clients), clients.sent_bytes(ONE), clients.name_of(ONE)) == (0, 0, "")
+    assert (len(clients), clients.sent_bytes(ONE), clients.get_name(ONE)) == (0, 0, "")

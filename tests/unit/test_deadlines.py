@@ -117,7 +117,7 @@ def test_a_grammar_that_is_compiled_too_late_is_no_answer() -> None:
 
 def test_who_cannot_be_begun_in_time_is_refused_at_once() -> None:
     bench = a_busy_bench()
-    bench.engine._speed.admitted.measure(50, 5.0)
+    bench.engine._throughput.admitted.observe(50, 5.0)
     waiting = bench.add([5] * 50)
     assert isinstance(waiting, int)
     refused = bench.add([5] * 4, queue_timeout_s=4.0)
@@ -149,12 +149,12 @@ def test_how_fast_the_queue_moves_is_measured_while_somebody_waits() -> None:
     assert bench.engine._speed.queue_per_s == pytest.approx(500, rel=0.1)
 
 
-def watched(order: int, begin_by: float, end_by: float) -> Request:
+def watched(order: int, start_deadline: float, deadline: float) -> Request:
     message = Generate(request=order, prompt=Int32.of([1]))
     request = new_request(
         CLIENT, message, [1], order, lambda: 0, a_card(), Bench().limits, EngineClock()
     )
-    request.begin_by, request.end_by = begin_by, end_by
+    request.start_deadline, request.deadline = start_deadline, deadline
     return request
 
 
@@ -163,15 +163,15 @@ def test_deadlines_come_in_their_order_whoever_leaves_meanwhile() -> None:
     book, left = Deadlines(), {}
     for order in range(300):
         request = watched(order, rng.uniform(0, 100), rng.uniform(0, 100))
-        book.watch(request)
-        book.watch(request)
-        left[request] = min(request.begin_by, request.end_by)
+        book.add(request)
+        book.add(request)
+        left[request] = min(request.start_deadline, request.deadline)
     for request in rng.sample(list(left), 100):
-        book.forget(request)
+        book.remove(request)
         del left[request]
     told: list[Request] = []
     for now in range(0, 101, 5):
-        late = book.over(now)
+        late = book.pop_late(now)
         assert all(left[request] <= now for request in late)
         told += late
         assert book.next_at > now
@@ -185,6 +185,6 @@ def test_a_request_that_has_ended_is_not_kept_by_its_deadline(
     book = Deadlines()
     for order in range(1000):
         request = watched(order, float("inf"), 600.0)
-        book.watch(request)
-        book.forget(request)
+        book.add(request)
+        book.remove(request)
     assert len(book) <= 11

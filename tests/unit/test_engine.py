@@ -228,7 +228,7 @@ def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
         bench.add([1] * 10, client=b"gone")
     kept = bench.add([2] * 10, max_tokens=2, ignore_eos=True)
     bench.step()
-    bench.engine.drop(b"gone")
+    bench.engine.on_client_lost(b"gone")
     bench.run()
     assert bench.end(kept).finish == "length"
     assert bench.engine.stats().free_blocks == 64
@@ -399,7 +399,7 @@ def test_a_view_tells_of_each_request_what_others_may_know() -> None:
     bench.step()
     bench.engine.tick(12.0)
     bench.step()
-    (mine, first), (theirs, second) = bench.engine.view(10)
+    (mine, first), (theirs, second) = bench.engine.status_rows(10)
     assert (mine, theirs) == (CLIENT, b"\x01other")
     assert first == RequestView(
         name="chat-1",
@@ -413,9 +413,9 @@ def test_a_view_tells_of_each_request_what_others_may_know() -> None:
         most_tokens=9,
     )
     assert (second.name, second.stage) == ("016f74686572.2", "queued")
-    assert [row for _, row in bench.engine.view(1)] == [first]
-    assert bench.engine.view(0) == bench.engine.view(-1) == []
-    assert len(bench.engine.view(1 << 63)) == 2
+    assert [row for _, row in bench.engine.status_rows(1)] == [first]
+    assert bench.engine.status_rows(0) == bench.engine.status_rows(-1) == []
+    assert len(bench.engine.status_rows(1 << 63)) == 2
 
 
 def test_a_request_without_labels_is_aborted_by_the_name_that_a_view_tells() -> None:

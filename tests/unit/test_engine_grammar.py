@@ -114,7 +114,7 @@ def test_an_abort_while_the_grammar_is_compiled_is_the_requests_one_end() -> Non
 def test_a_client_that_leaves_takes_what_it_waits_for_along() -> None:
     bench = Bench()
     bench.add(PROMPT, grammar=WORD)
-    bench.engine.drop(CLIENT)
+    bench.engine.on_client_lost(CLIENT)
     assert bench.engine.is_idle
     assert bench.compile() == {}
     bench.add(PROMPT, grammar=WORD)
@@ -363,9 +363,9 @@ def test_the_most_recently_used_grammars_are_kept() -> None:
     grammars = [Grammar(body=Regex(pattern=f"a{n}")) for n in range(MAX_KEPT + 1)]
     digests = [book.find(grammar)[0] for grammar in grammars]
     for digest in digests[:-1]:
-        book.settle(CompiledGrammar(digest, template))
+        book.on_grammar_compiled(CompiledGrammar(digest, template))
     assert book.find(grammars[0])[1] is template
-    book.settle(CompiledGrammar(digests[-1], template))
+    book.on_grammar_compiled(CompiledGrammar(digests[-1], template))
     assert book.find(grammars[0])[1] is template
     assert book.find(grammars[1])[1] is None
 

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from engine_core.policy.admission import new_request
-from engine_core.policy.fair_share import AccountUsage, FairShare, squash
+from engine_core.policy.accounts import AccountUsage
+from engine_core.policy.fair_share import FairShare, squash
 from engine_core.policy.queue import WaitingQueue
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock
@@ -163,10 +164,10 @@ def test_a_queue_of_many_accounts_has_a_bound() -> None:
 
 def test_what_a_cache_has_is_not_counted_and_what_is_computed_again_is_not_counted_twice() -> None:
     bench = Bench(token_budget=16, block_tokens=4, max_slots=1)
-    shares = bench.engine._scheduler.shares
+    shares = bench.engine._scheduler.fair_share
     bench.add([5] * 17, account=ALICE, max_tokens=1)
     bench.run()
-    share = shares.of("alice", lambda name: 0)
+    share = shares.get("alice", lambda name: 0)
     assert share.served == 17
     bench.add([5] * 17, account=ALICE, max_tokens=1)
     bench.run()
@@ -176,21 +177,21 @@ def test_what_a_cache_has_is_not_counted_and_what_is_computed_again_is_not_count
 def test_who_was_away_has_a_bounded_head_start_and_who_was_alone_a_bounded_debt() -> None:
     shares = FairShare(Bench(max_len=100, token_budget=10).limits)
     busy, away = AccountUsage("busy", 1_000_000.0), AccountUsage("away")
-    shares.choose(busy)
-    shares.begin(away)
-    assert away.served == busy.served - shares.burst
+    shares.on_scheduled(busy)
+    shares.on_wait_started(away)
+    assert away.served == busy.served - shares.max_credit
     ahead = AccountUsage("ahead", 9_000_000.0)
-    shares.begin(ahead)
-    assert ahead.served == busy.served + shares.burst
+    shares.on_wait_started(ahead)
+    assert ahead.served == busy.served + shares.max_credit
 
 
 def test_accounts_without_requests_are_forgotten() -> None:
     shares = FairShare(Bench().limits)
-    kept = shares.of("kept", lambda name: 1)
+    kept = shares.get("kept", lambda name: 1)
     for number in range(10_000):
-        shares.of(str(number), lambda name: int(name == "kept"))
+        shares.get(str(number), lambda name: int(name == "kept"))
     assert len(shares) <= 4097
-    assert shares.of("kept", lambda name: 1) is kept
+    assert shares.get("kept", lambda name: 1) is kept
 
 
 def request_of(order: int, share: AccountUsage, length: int, shares: FairShare) -> Request:
@@ -199,7 +200,7 @@ def request_of(order: int, share: AccountUsage, length: int, shares: FairShare) 
     request = new_request(
         CLIENT, message, prompt, order, lambda: 0, a_card(), limits, EngineClock()
     )
-    request.share, request.place = share, float(order)
+    request.account_usage, request.queue_time = share, float(order)
     return request
 
 
@@ -212,15 +213,15 @@ def test_what_goes_before_a_newcomer_is_what_taking_one_after_the_other_finds(se
     for order in range(rng.randrange(120)):
         queue.push(request_of(order, rng.choice(accounts), rng.randrange(1, longest), shares))
     new = request_of(1000, rng.choice(accounts), 5, shares)
-    new.lead = rng.choice([0.0, 0.0, -50.0, 50.0])
-    told, most = queue.tokens_before(new), queue.most_before(new)
+    new.priority_credit = rng.choice([0.0, 0.0, -50.0, 50.0])
+    told, most = queue.tokens_before(new), queue.max_tokens_before(new)
     assert told <= most
     queue.push(new)
     found = 0
     while (first := queue.first()) is not new:
         assert first is not None
         queue.remove(first)
-        first.share.served += len(first.tokens)
+        first.account_usage.served += len(first.tokens)
         found += len(first.tokens)
     # Nobody is taken by parts: each account is a request ahead, or behind, at most.
     assert abs(told - found) <= longest * len(accounts)
@@ -252,15 +253,15 @@ def test_whoever_waits_is_overtaken_by_more_important_ones_only_for_so_long() ->
 
 def test_a_priority_does_not_outlast_its_head_start_between_accounts() -> None:
     bench = Bench(token_budget=16, max_len=64, max_slots=2)
-    burst = bench.engine._scheduler.shares.burst
+    max_credit = bench.engine._scheduler.fair_share.max_credit
     for place in range(60):
         bench.add([1 + place, *[3] * 11], account=ALICE, priority=-100, max_tokens=4)
         bench.add([1 + place, *[4] * 11], account=BOB, priority=100, max_tokens=4)
-    shares = bench.engine._scheduler.shares
-    alice, bob = (shares.of(name, lambda name: 0) for name in ("alice", "bob"))
+    shares = bench.engine._scheduler.fair_share
+    alice, bob = (shares.get(name, lambda name: 0) for name in ("alice", "bob"))
     most = 0.0
     for _ in range(60):
         bench.step()
         most = max(most, alice.served - bob.served)
-    assert burst / 2 < most <= 2 * burst + 3 * 16
-    assert bob.served > burst / 2
+    assert max_credit / 2 < most <= 2 * max_credit + 3 * 16
+    assert bob.served > max_credit / 2

@@ -273,9 +273,9 @@ def test_it_is_known_for_how_long_the_worker_has_owed_a_report() -> None:
     handle = pair.prefill()
     pair.d.tick(100.0)
     pair.decode(handle, max_tokens=9)
-    assert pair.d.engine.owed_s(107.0) == 7.0
+    assert pair.d.engine.oldest_fetch_s(107.0) == 7.0
     pair.move()
-    assert pair.d.engine.owed_s(108.0) == 0.0
+    assert pair.d.engine.oldest_fetch_s(108.0) == 0.0
 
 
 # ---- leases
@@ -495,10 +495,10 @@ def test_what_is_not_in_a_table_is_illegal_and_changes_nothing() -> None:
         if (RequestPhase.FETCHING, event) not in NEXT_PHASE:
             with pytest.raises(RuntimeError, match="illegal in FETCHING"):
                 request.move(event)
-    fetch = pair.d.engine._exchange.fetches._jobs[1]
-    fetch.move(fetches.FetchEvent.GIVE_UP)
+    fetch = pair.d.engine._kv_transfers.fetches._jobs[1]
+    fetch.move(fetches.FetchEvent.CANCEL)
     with pytest.raises(RuntimeError, match="GIVE_UP is illegal in GIVEN_UP"):
-        fetch.move(fetches.FetchEvent.GIVE_UP)
+        fetch.move(fetches.FetchEvent.CANCEL)
     lease = leases.KVLease(b"l", [1], term=1, until=1)
     lease.move(leases.LeaseEvent.TAKE)
     for last in leases.LeaseEvent:

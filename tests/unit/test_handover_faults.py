@@ -145,8 +145,8 @@ def abort_too_late(case: FaultCase) -> None:
 
 def lose_gateway(case: FaultCase) -> None:
     case.is_gone = True
-    case.pair.p.engine.drop(CLIENT)
-    case.pair.d.engine.drop(CLIENT)
+    case.pair.p.engine.on_client_lost(CLIENT)
+    case.pair.d.engine.on_client_lost(CLIENT)
 
 
 def fail(case: FaultCase) -> None:

@@ -31,27 +31,27 @@ def computing(step_s: float, expected_s: float, **more: int) -> WorkerView:
 )
 def test_who_has_nothing_to_do_or_takes_its_time_is_well(view: WorkerView) -> None:
     health = Health(STOPPED_S)
-    assert not health.look(view, False, 5.0)
+    assert not health.update(view, False, 5.0)
     assert health.trouble == ""
 
 
 def test_a_step_that_takes_many_times_as_long_as_it_should_is_told_until_it_comes() -> None:
     health = Health(STOPPED_S)
-    assert health.look(computing(LATE_S, 0.5), False, 5.0)
+    assert health.update(computing(LATE_S, 0.5), False, 5.0)
     assert health.trouble == (
         "the worker (pid 7) has been computing step 8 for 10.0 s; 0.5 s were expected"
     )
-    assert not health.look(computing(LATE_S + 1, 0.5), False, 6.0)
+    assert not health.update(computing(LATE_S + 1, 0.5), False, 6.0)
     assert not health.is_lost(1e9)
-    assert health.look(WorkerView(pid=7), False, 7.0)
+    assert health.update(WorkerView(pid=7), False, 7.0)
     assert health.trouble == ""
 
 
 def test_a_stopped_worker_is_told_at_once_and_lost_after_a_while() -> None:
     health = Health(STOPPED_S)
-    assert health.look(WorkerView(pid=7), True, 5.0)
+    assert health.update(WorkerView(pid=7), True, 5.0)
     assert health.trouble == "the worker (pid 7) has been stopped by a signal for 0.0 s"
-    assert not health.look(WorkerView(pid=7), True, 6.5)
+    assert not health.update(WorkerView(pid=7), True, 6.5)
     assert "for 1.5 s" in health.trouble
     assert not health.is_lost(5.0 + STOPPED_S - 0.1)
     assert health.is_lost(5.0 + STOPPED_S)
@@ -59,9 +59,9 @@ def test_a_stopped_worker_is_told_at_once_and_lost_after_a_while() -> None:
 
 def test_a_worker_that_goes_on_again_was_never_lost() -> None:
     health = Health(STOPPED_S)
-    health.look(WorkerView(pid=7), True, 5.0)
-    assert health.look(WorkerView(pid=7), False, 6.0)
-    assert not health.look(WorkerView(pid=7), False, 7.0)
+    health.update(WorkerView(pid=7), True, 5.0)
+    assert health.update(WorkerView(pid=7), False, 6.0)
+    assert not health.update(WorkerView(pid=7), False, 7.0)
     assert not health.is_lost(5.0 + STOPPED_S)
 
 

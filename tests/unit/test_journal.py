@@ -16,7 +16,7 @@ from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.records import AnyRecord, Began, CommitRecord, PlanRecord, Ticked
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
-from engine_core.journal.state import FrozenObject, Unknown, freeze, thaw
+from engine_core.journal.state import FrozenObject, StateError, freeze, thaw
 from protocol.arrays import Int32
 from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
@@ -91,7 +91,7 @@ def test_a_decision_that_changed_is_named_with_its_record(journals: Journals) ->
     at = next(i for i, record in enumerate(records) if isinstance(record, PlanRecord))
     planned = records[at]
     assert isinstance(planned, PlanRecord)
-    records[at] = replace(planned, said=b"12345678", tokens=99)
+    records[at] = replace(planned, reply_digest=b"12345678", tokens=99)
     with pytest.raises(ReplayDiffers, match=rf"record {at}.*was step 1 of 1 rows and 99 tokens"):
         replay(records)
 
@@ -254,9 +254,9 @@ def test_a_part_of_an_engine_that_consisted_of_something_else_is_refused(
 
 def test_a_state_names_no_class_but_ours_and_calls_none() -> None:
     for name in ("subprocess:Popen", "engine_core.engine:secrets", "engine_core.nowhere:Engine"):
-        with pytest.raises(Unknown):
+        with pytest.raises(StateError):
             thaw(FrozenObject([["object", name, {}, []]]), str, lambda digest: Matcher(None))
-    with pytest.raises(Unknown, match="subprocess:list2cmdline"):
+    with pytest.raises(StateError, match="subprocess:list2cmdline"):
         freeze([subprocess.list2cmdline], {})
 
 

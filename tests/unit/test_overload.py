@@ -8,7 +8,7 @@ from statistics import median, quantiles
 
 import pytest
 
-from engine_core.policy.fair_share import part_of
+from engine_core.policy.fair_share import prefill_budget_when_shared
 from engine_core.speculation.step_costs import StepCosts
 from gateway.engine.refusal_cache import StandingRefusals
 from protocol.messages import Account
@@ -246,7 +246,7 @@ def test_steps_are_as_short_as_a_short_prompt_needs_and_as_tokens_are_worth(
 ) -> None:
     """The last but one: 16 tokens take too long for eight, but even of 32 each costs more than
     twice what it does in a full step."""
-    assert part_of(full, StepCosts(costs) if costs else None) == part
+    assert prefill_budget_when_shared(full, StepCosts(costs) if costs else None) == part
 
 
 def test_one_account_alone_has_whole_steps() -> None:

@@ -22,23 +22,23 @@ ASKED = Profile(request=7, steps=3, directory="/traces")
 DONE = Traced(file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
 
 
-def test_a_profile_is_ordered_once_and_told_to_whom_asked() -> None:
+def test_a_profile_is_ordered_once_and_told_to_whom_message() -> None:
     profiling = Profiling()
-    assert profiling.order() is None
-    assert profiling.ask(US, ASKED) is None
-    assert profiling.order() == Trace(steps=3, directory="/traces")
-    assert profiling.order() is None
+    assert profiling.pop_command() is None
+    assert profiling.request(US, ASKED) is None
+    assert profiling.pop_command() == Trace(steps=3, directory="/traces")
+    assert profiling.pop_command() is None
     told = Profiled(request=7, file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
-    assert profiling.told(DONE) == (US, told)
-    assert profiling.ask(THEM, ASKED) is None
+    assert profiling.on_traced(DONE) == (US, told)
+    assert profiling.request(THEM, ASKED) is None
 
 
 def test_a_second_profile_is_refused_until_the_first_has_been_told() -> None:
     profiling = Profiling()
     for prepare in (lambda: None, profiling.order):
-        profiling.ask(US, ASKED)
+        profiling.request(US, ASKED)
         prepare()
-        refused = profiling.ask(THEM, ASKED)
+        refused = profiling.request(THEM, ASKED)
         assert refused is not None
         assert "another profile is being made" in refused.error.message
 
@@ -56,17 +56,17 @@ def test_what_cannot_be_meant_is_refused_by_name_and_bars_nobody(
     asked: Profile, field: str
 ) -> None:
     profiling = Profiling()
-    refused = profiling.ask(US, asked)
+    refused = profiling.request(US, asked)
     assert refused is not None
     assert (refused.request, refused.error.param) == (1, field)
-    assert profiling.ask(THEM, ASKED) is None
+    assert profiling.request(THEM, ASKED) is None
 
 
 def test_what_the_worker_could_not_write_is_told() -> None:
     profiling = Profiling()
-    profiling.ask(US, ASKED)
-    profiling.order()
-    answer = profiling.told(Traced(error="disk full"))
+    profiling.request(US, ASKED)
+    profiling.pop_command()
+    answer = profiling.on_traced(Traced(error="disk full"))
     assert answer is not None
     client, refused = answer
     assert client == US
@@ -77,39 +77,39 @@ def test_what_the_worker_could_not_write_is_told() -> None:
 @pytest.mark.parametrize("requests", [None, [5, 7]])
 def test_who_leaves_before_the_worker_knows_leaves_nothing(requests: list[int] | None) -> None:
     profiling = Profiling()
-    profiling.ask(US, ASKED)
-    profiling.leave(US, requests)
-    assert profiling.order() is None
-    assert profiling.ask(THEM, ASKED) is None
+    profiling.request(US, ASKED)
+    profiling.cancel(US, requests)
+    assert profiling.pop_command() is None
+    assert profiling.request(THEM, ASKED) is None
 
 
 def test_who_leaves_later_ends_it_and_is_not_told() -> None:
     profiling = Profiling()
-    profiling.ask(US, ASKED)
-    profiling.order()
-    profiling.leave(US)
-    assert profiling.ask(THEM, ASKED) is not None
-    assert profiling.order() == Trace(steps=0)
-    assert profiling.order() is None
-    assert profiling.told(DONE) is None
-    assert profiling.ask(THEM, ASKED) is None
+    profiling.request(US, ASKED)
+    profiling.pop_command()
+    profiling.cancel(US)
+    assert profiling.request(THEM, ASKED) is not None
+    assert profiling.pop_command() == Trace(steps=0)
+    assert profiling.pop_command() is None
+    assert profiling.on_traced(DONE) is None
+    assert profiling.request(THEM, ASKED) is None
 
 
 def test_a_trace_that_ends_while_it_is_given_up_is_not_told() -> None:
     profiling = Profiling()
-    profiling.ask(US, ASKED)
-    profiling.order()
-    profiling.leave(US)
-    assert profiling.told(DONE) is None
-    assert profiling.order() is None
+    profiling.request(US, ASKED)
+    profiling.pop_command()
+    profiling.cancel(US)
+    assert profiling.on_traced(DONE) is None
+    assert profiling.pop_command() is None
 
 
 def test_others_that_leave_change_nothing() -> None:
     profiling = Profiling()
-    profiling.ask(US, ASKED)
-    profiling.leave(THEM)
-    profiling.leave(US, [8])
-    assert profiling.order() is not None
+    profiling.request(US, ASKED)
+    profiling.cancel(THEM)
+    profiling.cancel(US, [8])
+    assert profiling.pop_command() is not None
 
 
 # ---- the worker's part

@@ -41,13 +41,13 @@ def drafted(plans: list[StepPlan]) -> list[int]:
 def guesses_after(*steps: tuple[int, int]) -> RequestDrafting:
     guesses = RequestDrafting(drafter=None)  # type: ignore[arg-type]
     for proposed, accepted in steps:
-        guesses.learn(proposed, accepted, token=7)
+        guesses.observe(proposed, accepted, token=7)
     return guesses
 
 
 def worth(guesses: RequestDrafting, rows: int = 1) -> int:
     config = EngineConfig(worker=WorkerConfig(model=""), draft_width=32, max_drafts=8)
-    return Speculation(config)._worth(guesses.guessed.chance, rows)
+    return Speculation(config)._best_count(guesses.tally.acceptance, rows)
 
 
 def test_who_guesses_right_gets_more_drafts_and_who_guesses_wrong_gets_none() -> None:

@@ -115,7 +115,7 @@ def run_of(text: str, body: Body, most: int = 64) -> str:
     matcher = echo_compiler().compile(Grammar(body=body)).start()
     for token in ids_of(text):
         matcher.consume(token)
-    return text_of(matcher.forced_run(most))
+    return text_of(matcher.forced_tokens(most))
 
 
 def test_where_a_grammar_leaves_one_text_that_is_guessed_without_any_past() -> None:
@@ -143,44 +143,44 @@ def test_what_becomes_of_forced_drafts_says_nothing_of_those_from_the_past() -> 
     while not bench.tokens(number):
         bench.step()
     (request,) = bench.engine._scheduler.running
-    assert request.guesses is not None
-    before = request.guesses.guessed.seen
+    assert request.drafting is not None
+    before = request.drafting.tally.checked
     while not request.num_accepted:
         bench.step()
-    assert request.guesses.guessed.seen <= before
-    assert request.guesses.forced.right > 0
+    assert request.drafting.tally.checked <= before
+    assert request.drafting.forced_tally.accepted > 0
 
 
 def test_who_spells_what_is_forced_in_another_way_is_not_guessed_at_for_ever() -> None:
     """Every sign is a token here; so a model that never says what is expected stands for one."""
     guesses = RequestDrafting(drafter=None)  # type: ignore[arg-type]
     guesses.is_forced = True
-    before = guesses.forced.chance
-    guesses.learn(8, 0, token=7)
+    before = guesses.forced_tally.acceptance
+    guesses.observe(8, 0, token=7)
     assert not guesses.is_forced
-    assert guesses.forced.chance < before / 1.5
-    assert guesses.guessed.seen == 0
+    assert guesses.forced_tally.acceptance < before / 1.5
+    assert guesses.tally.checked == 0
 
 
 def test_drafts_end_before_the_token_that_completes_the_answer() -> None:
     matcher = echo_compiler().compile(Grammar(body=ChoiceGrammar(choices=["yes"]))).start()
-    assert text_of(matcher.admitted(ids_of("yesyes"))) == "ye"
-    assert text_of(matcher.admitted(ids_of("yo"))) == "y"
+    assert text_of(matcher.admitted_prefix(ids_of("yesyes"))) == "ye"
+    assert text_of(matcher.admitted_prefix(ids_of("yo"))) == "y"
     many = echo_compiler().compile(Grammar(body=Regex(pattern="(ab)+"))).start()
-    assert text_of(many.admitted([*ids_of("abab"), EOS, 5])) == "abab"
-    assert text_of(matcher.admitted(ids_of("yes"))) == "ye", "looking moves nothing"
+    assert text_of(many.admitted_prefix([*ids_of("abab"), EOS, 5])) == "abab"
+    assert text_of(matcher.admitted_prefix(ids_of("yes"))) == "ye", "looking moves nothing"
 
 
 @pytest.mark.parametrize("body", [None, Regex(pattern=r"\(*a+\)+b*")], ids=["free", "grammar"])
 def test_drafts_keep_to_the_budget_of_thinking(body: Body | None) -> None:
     budget = ThinkingBudget(most=2, opens=["(("], closes=["))"], inside=True)
     matcher = echo_compiler().compile(Grammar(body=body, budget=budget)).start()
-    assert text_of(matcher.admitted(ids_of("aaaa"))) == "aa"
-    assert text_of(matcher.admitted(ids_of("aa))bb"))) == "aa))bb"
-    along = [m.forced for m in matcher.along(ids_of("aa))b"))]
+    assert text_of(matcher.admitted_prefix(ids_of("aaaa"))) == "aa"
+    assert text_of(matcher.admitted_prefix(ids_of("aa))bb"))) == "aa))bb"
+    along = [m.forced_tally for m in matcher.along(ids_of("aa))b"))]
     closing = ids_of(")")[0]
     assert along == [None, closing, closing, None, None]
-    assert matcher.forced is None
+    assert matcher.forced_tally is None
 
 
 def test_a_grammar_that_is_too_large_behind_right_drafts_says_so_all_the_same() -> None:

@@ -9,7 +9,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from engine_core.schedule.scheduler import FALL_BEHIND
+from engine_core.schedule.scheduler import MAX_DRAFT_LAG
 from engine_core.speculation.drafting import TRY_EVERY
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
@@ -93,7 +93,7 @@ def test_one_that_is_never_right_is_asked_now_and_then_and_follows_in_long_strid
     assert len(each.plans) == 400
     asked, followed = sum(map(wanted, each.plans)), sum(map(follows, each.plans))
     assert 5 < asked < 25
-    assert followed < asked + 400 / FALL_BEHIND
+    assert followed < asked + 400 / MAX_DRAFT_LAG
 
 
 def test_one_that_costs_as_much_as_it_saves_is_not_asked() -> None:
@@ -149,7 +149,7 @@ def test_a_block_is_published_when_both_models_have_computed_it() -> None:
     each.run()
     usage = each.end(other).usage
     assert usage is not None
-    assert len(again) - FALL_BEHIND - 8 < usage.cached_tokens < len(again)
+    assert len(again) - MAX_DRAFT_LAG - 8 < usage.cached_tokens < len(again)
     assert each.tokens(other) == free_answer(again, 30)
 
 

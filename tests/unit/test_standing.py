@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.policy.admission import MAX_STANDS_S, check_load, stands
+from engine_core.policy.accounts import MAX_STANDS_S
+from engine_core.policy.admission import check_load, repeat_s
 from engine_core.policy.queue import QueueLoad
 from gateway.engine.refusal_cache import MAX_KEPT, StandingRefusals
 from protocol.errors import ContextTooLong, Overloaded, ServingError
@@ -18,7 +19,7 @@ MOST = QueueLoad(requests=100, tokens=6400)
 
 def refusal_of(num_tokens: int, waiting: QueueLoad, *, rate: float = 1000.0) -> Overloaded:
     with pytest.raises(Overloaded) as refused:
-        check_load(num_tokens, waiting, own=waiting, most=MOST, num_shares=1, rate=rate)
+        check_load(num_tokens, waiting, own=waiting, max_load=MOST, num_accounts=1, rate=rate)
     return refused.value
 
 
@@ -67,9 +68,9 @@ def test_a_queue_full_of_tokens_is_full_for_others_if_nothing_small_fits_either(
 
 
 def test_it_stands_while_little_of_what_waits_leaves() -> None:
-    assert stands(2000, 1000.0) == 0.1  # a twentieth of it, at that speed
-    assert stands(10**6, 1000.0) == MAX_STANDS_S
-    assert stands(2000, 0.0) == 0  # nobody knows
+    assert repeat_s(2000, 1000.0) == 0.1  # a twentieth of it, at that speed
+    assert repeat_s(10**6, 1000.0) == MAX_STANDS_S
+    assert repeat_s(2000, 0.0) == 0  # nobody knows
 
 
 def test_a_limit_of_the_accounts_own_stands_until_there_is_one_in_the_bucket() -> None:

@@ -35,8 +35,8 @@ def test_one_measurement_is_all_there_is() -> None:
 
 
 def test_a_width_that_is_told_stands_above_what_is_measured() -> None:
-    assert StepCosts.of(0, MEASURED)[1] == 4.0
-    told, unknown = StepCosts.of(16, MEASURED), StepCosts.of(0, [])
+    assert StepCosts.from_measurements(0, MEASURED)[1] == 4.0
+    told, unknown = StepCosts.from_measurements(16, MEASURED), StepCosts.from_measurements(0, [])
     assert told[16] == 2.0
     assert unknown[UNMEASURED_WIDTH] == 2.0
     assert unknown[2 * UNMEASURED_WIDTH] == pytest.approx(3.0)

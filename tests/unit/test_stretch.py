@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine_core.speculation.drafting import Speculation
-from engine_core.speculation.overhead import FEWEST, DraftOverhead
+from engine_core.speculation.overhead import MIN_STEPS, DraftOverhead
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 
@@ -16,11 +16,11 @@ FLAT = [(1, 1.0), (64, 1.0)]
 
 
 def taught(plain_s: float, drafted_s: float, *, rows: int = 4, times: int = 40) -> DraftOverhead:
-    stretch = DraftOverhead()
+    overhead = DraftOverhead()
     for _ in range(times):
-        stretch.learn(rows, 1.0, plain_s, is_drafted=False)
-        stretch.learn(rows, 1.0, drafted_s, is_drafted=True)
-    return stretch
+        overhead.observe(rows, 1.0, plain_s, is_drafted=False)
+        overhead.observe(rows, 1.0, drafted_s, is_drafted=True)
+    return overhead
 
 
 def test_it_is_the_ratio_of_what_steps_took_for_their_cost() -> None:
@@ -29,62 +29,62 @@ def test_it_is_the_ratio_of_what_steps_took_for_their_cost() -> None:
 
 
 def test_of_steps_of_which_only_one_kind_was_seen_nothing_is_known() -> None:
-    stretch = DraftOverhead()
+    overhead = DraftOverhead()
     for _ in range(50):
-        stretch.learn(4, 1.0, 0.02, is_drafted=True)
-    for _ in range(FEWEST - 1):
-        stretch.learn(4, 1.0, 0.01, is_drafted=False)
-    assert stretch[4] == 1.0
-    stretch.learn(4, 1.0, 0.01, is_drafted=False)
-    assert stretch[4] == pytest.approx(2.0, rel=0.05)
+        overhead.observe(4, 1.0, 0.02, is_drafted=True)
+    for _ in range(MIN_STEPS - 1):
+        overhead.observe(4, 1.0, 0.01, is_drafted=False)
+    assert overhead[4] == 1.0
+    overhead.observe(4, 1.0, 0.01, is_drafted=False)
+    assert overhead[4] == pytest.approx(2.0, rel=0.05)
 
 
 def test_few_rows_say_nothing_of_many() -> None:
-    stretch = taught(0.010, 0.020, rows=4)
-    assert stretch[7] == stretch[4]
-    assert stretch[1] == stretch[8] == 1.0
+    overhead = taught(0.010, 0.020, rows=4)
+    assert overhead[7] == overhead[4]
+    assert overhead[1] == overhead[8] == 1.0
 
 
 def test_costs_are_in_any_unit() -> None:
     one, other = DraftOverhead(), DraftOverhead()
     for _ in range(20):
-        for stretch, unit in ((one, 1.0), (other, 1e-3)):
-            stretch.learn(2, 1.0 * unit, 0.010, is_drafted=False)
-            stretch.learn(2, 2.0 * unit, 0.030, is_drafted=True)
+        for overhead, unit in ((one, 1.0), (other, 1e-3)):
+            overhead.observe(2, 1.0 * unit, 0.010, is_drafted=False)
+            overhead.observe(2, 2.0 * unit, 0.030, is_drafted=True)
     assert one[2] == pytest.approx(other[2]) == pytest.approx(1.5, rel=0.05)
 
 
 def test_a_step_that_others_held_up_changes_little() -> None:
-    stretch = taught(0.010, 0.010)
-    stretch.learn(4, 1.0, 5.0, is_drafted=True)
-    assert stretch[4] < 1.1
+    overhead = taught(0.010, 0.010)
+    overhead.observe(4, 1.0, 5.0, is_drafted=True)
+    assert overhead[4] < 1.1
 
 
 def test_on_a_machine_of_moods_the_mean_is_near() -> None:
-    chance, stretch = random.Random(3), DraftOverhead()
+    chance, overhead = random.Random(3), DraftOverhead()
     for _ in range(400):
-        stretch.learn(4, 1.0, 0.010 * chance.uniform(0.8, 1.4), is_drafted=False)
-        stretch.learn(4, 1.0, 0.012 * chance.uniform(0.8, 1.4), is_drafted=True)
-    assert 1.05 < stretch[4] < 1.35
+        overhead.observe(4, 1.0, 0.010 * chance.uniform(0.8, 1.4), is_drafted=False)
+        overhead.observe(4, 1.0, 0.012 * chance.uniform(0.8, 1.4), is_drafted=True)
+    assert 1.05 < overhead[4] < 1.35
 
 
 def test_drafts_that_were_too_dear_are_tried_again_in_the_end() -> None:
-    stretch = taught(0.010, 0.020)
+    overhead = taught(0.010, 0.020)
     steps = 0
-    while stretch[4] > 1.2:
-        stretch.learn(4, 1.0, 0.010, is_drafted=False)
+    while overhead[4] > 1.2:
+        overhead.observe(4, 1.0, 0.010, is_drafted=False)
         steps += 1
     assert 200 < steps < 2000
 
 
 def test_a_clock_that_stood_still_says_nothing() -> None:
-    stretch = taught(0.010, 0.010)
-    stretch.learn(4, 1.0, 0.0, is_drafted=True)
-    assert stretch[4] == pytest.approx(1.0)
+    overhead = taught(0.010, 0.010)
+    overhead.observe(4, 1.0, 0.0, is_drafted=True)
+    assert overhead[4] == pytest.approx(1.0)
 
 
 def worth_of(speculation: Speculation) -> int:
-    return speculation._worth(0.6, 4)
+    return speculation._best_count(0.6, 4)
 
 
 @pytest.mark.parametrize(("slower", "is_made"), [(1.0, True), (1.2, True), (2.5, False)])
@@ -95,8 +95,8 @@ def test_drafts_are_made_only_where_steps_with_them_are_worth_their_time(
     speculation = Speculation(config, 0.0, FLAT)
     assert worth_of(speculation) > 0
     for _ in range(40):
-        speculation.learn(4, 4, 0, 0.010)
-        speculation.learn(4, 8, 0, 0.010 * slower)
+        speculation.observe(4, 4, 0, 0.010)
+        speculation.observe(4, 8, 0, 0.010 * slower)
     assert (worth_of(speculation) > 0) == is_made
 
 
@@ -105,6 +105,6 @@ def test_what_was_expected_of_a_step_is_no_stretch() -> None:
     config = EngineConfig(worker=WorkerConfig(model=""), max_drafts=8)
     speculation = Speculation(config, 0.25, LINEAR)
     for _ in range(40):
-        speculation.learn(4, 4, 0, 0.010)
-        speculation.learn(4, 8, 2, 0.025)
+        speculation.observe(4, 4, 0, 0.010)
+        speculation.observe(4, 8, 2, 0.025)
     assert speculation._stretch[4] == pytest.approx(1.0)

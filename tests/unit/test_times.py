@@ -126,6 +126,6 @@ def test_nobody_is_told_of_what_ended_by_itself_or_with_its_client() -> None:
     bench.run()
     bench.add([1] * 6, max_tokens=50, client=b"other")
     bench.plan()
-    bench.engine.drop(b"other")
+    bench.engine.on_client_lost(b"other")
     bench.finish()
     assert bench.engine.freed == {}
