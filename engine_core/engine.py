@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of plans in step. `commit` is called for each, in order."""
+        """The number of plans in flight. `commit` is called for each, in order."""
         return len(self._inflight)
 
     @property
@@ -259,7 +259,7 @@ class Engine:
         return plan
 
     def _must_wait(self, *, is_shared: bool) -> bool:
-        """Whether the next step must wait for the plans in step.
+        """Whether the next step must wait for the plans in flight.
 
         It must if the step may preempt, or depends on drafts. It also waits after a long prefill,
         so that a request that arrives meanwhile can go first.
@@ -289,7 +289,7 @@ class Engine:
     # ---- commit
 
     def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        """Apply the result of the oldest plan in step.
+        """Apply the result of the oldest plan in flight.
 
         `elapsed_s`: since the plan was sent, or since the previous result if that came later.
         Raises RuntimeError if the result belongs to another plan.
@@ -313,14 +313,14 @@ class Engine:
         return {client: Outputs(step=result.step, outputs=own) for client, own in outputs.items()}
 
     def _release_ended(self) -> None:
-        """Release the slots and blocks of ended requests that are in no step in step."""
+        """Release the slots and blocks of ended requests that are in no step in flight."""
         still = []
         for request in self._ended_in_flight:
             if request.num_in_flight:
                 still.append(request)
             else:
                 self._release(request)
-        self._ended_in_step = still
+        self._ended_in_flight = still
 
     def _release(self, request: Request) -> None:
         """Release what an ended request owns. Nothing writes to it any more."""
@@ -460,7 +460,7 @@ class Engine:
         return [(request.client, view_row(request)) for request in oldest]
 
     def worker_view(self) -> WorkerView:
-        """Return what the worker is computing, according to the oldest plan in step.
+        """Return what the worker is computing, according to the oldest plan in flight.
 
         The caller fills in the measured times; `expected_s` is set here.
         """

@@ -2,7 +2,7 @@
 
 The worker executes plans in order, so a plan can be sent before the previous result has arrived. A
 request then counts the tokens that are being sampled (`num_pending`) and the positions that are
-planned (`num_scheduled`). Its slot and blocks are not reused while a plan in step writes to them
+planned (`num_scheduled`). Its slot and blocks are not reused while a plan in flight writes to them
 (`num_in_flight`).
 """
 
@@ -20,7 +20,7 @@ Work = list[tuple[Request, int]]
 
 @dataclass(slots=True)
 class InflightStep:
-    """One plan in step."""
+    """One plan in flight."""
 
     plan: StepPlan
     work: Work
@@ -69,7 +69,7 @@ class InflightSteps:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the steps in step that compute prompts, decodes included."""
+        """Tokens of the steps in flight that compute prompts, decodes included."""
         return sum(step.num_tokens for step in self._steps if step.has_prompts)
 
     @property

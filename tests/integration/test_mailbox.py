@@ -41,7 +41,9 @@ class MailboxScene:
     def __init__(self, address: str) -> None:
         self.context: zmq.Context[Socket] = zmq.Context()
         self.gone: list[bytes] = []
-        self.mail = Mailbox(self.context, address, None, lease_s=60.0, on_client_lost=self.gone.append)
+        self.mail = Mailbox(
+            self.context, address, None, lease_s=60.0, on_client_lost=self.gone.append
+        )
         self._address = address
         self._clients: list[Socket] = []  # kept until the context closes them
         self.client = self.connect()

@@ -208,7 +208,7 @@ def test_a_journal_of_an_engine_that_was_killed_is_replayed(
     done = replay(path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "13 accepted, 0 refused" in done.stdout
-    assert "all was decided as it had been" in done.stdout
+    assert "all decisions are the same" in done.stdout
     assert replay(ROOT / "README.md").returncode == 2
     (directory / "engine-20990101-000000-1-0001.journal").write_text("none")
     whole = replay(directory)

@@ -87,7 +87,7 @@ def test_all_clients_of_the_engine_share_an_accounts_concurrency():
     refused = bench.add([1, 2, 3], client=b"two", account=ALICE)
     assert code_of(refused) == "rate_limit_exceeded"
     assert isinstance(refused, Refused)
-    assert refused.error.message.startswith("concurrency: 2 ")
+    assert refused.error.message.startswith("concurrency: this key already has 2 answers")
     assert isinstance(bench.add([1, 2, 3], account=Account(name="bob", concurrency=1)), int)
     bench.abort(first, client=b"one")
     assert isinstance(bench.add([1, 2, 3], client=b"two", account=ALICE), int)
@@ -110,7 +110,7 @@ def test_tokens_of_answers_are_paid_for_when_they_are_there():
     bench.run()
     refused = bench.add([1, 2, 3], account=account)
     assert isinstance(refused, Refused)
-    assert refused.error.message.startswith("tokens_per_minute: the 12 ")
+    assert refused.error.message.startswith("tokens_per_minute: this key has used up its 12 ")
     assert refused.error.retry_after_s == 175.0  # 46 were used, 12 were there: 35 until one is
     bench.tick(175.0)
     assert isinstance(bench.add([1, 2, 3], account=account), int)

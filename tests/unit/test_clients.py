@@ -17,7 +17,7 @@ ONE, TWO = b"one", b"two"
 def greeted(*clients: bytes, lease_s: float = 60.0) -> Clients:
     found = Clients(lease_s)
     for client in clients:
-        found.greet(client, 0.0, client.decode())
+        found.add(client, 0.0, client.decode())
     return found
 
 

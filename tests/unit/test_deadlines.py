@@ -42,7 +42,7 @@ def test_who_is_not_begun_in_time_is_told_so_and_is_never_computed() -> None:
     bench.tick(102.0)
     error = error_of(bench.end(number))
     assert (error.code, error.param) == ("queue_timeout", "queue_timeout_s")
-    assert "not begun within the 2 s" in error.message
+    assert "not started within 2 s" in error.message
     assert error.retry_after_s is not None
     bench.run()
     assert sum(len(plan.bind) for plan in bench.plans) == 1
@@ -86,7 +86,7 @@ def test_an_answer_that_is_not_done_in_time_ends_with_what_there_is() -> None:
     bench.tick(103.0)
     error = error_of(bench.end(number))
     assert (error.code, error.param) == ("timeout", "timeout_s")
-    assert "the 3 s" in error.message
+    assert "within 3 s" in error.message
     assert "5 tokens were generated" in error.message
     assert bench.tokens(number) == answer([5] * 4, 5)
     bench.run()
@@ -141,12 +141,12 @@ def test_without_a_measured_rate_nobody_is_refused_for_it() -> None:
 
 def test_how_fast_the_queue_moves_is_measured_while_somebody_waits() -> None:
     bench = Bench(max_slots=1, prefix_cache=False)
-    assert bench.engine._speed.queue_per_s == 0.0
+    assert bench.engine._throughput.queue_per_s == 0.0
     for _ in range(100):
         bench.add([5] * 10, max_tokens=2, ignore_eos=True)
     bench.run()
     # A request of 10 tokens takes two steps of 10 ms.
-    assert bench.engine._speed.queue_per_s == pytest.approx(500, rel=0.1)
+    assert bench.engine._throughput.queue_per_s == pytest.approx(500, rel=0.1)
 
 
 def watched(order: int, start_deadline: float, deadline: float) -> Request:

@@ -337,7 +337,7 @@ def test_a_result_of_another_step_is_refused() -> None:
 def test_a_request_without_a_seed_gets_one_and_keeps_it_through_preemption() -> None:
     seeds = iter(range(100, 200))
     bench = Bench(num_blocks=11, max_slots=4, max_len=40)
-    bench.engine._door._draw_seed = lambda: next(seeds)
+    bench.engine._admission._draw_seed = lambda: next(seeds)
     for i in range(3):
         bench.add([10 + i] * 8, max_tokens=20, ignore_eos=True)
     bench.run()

@@ -279,7 +279,7 @@ def test_a_grammar_that_turns_out_too_large_far_into_the_answer_is_the_requests_
     assert (end.finish, end.tokens) == ("error", [])
     assert end.error is not None
     assert (end.error.code, end.error.param) == ("invalid_request", "grammar")
-    assert "cannot be enforced" in end.error.message
+    assert "could not be enforced" in end.error.message
     assert "max is" in end.error.message
 
 

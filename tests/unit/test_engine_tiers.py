@@ -35,7 +35,7 @@ def evicted(*tiers: str, **options: object) -> Bench:
     engine = bench(*tiers, **options)
     ask(engine)
     engine.run()
-    engine.on_kv_report(engine.tiers.news())
+    engine.hear(engine.tiers.news())
     forget(engine)
     engine.tiers.used.clear()
     return engine
@@ -50,7 +50,7 @@ def forget(engine: Bench) -> None:
 
 def load(engine: Bench, fault: str = "", seconds: float = 0.001) -> None:
     """The oldest fetch, and what the engine hears of it."""
-    engine.on_kv_report(engine.tiers.do(next(iter(engine.tiers.jobs)), fault, seconds))
+    engine.hear(engine.tiers.do(next(iter(engine.tiers.jobs)), fault, seconds))
 
 
 def test_what_was_computed_is_kept_block_by_block_as_it_is_published() -> None:
@@ -171,7 +171,7 @@ def test_a_few_tokens_are_computed() -> None:
     engine = bench()
     ask(engine)
     engine.run()
-    engine.on_kv_report(engine.tiers.news())
+    engine.hear(engine.tiers.news())
     least = 64  # by default
     for length, is_loaded in ((least, False), (least + 1, True)):
         forget(engine)
@@ -191,7 +191,7 @@ def test_where_loading_is_slower_than_computing_it_is_tried_now_and_then() -> No
         engine.plan()
         if engine.tiers.jobs:
             loads.append(turn)
-            load(engine, seconds=3 * 88 / engine.engine._speed.tokens_per_s)
+            load(engine, seconds=3 * 88 / engine.engine._throughput.tokens_per_s)
         engine.run()
         assert engine.tokens(number) == answer(PROMPT, 5)
         forget(engine)
@@ -205,7 +205,7 @@ def test_a_preempted_request_goes_on_from_what_the_tiers_have() -> None:
     numbers = [ask(engine, [n, *PROMPT[:60]], max_tokens=20) for n in range(3)]
     while not engine.engine.stats().num_preemptions:
         engine.step()
-        engine.on_kv_report(engine.tiers.news())
+        engine.hear(engine.tiers.news())
     for name in ("this", "that"):  # they take its blocks
         ask(engine, OTHER, priority=-1, namespace=name)
     while engine.step() is not None or engine.tiers.jobs:
@@ -234,7 +234,7 @@ def test_what_a_tier_has_lost_is_kept_again_when_it_is_computed() -> None:
     engine = evicted("host", "disk")
     first = engine.tiers.stored[0][0]
     engine.tiers.lose("host", first)
-    engine.on_kv_report(engine.tiers.news())
+    engine.hear(engine.tiers.news())
     engine.tiers.stored.clear()
     ask(engine, PROMPT[:6])
     engine.run()
@@ -255,8 +255,8 @@ def test_a_tier_tells_how_much_it_holds_and_what_it_did() -> None:
         num_failed=6,
     )
     for _ in range(2):
-        engine.on_kv_report(KVReport(tiers=[news]))
-    engine.on_kv_report(KVReport(tiers=[KVTierNews(tier="disk", lost=[b"a" * 32], num_bytes=7)]))
+        engine.hear(KVReport(tiers=[news]))
+    engine.hear(KVReport(tiers=[KVTierNews(tier="disk", lost=[b"a" * 32], num_bytes=7)]))
     stats = engine.engine.stats()
     assert (stats.tier_blocks, stats.tier_bytes) == ({"disk": 1}, {"disk": 7})
     assert (stats.num_tier_stored, stats.num_tier_dropped) == ({"disk": 6}, {"disk": 8})

@@ -44,11 +44,11 @@ def waited(service: GrammarService, count: int, now: float = 0.0) -> dict[str, C
     results: dict[str, CompiledGrammar] = {}
     while len(results) < count:
         assert poller.poll(WAIT_MS), "nothing was heard"
-        results |= {compiled.digest.decode(): compiled for compiled in service.take(now)}
+        results |= {compiled.digest.decode(): compiled for compiled in service.drain(now)}
 
     def is_quiet() -> bool:
         """A thread may say that there is news just after it was taken: once, for nothing."""
-        assert not service.take(now)
+        assert not service.drain(now)
         return not poller.poll(0)
 
     assert eventually(is_quiet), "the loop would spin"
@@ -65,7 +65,7 @@ def test_jobs_come_back_as_templates_or_as_the_clients_errors(service: GrammarSe
     assert isinstance(results["good"].result, MatcherTemplate)
     assert isinstance(results["bad"].result, InvalidRequest)
     assert not service.is_busy
-    assert service.take(1e9) == []
+    assert service.drain(1e9) == []
 
 
 def test_a_job_is_refused_when_its_time_is_over_and_kept_when_it_comes_late(
@@ -73,8 +73,8 @@ def test_a_job_is_refused_when_its_time_is_over_and_kept_when_it_comes_late(
 ) -> None:
     service.submit(job("slow", Regex(pattern="a")), 100.0)
     assert service.is_busy
-    assert service.take(100.0 + BUDGET_S) == []
-    (refusal,) = service.take(100.1 + BUDGET_S)
+    assert service.drain(100.0 + BUDGET_S) == []
+    (refusal,) = service.drain(100.1 + BUDGET_S)
     assert isinstance(refusal.result, InvalidRequest)
     assert (refusal.digest, refusal.result.param) == (b"slow", "grammar")
     assert "10 s" in refusal.result.message
@@ -126,7 +126,7 @@ for n, body in enumerate(bodies):
     service.submit(CompileJob(bytes([n]), Grammar(body=body)), 0.0)
 while bodies:
     select.select([service.fd], [], [], 60)
-    for compiled in service.take(0.0):
+    for compiled in service.drain(0.0):
         matcher = compiled.result.start()
         matcher.consume(ids_of('"a'[compiled.digest[0]])[0])
         assert matcher.error is None, matcher.error

@@ -103,7 +103,7 @@ def test_another_token_makes_another_answer(journals: Journals) -> None:
     assert isinstance(committed, CommitRecord)
     other = 2 if committed.result.tokens.tolist() == [1] else 1  # seeds are drawn: it may be any
     records[at] = replace(committed, result=replace(committed.result, tokens=Int32.of([other])))
-    with pytest.raises(ReplayDiffers, match="the answer to 'committed'"):
+    with pytest.raises(ReplayDiffers, match="the reply to 'committed'"):
         replay(records)
 
 
@@ -248,7 +248,7 @@ def test_a_part_of_an_engine_that_consisted_of_something_else_is_refused(
     journals.of(bench)
     vars(bench.engine._scheduler)["of_old"] = 1
     bench.engine.tick(1.0)
-    with pytest.raises(NoJournal, match="Scheduler differs in of_old"):
+    with pytest.raises(NoJournal, match="Scheduler differ: of_old"):
         replay(read(parts(journals)[-1]))
 
 

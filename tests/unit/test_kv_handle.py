@@ -19,7 +19,7 @@ HANDLE = Handle(
     address="tcp://10.0.0.1:7000",
     num_tokens=29,
     layout=b"d" * 32,
-    told="tiny, bfloat16",
+    layout_text="tiny, bfloat16",
     content=b"c" * 32,
 )
 GOLDEN = (
@@ -30,18 +30,18 @@ GOLDEN = (
 
 
 def test_the_text_of_a_handle_does_not_change() -> None:
-    assert SEAL.close(HANDLE) == GOLDEN
+    assert SEAL.to_text(HANDLE) == GOLDEN
 
 
 def test_what_is_closed_is_what_is_opened() -> None:
-    assert SEAL.open(SEAL.close(HANDLE)) == HANDLE
-    assert SEAL.open(GOLDEN) == HANDLE
+    assert SEAL.from_text(SEAL.to_text(HANDLE)) == HANDLE
+    assert SEAL.from_text(GOLDEN) == HANDLE
 
 
 def test_the_text_tells_nothing() -> None:
     """Not where the worker is, nor, by comparing two, in what they differ."""
     first, second = (
-        base64.urlsafe_b64decode(SEAL.close(handle) + "==")
+        base64.urlsafe_b64decode(SEAL.to_text(handle) + "==")
         for handle in (HANDLE, replace(HANDLE, lease=b"m" * 16))
     )
     for part in (b"10.0.0.1", HANDLE.lease, HANDLE.epoch.encode(), b"tiny"):
@@ -55,34 +55,34 @@ def test_every_changed_bit_is_noticed() -> None:
         changed = bytearray(sealed)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(InvalidRequest) as refusal:
-            SEAL.open(base64.urlsafe_b64encode(changed).decode())
+            SEAL.from_text(base64.urlsafe_b64encode(changed).decode())
         assert refusal.value.param == "kv_transfer_params"
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "no handle"),
-        ("AQ", "no handle"),
-        ("!" * 80, "no handle"),
-        ("A+/=" * 20, "no handle"),
-        ("ä" * 80, "no handle"),
+        ("", "not a handle"),
+        ("AQ", "not a handle"),
+        ("!" * 80, "not a handle"),
+        ("A+/=" * 20, "not a handle"),
+        ("ä" * 80, "not a handle"),
         ("A" * 80, "version 0"),
         ("AQ" * 40, "not written by an engine of this cluster"),
-        ("A" * (MAX_CHARS + 1), "no handle; one has 4,096 at most"),
+        ("A" * (MAX_CHARS + 1), "a handle has at most 4,096"),
         (GOLDEN[:-4], "not written by an engine of this cluster"),
         (GOLDEN + "AAAA", "not written by an engine of this cluster"),
     ],
 )
 def test_what_no_engine_has_written_is_refused_in_one_line(text: str, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why) as refusal:
-        SEAL.open(text)
+        SEAL.from_text(text)
     assert "\n" not in refusal.value.message
 
 
 def test_the_key_of_another_cluster_opens_nothing() -> None:
     with pytest.raises(InvalidRequest, match="of this cluster"):
-        Seal(b"another" * 6).open(GOLDEN)
+        Seal(b"another" * 6).from_text(GOLDEN)
 
 
 def test_random_texts_are_refused_and_nothing_else_is_raised() -> None:
@@ -90,4 +90,4 @@ def test_random_texts_are_refused_and_nothing_else_is_raised() -> None:
     for _ in range(2000):
         text = base64.urlsafe_b64encode(dice.randbytes(dice.randrange(200))).decode()
         with pytest.raises(InvalidRequest):
-            SEAL.open(text)
+            SEAL.from_text(text)

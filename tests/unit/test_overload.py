@@ -100,7 +100,7 @@ def test_among_several_accounts_it_is_known_who_cannot_be_begun_in_time(accounts
     assert wait_s > 10 * STEP
     refused = asks(a_crowd(accounts), queue_timeout_s=0.8 * wait_s).refused
     assert refused is not None
-    assert "cannot be begun within" in refused.error.message
+    assert "cannot be started within" in refused.error.message
     assert asks(a_crowd(accounts), queue_timeout_s=1.1 * wait_s).wait_s == pytest.approx(wait_s)
 
 

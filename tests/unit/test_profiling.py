@@ -35,7 +35,7 @@ def test_a_profile_is_ordered_once_and_told_to_whom_message() -> None:
 
 def test_a_second_profile_is_refused_until_the_first_has_been_told() -> None:
     profiling = Profiling()
-    for prepare in (lambda: None, profiling.order):
+    for prepare in (lambda: None, profiling.pop_command):
         profiling.request(US, ASKED)
         prepare()
         refused = profiling.request(THEM, ASKED)

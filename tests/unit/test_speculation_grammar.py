@@ -177,7 +177,7 @@ def test_drafts_keep_to_the_budget_of_thinking(body: Body | None) -> None:
     matcher = echo_compiler().compile(Grammar(body=body, budget=budget)).start()
     assert text_of(matcher.admitted_prefix(ids_of("aaaa"))) == "aa"
     assert text_of(matcher.admitted_prefix(ids_of("aa))bb"))) == "aa))bb"
-    along = [m.forced_tally for m in matcher.along(ids_of("aa))b"))]
+    along = [m.forced for m in matcher.walk(ids_of("aa))b"))]
     closing = ids_of(")")[0]
     assert along == [None, closing, closing, None, None]
     assert matcher.forced_tally is None

@@ -247,7 +247,7 @@ def test_guesses_that_were_not_wanted_or_are_missing_are_refused(proposed) -> No
     assert wanted(plan) not in (0, 1, 5)
     result = each.worker.execute(plan)
     told = None if proposed is None else Int32.of(proposed)
-    with pytest.raises(RuntimeError, match="wanted"):
+    with pytest.raises(RuntimeError, match="requested"):
         each.engine.commit(replace(result, proposed=told), 0.1)
 
 

@@ -107,4 +107,4 @@ def test_what_was_expected_of_a_step_is_no_stretch() -> None:
     for _ in range(40):
         speculation.observe(4, 4, 0, 0.010)
         speculation.observe(4, 8, 2, 0.025)
-    assert speculation._stretch[4] == pytest.approx(1.0)
+    assert speculation._overhead[4] == pytest.approx(1.0)
