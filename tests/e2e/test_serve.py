@@ -161,7 +161,7 @@ def test_a_drain_that_somebody_else_asked_for_ends_the_server_well_and_says_who(
         drain = tidegate("drain", *port(server))
         assert drain.returncode == 0, drain
         assert server.end() == ExitCode.OK, server.said
-    server.line_with("INFO engine drained, as the client 'drain' asked; the server stops")
+    server.line_with("INFO engine drained, at the request of client 'drain'; the server stops")
     assert not [line for line in server.err if line.startswith(("tidegate:", "Traceback"))]
     assert not run_directory(server.port).exists(), "a clean stop leaves nothing"
 

@@ -180,7 +180,7 @@ def test_drafts_keep_to_the_budget_of_thinking(body: Body | None) -> None:
     along = [m.forced for m in matcher.walk(ids_of("aa))b"))]
     closing = ids_of(")")[0]
     assert along == [None, closing, closing, None, None]
-    assert matcher.forced_tally is None
+    assert matcher.forced is None
 
 
 def test_a_grammar_that_is_too_large_behind_right_drafts_says_so_all_the_same() -> None:

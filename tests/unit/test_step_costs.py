@@ -69,6 +69,8 @@ def test_a_step_that_is_full_gets_fewer() -> None:
 
 def test_a_draft_models_own_cost_counts() -> None:
     config = EngineConfig(worker=WorkerConfig(model=""), max_drafts=8)
-    counts = [Speculation(config, 0.0, MEASURED)._best_count(0.8, 1, cost) for cost in (0.0, 0.2, 0.9)]
+    counts = [
+        Speculation(config, 0.0, MEASURED)._best_count(0.8, 1, cost) for cost in (0.0, 0.2, 0.9)
+    ]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 0
