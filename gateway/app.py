@@ -123,7 +123,7 @@ def _frame_requests(app: Flask, service: Service, gate: Gate) -> None:
             response.headers[ANTHROPIC_REQUEST_ID_HEADER] = context.request_id
         if ignored := g.get("ignored"):  # fields that had no effect
             response.headers[IGNORED_HEADER] = ", ".join(ignored)
-        if not context.is_streaming:  # a stream closes its exchange itself, when it is over
+        if not context.is_streaming:  # a stream closes its context itself when it ends
             context.close(response.status_code)
         return response
 

@@ -102,8 +102,8 @@ def usage_of(group: ChoiceGroup, block_tokens: int) -> dict[str, Any]:
 
 
 def usage_at_start(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the members that a message has and a `message_delta` has not: the service tier, and the
-    tokens written, by lifetime. No token is sure to be kept for an hour."""
+    """Add the usage members that only `message_start` has: the service tier, and the tokens written
+    per cache lifetime. No token is guaranteed to stay cached for an hour."""
     written = usage["cache_creation_input_tokens"]
     parts = {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0}
     return {**usage, "cache_creation": parts, "service_tier": "standard"}

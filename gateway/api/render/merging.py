@@ -66,7 +66,8 @@ def _merged_delta(before: Json, after: Json) -> Json:
 
 
 def _merged_calls(calls: Iterable[Json]) -> list[Json]:
-    """The head of a call keeps a part of its own, without arguments, as in every stream."""
+    """Merge the parts of tool calls. A call's head stays a separate part without arguments, as in
+    every stream."""
     whole: list[Json] = []
     for call in calls:
         before = whole[-1] if whole else call

@@ -197,14 +197,14 @@ def _in_background(service: Service, created: _Created) -> Response:
     assert record is not None
     runs: list[DetachedRun] = []
 
-    def sink_of(group: ChoiceGroup) -> ResponseSink:
+    def make_sink(group: ChoiceGroup) -> ResponseSink:
         detached = persistence.runs.begin(NewRun(record.id, record.owner, RESPONSE), record)
         runs.append(detached)
         sink = created.sink(group, RunFrameWriter(detached), queued=True)
         detached.abort = partial(_cancel, group, sink)
         return sink
 
-    run.detached(service, [created.prompt_request], created.options, sink_of)
+    run.detached(service, [created.prompt_request], created.options, make_sink)
     (detached,) = runs
     if created.body.stream:
         return run.listening(service, detached, owns_exchange=False)
