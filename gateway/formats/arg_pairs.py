@@ -5,23 +5,26 @@
     <arg_value>1</arg_value>                        value_open value value_close
     </tool_call>                                    call_close
 
-    opened   behind the marker of a stretch of calls, where the format has one
-    name     in a call, up to its first key: blanks and the name, or it is no call
+    opened   after the marker of a group of calls, if the format has one
+    name     in a call, up to its first key: blanks and the name, or it is not a call
     json     in a call that is a JSON object instead
     call     in a call, between its pairs
     key      in a key
-    pair     behind a key: its type, where the format has one, or its value
+    pair     after a key: its type, if the format has one, or its value
     type     in a type
     value    in a value
-    doubt    behind what may have ended a value
-    between  behind a call, in a stretch
-    broken   what follows is no call; up to the closing marker it is content
+    doubt    after a marker that may have ended a value
+    between  after a call, in a group
+    broken   not a call; up to the closing marker it is content
 
-Values are typed by the tool's schema (typed_value), or where that leaves it open by the type the
-model has written. `</arg_value>` ends a value only if, blanks aside, another key or the call's end
-comes next: otherwise it is text of the value. A name is written without blanks in it.
+Values are typed by the tool's schema (`typed_value`), or by the type that the model has written if
+the schema leaves it open. `</arg_value>` ends a value only if, blanks aside, another key or the
+call's end follows; otherwise it is text of the value. A name contains no blanks.
 
-Some checkpoints have a suffix in their markers (`<tool_call:6124c78e>`), see `suffix`.
+Some checkpoints have a suffix in their markers (`<tool_call:6124c78e>`); see `parser.with_suffix`.
+
+In the grammar, a type between key and value is optional, and the value has the type that is
+written. Some models write each tag on its own line, others all on one; both are admitted.
 
 Sources: the chat templates of GLM-4.5 to 4.7; for the others, vLLM's published parsers.
 """
@@ -60,14 +63,16 @@ TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"
 
 
 class ArgPairs(CallSyntax, frozen=True, kw_only=True):
-    """open, close       markers around a stretch of calls; none: each call stands alone
-    call_open         begins a call
+    """Markers and options of this syntax.
+
+    open, close       markers around a group of calls; if empty, each call stands alone
+    call_open         starts a call
     call_close        ends it
     name_close        may follow the name
     key, type, value  (opening, closing) markers of a pair's parts; `type` may be missing
     json_bodies       a call may be a JSON object instead
-    bare_json         a parameter without a schema is JSON if it can be
-    suffixed          the markers may have a suffix, which the vocabulary knows
+    bare_json         a parameter without a schema is JSON if it is valid JSON
+    suffixed          the markers may have a suffix that is found in the vocabulary
     """
 
     open: tuple[str, ...] = ()
@@ -119,14 +124,16 @@ class ArgPairs(CallSyntax, frozen=True, kw_only=True):
 
 
 class ArgPairsState(FormatParserState):
-    """name       of the call at hand
-    text       the name, key or type at hand, as far as it is read
-    key        the key of the pair at hand
-    type       what the model says its type is
-    arguments  of the open call
+    """State of an `ArgPairsParser`.
+
+    name       name of the current call
+    text       the part read so far of the current name, key or type
+    key        key of the current pair
+    type       type that the model has written for it
+    arguments  arguments of the open call
     json       a call that is a JSON object
-    doubtful   text that is markup if the value has ended, and part of the value if not
-    raw        the stretch's text until a call is told: it may have to be given back
+    doubtful   text that is markup if the value has ended, and part of the value otherwise
+    raw        text of the group until a call is emitted: it may have to become content
     """
 
     at: str = "opened"
@@ -208,7 +215,7 @@ class ArgPairsParser(CallParser):
         return rest
 
     def _in_name(self, text: str) -> str:
-        """A name may have blanks around it, but none in it."""
+        """Read a name, which may have blanks around it but none inside."""
         s = self.s
         if not s.text:
             rest = text.lstrip(BLANKS)
@@ -244,7 +251,7 @@ class ArgPairsParser(CallParser):
         if status == "broken":
             self._begin("broken" if s.json.name is None else "call")
             if s.raw:
-                self._reject("a tool call that is no JSON")
+                self._reject("a tool call that is not JSON")
         elif status == "end":
             self._begin("between")
             if s.json.name is None:
@@ -308,7 +315,7 @@ class ArgPairsParser(CallParser):
         self.on_marker(marker)
 
     def _named(self) -> None:
-        """The call's name is complete."""
+        """Start the call whose name is complete."""
         s = self.s
         name = "".join(s.text).strip(BLANKS)
         if not name:
@@ -396,8 +403,7 @@ K2_HORIZON = ArgPairs(
 )
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
 

@@ -1,17 +1,17 @@
-"""Arguments that are written as plain text, told as JSON of the type the tool's schema asks for.
+"""Arguments written as plain text, converted to JSON of the type in the tool's schema.
 
-Which types a value may have is read from its schema: `type`, one or a list, `anyOf`, `oneOf` and
-`allOf`, `enum` and `const`, local `$ref`s. They are tried in the order null, boolean, integer,
-number, object, array; what is none of those that are allowed is a string, verbatim. So a value
-never gets lost, and a wrong one is told as what the model wrote. A value may be told
+The types of a value come from its schema: `type`, one or a list, `anyOf`, `oneOf` and `allOf`,
+`enum` and `const`, local `$ref`s. They are tried in the order null, boolean, integer, number,
+object, array. Text that is none of the allowed ones is a string, verbatim. So a value is never
+lost, and a wrong one is emitted as the model wrote it. A value is emitted
 
-    as it comes     its only type is string, or nothing is known of its type
-    almost so       string or null: it waits until it is certainly not `null`
-    when complete   every other type
+    as it comes     if its only type is string, or its type is unknown
+    almost so       if it is string or null: it waits until it is certainly not `null`
+    when complete   if it has any other type
 
-Objects and arrays stand in the arguments as the model wrote them; Python's way of writing them is
-rewritten. A parameter without a schema is a string, unless the format's own parser says otherwise
-(`bare_json`): then it is JSON where it is valid JSON other than a string.
+Objects and arrays are emitted as the model wrote them; Python literals are rewritten. A parameter
+without a schema is a string, unless the format sets `bare_json`: then it is JSON if it is valid
+JSON other than a string.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from gateway.formats.literal import json_number, literal_to_json
 
 ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
 MAX_REFS = 16
-"""A chain of references in a schema is followed so far; what lies deeper is of unknown type."""
+"""Longest chain of references that is followed; deeper types are unknown."""
 
 Trim = Literal["nothing", "newline", "blanks"]
-"""What around a value is markup: nothing, one newline on each side, or all blanks."""
+"""Markup around a value: nothing, one newline on each side, or all blanks."""
 
 JSON_START = re.compile(r'[{\["\-0-9tfn]')
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """The JSON types a schema allows, in the order they are tried; none where it says nothing."""
+    """Return the JSON types that a schema allows, in the order they are tried; none if it is
+    open.
+    """
     found: set[str] = set()
     _gather(schema, root or {}, found, MAX_REFS)
     return tuple(kind for kind in ORDER if kind in found)
@@ -79,7 +81,7 @@ def _referred(ref: str, root: Mapping[str, Any]) -> Any:
 
 
 def resolved(schema: Any, root: Mapping[str, Any] | None) -> Any:
-    """What a schema that is a reference refers to; any other is itself."""
+    """Return the target of a schema that is a reference; any other schema is returned itself."""
     for _ in range(MAX_REFS):
         ref = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(ref, str):
@@ -104,7 +106,7 @@ def _kind_of_value(value: Any) -> str:
 
 
 def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
-    """The schema of one property; None where the tool has none for it."""
+    """Return the schema of one property, or None if the tool has none for it."""
     if not isinstance(parameters, Mapping):
         return None
     properties = parameters.get("properties")
@@ -115,7 +117,9 @@ def schema_of(parameters: Mapping[str, Any] | None, key: str) -> Any:
 
 
 def typed_json(text: str, kinds: tuple[str, ...], *, bare_json: bool = False) -> str:
-    """The JSON of a complete value. `kinds` in their order; none: JSON if `bare_json`."""
+    """Return the JSON of a complete value. Without `kinds` it is a string, or JSON if
+    `bare_json`.
+    """
     trimmed = text.strip(BLANKS)
     if not kinds and bare_json and (found := json_text(trimmed)) is not None:
         return found
@@ -151,14 +155,14 @@ def _nested(text: str, opening: str) -> str | None:
 
 
 def json_text(text: str) -> str | None:
-    """`text`, if it is a JSON value other than a string."""
+    """Return `text` if it is a JSON value other than a string, else None."""
     if not text or text[0] == '"' or not JSON_START.match(text):
         return None
     return text if is_json(text) else None
 
 
 def is_json(text: str) -> bool:
-    """In linear time, for any text: numbers are not computed."""
+    """Return whether the text is JSON, in linear time: numbers are not computed."""
     try:
         json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -167,7 +171,7 @@ def is_json(text: str) -> bool:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def string_json(text: str) -> str:
@@ -175,19 +179,19 @@ def string_json(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text` as it stands inside a JSON string."""
+    """Return `text` as it stands inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class ArgumentsWriter(msgspec.Struct):
-    """One call's arguments on their way to JSON; fresh for each call.
+    """Writes one call's arguments as JSON; a fresh one for each call.
 
-    count    arguments begun
-    mode     of the one at hand: "" none, "string" told as it comes, "nullable" held until it is
-             not null, "typed" held until it is complete
+    count    number of arguments started
+    mode     of the current argument: "" none, "string" emitted as it comes, "nullable" held until
+             it is not null, "typed" held until it is complete
     kinds    types it may have
     lead     its first character is still to come
-    parts    what is held of it
+    parts    the held part of it
     tail     blanks that are markup if the value ends here
     """
 
@@ -201,8 +205,7 @@ class ArgumentsWriter(msgspec.Struct):
     def begin(
         self, key: str, kinds: tuple[str, ...], builder: EventBuilder, *, bare_json: bool = False
     ) -> None:
-        """An argument begins. Without `kinds` it is a string, or with `bare_json` whatever it
-        is."""
+        """Start an argument. Without `kinds` it is a string, or any JSON with `bare_json`."""
         builder.arguments_delta(("{" if self.count == 0 else ", ") + string_json(key) + ": ")
         self.count += 1
         self.kinds, self.lead, self.parts, self.tail = list(kinds), True, [], []
@@ -213,14 +216,14 @@ class ArgumentsWriter(msgspec.Struct):
             self.mode = "nullable" if kinds == ("null", "string") else "typed"
 
     def raw(self, key: str, value: str, builder: EventBuilder) -> None:
-        """A whole argument, whose value is JSON already."""
+        """Write a whole argument whose value is JSON already."""
         builder.arguments_delta(
             ("{" if self.count == 0 else ", ") + string_json(key) + ": " + value
         )
         self.count += 1
 
     def text(self, text: str, builder: EventBuilder, trim: Trim = "nothing") -> None:
-        """More of the value."""
+        """Add to the value."""
         if self.lead and text:
             if trim == "newline":
                 text = text.removeprefix("\n")
@@ -234,7 +237,7 @@ class ArgumentsWriter(msgspec.Struct):
         self._value(text, builder)
 
     def _without_tail(self, text: str, blanks: str) -> str:
-        """Put aside what at the end may be markup; what was put aside before is none."""
+        """Hold back text at the end that may be markup; earlier held text is not markup."""
         solid = text.rstrip(blanks)
         if not solid and blanks == BLANKS:
             self.tail.append(text)
@@ -258,7 +261,7 @@ class ArgumentsWriter(msgspec.Struct):
                 builder.arguments_delta('"' + escaped(held))
 
     def end(self, builder: EventBuilder, *, bare_json: bool = False) -> None:
-        """The value is complete."""
+        """Complete the value."""
         if self.mode == "string":
             builder.arguments_delta('"')
         elif self.mode:
@@ -267,6 +270,6 @@ class ArgumentsWriter(msgspec.Struct):
         self.mode, self.parts, self.tail = "", [], []
 
     def close(self, builder: EventBuilder) -> None:
-        """No argument follows. Of none at all the teller makes `{}`."""
+        """Close the object. If there are no arguments, the builder writes `{}`."""
         if self.count:
             builder.arguments_delta("}")

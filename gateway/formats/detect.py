@@ -1,14 +1,14 @@
-"""Which formats a model writes, guessed from its chat template and its vocabulary.
+"""Guesses the formats that a model writes from its chat template and its vocabulary.
 
-A template that can render calls or reasoning spells the markers of the model's own format; the more
-peculiar they are, the surer the guess. Rules are tried in order, the peculiar ones first, and the
-first that fits decides. They are tried three times, each time with weaker evidence:
+A template that renders calls or reasoning contains the markers of the model's own format. The more
+peculiar they are, the surer the guess. Rules are tried in order, the most peculiar first, and the
+first match decides. They are tried three times, each time with weaker evidence:
 
-    the chat template writes all of a rule's signs
-    the template writes them or the vocabulary has them as tokens, if no other model has such tokens
+    the chat template contains all of a rule's signs
+    the template has them or the vocabulary has them as tokens, if no other model has such tokens
     the vocabulary has the tokens of a family of models
 
-Every choice is explained, also where the vocabulary speaks for another one.
+Every choice has an explanation, which also mentions a vocabulary that suggests another format.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gateway.formats.parser import marker_suffix, suffixed_markers
 
 BAR = "\uff5c"
 ANY = ":*"
-"""In a sign: the suffix that this checkpoint's markers have. Without one there is no such sign."""
+"""In a sign: the suffix of this checkpoint's markers. Without a suffix the sign does not match."""
 
 
 class DetectionRule(msgspec.Struct, frozen=True):
-    """The format `name`, if all signs are seen.
+    """Chooses the format `name` if all signs are present.
 
-    texts   signs that the template writes
-    alone   they are so peculiar that the vocabulary may have them instead
-    family  tokens that say so too, with nothing in the template
+    texts   signs in the template
+    alone   the signs are so peculiar that the vocabulary may have them instead
+    family  tokens that suggest the format even if the template has no sign of it
     """
 
     name: str
@@ -39,9 +39,9 @@ class DetectionRule(msgspec.Struct, frozen=True):
 
 
 class Detected(msgspec.Struct, frozen=True):
-    """Names for `formats.format_of`, and the reason in one sentence.
+    """Names for `registry.format_of`, and the reason in one sentence.
 
-    written  the format of tool calls is one that the chat template writes
+    written  the chat template writes the format of tool calls
     """
 
     tools: str | None
@@ -140,10 +140,10 @@ TokenId = Callable[[str], int | None]
 
 
 def detect(template: str | None, token_id: TokenId, added_tokens: Collection[str] = ()) -> Detected:
-    """What to call the formats of a model with this chat template and this vocabulary.
+    """Return the formats of a model with this chat template and this vocabulary.
 
-    token_id      of a token by its spelling; None where there is none
-    added_tokens  of the vocabulary, in which markers may have a suffix
+    token_id      returns the id of a token by its spelling, or None
+    added_tokens  of the vocabulary; markers in it may have a suffix
     """
     suffix = marker_suffix(added_tokens) or marker_suffix(suffixed_markers(template or ""))
     tools = _choose(TOOL_RULES, _Evidence(template, token_id, suffix))
@@ -159,11 +159,11 @@ class _Evidence(msgspec.Struct, frozen=True):
     suffix: str
 
     def written(self, sign: str) -> str | None:
-        """The sign as the template writes it."""
+        """Return the sign as the template writes it."""
         return next((t for t in self._spellings(sign) if t in (self.template or "")), None)
 
     def token(self, sign: str) -> str | None:
-        """The sign as it is a token."""
+        """Return the sign as a token."""
         return next((t for t in self._spellings(sign) if self.token_id(t) is not None), None)
 
     def _spellings(self, sign: str) -> Iterator[str]:
@@ -198,7 +198,7 @@ def _choose(rules: Sequence[DetectionRule], seen: _Evidence) -> _Choice:
 
 
 def _in_vocabulary(rule: DetectionRule, rules: Sequence[DetectionRule], seen: _Evidence) -> str:
-    """What the vocabulary says to a choice that the template has made."""
+    """Return what the vocabulary suggests about the template's choice."""
     if tokens := [token for text in rule.texts if (token := seen.token(text))]:
         return f" ({_listed(tokens)} in the vocabulary, too)"
     for other in rules:

@@ -2,16 +2,16 @@
 
     <|tool_call>call:f{city:<|"|>Oslo<|"|>,days:3,at:{x:[1,true]}}<tool_call|>
 
-    opened   behind the opening marker: `call:` and the name, up to the bracket
+    opened   after the opening marker: `call:` and the name, up to the bracket
     value    in the object, outside its strings
-    string   in a string: between two markers
-    quoted   in a string as JSON writes it: between two quotes
-    after    behind the object, up to the closing marker
-    broken   what follows is no such object; up to the closing marker it is told as it stands
+    string   in a string between two markers
+    quoted   in a JSON string between two quotes
+    after    after the object, up to the closing marker
+    broken   not such an object; up to the closing marker it is emitted unchanged
 
-A string has no escapes: it lasts up to the next string marker. One between ordinary quotes has
-those of JSON. What stands there without either is a number, true, false, null, or else a string. A
-string where the tool's schema allows none is read as what it allows: some checkpoints write all
+A string has no escapes and lasts up to the next string marker. A string between ordinary quotes has
+JSON's escapes. A bare word is a number, true, false or null, or else a string. If the tool's schema
+does not allow a string, a string is read as a type that it allows: some checkpoints write all
 values as strings.
 
 Some checkpoints leave out `call`, or write a parenthesis for the bracket. Sources: the chat
@@ -47,9 +47,7 @@ WORD_IN_PARENTHESES = re.compile(r"[^,:{}\[\]()]*+")
 
 
 class Gemma(CallSyntax, frozen=True, kw_only=True):
-    """open, close  around a call
-    quote        around a string
-    """
+    """Markers of this syntax: `open` and `close` stand around a call, `quote` around a string."""
 
     open: str
     close: str
@@ -68,27 +66,27 @@ class Gemma(CallSyntax, frozen=True, kw_only=True):
 
 
 class GemmaState(FormatParserState):
-    """head     the text before the bracket, as far as it is read
-    name     of the open call
-    writer   the object's structure
-    word     a key or bare value at hand, as far as it is read
-    round    the object stands in parentheses
-    key      the last key of the object itself, not of one inside it
-    kinds    a string at hand has to be one of these types, and waits in `parts`
-    quoted   where a string between ordinary quotes is
-    raw      the text until a call is told: it may have to be given back
-    """
+    """State of a `GemmaParser`."""
 
     at: str = "opened"
+    #: The text before the bracket, as far as it is read.
     head: str = ""
+    #: Name of the open call.
     name: str = ""
+    #: Structure of the object.
     writer: LiteralWriter = msgspec.field(default_factory=LiteralWriter)
+    #: The part read so far of the current key or bare value.
     word: list[str] = []
+    #: The object stands in parentheses.
     round: bool = False
+    #: The last key of the object itself, not of one inside it.
     key: str = ""
+    #: The current string must have one of these types, and waits in `parts`.
     kinds: list[str] = []
     parts: list[str] = []
+    #: Position in a string between ordinary quotes.
     quoted: JsonScan = msgspec.field(default_factory=JsonScan)
+    #: Text until a call is emitted: it may have to become content.
     raw: list[str] = []
 
 
@@ -140,7 +138,7 @@ class GemmaParser(CallParser):
         if rest and rest[0] in "{(" and named:
             s.name, s.raw, s.at, s.round = named[1], [], "value", rest[0] == "("
             s.writer.open("{")
-            s.writer.take()  # told with the first key: of no arguments the teller makes `{}`
+            s.writer.take()  # emitted with the first key; the builder writes `{}` for no arguments
             self.builder.start_call(s.name)
             return rest[1:]
         if rest or len(s.head) > MAX_NAME_CHARS:
@@ -190,7 +188,7 @@ class GemmaParser(CallParser):
         return writer.separator(char)
 
     def _word_ended(self) -> bool:
-        """A key or a bare value is complete, if there is one."""
+        """Complete the current key or bare value, if there is one."""
         s = self.s
         word, s.word = "".join(s.word).strip(BLANKS), []
         if not word:
@@ -256,7 +254,7 @@ class GemmaParser(CallParser):
                 self._tell()
 
     def _kinds(self) -> list[str]:
-        """The types of the argument at hand, if a string is none of them."""
+        """Return the types of the current argument if a string is not one of them."""
         parameters = self.builder.parameters(self.s.name)
         kinds = kinds_of(schema_of(parameters, self.s.key), parameters)
         return [] if "string" in kinds else list(kinds)
@@ -341,8 +339,7 @@ class GemmaParser(CallParser):
             self._reject("a tool call that is not finished")
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 COMMA = LiteralForm(",")
 
@@ -374,7 +371,7 @@ def _write_call(syntax: Gemma, tool: DeclaredTool, grammar: GrammarBuilder) -> F
 
 
 def write_arguments(syntax: Gemma, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """A call's arguments."""
+    """Write a call's arguments."""
     values = Values(notation(syntax), Schemas(tool), grammar)
 
     def write(key: str | None, schema: Any, path: str) -> Form | None:

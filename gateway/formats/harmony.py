@@ -1,4 +1,4 @@
-"""Answers that are messages, each with a header that says whom it is for: harmony and Muse.
+"""Answers that are messages, each with a header that names its recipient: harmony and Muse.
 
     <|channel|>analysis<|message|>Thinking.<|end|>
     <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>
@@ -6,31 +6,36 @@
 
     start      before the first message, whose `<|start|>assistant` stands in the prompt
     header     in a header
-    between    behind a message
+    between    after a message
     content    in a message for the user
     reasoning  in a message of the model to itself
     call       in a message for a tool: its body is the arguments' JSON
     tool       in a message for a tool: its body is a tool syntax of its own
-    calls      there, inside its stretch of calls
+    calls      in a message for a tool, inside a group of calls
 
-Who a message is for: `to=functions.NAME` is a call, and so is `to=NAME` for a tool of the request;
-any other tool is one that the model believes to have, so what it is told is reasoning. Without a
-recipient the channel decides: `analysis` is reasoning, everything else content. In Muse's answers
-`to=self` is reasoning, `to=user` or nobody content, and everyone else a tool.
+The recipient decides the kind of a message. `to=functions.NAME` is a call, and so is `to=NAME` for
+a tool of the request. The model may address other tools that it believes to have; such a message is
+reasoning. Without a recipient the channel decides: `analysis` is reasoning, everything else
+content. In Muse's answers `to=self` is reasoning, `to=user` or no recipient is content, and any
+other recipient is a tool.
 
-An answer that begins without a header is content. Two messages of one kind in a row are told with a
-line break between them. A marker inside an argument's string means nothing if it is spelt out.
+An answer that starts without a header is content. Two neighbouring messages of one kind are joined
+with a line break. A marker inside an argument's string has no meaning if it is spelt out.
 
-A model may leave out the markers between two messages. So a channel in a text begins the next
-header, if what follows can be one, and a role at the end of the text (`assistant`, perhaps with a
+A model may leave out the markers between two messages. So a channel in a text starts the next
+header, if the text after it can be one. A role at the end of the text (`assistant`, perhaps with a
 recipient) belongs to that header; it is held back until something else follows. Between messages, a
-header need not begin with `<|start|>`. `<|channel|>` may be missing as well if the role is there:
+header need not start with `<|start|>`. `<|channel|>` may be missing as well if the role is there:
 
     <|end|>assistantfinal<|message|>Hello.<|return|>
     <|end|>assistantcommentary to=functions.f json{"a": 1}<|call|>
 
 Such text is a header only if `<|message|>` follows it. If the header names a declared function, the
 `{` of the arguments may follow instead: `<|message|>` may be missing in every header of a call.
+
+In the grammar, the prompt has written the start of the first message. The marker that ends the last
+message may also be the token that ends the answer, which is not part of any grammar; so it is
+always optional.
 
 Sources: OpenAI's description of harmony; the response template of Muse's checkpoint.
 """
@@ -84,32 +89,29 @@ HEADER_START = _header_start()
 
 
 class Harmony(AnswerSyntax, frozen=True, kw_only=True):
-    """start      begins a message, and its header
-    message    ends the header
-    ends       end a message
-    in_header  markers that may stand in a header
-    channel    the one of them that names a channel; none: recipients alone decide
-    thoughts   the channel or recipient of reasoning
-    user       recipients that are the user
-    calls      the syntax of messages for tools; none: their body is the JSON of the arguments
+    """Markers and names of a syntax of messages."""
 
-    A reader need not know, but a writer:
-
-    says       channels of content, that of the answer proper first
-    asks       the channel of calls
-    call_end   the one of `ends` that ends a call
-    """
-
+    #: Starts a message, and its header.
     start: str = "<|start|>"
+    #: Ends the header.
     message: str = "<|message|>"
+    #: Markers that end a message.
     ends: tuple[str, ...]
+    #: Markers that may stand in a header.
     in_header: tuple[str, ...] = ()
+    #: The one of them that names a channel. If empty, recipients alone decide.
     channel: str = ""
+    #: The channel or recipient of reasoning.
     thoughts: str
+    #: Recipients that are the user.
     user: tuple[str, ...] = ()
+    #: The syntax of messages for tools. None: their body is the JSON of the arguments.
     calls: XmlParameters | None = None
+    #: Channels of content, that of the answer proper first. Only the writer uses it.
     says: tuple[str, ...] = ()
+    #: The channel of calls. Only the writer uses it.
     asks: str = ""
+    #: The one of `ends` that ends a call. Only the writer uses it.
     call_end: str = ""
 
     @property
@@ -132,12 +134,14 @@ class Harmony(AnswerSyntax, frozen=True, kw_only=True):
 
 
 class HarmonyState(FormatParserState):
-    """header  the header's text so far, its markers included
-    body    the kind of the message in whose text the header began; "" between messages
+    """State of a `HarmonyParser`.
+
+    header  the header's text so far, its markers included
+    body    the kind of the message in whose text the header started; "" between messages
     role    the end of a message's text, which may belong to the next header
-    value   where the arguments are
+    value   position in the arguments
     last    the kind of the message before
-    first   nothing of this message has been told
+    first   nothing of this message has been emitted
     spilt   in a tool's message, text stood outside of calls
     """
 
@@ -174,7 +178,7 @@ class HarmonyParser(FormatParser):
         )
         super().__init__(context, builder, own or None)
         if state is None and starts_inside:
-            self._begin_body("reasoning")
+            self._start_body("reasoning")
             self._update_scanner()
 
     def state(self) -> dict[str, Any]:
@@ -213,7 +217,7 @@ class HarmonyParser(FormatParser):
             case "call":
                 self._argument_text(text)
             case "tool":
-                self._spill(text)
+                self._emit_outside_calls(text)
             case _:
                 self._message_text(text)
         return ""
@@ -221,7 +225,7 @@ class HarmonyParser(FormatParser):
     def _header_text(self, text: str) -> str:
         s = self.s
         brace = -1 if s.body or "{" in s.header else text.find("{")
-        if brace >= 0 and self._begin_bare_call(s.header + text[:brace]):
+        if brace >= 0 and self._start_bare_call(s.header + text[:brace]):
             return text[brace:]
         behind = s.header.rpartition(">")[2] + text
         end = match_end(HEADER_TEXT, behind) if s.body else len(behind)
@@ -233,23 +237,26 @@ class HarmonyParser(FormatParser):
         return text[read:]
 
     def _message_text(self, text: str) -> None:
-        """Content or reasoning: its end may be the role of the next header."""
+        """Add content or reasoning. Its end may be the role of the next header."""
         s = self.s
         text = s.role + text
         end = _role_start(text)
         s.role = text[end:]
         if end:
-            self._tell(text[:end])
+            self._emit(text[:end])
 
     def _end_text(self) -> None:
-        """What was held of a message's text was text."""
+        """Emit the text that was held back as a possible role."""
         role, self.s.role = self.s.role, ""
         if role:
-            self._tell(role)
+            self._emit(role)
 
     def _before_header(self, text: str) -> str:
-        """Read a header up to its first marker: the prompt has begun it, or its other markers are
-        missing. Text that cannot be a header begins content, and is read again as such."""
+        """Read a header up to its first marker: the prompt has started it, or its other markers are
+        missing.
+
+        Text that cannot be a header starts content, and is read again as content.
+        """
         s = self.s
         is_between = s.at == "between"
         before: str = s.header
@@ -257,14 +264,14 @@ class HarmonyParser(FormatParser):
         end = match_end(self._header_between if is_between else HEADER_START, header)
         rest = header[end:]
         may_call = is_between and rest[:1] == "{" and header.lstrip().startswith(ROLE)
-        if may_call and self._begin_bare_call(header[:end]):
+        if may_call and self._start_bare_call(header[:end]):
             return rest
         words = (*HEADER_WORDS, *self.syntax.channels) if is_between else HEADER_WORDS
         may_go_on = not rest or any(word.startswith(rest) for word in words)
         if may_go_on and len(header) <= MAX_HEADER_CHARS:
             s.header = header
             return ""
-        self._begin_body("content")
+        self._start_body("content")
         self._message_text(before)
         return text
 
@@ -272,16 +279,16 @@ class HarmonyParser(FormatParser):
         s = self.s
         header, body, s.header, s.body = s.header, s.body, "", ""
         if not body:
-            self._begin_body("content")
-            self._tell(header)
+            self._start_body("content")
+            self._emit(header)
             return
         s.at = body
         role, marker, rest = header.partition(self.syntax.channel)
-        self._tell(role)
+        self._emit(role)
         self._marker_text(marker)
         self._message_text(rest)
 
-    def _tell(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         s = self.s
         if s.at == "reasoning":
             if s.first and s.last == s.at and text.strip(NEWLINES):
@@ -303,8 +310,8 @@ class HarmonyParser(FormatParser):
             if status == "broken":
                 start += 1
 
-    def _spill(self, text: str) -> None:
-        """Tell text outside of calls, in a message for a tool, without the blanks before it."""
+    def _emit_outside_calls(self, text: str) -> None:
+        """Emit text outside of calls, in a message for a tool, without the blanks before it."""
         if not self.s.spilt:
             text = text.lstrip(BLANKS)
             if not text:
@@ -331,7 +338,9 @@ class HarmonyParser(FormatParser):
                 s.at, s.header = "header", ""
 
     def _header_in_text(self, marker: str) -> None:
-        """A marker of headers in a message's text: those between the messages are missing."""
+        """Handle a marker of headers in a message's text: the markers between the messages are
+        missing.
+        """
         s = self.s
         has_role = s.role.startswith(ROLE)
         if not has_role:
@@ -347,7 +356,7 @@ class HarmonyParser(FormatParser):
         if marker == x.message:
             header, s.header = s.header, ""
             self._leave_body()
-            self._addressed(header)
+            self._start_message(header)
         elif marker == x.start:
             self._leave_body()
             s.at, s.header = "header", ""
@@ -356,32 +365,32 @@ class HarmonyParser(FormatParser):
             s.header += marker
 
     def _leave_body(self) -> None:
-        """The message in whose text a header began has ended before it."""
+        """End the message in whose text a header started."""
         s = self.s
         if s.body:
             s.at, s.body = s.body, ""
             self._end_body()
 
-    def _addressed(self, header: str) -> None:
-        """The header is complete: what kind of message follows."""
+    def _start_message(self, header: str) -> None:
+        """Start the kind of message that the complete header announces."""
         x = self.syntax
         recipient = _recipient(header)
         if not x.channel:
-            self._begin_body(self._kind_by_recipient(recipient))
+            self._start_body(self._kind_by_recipient(recipient))
         elif not recipient or recipient in x.user:
             thoughts = self._channel(header).startswith(x.thoughts)
-            self._begin_body("reasoning" if thoughts else "content")
+            self._start_body("reasoning" if thoughts else "content")
         elif recipient.startswith(FUNCTIONS) or self.builder.declares(recipient):
-            self._begin_call(recipient.removeprefix(FUNCTIONS))
+            self._start_call(recipient.removeprefix(FUNCTIONS))
         else:
-            self._begin_body("reasoning")
+            self._start_body("reasoning")
 
     def _channel(self, header: str) -> str:
         """Return the text from the channel on. Its marker may be missing after the role."""
         named = header.partition(self.syntax.channel)[2]
         return (named or header.strip(BLANKS).removeprefix(ROLE)).strip(BLANKS)
 
-    def _begin_bare_call(self, header: str) -> bool:
+    def _start_bare_call(self, header: str) -> bool:
         """Begin the call whose arguments follow `header` without `<|message|>`, and return whether
         there is one. The text may mean something else, so the tool must be a declared one."""
         x, recipient = self.syntax, _recipient(header)
@@ -391,7 +400,7 @@ class HarmonyParser(FormatParser):
         if len(header) > MAX_HEADER_CHARS or not self.builder.declares(name):
             return False
         self.s.header = ""
-        self._begin_call(name)
+        self._start_call(name)
         return True
 
     def _kind_by_recipient(self, recipient: str) -> str:
@@ -399,13 +408,13 @@ class HarmonyParser(FormatParser):
             return "reasoning"
         return "content" if not recipient or recipient in self.syntax.user else "tool"
 
-    def _begin_body(self, kind: str) -> None:
+    def _start_body(self, kind: str) -> None:
         s = self.s
         s.at, s.header, s.first, s.spilt = kind, "", True, False
         if kind == "reasoning":
             self.builder.start_reasoning()
 
-    def _begin_call(self, name: str) -> None:
+    def _start_call(self, name: str) -> None:
         self.s.at, self.s.value = "call", JsonScan()
         self.builder.start_call(name)
 
@@ -453,9 +462,11 @@ class HarmonyParser(FormatParser):
             self._marker_text(marker)
 
     def _marker_text(self, marker: str) -> None:
-        """A model may talk about markup in its reasoning; a token of it in content is dropped."""
+        """Emit a marker as text in reasoning, where a model may discuss markup; drop a marker
+        token in content.
+        """
         if self.s.at == "reasoning" or not self.context.lexicon.is_token(marker):
-            self._tell(marker)
+            self._emit(marker)
 
     # ---- the end
 
@@ -475,7 +486,9 @@ class HarmonyParser(FormatParser):
         self.builder.finish()
 
     def _end_last_call(self, complete: bool) -> None:
-        """The marker behind a call is mostly the one that ends the answer, and may be left out."""
+        """End the last call. The marker after it mostly ends the answer as well, and may be left
+        out.
+        """
         if complete and self.builder.s.arguments.is_object:
             self.builder.end_call()
         elif complete:
@@ -497,8 +510,7 @@ def _role_start(text: str) -> int:
     return len(text) - next((n for n in sizes if text.endswith(ROLE[:n])), 0)
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 ASSISTANT = "assistant"
 JSON = "json"
@@ -527,7 +539,7 @@ def write_required(
 def write_strict(
     syntax: Harmony, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
 ) -> Form:
-    """Any messages to oneself and to the user; the last is one to the user, or calls."""
+    """Return the grammar of any messages, of which the last is one to the user, or calls."""
     ends = [end for end in syntax.ends if end != syntax.call_end]
     heads = either(map(sequence, (_reasoning_head(syntax), *_content_heads(syntax))))
     others = Repeat(sequence(heads, either(map(Until, ends)), _message_start(syntax)))
@@ -547,7 +559,7 @@ def _write_json_calls(
 
 
 def _write_json_call(syntax: Harmony, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """The recipient stands in the channel when models write, and before it in some templates."""
+    """Write one call. Models write the recipient in the channel, some templates before it."""
     recipient, channel = f" to={FUNCTIONS}{tool.name}", syntax.channel + syntax.asks
     head = either(map(sequence, (channel + recipient, recipient + channel)))
     kind = optional(sequence(syntax.in_header[-1]))
@@ -555,7 +567,7 @@ def _write_json_call(syntax: Harmony, tool: DeclaredTool, grammar: GrammarBuilde
 
 
 def _message_start(syntax: Harmony) -> str:
-    """What begins a message, up to where the prompt leaves the first one to the model."""
+    """Return the start of a message, up to where the prompt leaves the first one to the model."""
     return syntax.start + ASSISTANT
 
 
@@ -564,7 +576,7 @@ def _reasoning_head(syntax: Harmony) -> str:
 
 
 def _content_heads(syntax: Harmony) -> tuple[str, ...]:
-    """The heads of messages to the user; that of the answer proper is the first."""
+    """Return the heads of messages to the user; that of the answer proper is the first."""
     return tuple(_head(syntax, whom) for whom in syntax.says or syntax.user)
 
 

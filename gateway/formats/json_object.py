@@ -1,17 +1,18 @@
-"""Whether a text that comes bit by bit is one JSON object, remembering no more than its open
-brackets; and the same text, mended where it is none but can only be meant as one.
+r"""Checks whether a streamed text is one JSON object, and repairs text that can only be meant as
+one.
 
-Mended are, as models write them:
+These mistakes of models are repaired:
 
     a line break or another control character in a string   escaped
-    a backslash that begins no escape (`\\d`)                 doubled; but `\\'` is an apostrophe
-    True, False, None                                         as JSON writes them
-    a comma before a closing bracket                          left out
+    a backslash that starts no escape (`\d`)                 doubled; but `\'` is an apostrophe
+    True, False, None                                         rewritten as in JSON
+    a comma before a closing bracket                          removed
     a missing last brace                                      added by `finish`
 
-Everything else that is no JSON stays as it stands. For text that needs no mending the verdict is
-that of `json.loads`, for any cut, in linear time; but an object nested deeper than MAX_DEPTH is
-none. (`json.loads` takes it, or fails, as the stack allows.) The memory is plain data.
+Everything else that is not JSON stays unchanged. For text that needs no repair the verdict equals
+that of `json.loads`, for any cut, in linear time, except that an object nested deeper than
+MAX_DEPTH is rejected. (`json.loads` accepts it, or fails, as the stack allows.) The state is plain
+data: the open brackets and little else.
 """
 
 from __future__ import annotations
@@ -63,16 +64,20 @@ STRUCTURE: Mapping[str, Mapping[str, str]] = {
     NEXT_KEY: {'"': STRING},
     COLON: {":": VALUE},
 }
-"""Outside of values: state -> what may come, blanks and brackets aside -> the next state."""
+"""Outside of values: state -> characters that may come, blanks and brackets aside -> the next
+state.
+"""
 
 
 class ObjectScan(msgspec.Struct):
-    """at      what is expected, or what is being read
+    r"""Position in a JSON object.
+
+    at      the expected or current element
     stack   open brackets
-    is_key  the string at hand is a key
-    rest    of a word, the letters that must follow; of a \\u, one sign per digit to come
-    held    read, and not returned: the beginning of an escape or of a word; or a comma and the
-            blanks behind it
+    is_key  the current string is a key
+    rest    letters of a word that must follow; for a \u, one character per digit to come
+    held    read but not returned: the start of an escape or of a word, or a comma and the blanks
+            after it
     """
 
     at: str = OPEN
@@ -83,7 +88,7 @@ class ObjectScan(msgspec.Struct):
 
     @property
     def is_blank(self) -> bool:
-        """Nothing but blanks so far."""
+        """Whether the text so far is blank."""
         return self.at == OPEN
 
     @property
@@ -91,7 +96,9 @@ class ObjectScan(msgspec.Struct):
         return self.at == END
 
     def push(self, text: str) -> str:
-        """What of the mended text is certain now. Behind what cannot be mended all is verbatim."""
+        """Return the repaired text that is certain. After text that cannot be repaired, all is
+        verbatim.
+        """
         position = 0
         out: list[str] = []
         while position < len(text) and self.at != BROKEN:
@@ -112,8 +119,7 @@ class ObjectScan(msgspec.Struct):
         return "".join(out)
 
     def finish(self) -> str:
-        """The rest, once nothing more will come: of an object that lacks nothing but its last
-        brace, that brace."""
+        """Return the rest: if an object lacks only its last brace, that brace."""
         if self.at in WHOLE_NUMBERS:
             self.at = self._behind()
         if self.at == COMMA and self.stack == "{":
@@ -140,7 +146,7 @@ class ObjectScan(msgspec.Struct):
         return end + 1
 
     def _escape(self, char: str, out: list[str]) -> int:
-        """One more letter of an escape, or none if it is not one; how many were read."""
+        """Read one more character of an escape. Return how many characters were read."""
         if self.at == ESCAPE and char == "u":
             self.at, self.rest = HEX, "...."
         elif self.at == ESCAPE and char in ESCAPED:
@@ -172,7 +178,7 @@ class ObjectScan(msgspec.Struct):
         return 1
 
     def _digit(self, char: str, out: list[str]) -> int:
-        """How many characters were read: none where the number has ended before this one."""
+        """Return how many characters were read: 0 if the number ended before this one."""
         then = NUMBER[self.at].get(char)
         if then is not None:
             self.at = then
@@ -184,7 +190,7 @@ class ObjectScan(msgspec.Struct):
     # ---- structure
 
     def _between(self, text: str, position: int, out: list[str]) -> int:
-        """Blanks, and one character outside strings, words and numbers that is none."""
+        """Read blanks, and one other character outside strings, words and numbers."""
         end = match_end(BLANKS, text, position)
         if self.held:
             self.held += text[position:end]
@@ -223,7 +229,7 @@ class ObjectScan(msgspec.Struct):
                 self.stack = "{"
 
     def _begin(self, char: str) -> None:
-        """A value."""
+        """Start a value."""
         if char in "{[" and len(self.stack) < MAX_DEPTH:
             self.stack += char
             self.at = KEY if char == "{" else FIRST
@@ -235,12 +241,12 @@ class ObjectScan(msgspec.Struct):
             self.at = BEGINS_NUMBER.get(char, BROKEN)
 
     def _behind(self) -> str:
-        """The state behind a value."""
+        """Return the state after a value."""
         return COMMA if self.stack else END
 
 
 def mended_object(text: str) -> str | None:
-    """A whole text as a JSON object; None if it can be none."""
+    """Return a whole text as a JSON object, or None if it cannot be one."""
     scan = ObjectScan()
     mended = scan.push(text) + scan.finish()
     return mended if scan.is_object else None

@@ -1,12 +1,12 @@
-"""Where a JSON value ends, and what its keys are, in text of any cut; in linear time.
+"""Finds the end of a JSON value, and the keys of a call's object, in streamed text and linear time.
 
-`JsonScan` follows one value of any kind: it knows strings, escapes and depth, so nothing inside a
-string ends anything. `CallScan` follows an object that is a call: it finds the name and the
-arguments wherever their keys stand, and tells the arguments byte for byte as they come; those that
-come before the name wait for it.
+`JsonScan` follows one value of any kind. It tracks strings, escapes and depth, so nothing inside a
+string ends the value. `CallScan` follows an object that is a call. It finds the name and the
+arguments wherever their keys stand, and emits the arguments byte for byte as they come; arguments
+before the name wait for it.
 
-Both read with `scan`, and stop at the end of the value or at a character that no JSON has outside
-strings; what that means is for the caller to say. Their memory is plain data.
+Both read with `scan`, and stop at the end of the value or at a character that JSON does not allow
+outside strings; the caller decides what that means. Their state is plain data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gateway.formats.json_object import PLAIN, mended_object
 from gateway.text.markers import match_end
 
 Status = Literal["more", "end", "broken"]
-"""The value goes on; it has ended; here is what cannot be JSON."""
+"""The value continues; it has ended; it cannot be JSON at this position."""
 
 IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 STRUCTURE = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
@@ -31,12 +31,12 @@ SPACE = re.compile(r"[ \t\r\n]*+")
 
 
 class JsonScan(msgspec.Struct):
-    """One value's position; fresh before its first character, which is no blank.
+    """Position in one value; fresh before its first non-blank character.
 
     kind     "" before, then "nested", "string" or "scalar"
-    depth    open brackets
+    depth    number of open brackets
     quoted   inside a string
-    escaped  the text so far ends with a backslash that has yet to escape something
+    escaped  the text so far ends with a backslash whose escape is incomplete
     """
 
     kind: str = ""
@@ -45,8 +45,11 @@ class JsonScan(msgspec.Struct):
     escaped: bool = False
 
     def scan(self, text: str, start: int = 0) -> tuple[int, Status]:
-        """Read on from `start`; (where it stopped, why). A scalar ends before the next character,
-        a string or a bracketed value after its last; what is broken is broken at that position."""
+        """Read on from `start`. Return (the position reached, the status).
+
+        A scalar ends before the next character, a string or bracketed value after its last. A
+        broken value is broken at that position.
+        """
         if not self.kind and start < len(text):
             start = self._begin(text, start)
         if self.kind == "scalar":
@@ -88,7 +91,7 @@ class JsonScan(msgspec.Struct):
         return end, "more"
 
     def _string(self, text: str, position: int) -> int:
-        """To the end of the string or of the text, whichever comes first."""
+        """Read to the end of the string or of the text."""
         if self.escaped:
             self.escaped = False
             position += 1
@@ -105,14 +108,14 @@ class JsonScan(msgspec.Struct):
 
 
 class CallKeys(msgspec.Struct, frozen=True):
-    """Which keys of a call's object mean what; of several, models write the first.
+    """The keys of a call's object. If there are several spellings, models write the first.
 
     name         the tool's name; an object instead of a string is searched for the keys in turn
     arguments    its arguments
     id           the call's id, if it comes before the others
     name_is_key  each key is a name, and its value the arguments of a call
-    strict       an object with any other key (but `also`) is no call; and its name alone makes it
-                 one only if a tool of that name is declared: for calls that stand in the open
+    strict       an object with any other key (except `also`) is not a call, and a name alone makes
+                 it one only if a tool of that name is declared: for calls without markers
     also         further keys that a call may have
     """
 
@@ -132,19 +135,7 @@ class CallKeys(msgspec.Struct, frozen=True):
 
 
 class CallScan(msgspec.Struct):
-    """A call's position; fresh before the `{`.
-
-    phase    what is expected: "open" "key" "in_key" "colon" "value" "in_value"
-    role     what the value at hand is: "name" "arguments" "id" "other"; "again" is one of these for
-             the second time, and means nothing
-    value    where the key or value at hand is
-    parts    its text so far, unless it is told as it comes
-    tells    it is: arguments of a call that has a name
-    nested   open objects
-    told     the call has begun
-    argued   its arguments have begun
-    waiting  arguments that wait for the name
-    """
+    """Position in a call's object; fresh before the `{`."""
 
     phase: str = "open"
     role: str = ""
@@ -160,12 +151,14 @@ class CallScan(msgspec.Struct):
 
     @property
     def quoted(self) -> bool:
-        """Inside a string: whatever comes, is text."""
+        """Whether the position is inside a string."""
         return self.value.quoted
 
     def passes(self, text: str) -> bool:
-        """`text` goes on with a string in arguments that are told as they come, and does not end
-        it: `scan` would tell it, and remember nothing of it."""
+        """Return whether `text` only continues a string in arguments that are emitted as they come.
+
+        Then `scan` would emit it and change no state.
+        """
         value = self.value
         return (
             self.tells
@@ -176,8 +169,10 @@ class CallScan(msgspec.Struct):
         )
 
     def scan(self, text: str, keys: CallKeys, builder: EventBuilder) -> tuple[int, Status]:
-        """Read on; (where it stopped, why). "end" is behind the closing brace: the call has been
-        told and ended, if it has a name."""
+        """Read on. Return (the position reached, the status).
+
+        "end" is after the closing brace: the call has been emitted and ended, if it has a name.
+        """
         position = 0
         while position < len(text):
             if self.phase in ("in_key", "in_value"):
@@ -198,7 +193,7 @@ class CallScan(msgspec.Struct):
         return position, "more"
 
     def _structural(self, char: str, builder: EventBuilder) -> bool:
-        """One character between keys and values; whether it may stand here."""
+        """Read one character between keys and values. Return whether it is allowed."""
         if self.phase == "open":
             self.phase, self.nested = "key", self.nested + 1
             return char == "{"
@@ -239,7 +234,7 @@ class CallScan(msgspec.Struct):
         return position, status
 
     def _complete(self, keys: CallKeys, builder: EventBuilder) -> bool:
-        """A key or value is complete; whether it makes sense."""
+        """Complete a key or value. Return whether it is valid."""
         raw = "".join(self.parts)
         if self.phase == "in_key":
             return self._key(text_of(raw), keys, builder)
@@ -285,7 +280,7 @@ class CallScan(msgspec.Struct):
             builder.start_call(self.name, self.call_id)
 
     def _arguments(self, raw: str, builder: EventBuilder) -> None:
-        """Arguments that were not told as they came."""
+        """Emit arguments that were not emitted as they came."""
         inner = text_of(raw)
         if raw == "null":
             raw = ""
@@ -298,7 +293,7 @@ class CallScan(msgspec.Struct):
             builder.arguments_delta(raw)
 
     def _finish(self, keys: CallKeys, builder: EventBuilder) -> None:
-        """The object is complete."""
+        """Complete the object."""
         if keys.strict and self.name is not None and builder.declares(self.name, surely=True):
             self._begin(builder)
         if self.told:
@@ -306,7 +301,7 @@ class CallScan(msgspec.Struct):
 
 
 def text_of(raw: str) -> str | None:
-    """The text of a JSON string; None where `raw` is none."""
+    """Return the text of a JSON string, or None if `raw` is not one."""
     try:
         value = json.loads(raw, strict=False)
     except (ValueError, RecursionError):

@@ -1,19 +1,22 @@
-"""Calls as JSON objects, one or an array of them, behind a marker and mostly before another.
+"""Calls as JSON objects, one or an array of them, after a marker and mostly before another.
 
     <tool_call>
     {"name": "f", "arguments": {"a": 1}}
     </tool_call>
 
-    bound    behind an opening marker that needs another one behind it
-    opened   an object or an array begins, or it is no call
+    bound    after an opening marker that needs another one after it
+    opened   an object or an array starts, or it is not a call
     call     in a call's object
     array    in an array, between calls
     after    a call or an array is complete: the closing marker, or another opening one
-    broken   what follows is no JSON; up to the next marker it is told as it stands
+    broken   the text is not JSON; up to the next marker it is emitted unchanged
 
-A call ends with its closing brace, not with the marker behind it. A call whose JSON breaks off is
-told as far as it goes, if its name is known; otherwise the whole stretch is content. Behind a
-marker that is ordinary text as well (`soft`) that is nothing to warn of.
+A call ends with its closing brace, not with the marker after it. If a call's JSON breaks off, it is
+emitted as far as it goes if its name is known; otherwise the whole group is content. After a marker
+that is ordinary text as well (`soft`) there is no warning.
+
+In the grammar, blanks between the items of an array are as free as in any JSON. Everything else is
+spelt as the templates spell it.
 """
 
 from __future__ import annotations
@@ -35,39 +38,36 @@ from protocol.grammar import Form, Pattern
 
 
 class JsonTags(CallSyntax, frozen=True, kw_only=True):
-    """open       markers that begin a stretch; of two at one place the first wins. One that ends
-               with `[` or `{` is the beginning of the JSON as well
-    start      these begin a stretch only where nothing has been said
-    close      markers that end it
-    unclosed   openers whose stretch ends with its JSON; all of them, if there is no `close`
-    bound      opener -> the marker that must stand behind it
-    soft       openers that are ordinary text as well
-    separator  stands between calls that are in no array; then several follow one marker
-    keys       what the keys of a call's object are called
+    """Markers and keys of a JSON syntax."""
 
-    A reader need not know, but a writer:
-
-    paired     opener -> its closing marker, where that is not the first
-    array      calls are written as an array
-    before     what models write between the opening marker and the JSON
-    behind     and between the JSON and the closing one
-    lines      openers for which both are a line break instead
-    number     the key of a call's number, which is written first
-    """
-
+    #: Markers that start a group; if two match at one place, the first wins. One that ends with `[`
+    #: or `{` is the start of the JSON as well.
     open: tuple[str, ...]
+    #: Markers that start a group only at the start of the answer.
     start: tuple[str, ...] = ()
+    #: Markers that end a group.
     close: tuple[str, ...] = ()
+    #: Openers whose group ends with its JSON; all of them, if there is no `close`.
     unclosed: tuple[str, ...] = ()
+    #: (opener, the marker that must follow it).
     bound: tuple[tuple[str, str], ...] = ()
+    #: Openers that are ordinary text as well.
     soft: tuple[str, ...] = ()
+    #: Stands between calls that are not in an array; several calls may then follow one marker.
     separator: str = ""
+    #: The keys of a call's object.
     keys: CallKeys = CallKeys()
+    #: (opener, its closing marker), if that is not the first of `close`. Only the writer uses it.
     paired: tuple[tuple[str, str], ...] = ()
+    #: Calls are written as an array. Only the writer uses it.
     array: bool = False
+    #: Text between the opening marker and the JSON. Only the writer uses it.
     before: str = ""
+    #: Text between the JSON and the closing marker. Only the writer uses it.
     behind: str = ""
+    #: Openers for which both are a line break instead. Only the writer uses it.
     lines: tuple[str, ...] = ()
+    #: The key of a call's number, which is written first. Only the writer uses it.
     number: str = ""
 
     def markers(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         return bool(self.close) and opener not in self.unclosed
 
     def closer(self, opener: str) -> str:
-        """What models close a stretch with; "" for nothing."""
+        """Return the marker that models close a group with, or ""."""
         if not self.is_closed(opener):
             return ""
         return dict(self.paired).get(opener, self.close[0])
@@ -95,11 +95,13 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
 
 
 class JsonTagsState(FormatParserState):
-    """opener  what has begun this stretch
-    call    the call at hand
-    array   the stretch is an array
-    raw     text that has not been told, and may have to be given back
-    calls   how many calls of the stretch have been told
+    """State of a `JsonTagsParser`.
+
+    opener  the marker that started this group
+    call    the current call
+    array   the group is an array
+    raw     text that has not been emitted, and may have to become content
+    calls   number of calls of the group that have been emitted
     """
 
     at: str = "opened"
@@ -147,7 +149,7 @@ class JsonTagsParser(CallParser):
             case "call":
                 return self._in_call(text)
             case "broken":
-                self._tell_broken(text)
+                self._emit_broken(text)
                 return ""
         start = match_end(SPACE, text)
         if self.s.raw:
@@ -155,7 +157,7 @@ class JsonTagsParser(CallParser):
         return self._next(text[start:]) if start < len(text) else ""
 
     def _next(self, text: str) -> str:
-        """The first character that is no blank, between values."""
+        """Handle the first non-blank character between values."""
         s, char = self.s, text[0]
         expected = {"opened": "{[", "array": "{,]", "bound": ""}
         separator = self.syntax.separator
@@ -203,10 +205,10 @@ class JsonTagsParser(CallParser):
         return rest
 
     def _unexpected(self, text: str) -> str:
-        """No call stands where one should."""
+        """Handle text where a call should stand."""
         s = self.s
         if not s.calls:
-            self._reject("the marker of a tool call, and no call behind it")
+            self._reject("the marker of a tool call without a call after it")
             s.done = True
         elif s.at == "after" and not self.syntax.is_closed(s.opener):
             s.done = True
@@ -219,13 +221,13 @@ class JsonTagsParser(CallParser):
     # ---- what is broken
 
     def _break(self) -> None:
-        """It lasts up to a marker; where none will come, it ends here."""
+        """Enter the broken state up to the next marker, or end the group if none will come."""
         self.s.at = "broken"
         if not self.builder.is_open and not self.syntax.is_closed(self.s.opener):
             self._reject("a tool call that cannot be read")
             self.s.done = True
 
-    def _tell_broken(self, text: str) -> None:
+    def _emit_broken(self, text: str) -> None:
         if self.builder.is_open:
             self.builder.arguments_delta(text)
         elif self.s.raw:
@@ -295,8 +297,7 @@ LLAMA = JsonTags(
 )
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 FREE_BLANKS = Pattern(r"[ \n]{0,8}")
 CALL_NUMBER = Pattern("[0-9]{1,3}")
@@ -329,14 +330,14 @@ def write_calls(
 
 
 def _without_bound_marker(syntax: JsonTags, opener: str) -> str:
-    """The opener alone, where it stands with the marker that it needs behind it."""
+    """Return the opener without the marker that must follow it."""
     return next((first for first, marker in syntax.bound if opener == first + marker), opener)
 
 
 def _write_call(
     syntax: JsonTags, tool: DeclaredTool, grammar: GrammarBuilder, begun: str = ""
 ) -> Form:
-    """One object; `begun` is what the opener has written of it."""
+    """Write one object. `begun` is the part of it that the opener contains."""
     keys, name, arguments = syntax.keys, quoted(tool.name), grammar.arguments(tool)
     if keys.name_is_key:
         return sequence(f"{{{name}: ".removeprefix(begun), arguments, "}")
@@ -363,10 +364,10 @@ def _write_id(key: str) -> Form:
 def write_json_values(
     syntax: JsonTags, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
 ) -> Form:
-    """Calls without a marker, written like any JSON, for an answer that may be other JSON instead.
+    """Write calls without a marker as plain JSON, for an answer that may be other JSON instead.
 
     The grammar's lexer reads the longest text it knows. If calls were spelt exactly here, it would
-    read `{"name": ` of every other object as the beginning of a call.
+    read `{"name": ` of every other object as the start of a call.
     """
     if syntax.array:
         calls = [_call_schema(syntax, tool, f"#/items/anyOf/{n}") for n, tool in enumerate(tools)]
@@ -377,7 +378,7 @@ def write_json_values(
 
 
 def _call_schema(syntax: JsonTags, tool: DeclaredTool, place: str = "#") -> Mapping[str, Any]:
-    """`place`: where it stands in the whole schema."""
+    """Return the schema of a call. `place` is its position in the whole schema."""
     name, arguments = syntax.keys.name[0], syntax.keys.arguments[0]
     parameters = {**(tool.parameters or {}), **ANY_OBJECT}
     moved = _moved(parameters, f"{place}/properties/{arguments}")
@@ -390,7 +391,7 @@ def _call_schema(syntax: JsonTags, tool: DeclaredTool, place: str = "#") -> Mapp
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The same schema at another place of a document, to which its references lead now."""
+    """Return the schema with its references moved to another place of a document."""
     if isinstance(schema, Mapping):
         return {
             key: place + value.removeprefix("#")

@@ -1,12 +1,12 @@
 """Nested values that are not JSON, rewritten as JSON while they are read.
 
-`LiteralWriter` takes the value's tokens in order and tells JSON: it knows where commas and quotes
-belong, so all that writes values in another way only has to find its tokens. `PythonScan` finds
-those of Python's literals: strings with either quote, one or three of them, and their escapes;
-numbers; True, False, None; lists, tuples, dicts. Nothing is evaluated. A word that is neither
-number nor constant is a string: models write enumerations so.
+`LiteralWriter` receives the value's tokens in order and writes JSON. It places commas and quotes,
+so a syntax only has to find its tokens. `PythonScan` finds the tokens of Python's literals: strings
+with either quote, one or three of them, and their escapes; numbers; True, False, None; lists,
+tuples, dicts. Nothing is evaluated. A word that is neither number nor constant is a string: models
+write enumerations so.
 
-A number is rewritten where JSON writes it differently (`007`, `.5`, `1_000`, `0x1f`); long ones are
+A number is rewritten if JSON writes it differently (`007`, `.5`, `1_000`, `0x1f`). Long numbers are
 never computed, so time is linear in the text.
 """
 
@@ -33,7 +33,9 @@ CONSTANTS = {
 
 
 def json_number(text: str, *, whole: bool = False) -> str | None:
-    """A number as JSON writes it; None where `text` is none, or no whole one where one is due."""
+    """Return a number as JSON writes it; None if `text` is not a number, or not whole if
+    `whole`.
+    """
     text = text.replace("_", "") if "__" not in text and text[-1:] != "_" else text
     if BASED.fullmatch(text):
         return str(int(text, 0))
@@ -51,18 +53,18 @@ def json_number(text: str, *, whole: bool = False) -> str | None:
 
 
 def scalar_json(word: str) -> str:
-    """A bare word: a constant, a number, or else a string."""
+    """Return the JSON of a bare word: a constant, a number, or else a string."""
     constant = CONSTANTS.get(word) or json_number(word)
     return constant if constant is not None else json.dumps(word, ensure_ascii=False)
 
 
 class LiteralWriter(msgspec.Struct):
-    """A value's structure so far, and the JSON not yet taken.
+    """Structure of a value so far, and the JSON not drained yet.
 
     stack   open brackets, "[" or "{"
-    want    what may come: "value", "key", "colon" or "comma"
-    empty   nothing stands in the innermost bracket
-    comma   one was read, and is told before the next value
+    want    the next element: "value", "key", "colon" or "comma"
+    empty   the innermost bracket is empty
+    comma   a comma was read, and is written before the next value
     quoted  inside a string
     """
 
@@ -83,7 +85,7 @@ class LiteralWriter(msgspec.Struct):
         return not self.stack and self.want == "comma"
 
     def _starts(self) -> bool:
-        """A key or value starts; whether it may."""
+        """Start a key or value. Return whether one is allowed here."""
         if self.want not in ("value", "key"):
             return False
         if self.comma:
@@ -104,7 +106,7 @@ class LiteralWriter(msgspec.Struct):
         return True
 
     def close(self, bracket: str) -> bool:
-        """`bracket` is the closing one."""
+        """Close the innermost bracket with `bracket`."""
         opening = "{" if bracket == "}" else "["
         may = self.want == "comma" or self.empty or self.comma
         if not self.stack or self.stack[-1] != opening or not may:
@@ -134,7 +136,7 @@ class LiteralWriter(msgspec.Struct):
         return True
 
     def raw(self, text: str) -> bool:
-        """A value that is JSON already."""
+        """Write a value that is JSON already."""
         if self.want != "value" or not self._starts():
             return False
         self.out.append(text)
@@ -152,7 +154,7 @@ class LiteralWriter(msgspec.Struct):
         self.out.append(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def json_string(self, text: str) -> None:
-        """More of a string, as it stands inside a JSON string."""
+        """Add to a string, in JSON's escapes."""
         self.out.append(text)
 
     def end_string(self) -> None:
@@ -174,11 +176,11 @@ PREFIXES = frozenset({"r", "b", "f", "u", "R", "B", "F", "U"})
 
 
 class PythonScan(msgspec.Struct):
-    """A Python literal's position. Fresh before its first character, blanks included.
+    """Position in a Python literal; fresh before its first character, blanks included.
 
-    writer  the structure, and what is to be told
-    quote   the quotes that end the string at hand; "" outside strings
-    held    read, but not understood yet: part of a word, an escape or of quotes
+    writer  the structure, and the JSON to be emitted
+    quote   the quotes that end the current string; "" outside strings
+    held    read but incomplete: part of a word, an escape or of quotes
     high    the first half of a character that is written as two escapes
     """
 
@@ -189,13 +191,15 @@ class PythonScan(msgspec.Struct):
 
     @property
     def in_string(self) -> bool:
-        """What comes next is text of a string, whatever it is, unless it is a quote."""
+        """Whether the next text belongs to a string, unless it is a quote."""
         return bool(self.quote) or self.held in ("'", '"')
 
     def scan(self, text: str, start: int = 0, *, final: bool = False) -> tuple[int, Status]:
-        """Read on from `start`; (where it stopped, why). A value ends behind its last character,
-        a bare word before the next; what is broken is broken at that position. With `final`
-        nothing follows the text."""
+        """Read on from `start`. Return (the position reached, the status).
+
+        A value ends after its last character, a bare word before the next one. A broken value is
+        broken at that position. With `final` no text follows.
+        """
         position = start
         while position < len(text):
             if self.quote:
@@ -219,7 +223,7 @@ class PythonScan(msgspec.Struct):
         return position, "more"
 
     def _token(self, char: str) -> bool:
-        """One character outside strings and words."""
+        """Read one character outside strings and words."""
         writer = self.writer
         if char in "'\"":
             self.held = char  # one quote, or the first of three
@@ -255,7 +259,7 @@ class PythonScan(msgspec.Struct):
         return self.writer.scalar(held)
 
     def _quotes(self, text: str, position: int) -> int:
-        """Behind the first quote of a string: is it one, three, or an empty string?"""
+        """After the first quote, decide between one quote, three quotes and an empty string."""
         char = text[position]
         if char == self.held[0]:
             self.held += char
@@ -288,7 +292,7 @@ class PythonScan(msgspec.Struct):
         return end
 
     def _closing(self, text: str, position: int) -> int:
-        """Quotes inside a string: its end once there are as many as at its beginning."""
+        """Read quotes inside a string, which ends after as many as it started with."""
         if text[position] == self.quote[0]:
             self.held += text[position]
             if self.held == self.quote:
@@ -301,7 +305,7 @@ class PythonScan(msgspec.Struct):
         return position
 
     def _escape(self, text: str, position: int) -> int:
-        """One more character behind a backslash."""
+        """Read one more character after a backslash."""
         self.held += text[position]
         kind, digits = self.held[1], self.held[2:]
         if kind in CODE_LENGTH:
@@ -326,7 +330,7 @@ class PythonScan(msgspec.Struct):
         return position + 1
 
     def _verbatim(self) -> None:
-        """What looked like the code of a character, and broke off before its last character."""
+        """Write a character code that broke off before its last digit as it stands."""
         held, self.held = self.held[:-1], ""
         self._tell(held)
 
@@ -351,7 +355,7 @@ class PythonScan(msgspec.Struct):
 
 
 def literal_to_json(text: str) -> str | None:
-    """A complete Python literal as JSON; None where it is none."""
+    """Return a complete Python literal as JSON, or None if it is not one."""
     scan = PythonScan()
     position, status = scan.scan(text, final=True)
     if status != "end" or text[position:].strip():

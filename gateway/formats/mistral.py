@@ -3,11 +3,12 @@
     [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
     [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]k3Xz0aB9c[ARGS]{}
 
-    choosing  behind the marker: what comes first decides which of the two it is
+    choosing  after the marker: the next character decides which of the two it is
     array     `json_tags` reads
     named     `named_json` reads
 
-Ids are nine letters and digits, as Mistral's templates demand.
+Ids are nine letters and digits, as Mistral's templates demand. The writer chooses the variant by
+the tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from protocol.grammar import Form
 
 
 class Mistral(CallSyntax, frozen=True, kw_only=True):
-    """array, named  the two ways; both begin with the same markers"""
+    """The two variants, `array` and `named`; both start with the same markers."""
 
     array: JsonTags
     named: NamedJson
@@ -55,9 +56,7 @@ class Mistral(CallSyntax, frozen=True, kw_only=True):
 
 
 class MistralState(FormatParserState):
-    """opener  the marker
-    blanks  those behind it
-    """
+    """State of a `MistralParser`: the opening marker, and the blanks after it."""
 
     at: str = "choosing"
     opener: str = ""

@@ -1,8 +1,8 @@
-"""How a model's answers are read: the formats chosen for it and why, and where each answer starts.
+"""The formats chosen for a model's answers, and where each answer starts.
 
-Chosen once per model: by the operator's names or, with "auto", by the checkpoint's own description
-of its answers (`response_template`), or else from the chat template and the vocabulary. A guess is
-said in the log and in /v1/models, so a wrong one is seen.
+They are chosen once per model: by the operator's options or, with "auto", from the checkpoint's own
+`response_template`, or else from the chat template and the vocabulary. A guess is shown in the log
+and in /v1/models, so that a wrong one is noticed.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from protocol.model_card import ModelCard
 AUTO, NONE = "auto", "none"
 TOOLS_OPTION, REASONING_OPTION = "--tool-format", "--reasoning-format"
 OWN = "hf"
-"""The format that the checkpoint describes itself."""
+"""The format that the checkpoint itself describes."""
 TAUGHT = "hermes"
-"""The format of `chat.teaching`."""
+"""The format that `prompt.tool_prompt` describes to the model."""
 _TEACHES = f"; so tools are described to the model in words, and calls read as {TAUGHT}"
 TAIL_CHARS = 1 << 16
-"""How much of a prompt's end is looked at: more than any turn that an answer goes on with."""
+"""How much of a prompt's end is examined: more than any turn that an answer continues."""
 
 
 class WrongOption(ValueError):
-    """The operator asks for what this model does not have."""
+    """The operator's option needs something that this model does not have."""
 
 
 class AnswerStart(msgspec.Struct, frozen=True):
-    """How the answers to one prompt are read. `bound` None: all text is content.
+    """How the answers to one prompt are parsed. If `bound` is None, all text is content.
 
-    inside  the prompt has already opened the reasoning
-    closed  the prompt has closed it again, or there is none: the answer proper begins at once
-    marks   by which the tokens of reasoning are counted, where they can be
-    opener  with which the prompt has opened the reasoning; "" where that cannot be seen
+    inside     the prompt has already opened the reasoning
+    closed     the prompt has closed it again, or there is none: the answer proper starts at once
+    marks      markers by which reasoning tokens are counted, if they can be
+    opener     the marker with which the prompt opened the reasoning; "" if unknown
     answering  the prompt has opened the answer proper
     """
 
@@ -60,7 +60,7 @@ class AnswerStart(msgspec.Struct, frozen=True):
 
     @property
     def thinking(self) -> Thinking | None:
-        """What may come before an answer that a grammar describes."""
+        """The reasoning that may come before an answer that a grammar describes."""
         if self.bound is None or self.closed:
             return None
         frame = frame_of(self.bound)
@@ -73,8 +73,11 @@ class AnswerStart(msgspec.Struct, frozen=True):
     def grammar(
         self, body: Body, budget: ThinkingBudget | None, calls: Rules | None = None
     ) -> Grammar:
-        """Of an answer that calls no tools: `body` with the markup that the model writes around all
-        it says, unless the prompt has written it already. With `calls` it may be those instead."""
+        """Return the grammar of an answer that calls no tools.
+
+        It is `body` with the markup that the model writes around content, unless the prompt has
+        already written that. With `calls` the answer may be those instead.
+        """
         frame = frame_of(self.bound) if self.bound else AnswerFrame()
         return Grammar(
             body=body,
@@ -86,7 +89,7 @@ class AnswerStart(msgspec.Struct, frozen=True):
         )
 
     def call_grammar(self, body: Body, budget: ThinkingBudget | None) -> Grammar:
-        """Of an answer with calls in it, all of which `body` describes."""
+        """Return the grammar of an answer with calls, all of which `body` describes."""
         return Grammar(body=body, thinking=self.thinking, budget=budget)
 
     def budget(self, field: str, most: int) -> ThinkingBudget | None:
@@ -117,13 +120,16 @@ class AnswerStart(msgspec.Struct, frozen=True):
 
 
 class ModelOutputFormat:
-    """tools, reasoning  names of docs/formats.md; None: no such thing in this model's answers
-    why              in words for the operator
-    teachable        the model has a chat template with no place for tools, so they can be taught
+    """The formats of one model's answers.
 
-    Raises ValueError, with the names there are, for a name that is none, and WrongOption where the
-    checkpoint's own format is asked for and there is none that can be read, or where a format is
-    asked for whose markers this model cannot write.
+    tools, reasoning  names in docs/formats.md; None: this model's answers have none
+    why               the reason, in words for the operator
+    teachable         the model's chat template has no place for tools, so a prompt can describe
+                      them
+
+    Raises ValueError, listing the known names, if a name is unknown. Raises WrongOption if the
+    checkpoint's own format is requested and there is none that can be used, or if a format is
+    requested whose markers this model cannot write.
     """
 
     def __init__(
@@ -157,7 +163,9 @@ class ModelOutputFormat:
         self._bound: dict[Format, BoundFormat] = {}
 
     def begin(self, prompt: str, kwargs: Mapping[str, Any], *, calls: bool) -> AnswerStart:
-        """kwargs  the effective ones, with which `prompt` was rendered
+        """Return how the answers to `prompt` are parsed.
+
+        kwargs  the effective template kwargs with which `prompt` was rendered
         calls   the answer is searched for tool calls
         """
         format = self._formats[calls]
@@ -178,7 +186,7 @@ class ModelOutputFormat:
         return AnswerStart(bound, inside, closed, thinking_marks(bound), opener, answering)
 
     def ending(self, begun: AnswerStart) -> str:
-        """A prompt's end from which `begin` comes to the same, whatever the real one was; short."""
+        """Return a short end of a prompt for which `begin` returns the same as `begun`."""
         reasoning = self._formats[True].reasoning
         if reasoning is None:
             return ""
@@ -186,32 +194,32 @@ class ModelOutputFormat:
         return markers[0] if markers else ""
 
     def _bind(self, format: Format) -> BoundFormat:
-        """Cached; there are only a few ways to read one model."""
+        """Bind the format to the vocabulary, cached: one model is parsed in only a few ways."""
         if format not in self._bound:
             self._bound[format] = bind(format, self._tokenizer)
         return self._bound[format]
 
 
 def _templates_of(card: ModelCard) -> str | None:
-    """All that the model's templates write; None if it has none."""
+    """Return the text of the model's templates, or None if it has none."""
     sources = [each for each in (card.tool_use_template, card.chat_template) if each is not None]
     return "\n".join(sources) if sources else None
 
 
 def _opened_by(prompt_tail: str, format: ReasoningFormat) -> str:
-    """The last marker of the prompt that opens a block; "" where it has none."""
+    """Return the last marker of the prompt that opens a block, or ""."""
     places = [(prompt_tail.rfind(marker), marker) for marker in format.open]
     return max([place for place in places if place[0] >= 0], default=(-1, ""))[1]
 
 
 def _calls_that_end(format: Format) -> tuple[str, ...]:
-    """Markers of calls that also end a block of reasoning."""
+    """Return the markers of calls that also end a block of reasoning."""
     ends = format.reasoning is not None and format.reasoning.calls_end_it
     return format.tools.openers() if ends and isinstance(format.tools, CallSyntax) else ()
 
 
 def check_names(tools: str, reasoning: str) -> None:
-    """The operator's names. Raises ValueError, with the names there are."""
+    """Raise ValueError, listing the known names, if the operator's names are unknown."""
     if OWN not in (tools, reasoning):
         format_of(_chosen(tools, None), _chosen(reasoning, None))
     elif not {tools, reasoning} <= {OWN, AUTO}:
@@ -222,16 +230,16 @@ def check_names(tools: str, reasoning: str) -> None:
 
 
 def _option(tools: str) -> str:
-    """The one that asks for the checkpoint's own format."""
+    """Return the option that requests the checkpoint's own format."""
     return TOOLS_OPTION if tools == OWN else REASONING_OPTION
 
 
 def _own_format(
     card: ModelCard, tools: str, reasoning: str, teachable: bool
 ) -> tuple[Format | None, str]:
-    """The format that the checkpoint describes itself, if it is to be used; and why, or why not.
+    """Return the checkpoint's own format, if it is used, and the reason.
 
-    Raises WrongOption where it is asked for, and cannot be had.
+    Raise WrongOption if it is requested and cannot be used.
     """
     asked = f"{_option(tools)} {OWN}" if OWN in (tools, reasoning) else ""
     remedy = _remedy(_option(tools))
@@ -324,8 +332,10 @@ def _is_known(marker: str, template: str, tokenizer: Tokenizer) -> bool:
 
 
 def _without_calls(format: Format) -> Format:
-    """To read an answer in which nothing is taken for a call. A syntax that rules the whole answer
-    is needed for that, too."""
+    """Return the format for an answer in which nothing is a call.
+
+    A syntax that covers the whole answer is still needed.
+    """
     if isinstance(format.tools, AnswerSyntax):
         return format
     return Format(None, format.reasoning)

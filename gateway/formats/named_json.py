@@ -1,19 +1,32 @@
-"""Calls whose name stands between markers, with bare JSON arguments behind it.
+"""Calls whose name stands between markers, followed by bare JSON arguments.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>
     {"a": 1}<|tool_call_end|><|tool_calls_section_end|>
 
-    between    in the stretch, no call is open
-    kind       the call's kind, which says nothing (`function`)
+    between    in the group, no call is open
+    kind       the call's kind, which has no meaning (`function`)
     name       its name
     id         its id
     opened     before the arguments' JSON
-    arguments  in it
+    arguments  in the arguments
     closing    the arguments are complete; the rest of the call is markup
-    broken     the arguments are no JSON; up to the next marker they are told as they stand
-    spilt      text where none belongs; up to the next marker it is content
+    broken     the arguments are not JSON; up to the next marker they are emitted unchanged
+    spilt      unexpected text; up to the next marker it is content
 
-A call ends with its JSON. One whose name is not followed by arguments is given back as content.
+A call ends with its JSON. If no arguments follow a name, all of it is content.
+
+PLaMo 3 writes the same between markers of its own. In its vocabulary these markers are several
+tokens each, of which some are special (`:plamo|>`):
+
+    <|plamo:begin_tool_requests:plamo|>
+    <|plamo:begin_tool_request:plamo|>
+    <|plamo:begin_tool_name:plamo|>f<|plamo:end_tool_name:plamo|>
+    <|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{"a": 1}
+    <|plamo:end_tool_arguments:plamo|>
+    <|plamo:end_tool_request:plamo|>
+    <|plamo:end_tool_requests:plamo|>
+
+(Without the line breaks.) Source for PLaMo 3: vLLM's published parser.
 """
 
 from __future__ import annotations
@@ -33,45 +46,42 @@ from gateway.text.markers import match_end
 from protocol.grammar import Form, Pattern
 
 OPEN_ENDS = ("\n", "{")
-"""Ordinary text that may end a name. The brace begins the arguments as well."""
+"""Ordinary text that may end a name. The brace starts the arguments as well."""
 
 ID_CHARS = 9
 """Letters and digits of an id that Mistral's templates accept."""
 MAX_NAME_CHARS = 512
-"""What is longer is no name; nothing is held back for longer than that."""
+"""Longer text is not a name, so no more than this is held back."""
 
 WORD = re.compile(r"\s*+[^\s<>{}\[\]()\"'`,;]*+\s*+")
 
 
 class NamedJson(CallSyntax, frozen=True, kw_only=True):
-    """section_open   begins a stretch of calls; a call may also stand without
-    section_close  ends it
-    call_open      begins a call
-    kind_end       between the call's kind and its name; without one there is no kind
-    id_begin       between the name and the call's id
-    name_end       between the name (or id) and the arguments; of two at one place the first wins
-    call_close     ends a call
-    fence          may stand around the arguments, and says nothing
-    name_is_id     what stands for the name is `functions.NAME:INDEX`, and is the call's id as well
+    """Markers and options of a named-JSON syntax."""
 
-    A reader need not know, but a writer:
-
-    kind           what models write for the kind
-    fenced         what they write between a fence and the arguments
-    between        and between two calls of a section
-    """
-
+    #: Start a group of calls; a call may also stand alone.
     section_open: tuple[str, ...] = ()
+    #: End the group.
     section_close: tuple[str, ...] = ()
+    #: Start a call.
     call_open: tuple[str, ...]
+    #: Stand between the call's kind and its name; if empty, there is no kind.
     kind_end: tuple[str, ...] = ()
+    #: Stand between the name and the call's id.
     id_begin: tuple[str, ...] = ()
+    #: Stand between the name (or id) and the arguments; if two match at one place, the first wins.
     name_end: tuple[str, ...]
+    #: End a call.
     call_close: tuple[str, ...] = ()
+    #: May stand around the arguments, without a meaning.
     fence: tuple[str, ...] = ()
+    #: The name is written as `functions.NAME:INDEX`, which is the call's id as well.
     name_is_id: bool = False
+    #: The kind that models write. Only the writer uses it.
     kind: str = ""
+    #: Text between a fence and the arguments. Only the writer uses it.
     fenced: str = ""
+    #: Text between two calls of a group. Only the writer uses it.
     between: str = ""
 
     def markers(self) -> tuple[str, ...]:
@@ -95,11 +105,13 @@ class NamedJson(CallSyntax, frozen=True, kw_only=True):
 
 
 class NamedJsonState(FormatParserState):
-    """name   the name so far
+    """State of a `NamedJsonParser`.
+
+    name   the name so far
     id     the id so far
-    raw    text that has not been told, and may have to be given back
-    value  where the arguments are
-    whole  a section of calls has been opened, so there may be several
+    raw    text that has not been emitted, and may have to become content
+    value  position in the arguments
+    whole  a group of calls has been opened, so there may be several
     """
 
     at: str = "between"
@@ -137,9 +149,9 @@ class NamedJsonParser(CallParser):
         if self.s.whole:
             self.s.raw = [marker]
         else:
-            self._begin(marker)
+            self._start_head(marker)
 
-    def _begin(self, marker: str) -> None:
+    def _start_head(self, marker: str) -> None:
         s = self.s
         s.at = "kind" if self.syntax.kind_end else "name"
         s.name = s.id = ""
@@ -164,7 +176,7 @@ class NamedJsonParser(CallParser):
         return self._next(text[start:]) if start < len(text) else ""
 
     def _in_head(self, text: str) -> str:
-        """Kind, name and id are words; what is no word any more is no call."""
+        """Read kind, name or id, which are words. Any other text means that this is not a call."""
         s = self.s
         so_far = s.id if s.at == "id" else s.name
         word = WORD.match((so_far + text)[:MAX_NAME_CHARS])
@@ -176,17 +188,17 @@ class NamedJsonParser(CallParser):
         else:
             s.name = word[0]
         if read < len(text):
-            self._reject("the marker of a tool call, and no name behind it")
+            self._reject("the marker of a tool call without a name after it")
             s.done = True
         return text[read:]
 
     def _next(self, text: str) -> str:
-        """The first character that is no blank, where no text belongs but the arguments."""
+        """Handle the first non-blank character where only the arguments are expected."""
         s = self.s
         if s.at == "opened":
             s.at, s.value = ("arguments", JsonScan()) if text[0] == "{" else ("broken", s.value)
         elif s.at == "between" and s.raw:
-            self._reject("the marker of tool calls, and no call behind it")
+            self._reject("the marker of tool calls without a call after it")
             s.done = True
         else:
             self.builder.warn(PARSE_FAILED, "text between tool calls")
@@ -235,13 +247,13 @@ class NamedJsonParser(CallParser):
                 self._reject("a tool call without a name")
                 s.done = True
             return
-        self._tell_name()
+        self._start_call()
         s.at = "opened"
         if marker == "{":
             s.at, s.value = "arguments", JsonScan()
             self._in_arguments(marker)
 
-    def _tell_name(self) -> None:
+    def _start_call(self) -> None:
         s = self.s
         name, call_id = s.name.strip(BLANKS), s.id.strip(BLANKS)
         if self.syntax.name_is_id:
@@ -253,17 +265,17 @@ class NamedJsonParser(CallParser):
         self.builder.start_call(name, call_id or None)
 
     def _call_ended(self, marker: str) -> None:
-        """A marker that ends the call, whatever part of it has come."""
+        """Handle a marker that ends the call, whichever part of it has been read."""
         s = self.s
         if s.at in ("name", "id") and s.name.strip(BLANKS):
-            self._tell_name()
+            self._start_call()
         if self.builder.is_open:
             self.builder.end_call()
         elif s.at in ("kind", "name", "id"):
             s.raw.append(marker)
             self._reject("a tool call without a name")
         if marker in self.syntax.call_open:
-            self._begin(marker)
+            self._start_head(marker)
         elif marker in self.syntax.section_close:
             s.done = True
         else:
@@ -290,16 +302,15 @@ def plamo_end(region: str) -> str:
 
 
 def _bars(words: str) -> str:
-    """DeepSeek's markers, which have full-width bars."""
+    """Return DeepSeek's marker, which has full-width bars."""
     return f"<\uff5c{words}\uff5c>"
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 CALL_ID_FORM = Pattern(f"[a-zA-Z0-9]{{{ID_CHARS}}}")
 CALL_INDEX = Pattern("0|[1-9][0-9]{0,3}")
-"""Of a call in its conversation: the model goes on counting where an earlier answer ended."""
+"""Index of a call in its conversation: the model continues the count of earlier answers."""
 
 
 def write_calls(
@@ -318,7 +329,7 @@ def write_calls(
 
 
 def _write_call(syntax: NamedJson, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """What stands behind the marker that begins a call."""
+    """Write everything after the marker that starts a call."""
     return sequence(
         syntax.kind + _first(syntax.kind_end),
         *([f"functions.{tool.name}:", CALL_INDEX] if syntax.name_is_id else [tool.name]),
@@ -329,7 +340,7 @@ def _write_call(syntax: NamedJson, tool: DeclaredTool, grammar: GrammarBuilder) 
 
 
 def write_arguments(syntax: NamedJson, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """What stands behind the name, up to the end of the call."""
+    """Write everything after the name, up to the end of the call."""
     before, behind = syntax.fence or ("", "")
     return sequence(
         before + syntax.fenced,

@@ -6,19 +6,23 @@
     ]<]minimax[>[</invoke>
     ]<]minimax[>[</tool_call>
 
-    outside  in the stretch, between calls
+    outside  in the group, between calls
     call     in a call, between its arguments
     value    in an argument
-    tag      behind the mark of a tag, up to its `>`
-    broken   what follows is no call; up to the closing tag it is content
+    tag      after the mark of a tag, up to its `>`
+    broken   not a call; up to the closing tag it is content
 
-Only a tag behind the mark is one; so text may hold any tag without it. A value without elements in
-it is typed by the schema (typed_value), and a string is told as it comes. Elements in a value are
-an array where the schema says so, or where all of them are called `item`; otherwise an object, in
-which a name that comes again makes a list. Text between them is dropped. One of which the schema
-says nothing has the type that its text has in JSON. Such a value is told when it is complete. Where
-the schema says string, only the argument's own closing tag ends it; any other closing tag ends the
-innermost element, whatever it is called.
+A tag counts only after the mark, so text may contain any tag without it. A value without elements
+is typed by the schema (`typed_value`), and a string is emitted as it comes. Elements in a value are
+an array if the schema says so, or if all of them are called `item`; otherwise they are an object,
+in which a repeated name makes a list. Text between elements is dropped. A value without a schema
+has the type that its text has in JSON; it is emitted when complete. If the schema says string, only
+the argument's own closing tag ends it; otherwise any closing tag ends the innermost element,
+whatever its name.
+
+In the grammar, a string ends where the next tag starts. Elements in a value are declared members,
+each at most once, or the items of an array. If a name is undeclared, its value may be anything,
+because a repeated name makes a list of both values.
 
 Source: MiniMax-M3's chat template.
 """
@@ -56,7 +60,7 @@ INVOKE = re.compile(r"invoke\s+name=[\"']?([^\"'<>]+?)[\"']?\s*")
 
 
 class Element(msgspec.Struct):
-    """An open element of a value. `children` are (name, JSON) of those that are complete."""
+    """An open element of a value. `children` are (name, JSON) of the complete ones."""
 
     name: str
     schema: Any = None
@@ -65,15 +69,15 @@ class Element(msgspec.Struct):
 
 
 class NestedElements(CallSyntax, frozen=True, kw_only=True):
-    """mark     stands before every tag
-    stretch  the element around all calls
+    """Markup of this syntax: `mark` stands before every tag, `stretch` is the element around all
+    calls.
     """
 
     mark: str
     stretch: str = "tool_call"
 
     def markers(self) -> tuple[str, ...]:
-        return ()  # its tags are spelt behind the mark
+        return ()  # its tags are spelt out after the mark
 
     def openers(self) -> tuple[str, ...]:
         return (f"{self.mark}<{self.stretch}>",)
@@ -85,13 +89,15 @@ class NestedElements(CallSyntax, frozen=True, kw_only=True):
 
 
 class NestedElementsState(FormatParserState):
-    """before     the state before the tag at hand
-    tag        its text so far
-    name       of the open call
-    arguments  of the open call
-    plain      the argument at hand is a string for certain, and is told as it comes
+    """State of a `NestedElementsParser`.
+
+    before     the state before the current tag
+    tag        text of the current tag so far
+    name       name of the open call
+    arguments  arguments of the open call
+    plain      the current argument is certainly a string, and is emitted as it comes
     stack      the open elements, the argument itself first
-    raw        the stretch's text until a call is told: it may have to be given back
+    raw        text of the group until a call is emitted: it may have to become content
     """
 
     at: str = "outside"
@@ -174,7 +180,7 @@ class NestedElementsParser(CallParser):
         return text[end + 1 :]
 
     def _no_tag(self) -> None:
-        """The mark, and no tag of ours behind it: text, wherever it stands."""
+        """Handle a mark without a known tag after it: it is text."""
         s = self.s
         s.at = s.before
         text = self.syntax.mark + s.tag
@@ -191,7 +197,7 @@ class NestedElementsParser(CallParser):
             s.at = "broken"
 
     def _tag(self, tag: str) -> bool:
-        """A tag behind the mark; whether it means anything here."""
+        """Handle the tag after the mark. Return whether it has a meaning here."""
         s = self.s
         match s.at:
             case "value":
@@ -291,7 +297,7 @@ class NestedElementsParser(CallParser):
 
 
 def child_schema(schema: Any, name: str, root: Mapping[str, Any] | None) -> Any:
-    """The schema of an element in a value."""
+    """Return the schema of an element in a value."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return None
@@ -332,11 +338,10 @@ def _member(name: str, values: list[str]) -> str:
     return f"{string_json(name)}: {value}"
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 MAX_UNKNOWN_DEPTH = 3
-"""So deep elements may nest of which nothing is known."""
+"""How deep elements without a schema may nest."""
 LINE_BREAK = optional(LiteralForm("\n"))
 
 
@@ -362,10 +367,11 @@ def _write_call(syntax: NestedElements, tool: DeclaredTool, grammar: GrammarBuil
 
 
 class _ElementWriter:
-    """The elements of one tool's arguments.
+    """Writes the elements of one tool's arguments.
 
-    A mark is written before each tag. So what an element holds ends with a mark, and a mark stands
-    behind every element, for the next tag: what may follow then differs in its first signs.
+    A mark is written before each tag. So the content of an element ends with a mark, and a mark
+    follows every element, for the next tag. The alternatives after the mark then differ in their
+    first characters.
     """
 
     def __init__(self, syntax: NestedElements, tool: DeclaredTool, grammar: GrammarBuilder) -> None:
@@ -387,8 +393,9 @@ class _ElementWriter:
         return None if element is None else sequence(element, self.mark)
 
     def element(self, name: str, schema: Any, seen: Any, path: str) -> Form | None:
-        """From its opening tag to its closing one; None: it cannot be written. `seen`: the schema
-        that the reader sees."""
+        """Write an element with its tags; None if it cannot be written. `seen` is the schema
+        that the parser finds.
+        """
         if not _is_tag(name):
             return None
         cases = self.schemas.cases(schema, path)
@@ -404,7 +411,7 @@ class _ElementWriter:
     # ---- elements of any name
 
     def _anything(self, depth: int = MAX_UNKNOWN_DEPTH) -> Form:
-        """Text, or elements, each with text behind it that says nothing."""
+        """Write text, or elements each followed by text without a meaning."""
         text = Until(self.mark)
         if depth == 0:
             return text
@@ -415,7 +422,9 @@ class _ElementWriter:
         return sequence(self.opening, self._anything(), self.closing)
 
     def _must_be_free(self, schema: Any, path: str) -> None:
-        """A name that comes twice makes a list of the values."""
+        """Refuse a limited schema for undeclared names: a repeated name makes a list of the
+        values.
+        """
         if not anything(self.schemas.cases(schema, path)):
             self.schemas.refuse(path, "additionalProperties")
 
@@ -443,7 +452,7 @@ class _ElementWriter:
         return either((text, sequence(self.mark, children)))
 
     def _container(self, case: SchemaCase, seen: Any, path: str, empty: bool) -> Form:
-        """Its elements, and a mark behind each."""
+        """Write the elements of a container, with a mark after each."""
         if case.values is not None:
             self.schemas.refuse(path, "enum", "cannot be enforced for objects and arrays")
         key = f"{case.key()} {empty} {seen!r}"
@@ -489,7 +498,7 @@ class _ElementWriter:
         return sequence(*(form if required else optional(form) for form, required in found))
 
     def _at_least_one(self, members: Sequence[Form], path: str) -> Form:
-        """Without any, the text alone would be the value."""
+        """Write one or more members. Without any, the text alone would be the value."""
         if not members:
             self.schemas.refuse(path, "properties", "are none: beside a string it would be one")
         return self.values.some(members)
@@ -501,7 +510,9 @@ def _is_tag(name: str) -> bool:
 
 
 def _any_name(taken: Sequence[str]) -> str:
-    """Any element's name that begins with none of these, which share no first sign."""
+    """Return a pattern of element names that start with none of `taken`, whose first letters
+    differ.
+    """
     firsts = "".join(word[0] for word in taken)
     ways = [rf"[^\s<>/{firsts}][^\s<>]{{0,63}}"]
     for word in taken:

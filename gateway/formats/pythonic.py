@@ -1,18 +1,18 @@
 """Calls as Python writes them: `[f(a=1, b="x"), g()]`.
 
-    opened   behind the marker, or at the `[` where there is none: a bracket, or the first name
+    opened   after the marker, or at the `[` if there is none: a bracket, or the first name
     name     a function's name, up to its parenthesis
     key      in a call: an argument's name, up to `=`, or the closing parenthesis
-    value    a literal, rewritten as JSON while it is read (literal.PythonScan)
-    after    behind a value: a comma or the closing parenthesis
-    between  behind a call: a comma, a line break, another name, or the end of the list
-    end      behind the list: the closing marker
-    broken   what follows is no call; up to the closing marker it is told as it stands
+    value    a literal, rewritten as JSON while it is read (`literal.PythonScan`)
+    after    after a value: a comma or the closing parenthesis
+    between  after a call: a comma, a line break, another name, or the end of the list
+    end      after the list: the closing marker
+    broken   not a call; up to the closing marker it is emitted unchanged
 
-A `[` at the very beginning of an answer opens a list of calls only if the name of a tool of the
-request, a parenthesis, and an argument's name with `=` or the closing parenthesis follow: otherwise
-it is content, such as `[f(x) for x in y]`. Elsewhere, arguments without a name are no call of
-ours: what follows is told as the model wrote it, and the arguments are no JSON.
+A `[` at the very start of an answer opens a list of calls only if three things follow: the name of
+a tool of the request, a parenthesis, and an argument's name with `=` or the closing parenthesis.
+Otherwise it is content, such as `[f(x) for x in y]`. Elsewhere, arguments without a name are
+emitted as the model wrote them, and are not valid JSON.
 
 Sources: the model cards of Llama 3.2 and 4, LFM2 and OLMo 3.
 """
@@ -44,10 +44,12 @@ NAME = re.compile(r"[^\W\d][\w.\-]*+")
 
 
 class Pythonic(CallSyntax, frozen=True, kw_only=True):
-    """open      markers that begin a list of calls
+    """Markers and options of this syntax.
+
+    open      markers that start a list of calls
     close     markers that end it
-    bare      a `[` at the beginning of an answer does so, too
-    brackets  the list stands in brackets; otherwise calls follow each other, in lines
+    bare      a `[` at the start of an answer starts a list, too
+    brackets  the list stands in brackets; otherwise there is one call per line
     """
 
     open: tuple[str, ...] = ()
@@ -71,12 +73,14 @@ class Pythonic(CallSyntax, frozen=True, kw_only=True):
 
 
 class PythonicState(FormatParserState):
-    """word     the name at hand, as far as it is read
-    count    arguments of the open call so far
-    literal  the value at hand
-    bare     the list began with its bracket; no marker will end it
+    """State of a `PythonicParser`.
+
+    word     the part read so far of the current name
+    count    number of arguments of the open call so far
+    literal  the current value
+    bare     the list started with its bracket; no marker will end it
     call     name of a bare list's first call, until an argument shows that it is one
-    raw      the text until a call is told: it may have to be given back
+    raw      text until a call is emitted: it may have to become content
     """
 
     at: str = "opened"
@@ -120,12 +124,12 @@ class PythonicParser(CallParser):
         return self._next(rest) if rest else ""
 
     def _keep(self, text: str) -> None:
-        """Until a call is told, its text may have to be given back."""
+        """Keep text until a call is emitted: it may have to become content."""
         if self.s.raw and text:
             self.s.raw.append(text)
 
     def _next(self, text: str) -> str:
-        """The first character that is no blank, outside words and values."""
+        """Handle the first non-blank character outside words and values."""
         char, s = text[0], self.s
         match s.at, char:
             case "opened", "[" if self.syntax.brackets:
@@ -150,7 +154,7 @@ class PythonicParser(CallParser):
         return text[1:]
 
     def _in_word(self, text: str) -> str:
-        """A name, and the character behind it that says what it names."""
+        """Read a name, and the character after it that decides its role."""
         s = self.s
         if not s.word.endswith(" "):
             end = match_end(NAME_CHARS, text)
@@ -169,7 +173,7 @@ class PythonicParser(CallParser):
         return rest[1:]
 
     def _is_prose(self, name: str) -> bool:
-        """Whether a list without a marker begins with `name(`, and no such tool exists."""
+        """Return whether a list without a marker starts with `name(` and no such tool exists."""
         s = self.s
         return s.bare and s.at == "name" and bool(s.raw) and not self.builder.declares(name)
 
@@ -205,7 +209,7 @@ class PythonicParser(CallParser):
         return text[position:]
 
     def _begin_call(self) -> None:
-        """Report the call at hand, unless that is done."""
+        """Start the current call, if it has not been started."""
         s = self.s
         if s.call:
             self.builder.start_call(s.call)
@@ -223,10 +227,10 @@ class PythonicParser(CallParser):
         self.s.done = self.s.bare
 
     def _unexpected(self, text: str) -> str:
-        """Here is no call, or no more of one."""
+        """Handle text that is not a call, or does not continue one."""
         s = self.s
         if s.raw:
-            self._reject("a list of tool calls that is none")
+            self._reject("text that looks like a list of tool calls and is not one")
             s.done = True
             return text
         if not self.builder.is_open:
@@ -260,7 +264,7 @@ class PythonicParser(CallParser):
             s.at, s.word, s.raw = "opened", "", [marker]
 
     def _cut_short(self) -> None:
-        """The stretch has ended inside a call: a missing parenthesis is forgiven."""
+        """End a group that has ended inside a call. A missing parenthesis is tolerated."""
         if self.s.at in ("after", "key") and not self.s.word:
             self._call_ended()
         else:
@@ -286,8 +290,7 @@ class PythonicParser(CallParser):
             self.builder.content(s.word)
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 KEYWORD = re.compile(r"[^\W\d]\w*")
 ANY_KEYWORD = Pattern("[A-Za-z_][A-Za-z0-9_]{0,63}")

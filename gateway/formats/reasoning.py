@@ -1,9 +1,9 @@
-"""How models think aloud, as data: the markers, and where an answer starts.
+"""Reasoning formats as data: their markers, and where an answer starts.
 
-Whether an answer starts inside a block of reasoning is read off the end of the rendered prompt
-(`starts_inside`): templates open a block, close it at once, or leave it to the model, and no flag
-knows better than the prompt what they did. Only where the prompt says nothing does the format's
-default count, and the request's switch.
+The end of the rendered prompt shows whether an answer starts inside a block of reasoning
+(`starts_inside`). Templates open a block, close it at once, or leave it to the model, and the
+prompt shows which better than any flag. The format's default and the request's switch count only if
+the prompt shows nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ OFF = (False, 0, "none", "no_think", "disabled", "off", "false")
 
 
 class Switch(msgspec.Struct, frozen=True):
-    """The template's own switch for reasoning.
+    """A template's own switch for reasoning.
 
     keys     template kwargs; the first that is given decides
-    default  where none is
+    default  the value if none is given
     """
 
     keys: tuple[str, ...]
@@ -38,51 +38,48 @@ class Switch(msgspec.Struct, frozen=True):
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of thinking aloud.
+    """The markup of one model family's reasoning."""
 
-    open            markers that begin a block of reasoning
-    close           markers that end it
-    label           text that may follow the opening marker, and is no part of the reasoning
-    only_at_start   a block may begin only where nothing has been said
-    calls_end_it    the first marker of a tool call ends the block, whatever follows it. In other
-                    formats, a call in the block is one if it names a tool of the request
-    drafts_calls    calls in the block are drafts, and text: the answer cannot end in it
-    wrap_open       markers that some models put before the answer proper, where nothing has been
-                    said; no content
-    wrap_close      markers behind it
-    wrap_blank      what models write between these and the answer
-    header          markers that begin a message; the text up to the next marker says whom it is for
-    ignored         markers that say nothing in content
-    prefix          told as content before all else
-    switch          how the template is told to leave reasoning out
-    identity        with the switch off, markers are ordinary text
-    default_inside  an answer starts inside a block where the prompt does not say otherwise
-    may_force       the request may want the reasoning of an answer that is nothing else as content
-    force_content   it does
-    suffixed        opening and closing markers may have a suffix, which the vocabulary knows
-    """
-
+    #: Markers that start a block of reasoning.
     open: tuple[str, ...] = ()
+    #: Markers that end it.
     close: tuple[str, ...] = ()
+    #: Text that may follow the opening marker and is not part of the reasoning.
     label: tuple[str, ...] = ()
+    #: A block may start only before any content.
     only_at_start: bool = False
+    #: The first marker of a tool call ends the block, whatever follows it. In other formats a call
+    #: in the block is one if it names a tool of the request.
     calls_end_it: bool = False
+    #: Calls in the block are drafts, and text: the answer cannot end in it.
     drafts_calls: bool = False
+    #: Markers that some models write before the answer proper, at its start; not content.
     wrap_open: tuple[str, ...] = ()
+    #: Markers after the answer proper.
     wrap_close: tuple[str, ...] = ()
+    #: Blanks that models write between these markers and the answer.
     wrap_blank: str = ""
+    #: Markers that start a message; the text up to the next marker names its recipient.
     header: tuple[str, ...] = ()
+    #: Markers without a meaning in content.
     ignored: tuple[str, ...] = ()
+    #: Emitted as content before everything else.
     prefix: str = ""
+    #: How the template is asked to leave reasoning out.
     switch: Switch | None = None
+    #: With the switch off, markers are ordinary text.
     identity: bool = False
+    #: An answer starts inside a block unless the prompt shows otherwise.
     default_inside: bool = False
+    #: The request may ask for the reasoning as content if the answer has no content.
     may_force: bool = False
+    #: The request does ask for it.
     force_content: bool = False
+    #: The markers may have a suffix that is found in the vocabulary.
     suffixed: bool = False
 
     def fitted(self, vocabulary: Collection[str]) -> ReasoningFormat:
-        """The same format as a checkpoint with these added tokens writes it."""
+        """Return the same format as a checkpoint with these added tokens writes it."""
         if not self.suffixed or not marker_suffix(vocabulary):
             return self
         open_ = (with_suffix(self.open[0], vocabulary), *self.open)
@@ -95,13 +92,13 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def markers(self) -> tuple[str, ...]:
-        """Every marker that a vocabulary may have as one token."""
+        """Return every marker that a vocabulary may have as one token."""
         answer = self.wrap_open + self.wrap_close
         return self.open + self.close + answer + self.header + self.ignored
 
 
 class ReasoningStart(msgspec.Struct, frozen=True):
-    """How one answer is to be read from its first token on."""
+    """How one answer is parsed from its first token on."""
 
     format: ReasoningFormat
     inside: bool
@@ -113,8 +110,9 @@ BOUNDARY = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|\[/?INST\]|</?s>"
     r"|<(?:start|end)_of_turn>|<\|?turn\|?>|<eos>|<assistant>"
 )
-"""What separates turns in prompts. A marker of the format that stands before the last of them says
-nothing about the answer: a user may have written it."""
+"""Separators of turns in prompts. A marker of the format before the last separator has no
+meaning for the answer: a user may have written it.
+"""
 
 
 def start(
@@ -122,7 +120,8 @@ def start(
     prompt_tail: str,
     kwargs: Mapping[str, Any] | None = None,
 ) -> ReasoningStart:
-    """How to read an answer to a prompt that ends with `prompt_tail`, its special tokens spelt out.
+    """Return how to parse an answer to a prompt that ends with `prompt_tail`, special tokens spelt
+    out.
 
     kwargs  the effective template kwargs with which the prompt was rendered
     """
@@ -138,14 +137,15 @@ def start(
 
 
 def starts_inside(prompt_tail: str, format: ReasoningFormat) -> bool:
-    """Whether an answer to a prompt that ends so starts inside a block of reasoning."""
+    """Return whether an answer to this prompt starts inside a block of reasoning."""
     said = says_inside(prompt_tail, format)
     return format.default_inside if said is None else said
 
 
 def says_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
-    """Whether the last turn of the prompt leaves a block of reasoning open; None where it has
-    none."""
+    """Return whether the last turn of the prompt leaves a block of reasoning open; None if it
+    has none.
+    """
     turn = prompt_tail[_last_boundary(prompt_tail, format) :]
     opened = max((turn.rfind(marker) for marker in format.open), default=-1)
     closed = max((turn.rfind(marker) for marker in format.close), default=-1)
@@ -153,8 +153,10 @@ def says_inside(prompt_tail: str, format: ReasoningFormat) -> bool | None:
 
 
 def _last_boundary(text: str, format: ReasoningFormat) -> int:
-    """Where the text behind the last separator of turns begins. The format's own markers separate
-    none, though they may look alike or be made of what does."""
+    """Return the position after the last separator of turns.
+
+    The format's own markers are not separators, though they may look alike or contain one.
+    """
     own = sorted({*format.open, *format.close, *format.wrap_open}, key=len, reverse=True)
     either = re.compile("|".join([*map(re.escape, own), BOUNDARY.pattern]))
     last = 0
@@ -279,4 +281,6 @@ WHOLE: Mapping[str, ReasoningFormat] = {
     ),
     "muse_glimmer": ReasoningFormat(open=(" to=self<|message|>",), close=("<|eom|>",)),
 }
-"""Of tool formats that rule the whole answer: what opens and closes reasoning in their prompts."""
+"""Markers that open and close reasoning in prompts, for tool formats that cover the whole
+answer.
+"""

@@ -1,31 +1,37 @@
-"""A checkpoint's own description of its answers, `response_template`, read as a format.
+"""The format that a checkpoint describes itself, in its `response_template`.
 
-A template says which regions an answer has, between which markers, and what their bodies are:
+A template lists the regions of an answer, the markers around them, and the kinds of their bodies:
 
     {"fields": {"thinking": {"open": "<think>", "close": "</think>"},
                 "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json",
                                "repeats": true, "transform": {"function": "{content}"}},
                 "content": {"close": "<|im_end|>"}}}
 
-The field without an opening is what stands outside all others; without such a field that is
-dropped. Bodies of thinking and content are text. Those of tool calls are
+The field without an opening is all text outside the others; without such a field that text is
+dropped. Bodies of thinking and content are text. Bodies of tool calls are one of:
 
     json         objects with a name and arguments, one or an array of them: JsonTags
-    json         the arguments alone, the name standing in the opening: NamedJson
+    json         the arguments alone, with the name in the opening: NamedJson
     json         the same with keys without quotes and strings between markers of their own: Gemma
-    xml-inline   a tag for each argument, the name standing in the opening: XmlParameters
+    xml-inline   a tag for each argument, with the name in the opening: XmlParameters
 
-so each template is a format of syntaxes that exist. `template_loading.load` makes one of a
-checkpoint's data.
+So each template is a format made of existing syntaxes. `response_template_loader.load` makes it
+from a checkpoint's data.
 
-Regions are told as they come, so a field that stands several times is told each time. Arguments
-have the types the tool's schema asks for where the body is text, and else those they have.
+Regions are emitted as they come, so a field that occurs several times is emitted each time. If the
+body is text, arguments have the types that the tool's schema asks for; otherwise they keep their
+own.
 
     outside  between regions
     text     the same, after text that is the whole answer (`ParserContext.calls_or_text`)
-    head     behind the literal that a region's opening begins with
+    head     after the literal that a region's opening starts with
     region   in a region of text
     calls    in a region of tool calls: its syntax reads
+
+A template describes how to read. So the grammar writes the plainest form of whatever the template
+leaves open: a line break for blanks, at most a word for other characters. A marker that ends both
+thinking and content ends a message; the text that the prompt has written before the first message
+then stands before every other one.
 
 Source: transformers' documentation of response parsing, version 1 of the templates.
 """
@@ -76,9 +82,9 @@ class TemplateRegion(msgspec.Struct, frozen=True):
     """One field of a template.
 
     kind   "thinking", "content" or "tool_calls"
-    open   ways to open it; none: it is what stands outside all others
-    close  literals that close it; none: it lasts to the end
-    calls  reads the body, if it is tool calls
+    open   its openings; if empty, the field is all text outside the others
+    close  literals that close it; if empty, it lasts to the end
+    calls  the syntax of the body, if it is tool calls
     name   the capture that holds the tool's name; "" if the body has it
     """
 
@@ -90,8 +96,8 @@ class TemplateRegion(msgspec.Struct, frozen=True):
 
 
 class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
-    """regions  in the template's order
-    anchor   what the prompt ends with where an answer begins
+    """A template's `regions` in its order, and its `anchor`: the end of a prompt before an
+    answer.
     """
 
     regions: tuple[TemplateRegion, ...]
@@ -115,7 +121,7 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """How a prompt opens and closes the thinking; None where there is none."""
+        """How a prompt opens and closes the thinking; None if the template has none."""
         thinking = next((r for r in self.regions if r.kind == "thinking"), None)
         if thinking is None:
             return None
@@ -135,9 +141,11 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
 
 
 class ResponseTemplateState(FormatParserState):
-    """region  the index of the open one; -1 outside
-    head    the text behind the literal of an opening
-    literal that literal
+    """State of a `ResponseTemplateParser`.
+
+    region   index of the open region; -1 outside
+    head     the text after the literal of an opening
+    literal  that literal
     """
 
     at: str = "outside"
@@ -219,7 +227,7 @@ class ResponseTemplateParser(FormatParser):
             self.builder.content(text)
 
     def _in_head(self, text: str) -> str:
-        """Behind an opening's literal, up to where its match ends, or cannot."""
+        """Read after an opening's literal, until the match ends or fails."""
         s = self.s
         index, opening = self._openings[s.literal]
         before = len(s.head)
@@ -237,7 +245,7 @@ class ResponseTemplateParser(FormatParser):
         return rest
 
     def _no_opening(self) -> None:
-        """It began like an opening and is none: what stands outside."""
+        """Treat text that only started like an opening as text outside regions."""
         s = self.s
         text, s.head, s.literal, s.at = s.literal + s.head, "", "", "outside"
         if self._outside is not None:
@@ -277,7 +285,7 @@ class ResponseTemplateParser(FormatParser):
             self.builder.start_reasoning()
 
     def _end_text(self) -> None:
-        """Blanks on both sides of a region's text are markup."""
+        """End a region's text. Blanks on both sides of it are markup."""
         s = self.s
         region = self._outside if s.region < 0 else self.syntax.regions[s.region]
         if region is not None and region.kind == "thinking":
@@ -342,13 +350,12 @@ def _with_name_token(context: ParserContext) -> ParserContext:
     return msgspec.structs.replace(context, lexicon=lexicon)
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 OPTIONAL_WORD = optional(Pattern(" [a-z]{1,16}"))
 BLANKS_FORM = Pattern(r"[ \n]{1,4}")
 NAME_TAG = re.compile(r"<([\w:.-]+)[^<]*\(\?P<")
-"""The tag in which an opening has its name."""
+"""The tag that contains the name in an opening."""
 
 
 def answer_frame(syntax: ResponseTemplate) -> AnswerFrame:
@@ -402,13 +409,13 @@ def _calls_region(syntax: ResponseTemplate) -> TemplateRegion:
 
 
 def _opener(region: TemplateRegion | None) -> str:
-    """A literal that is all of an opening; "" for none."""
+    """Return a literal that is a whole opening, or ""."""
     openings = region.open if region else ()
     return next((opening.literal for opening in openings if not opening.pattern), "")
 
 
 def _message_start(syntax: ResponseTemplate) -> str:
-    """What stands before every message but the first; "" where parts are no messages."""
+    """Return the text before every message except the first; "" if parts are not messages."""
     thinking, content = (_region(syntax, kind) for kind in ("thinking", "content"))
     shared = thinking and content and content.open and set(thinking.close) & set(content.close)
     return syntax.anchor if shared else ""
@@ -424,7 +431,7 @@ def _write_regions(
     many: bool,
     grammar: GrammarBuilder,
 ) -> list[Form]:
-    """The region of each tool, or that of all of them."""
+    """Write the region of each tool, or one region for all."""
     if isinstance(region.calls, JsonTags):
         stretch = json_tags.write_calls(region.calls, opening.literal, tools, many, grammar)
         return [sequence(opening.literal, stretch)]
@@ -434,7 +441,7 @@ def _write_regions(
 def _write_named_call(
     region: TemplateRegion, opening: RegionOpening, tool: DeclaredTool, grammar: GrammarBuilder
 ) -> Form:
-    """A call whose name stands in the opening."""
+    """Write a call whose name stands in the opening."""
     try:
         head = [
             OPTIONAL_WORD if part is None else LiteralForm(part)
@@ -458,7 +465,7 @@ def _write_named_call(
 
 
 def _closing_tag(opening: RegionOpening, close: str) -> str:
-    """Of the tag that has the name, where a template leaves it to what is not looked at."""
+    """Return the closing tag of the tag with the name, if the template does not check it."""
     found = NAME_TAG.search(opening.pattern)
     tag = f"</{found[1]}>" if found else ""
     return f"{tag}\n" if tag and tag != close else ""

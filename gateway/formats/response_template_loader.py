@@ -1,11 +1,11 @@
-"""A `response_template` as checkpoints store it -> the format that reads such answers.
+"""Loads a checkpoint's `response_template` as the format that reads such answers.
 
-What is not understood is refused when the model is loaded, by a ValueError that names the field;
-no answer can make a template fail later. Not understood are, so far: fields other than thinking,
+A template that is not supported is refused when the model is loaded, by a ValueError that names the
+field; no answer can make a template fail later. Not supported are: fields other than thinking,
 content and tool calls; thinking and content that are not text; tool calls whose bodies are neither
-JSON nor flat tags; transforms that are no name and arguments; and patterns beyond
-`template_pattern`. What only matters to a whole message is accepted and means nothing here:
-`defaults`, `start_anchor`, `repeats`, `join`, `optional`.
+JSON nor flat tags; transforms that are not a name and arguments; and patterns beyond
+`template_pattern`. Keys that only matter to a whole message are accepted and ignored: `defaults`,
+`start_anchor`, `repeats`, `join`, `optional`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TAG_PATTERN = re.compile(
 
 
 def parse(source: str) -> ResponseTemplate:
-    """The same from JSON."""
+    """Load a template from JSON text."""
     try:
         template = msgspec.json.decode(source)
     except msgspec.DecodeError as error:
@@ -55,7 +55,7 @@ def parse(source: str) -> ResponseTemplate:
 
 
 def load(template: Mapping[str, Any]) -> ResponseTemplate:
-    """ValueError says what is not understood."""
+    """Load a template. Raise ValueError with the reason if it is not supported."""
     if template.get("version", 1) != 1:
         raise ValueError(f"response_template: version {template['version']!r} is not known")
     if unknown := set(template) - TEMPLATE_KEYS:
@@ -76,7 +76,7 @@ def load(template: Mapping[str, Any]) -> ResponseTemplate:
 
 
 def _anchor(template: Mapping[str, Any]) -> str:
-    """Of several the first."""
+    """Return the anchor; if there are several, the first."""
     found = template.get("start_anchor") or ""
     found = found[0] if isinstance(found, list) else found
     if not isinstance(found, str):
@@ -142,7 +142,7 @@ def _closes(field: Mapping[str, Any]) -> tuple[str, ...]:
 def _calls(
     field: Mapping[str, Any], opens: tuple[RegionOpening, ...], closes: tuple[str, ...]
 ) -> tuple[CallSyntax, str]:
-    """The syntax of the body, and the capture that is the tool's name."""
+    """Return the syntax of the body, and the capture that is the tool's name."""
     literals = tuple(opening.literal for opening in opens)
     name, arguments = _shape(field)
     capture = "" if name.startswith("content") else name
@@ -178,7 +178,7 @@ def _object(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _shape(field: Mapping[str, Any]) -> tuple[str, str]:
-    """Where the name and the arguments of a call are: a capture, or a path from `content`."""
+    """Return where a call's name and arguments are: a capture, or a path from `content`."""
     transform = field.get("transform")
     if transform is None:
         return "content.function", "content.function"
@@ -200,7 +200,7 @@ def _path(placeholder: Any, each: bool) -> str:
 
 
 def _keys(name: str, arguments: str) -> CallKeys:
-    """Which keys of a JSON object the paths mean."""
+    """Return the keys of a JSON object that the paths mean."""
     if name == arguments:  # the whole call as the API shows it
         return CallKeys(name=("function", "name"), arguments=("arguments",))
     parts = [path.split(".") for path in (name, arguments)]
@@ -225,7 +225,9 @@ def _loose(literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str
 def _tags(
     literals: tuple[str, ...], closes: tuple[str, ...], args: Mapping[str, Any]
 ) -> XmlParameters:
-    """One tag for each argument. Its pattern has to be `LITERAL(key)...>(value)</LITERAL>`."""
+    """Return the syntax of one tag per argument. The pattern must be
+    `LITERAL(key)...>(value)</LITERAL>`.
+    """
     found = TAG_PATTERN.fullmatch(str(args.get("tag_pattern", "")))
     if found is None or not closes:
         raise ValueError("`tag_pattern` is not a tag with a key, a value and a closing tag")

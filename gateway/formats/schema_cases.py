@@ -1,12 +1,12 @@
-"""A JSON Schema as cases: what a value may be, each case of one type and without combinators.
+"""A JSON Schema as cases: each is one type with its limits, without combinators.
 
 `type` (one or a list), `enum`, `const`, `nullable`, `anyOf`, `oneOf`, `allOf` and local `$ref`s are
-resolved here; what is left of a case are the keywords that limit its one type. `oneOf` is read as
-`anyOf`, and is therefore refused unless its options exclude each other for certain. A schema that
-says nothing admits every type.
+resolved here. The keywords left in a case limit its one type. `oneOf` is read as `anyOf`, and is
+therefore refused unless its options certainly exclude each other. An empty schema admits every
+type.
 
-Whatever this cannot say exactly, or say more narrowly, is refused by name: NotWritable. Nothing is
-ever ignored but annotations.
+A schema that cannot be expressed exactly, or more narrowly, is refused with the keyword's name:
+NotWritable. Only annotations are ignored.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SHAPES: Mapping[str, tuple[type, ...]] = {
     "properties": (Mapping,),
     "type": (str, list),
 }
-"""Keyword -> what its value must be."""
+"""Keyword -> types that its value may have. A tool's schema comes from outside, unchecked."""
 
 MAX_CASES = 256
-"""Of one value: options of options multiply."""
+"""Limit for one value: options of options multiply."""
 
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "example", "deprecated", "readOnly",
@@ -53,7 +53,7 @@ LIMITS: Mapping[str, tuple[str, ...]] = {
     "boolean": (),
     "null": (),
 }
-"""Type -> the keywords that limit it. They mean nothing for other types."""
+"""Type -> the keywords that limit it. They have no meaning for other types."""
 NUMBER_FORMATS = ("int32", "int64", "uint32", "uint64", "float", "double")
 LEAST = frozenset(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"))
 MOST = frozenset(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"))
@@ -63,9 +63,11 @@ Limits = Mapping[str, Any]
 
 
 class SchemaCase(msgspec.Struct, frozen=True):
-    """kind    the type
+    """One type of a value.
+
+    kind    the type
     limits  its keywords
-    values  the only ones there are; None: not enumerated
+    values  the only values allowed; None: not enumerated
     """
 
     kind: str
@@ -74,18 +76,18 @@ class SchemaCase(msgspec.Struct, frozen=True):
 
     @property
     def free(self) -> bool:
-        """Every value of the type is one."""
+        """Whether every value of the type is allowed."""
         return not self.limits and self.values is None
 
     def key(self) -> str:
-        """The same for equal cases."""
+        """Return a key that is the same for equal cases."""
         return json.dumps([self.kind, self.limits, self.values], sort_keys=True)
 
 
 class Schemas:
-    """The schemas in one tool's parameters, which are what references refer to.
+    """The schemas in one tool's parameters, to which references refer.
 
-    A `path` says where a schema stands in them: "parameters.properties.x".
+    A `path` is a schema's position in them: "parameters.properties.x".
     """
 
     def __init__(self, tool: DeclaredTool) -> None:
@@ -96,7 +98,7 @@ class Schemas:
         raise NotWritable(self.tool.name, path, f"{keyword!r} {why}")
 
     def cases(self, schema: Any, path: str) -> list[SchemaCase]:
-        """At least one. Raises NotWritable."""
+        """Return the cases, at least one. Raise NotWritable."""
         found = self._cases(self._flat(schema, path, MAX_REFS), path, MAX_REFS)
         kinds = {case.kind for case in found if case.free}
         distinct = {case.key(): case for case in found if case.free or case.kind not in kinds}
@@ -108,7 +110,7 @@ class Schemas:
     # ---- references and combinations
 
     def _flat(self, schema: Any, path: str, depth: int) -> dict[str, Any]:
-        """The schema without annotations, `$ref` and `allOf`."""
+        """Return the schema without annotations, `$ref` and `allOf`."""
         if schema is True:
             return {}
         if not isinstance(schema, Mapping):
@@ -143,7 +145,7 @@ class Schemas:
         return at
 
     def _both(self, one: dict[str, Any], other: dict[str, Any], path: str) -> dict[str, Any]:
-        """What satisfies both."""
+        """Return the schema of values that satisfy both."""
         if not one or not other:
             return one or other
         for a, b in ((one, other), (other, one)):
@@ -203,7 +205,7 @@ class Schemas:
         )
 
     def _apart(self, a: SchemaCase, b: SchemaCase) -> bool:
-        """No value is of both cases."""
+        """Return whether no value belongs to both cases."""
         if a.values is not None and b.values is not None:
             return not any(same(x, y) for x in a.values for y in b.values)
         if a.kind != b.kind:
@@ -236,7 +238,7 @@ class Schemas:
         return [SchemaCase(kind, {}, found) for kind, found in by_kind.items()]
 
     def _kinds(self, flat: dict[str, Any], path: str) -> list[str]:
-        """In the order they are read."""
+        """Return the types in the order they are read."""
         if "type" in flat:
             found = set(_types(flat["type"]))
             if not found <= set(ORDER):
@@ -248,7 +250,7 @@ class Schemas:
         return [kind for kind in ORDER if kind in found]
 
     def _fits(self, value: Any, limits: Limits, path: str) -> bool:
-        """An enumerated value is within the limits beside its enumeration."""
+        """Return whether an enumerated value is within the limits beside its enumeration."""
         for key, limit in limits.items():
             match key:
                 case "minLength" | "maxLength":
@@ -275,12 +277,12 @@ class Schemas:
 
 
 def anything(cases: Sequence[SchemaCase]) -> bool:
-    """They are those of a schema that says nothing."""
+    """Return whether the cases are those of an empty schema."""
     return {case.kind for case in cases if case.free} >= set(ANYTHING)
 
 
 def is_kind(value: Any, kind: str) -> bool:
-    """The JSON value is of the type."""
+    """Return whether the JSON value is of the type."""
     match kind:
         case "null":
             return value is None
@@ -310,12 +312,12 @@ def _limits(flat: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal as JSON: true is not 1."""
+    """Return whether two values are equal as JSON: true is not 1."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _tags_differ(a: Limits, b: Limits, name: str) -> bool:
-    """Two objects have a property that must have other values in the one than in the other."""
+    """Return whether a property must have different values in the two objects."""
     values = []
     for limits in (a, b):
         schema = limits.get("properties", {}).get(name)
@@ -329,7 +331,7 @@ def _tags_differ(a: Limits, b: Limits, name: str) -> bool:
 
 
 def shape_fault(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(keyword, what is wrong with its value)."""
+    """Return (keyword, the fault of its value), or None."""
     for key, value in schema.items():
         shape = SHAPES.get(key)
         if shape is None:

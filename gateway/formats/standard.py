@@ -1,21 +1,22 @@
-"""The usual answer: content, blocks of reasoning between two markers, stretches of tool calls.
+"""Parser of the usual answer: content, blocks of reasoning between markers, groups of tool calls.
 
-    start       nothing but blanks has been said, or nothing since the reasoning
+    start       only blanks so far, or only blanks since the reasoning
     content     text
     wrapped     text between the markers that some models put around their answer
-    header      whom a message is for: no content, up to the next marker
-    opening     reasoning has begun, and has no text yet
-    reasoning   thinking aloud
-    calls       the tool syntax's own machine reads, until it is done
+    header      the recipient of a message; not content, up to the next marker
+    opening     reasoning has started, and has no text yet
+    reasoning   reasoning text
+    calls       the tool syntax's own parser reads until it is done
 
-Reasoning may come again after content, where the format says so. Inside a stretch of calls only the
-tool syntax reads, so no marker of reasoning means anything there. A marker token that means nothing
-is dropped from content; in reasoning it is text, for there a model may talk about markup.
+Reasoning may come again after content, if the format allows it. Inside a group of calls only the
+tool syntax reads, so markers of reasoning have no meaning there. A marker token without a meaning
+is dropped from content. In reasoning it is text, because a model may discuss markup there.
 
-A model may forget to close its reasoning and call a tool there. So a marker of calls in reasoning
-opens a trial: the tool syntax reads on, and if it finds the name of a tool of the request, that is
-a call. Otherwise the marker was text, and what follows it is read again as reasoning. A trial holds
-at most MAX_TRIAL_CHARS back. After such a call the reasoning goes on, until it is closed.
+A model may forget to close its reasoning and call a tool inside it. So a marker of calls in
+reasoning starts a trial: the tool syntax reads on, and if it finds the name of a tool of the
+request, this is a call. Otherwise the marker was text, and the text after it is read again as
+reasoning. A trial holds back at most MAX_TRIAL_CHARS. After such a call the reasoning continues
+until it is closed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ OPENING, REASONING, CALLS = "opening", "reasoning", "calls"
 
 
 MAX_HEADER_CHARS = 128
-"""What is longer is no header."""
+"""Longer text is not a header."""
 
 MAX_TRIAL_CHARS = 1024
 MAX_TRIAL_TOKENS = 8
@@ -53,12 +54,14 @@ TrialPiece = tuple[str, str]
 
 
 class StandardParserState(FormatParserState):
-    """thoughts  all reasoning so far, kept only where it may have to be given as content
+    """State of a `StandardParser`.
+
+    thoughts  all reasoning so far, kept only if it may have to be repeated as content
     heading   the header so far
-    marked    a marker has been seen: a text without any has no header either
-    inside    the stretch of calls at hand stands in reasoning
-    opener    the marker that has opened a trial; "" outside of one
-    trial     the pieces behind it, which may have to be read again
+    marked    a marker has been seen; a text without any marker has no header either
+    inside    the current group of calls stands in reasoning
+    opener    the marker that started a trial; "" outside of one
+    trial     the pieces after it, which may have to be read again
     """
 
     at: str = START
@@ -71,7 +74,7 @@ class StandardParserState(FormatParserState):
 
 
 class StandardParser(FormatParser):
-    """See the module's law. `starts_inside`: the prompt has already opened the reasoning."""
+    """See the module. `starts_inside`: the prompt has already opened the reasoning."""
 
     State = StandardParserState
     UNSCANNED = frozenset({CALLS})
@@ -129,7 +132,7 @@ class StandardParser(FormatParser):
         }
 
     def push(self, piece: Piece) -> list[Event]:
-        """As any machine; with a shortcut for what nearly every piece is: more of the same."""
+        """Like `FormatParser.push`, with a shortcut for the most common piece: more of the same."""
         if type(piece) is str and piece:
             event = self._more(piece)
             if event is not None:
@@ -137,7 +140,7 @@ class StandardParser(FormatParser):
         return super().push(piece)
 
     def _more(self, text: str) -> Event | None:
-        """What `text` is told as, where it changes nothing that is remembered; else None."""
+        """Return the event for `text` if it changes no state, else None."""
         at, scanner = self.s.at, self._scanner
         if at == CALLS:
             assert self.call_parser is not None
@@ -156,11 +159,11 @@ class StandardParser(FormatParser):
     def on_text(self, text: str) -> str:
         match self.s.at:
             case "calls":
-                return self._in_section(text)
+                return self._read_calls(text)
             case "content" | "wrapped":
                 self.builder.content(text)
             case "reasoning":
-                self._think(text)
+                self._add_reasoning(text)
             case "header":
                 self._in_header(text)
             case at:
@@ -168,17 +171,17 @@ class StandardParser(FormatParser):
         return ""
 
     def _first(self, text: str, then: str) -> str:
-        """Blanks change nothing; anything else is read in the state `then`."""
+        """Read leading blanks. Any other text is read in the state `then`."""
         if not text.isspace():
             self.s.at = then
             return text
         if then == CONTENT:
             self.builder.content(text)
         else:
-            self._think(text)
+            self._add_reasoning(text)
         return ""
 
-    def _think(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         self.builder.reasoning(text)
         if self.reasoning.force_content:
             self.s.thoughts.append(text)
@@ -195,14 +198,14 @@ class StandardParser(FormatParser):
                 self._close_reasoning()
             case "opening" | "reasoning" if reasoning.calls_end_it:
                 self._close_reasoning()
-                self._open_section(marker)
+                self._open_calls(marker)
             case "opening" | "reasoning":
                 self._open_trial(marker)
             case _:
                 self._between(marker)
 
     def _between(self, marker: str) -> None:
-        """A marker outside reasoning and calls."""
+        """Handle a marker outside reasoning and calls."""
         reasoning = self.reasoning
         match self.s.at:
             case _ if marker in reasoning.open:
@@ -217,14 +220,14 @@ class StandardParser(FormatParser):
             case at if marker in reasoning.ignored:
                 self._mark(at)
             case _:
-                self._open_section(marker)
+                self._open_calls(marker)
 
     def on_stray(self, marker: str) -> None:
         match self.s.at:
             case "calls":
-                self._section_token(marker)
+                self._read_call_token(marker)
             case "opening" | "reasoning" if marker not in self.reasoning.open:
-                self._think(marker)
+                self._add_reasoning(marker)
 
     def _in_header(self, text: str) -> None:
         s = self.s
@@ -247,16 +250,16 @@ class StandardParser(FormatParser):
 
     # ---- tool calls
 
-    def _open_section(self, marker: str) -> None:
+    def _open_calls(self, marker: str) -> None:
         assert self.call_parser is not None
         self.s.at = CALLS
         self.call_parser.open(marker)
         self._leave_if_done()
 
     def on_part(self, part: MarkerPart) -> str:
-        return self._in_section(part) if self.s.at == CALLS else ""
+        return self._read_calls(part) if self.s.at == CALLS else ""
 
-    def _in_section(self, piece: str | MarkerPart) -> str:
+    def _read_calls(self, piece: str | MarkerPart) -> str:
         assert self.call_parser is not None
         if self.s.opener:
             return self._try(piece)
@@ -264,8 +267,10 @@ class StandardParser(FormatParser):
         self._leave_if_done()
         return rest
 
-    def _section_token(self, marker: str) -> None:
-        """Reasoning may begin again where a call is complete, though its stretch is not."""
+    def _read_call_token(self, marker: str) -> None:
+        """Pass a marker token to the call parser, unless reasoning starts or ends between two
+        calls.
+        """
         assert self.call_parser is not None
         s, reasoning = self.s, self.reasoning
         if s.opener:
@@ -293,7 +298,7 @@ class StandardParser(FormatParser):
             s.inside = False
 
     def _closes_both(self) -> bool:
-        """The marker behind a call is the one behind reasoning as well."""
+        """Return whether the marker that closes calls closes reasoning as well."""
         return self.tools is not None and not {*self.reasoning.close}.isdisjoint(
             self.tools.markers()
         )
@@ -307,7 +312,9 @@ class StandardParser(FormatParser):
         self.call_parser.open(marker)
 
     def _try(self, piece: str | MarkerPart) -> str:
-        """Text is tried only up to the limit, so how it was cut does not matter."""
+        """Try `piece` as a call. Text is tried only up to the limit, so how it was cut does not
+        matter.
+        """
         assert self.call_parser is not None
         checkpoint = self.builder.checkpoint()
         if isinstance(piece, MarkerPart):
@@ -346,26 +353,28 @@ class StandardParser(FormatParser):
         return sum(len(text) for _, text in self.s.trial)
 
     def _is_call(self, checkpoint: BuilderCheckpoint) -> bool:
-        """The first thing that the section has told since then decides, if there is one."""
+        """Return whether the trial is a call. The first event since the checkpoint decides, if
+        there is one.
+        """
         assert self.call_parser is not None
-        s, told = self.s, self.builder.out[checkpoint.num_events :]
-        if told and isinstance(told[0], ToolCall) and self.builder.declares(told[0].name):
+        s, emitted = self.s, self.builder.out[checkpoint.num_events :]
+        if emitted and isinstance(emitted[0], ToolCall) and self.builder.declares(emitted[0].name):
             s.opener, s.trial = "", []
             self._leave_if_done()
             return True
         num_tokens = sum(kind != TEXT for kind, _ in s.trial)
         is_full = self._num_tried() >= MAX_TRIAL_CHARS or num_tokens >= MAX_TRIAL_TOKENS
-        if told or self.call_parser.s.done or is_full:
+        if emitted or self.call_parser.s.done or is_full:
             self._give_up(checkpoint)
         return False
 
     def _give_up(self, checkpoint: BuilderCheckpoint) -> None:
-        """The marker was text. What follows it is read again."""
+        """End the trial: the marker was text. The text after it is read again."""
         s = self.s
         self.builder.roll_back(checkpoint)
         opener, self._again = s.opener, s.trial
         s.at, s.inside, s.opener, s.trial = REASONING, False, "", []
-        self._think(opener)
+        self._add_reasoning(opener)
 
     def _read_text(self, text: str) -> str:
         rest = super()._read_text(text)
@@ -385,7 +394,7 @@ class StandardParser(FormatParser):
             super()._release_held()
 
     def _read_again(self) -> None:
-        """What a trial has given back. It may be given back once more, before what follows it."""
+        """Read the pieces of a failed trial again. A second trial may return them once more."""
         self._update_scanner()
         while self._again:
             pieces, self._again = self._again, []
@@ -418,7 +427,7 @@ class StandardParser(FormatParser):
         self.builder.finish()
 
     def _end_trial(self, complete: bool) -> bool:
-        """Whether the section has ended with it, as that of a call."""
+        """Return whether the call parser has ended with the trial, because it was a call."""
         assert self.call_parser is not None
         s = self.s
         if not complete:  # perhaps the beginning of a call, so it is not shown

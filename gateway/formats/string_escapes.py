@@ -1,8 +1,8 @@
-"""How the signs of a string are written, as regular expressions (Rust's syntax).
+"""The spelling of a string's characters, as regular expressions (Rust's syntax).
 
-A `StringEscapes` says which signs stand for themselves, which are escaped, and which cannot be
-written. From it come expressions for strings of a length (here), and for those that a schema's
-`pattern` matches (`limits`).
+A `StringEscapes` lists the characters that stand for themselves, those that are escaped, and those
+that cannot be written. From it come patterns for strings of a length (here), and for strings that a
+schema's `pattern` matches (`string_limits`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 Ranges = Sequence[tuple[int, int]]
-"""Code points, both ends included; sorted, and apart."""
+"""Code points, both ends included; sorted and disjoint."""
 
 LAST = 0x10FFFF
 ALL: Ranges = ((0, LAST),)
@@ -20,11 +20,11 @@ CONTROLS: Ranges = ((0, 0x1F),)
 
 
 class StringEscapes(msgspec.Struct, frozen=True):
-    """How the signs of a string are written.
+    """The spelling of a string's characters.
 
-    never     signs that cannot be written
-    escapes   sign -> how it is written; every other sign stands for itself
-    numbered  an expression for one sign that is written by its number, where any sign may be
+    never     characters that cannot be written
+    escapes   character -> its escape; every other character stands for itself
+    numbered  a pattern for a character that is written by its number, wherever any may be
     """
 
     never: Ranges = ()
@@ -32,7 +32,9 @@ class StringEscapes(msgspec.Struct, frozen=True):
     numbered: str = ""
 
     def signs(self, ranges: Ranges) -> str:
-        """An expression for one sign of these; one that matches nothing, if none can be written."""
+        """Return a pattern for one of these characters; it matches nothing if none can be
+        written.
+        """
         escaped = [sign for sign in self.escapes if holds(ranges, ord(sign))]
         special = merged([*self.never, *((ord(s), ord(s)) for s in self.escapes)])
         plain = without(ranges, special)
@@ -43,12 +45,12 @@ class StringEscapes(msgspec.Struct, frozen=True):
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def any(self, but: str = "") -> str:
-        """An expression for one sign, but not for one of these if it stands for itself."""
+        """Return a pattern for one character, but not for one of these if it stands for itself."""
         one = self.signs(without(ALL, signs(but)))
         return f"(?:{one}|{self.numbered})" if self.numbered else one
 
     def text(self, text: str) -> str | None:
-        """`text` as it is written; None if it cannot be."""
+        """Return `text` as it is written, or None if it cannot be."""
         if any(holds(self.never, ord(sign)) and sign not in self.escapes for sign in text):
             return None
         return "".join(self.escapes.get(sign, sign) for sign in text)
@@ -72,7 +74,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """`ranges` less `others`; both merged."""
+    """Return `ranges` less `others`; both are merged."""
     found = []
     for first, last in ranges:
         for low, high in others:
@@ -91,7 +93,7 @@ def signs(text: str) -> Ranges:
 
 
 def _class(ranges: Ranges) -> str:
-    """Written as what it leaves out, if that is shorter."""
+    """Return a character class, written as its complement if that is shorter."""
     if ranges[0][0] == 0 and ranges[-1][1] == LAST:
         rest = without(ALL, ranges)
         return f"[^{_spans(rest)}]" if rest else "(?s:.)"
@@ -103,7 +105,7 @@ def _spans(ranges: Ranges) -> str:
 
 
 def exactly(text: str) -> str:
-    """An expression for this text."""
+    """Return a pattern for this text."""
     return "".join(_code(ord(sign)) for sign in text)
 
 
@@ -113,10 +115,11 @@ def _code(code: int) -> str:
 
 
 def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
-    """An expression for strings, as `spelling` writes them, in which none of `words` occurs.
+    """Return a pattern for strings, in this spelling, in which none of `words` occurs.
 
-    All words begin with one sign, and are meant up to where it comes again. Behind that sign a word
-    is under way: from there on `again` leads to the same sign, `back` to text, `end` to the end.
+    All words start with the same character, and count up to its next occurrence in them. After that
+    character a word is in progress: `again` leads to the same character, `back` to text, `end` to
+    the end.
     """
     head = words[0][0]
     assert all(word[0] == head for word in words), "they begin with different signs"
@@ -128,7 +131,9 @@ def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
 
 
 def _next(tails: Sequence[str]) -> dict[str, list[str]]:
-    """sign -> what may follow it, of the signs that do not complete a word."""
+    """Return character -> the words' tails that may follow it, for characters that do not
+    complete a word.
+    """
     found: dict[str, list[str]] = {}
     for tail in tails:
         found.setdefault(tail[0], []).append(tail[1:])

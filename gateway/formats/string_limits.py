@@ -1,8 +1,9 @@
 """Strings within a schema's limits, as regular expressions in a format's spelling.
 
-The schema's `pattern` (ECMA's syntax) is read sign by sign and written anew, so that it admits no
-sign which the format could not read back. What is not regular in it (look-around, references, word
-boundaries) is refused, as is what would have to hold together with it.
+The schema's `pattern` (ECMA's syntax) is read character by character and rewritten, so that it
+admits no character that the format could not read back. Parts that are not regular (look-around,
+references, word boundaries) are refused, and so are limits that would have to hold together with
+it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ FORMATS = {
 
 
 def limited(spelling: StringEscapes, limits: Limits) -> str:
-    """Strings within the limits. Raises ValueError naming the keyword that is in the way."""
+    """Return a pattern for strings within the limits. Raise ValueError naming the keyword that
+    prevents it.
+    """
     named = [key for key in ("pattern", "format") if key in limits]
     length = [key for key in ("minLength", "maxLength") if key in limits]
     if len(named) > 1 or (named and length):
@@ -62,8 +65,11 @@ def limited(spelling: StringEscapes, limits: Limits) -> str:
 
 
 class Translator:
-    """One pattern on its way. Anchors are understood at the ends of the pattern's own options,
-    which without them may stand anywhere in the string."""
+    """Translates one pattern.
+
+    Anchors are supported at the ends of the pattern's own options. Without them an option may stand
+    anywhere in the string.
+    """
 
     def __init__(self, pattern: str, spelling: StringEscapes) -> None:
         self._pattern = pattern

@@ -1,14 +1,14 @@
-"""The patterns of response templates that can be searched for in linear time, as data.
+r"""The patterns of response templates that can be searched for in linear time, as data.
 
-A checkpoint's template may say where a region opens or closes with a regular expression. Those in
-use are mostly a literal with a name behind it: `<tool_call>\\s*<function=(?P<name>\\w+)>`. One is
-understood if each of its alternatives is
+A checkpoint's template may describe where a region opens or closes with a regular expression. Those
+in use are mostly a literal with a name after it: `<tool_call>\s*<function=(?P<name>\w+)>`. A
+pattern is supported if each of its alternatives is
 
-    a literal; blanks that are optional; named groups and repeated classes of characters; a literal
+    a literal; optional blanks; named groups and repeated classes of characters; a literal
 
-with the last one missing only behind a group. The first literal is searched for like any marker;
-only what stands between it and the last one is matched, once, and is bounded. What is none of these
-is refused when the template is read, never when an answer is.
+where the last literal may only be missing after a group. The first literal is searched for like any
+marker. Only the text between it and the last one is matched, once, and that text is bounded. An
+unsupported pattern is refused when the template is loaded, never when an answer is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import msgspec
 
 MAX_HEAD_CHARS = 256
-"""A match is never longer than its first literal and so many characters."""
+"""A match is at most this many characters longer than its first literal."""
 
 MAX_REPEATS = 4
 
@@ -39,11 +39,13 @@ CONTROL = {"n": "\n", "t": "\t"}
 
 
 class RegionOpening(msgspec.Struct, frozen=True):
-    """literal  what is searched for
-    pattern  matches all of it, the literal included; "" if the literal is all
-    until    the literal that ends it; "" if it ends with a group
-    last     the class of characters of that group
-    at_start it stands at the beginning of the answer, and has no letters
+    """One way to open a region.
+
+    literal   searched for in the text
+    pattern   matches all of it, the literal included; "" if the literal is all
+    until     the literal that ends it; "" if it ends with a group
+    last      the class of characters of that group
+    at_start  it stands at the start of the answer, and has no letters
     """
 
     literal: str = ""
@@ -53,7 +55,9 @@ class RegionOpening(msgspec.Struct, frozen=True):
     at_start: bool = False
 
     def head_end(self, text: str) -> int | None:
-        """Where the match ends in the text behind the literal; None if that is still to come."""
+        """Return where the match ends in the text after the literal, or None if that is still to
+        come.
+        """
         if self.until:
             found = text.find(self.until)
             return found + len(self.until) if found >= 0 else None
@@ -61,8 +65,10 @@ class RegionOpening(msgspec.Struct, frozen=True):
         return other.start() if other else None
 
     def written(self, name: str) -> list[str | None]:
-        """How it is written with `name` for its group: texts, and None for a class of characters,
-        where there may be a word. Raises ValueError where the group cannot be that."""
+        """Return its parts with `name` for its group: texts, and None for a class of characters.
+
+        Raise ValueError if the group does not match the name.
+        """
         if not self.pattern:
             return [self.literal]
         atoms = _atoms(self.pattern, self.pattern)
@@ -76,18 +82,24 @@ class RegionOpening(msgspec.Struct, frozen=True):
         return parts
 
     def captures(self, head: str) -> dict[str, str] | None:
-        """The named groups, `head` standing behind the literal; None where it does not match."""
+        """Return the named groups, given the text `head` after the literal; None if it does not
+        match.
+        """
         found = re.fullmatch(self.pattern, self.literal + head, re.DOTALL)
         return found.groupdict() if found else None
 
 
 def openings(pattern: str) -> tuple[RegionOpening, ...]:
-    """The alternatives of `pattern`. ValueError says what is not understood."""
+    """Return the alternatives of `pattern`. Raise ValueError with the reason if it is not
+    supported.
+    """
     return tuple(_opening(alternative, pattern) for alternative in alternatives(pattern))
 
 
 def closings(pattern: str) -> tuple[str, ...]:
-    """A pattern that closes a region is one of several literals, or the end of the answer."""
+    """Return the literals of a pattern that closes a region: several literals, or the end of the
+    answer.
+    """
     found = [_opening(part, pattern) for part in alternatives(pattern) if part not in ("$", r"\Z")]
     for opening in found:
         if opening.pattern or not opening.literal:
@@ -96,7 +108,7 @@ def closings(pattern: str) -> tuple[str, ...]:
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The pattern, split where a `|` stands outside of brackets."""
+    """Return the pattern split at each `|` outside of brackets."""
     if pattern.startswith("(?:") and _closes_at(pattern) == len(pattern) - 1:
         return alternatives(pattern[3:-1])
     parts, start, depth, in_class = [], 0, 0, False
@@ -122,7 +134,7 @@ def _unescaped(pattern: str) -> list[tuple[int, str]]:
 
 
 def _closes_at(pattern: str) -> int:
-    """Where the parenthesis that the pattern begins with is closed."""
+    """Return where the parenthesis at the start of the pattern is closed."""
     depth = 0
     for at, char in _unescaped(pattern):
         depth += (char == "(") - (char == ")")
@@ -178,5 +190,5 @@ def _written(atom: re.Match[str], name: str) -> str | None:
 
 
 def _letter(atom: re.Match[str]) -> str | None:
-    """The character an atom stands for; None where it may be several."""
+    """Return the character that an atom stands for, or None if there may be several."""
     return CONTROL.get(atom["control"] or "") or atom["escaped"] or atom["plain"]

@@ -1,11 +1,11 @@
-"""Values in brackets, as JSON, Python and Gemma write them, each in its own words.
+"""Grammars of values in brackets, as JSON, Python and Gemma write them.
 
-A schema is written as its cases (`cases`): numbers are JSON numbers within their bounds, strings
-what the notation's `Strings` say, arrays and objects brackets around them. Properties come in the
-schema's order, and those that are not required may be left out; where properties are declared,
-there are no others. All this is narrower than the schema in places, and never wider.
+A schema is written as its cases (`schema_cases`): numbers are JSON numbers within their bounds,
+strings are in the notation's spelling, arrays and objects are brackets around values. Properties
+come in the schema's order, and optional ones may be left out; if properties are declared, there are
+no others. All this is narrower than the schema in places, and never wider.
 
-An array or object is a rule of its own, shared by equal ones: so schemas may refer to themselves,
+An array or object is a rule of its own, shared by equal ones. So schemas may refer to themselves,
 and the grammar is linear in their size.
 """
 
@@ -25,7 +25,7 @@ from gateway.formats.string_limits import limited
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 BLANKS = r"[ \n]{0,8}"
-"""Where JSON may have them: bounded, as a model that cannot decide would write them for ever."""
+"""Blanks inside JSON. Bounded, because an undecided model would write them forever."""
 EMPTY = LiteralForm("")
 WORDS = ("null", "true", "false")
 
@@ -34,9 +34,9 @@ class Notation(msgspec.Struct, frozen=True, kw_only=True):
     """How values are written.
 
     words    null, true, false
-    strings  every way in which a string may be written; the first is used for constants
+    strings  all spellings of a string; the first is used for constants
     bare     keys are written without quotes
-    object, array   what opens and what closes one
+    object, array   their opening and closing brackets
     colon, comma    between key and value, and between members
     """
 
@@ -52,7 +52,7 @@ class Notation(msgspec.Struct, frozen=True, kw_only=True):
 
 HEX = "[0-9a-fA-F]"
 NUMBERED = rf"\\u(?:[0-9A-CEFa-cef]{HEX}{{3}}|[dD][0-7]{HEX}{{2}})"
-"""What is no half of a sign."""
+"""A numbered escape that is not half of a surrogate pair."""
 PAIR = rf"\\u[dD][89abAB]{HEX}{{2}}\\u[dD][c-fC-F]{HEX}{{2}}"
 JSON_ESCAPES = {
     **{'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"},
@@ -61,7 +61,7 @@ JSON_ESCAPES = {
 
 
 def json_notation(avoid: tuple[str, ...]) -> Notation:
-    """JSON in whose strings none of these words occurs."""
+    """Return JSON in whose strings none of these words occurs."""
     spelling = StringEscapes(never=CONTROLS, escapes=JSON_ESCAPES, numbered=f"{NUMBERED}|{PAIR}")
     quotes = QuotedStrings('"', spelling, avoid)
     return Notation(name="json", strings=(quotes,))
@@ -126,7 +126,7 @@ class Values:
         return either(map(LiteralForm, dict.fromkeys(texts)))
 
     def _ways(self, value: Any) -> list[str]:
-        """All ways of writing it; none, if it cannot be written."""
+        """Return all ways to write it; none if it cannot be written."""
         strings = self.notation.strings
         if isinstance(value, str) and not isinstance(strings, MarkedStrings):
             return [text for one in strings if (text := one.text(value)) is not None]
@@ -134,7 +134,7 @@ class Values:
         return [] if text is None else [text]
 
     def constant(self, value: Any) -> str | None:
-        """As it is written; None if it cannot be."""
+        """Return the form of a constant, or None if it cannot be written."""
         if isinstance(value, str):
             return self._text(value)
         if value is None or isinstance(value, bool):
@@ -162,7 +162,7 @@ class Values:
         return strings[0].text(text)
 
     def key(self, key: str) -> str | None:
-        """As it is written; None if it cannot be."""
+        """Return the form of a key, or None if it cannot be written."""
         if not self.notation.bare:
             return self._text(key)
         forbidden = any(sign in ',:{}[]"' for sign in key)
@@ -179,7 +179,7 @@ class Values:
         return GrammarRule(self._names[key])
 
     def name(self, hint: str) -> str:
-        """A rule's name that no other rule has."""
+        """Return a rule name that no other rule has."""
         self._count += 1
         return f"{self.schemas.tool.name}-{self.notation.name}-{hint}-{self._count}"
 
@@ -197,7 +197,7 @@ class Values:
         return sequence(opens, items if least else optional(items), closes)
 
     def items(self, limits: Limits, path: str) -> tuple[list[Form], Form, int, int | None]:
-        """(those in fixed places, any other, how many others at least, at most)"""
+        """Return (items in fixed places, schema of the others, least and most number of others)."""
         prefix = limits.get("prefixItems", [])
         first = [self.value(each, f"{path}.prefixItems[{n}]") for n, each in enumerate(prefix)]
         least = max(limits.get("minItems", 0) - len(first), 0)
@@ -239,8 +239,9 @@ class Values:
         return self._string({}, "parameters")
 
     def extra(self, limits: Limits, path: str) -> tuple[Any, int, int | None] | None:
-        """(schema of the values, how many at least, at most) of an object whose members may have
-        any name; None if they are declared."""
+        """Return (schema of the values, least, most) of an object with undeclared names, else
+        None.
+        """
         schema = limits.get("additionalProperties", True)
         if "properties" in limits or limits.get("required") or schema is False:
             return None
@@ -252,7 +253,7 @@ class Values:
         return schema, least, most
 
     def members(self, limits: Limits, path: str) -> list[tuple[str, Any, bool]]:
-        """(name, schema, required) of the declared members, in order."""
+        """Return (name, schema, required) of the declared members, in order."""
         declared = limits.get("properties", {})
         required = set(limits.get("required", ()))
         least, most = limits.get("minProperties", 0), limits.get("maxProperties")
@@ -271,10 +272,12 @@ class Values:
         return [one for one in found if one[1] is not False or one[2]]
 
     def listed(self, members: Sequence[tuple[Form, bool]], comma: Form) -> Form:
-        """(member, required) in order, a comma between each two.
+        """Return the members in order, with a comma between each two. Each item is (member,
+        required).
 
-        `rests[i]` follows a member that was written, and goes on with those from `i`; the form
-        returned begins with the first that is written. Each is written down once.
+        `rests[i]` follows a member that was written, and continues with those from `i`; the
+        returned form starts with the first member that is written. Each member is written down
+        once.
         """
         shared = [(self._rule("member", form), required) for form, required in members]
         num = len(shared)
@@ -294,7 +297,7 @@ class Values:
         return head
 
     def some(self, members: Sequence[Form]) -> Form:
-        """At least one of them, in order, with nothing between."""
+        """Return at least one of them, in order, without separators."""
         rest: Form = EMPTY
         begun: Form | None = None
         for form in reversed([self._rule("member", member) for member in members]):
@@ -311,14 +314,14 @@ class Values:
 
 
 def joined(forms: Sequence[Form], comma: Form) -> list[Form]:
-    """With a comma between each two, and one more if others may follow."""
+    """Return the forms with a comma between each two, and one more if others may follow."""
     return [part for n, form in enumerate(forms) for part in ([comma, form] if n else [form])]
 
 
 class QuotedStrings(msgspec.Struct, frozen=True):
-    """Strings between two signs.
+    """Strings between two quotes.
 
-    avoid  words that may not occur in any string, as they would end what it stands in
+    avoid  words that may not occur in any string, as they would end the surrounding markup
     """
 
     quote: str
@@ -330,7 +333,9 @@ class QuotedStrings(msgspec.Struct, frozen=True):
         return self._between(inner)
 
     def limited(self, limits: Limits) -> str:
-        """Raises ValueError naming what cannot be written."""
+        """Return a pattern of strings within the limits. Raise ValueError naming what cannot be
+        written.
+        """
         return self._between(limited(self._careful, limits))
 
     def text(self, text: str) -> str | None:
@@ -344,12 +349,12 @@ class QuotedStrings(msgspec.Struct, frozen=True):
 
     @property
     def _careful(self) -> StringEscapes:
-        """Without the sign that words to be avoided begin with."""
+        """The spelling without the first character of the avoided words."""
         never = signs("".join(word[0] for word in self.avoid))
         return msgspec.structs.replace(self.spelling, never=[*self.spelling.never, *never])
 
 
 class MarkedStrings(msgspec.Struct, frozen=True):
-    """Strings between two equal markers: they hold everything but the marker."""
+    """Strings between two equal markers: any text that does not contain the marker."""
 
     mark: str

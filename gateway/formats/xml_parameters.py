@@ -9,23 +9,26 @@
     </function>                                     call_close
     </tool_call>                                    close
 
-    opened      behind the opening marker: a call, or it is none and all of it is content
-    between     behind a call, still in its stretch
+    opened      after the opening marker: a call, or all of it is content
+    between     after a call, still in its group
     call_tag    in a call's tag, up to its `>`
     call        in a call, outside its arguments
     key_tag     in an argument's tag, up to its `>`
     value       in an argument's value
-    doubt       behind what may have ended a value
-    broken      what follows is no call; up to the closing marker it is content
+    doubt       after a tag that may have ended a value
+    broken      not a call; up to the closing marker it is content
 
-Values are typed by the tool's schema (typed_value). The text of a closing tag inside a value is
-told apart by what follows it: `</parameter>` ends a value only if, blanks aside, an argument's tag,
-the call's end or the stretch's end comes next; otherwise it is text. `</function>` ends a value
-whose own end is missing only if the stretch's end or another call comes next. So a value may
-contain closing tags, but not two of them in their order. Text between arguments is dropped.
+Values are typed by the tool's schema (`typed_value`). The text after a closing tag inside a value
+decides whether it is one. `</parameter>` ends a value only if, blanks aside, an argument's tag, the
+call's end or the group's end follows; otherwise it is text. `</function>` ends a value whose own
+closing tag is missing only if the group's end or another call follows. So a value may contain
+closing tags, but not two of them in their order. Text between arguments is dropped.
 
-Whatever follows a call, or blanks, is read as content again. Without `open`, a stretch begins with
-a call's own tag, which is then one only if it names a tool of the request.
+Text after a call, or after blanks, is read as content again. Without `open`, a group starts with a
+call's own tag, which counts only if it names a tool of the request.
+
+Sources: the chat templates of Qwen3-Coder, MiMo, Seed-OSS, MiniMax-M2 and DeepSeek-V3.2; for the
+others (dots, MiniCPM5, Muse, DeepSeek-V4 and V4.1, Step3) vLLM's published parsers.
 """
 
 from __future__ import annotations
@@ -53,54 +56,51 @@ from gateway.formats.value_syntax import Values, json_notation
 from protocol.grammar import Form, LiteralForm, Pattern
 
 MAX_TAG_CHARS = 1024
-"""A tag that is longer is none."""
+"""A longer tag is not a tag."""
 
 ATTRIBUTE = re.compile(r'\s*([\w:.-]+)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'=]+))')
 PLAIN_NAME = re.compile(r"[^\s<>\"'=]+(?: [^\s<>\"'=]+)*")
 
 
 class XmlParameters(CallSyntax, frozen=True, kw_only=True):
-    """open            markers that begin a stretch; none: a call's tag does
-    close           markers that end it
-    call_open       a call's tag up to its name
-    call_close      ends a call
-    parameter_open  an argument's tag up to its name
-    parameter_close ends a value
-    quoted          names stand in quotes, and other attributes may follow
-    string_key      an attribute that says whether a value is a string ("true") or JSON ("false")
-    skip            markers that mean nothing outside values
-    bare            a call's tag opens a stretch, too, if it names a tool of the request
-    trim            what around a value is markup
-    bare_json       a parameter without a schema is JSON if it can be
-    doubled_names   `f.f` means the tool `f`
-    doubts          what follows decides whether a closing tag in a value is one
+    """Markup of one variant of this syntax."""
 
-    How models write it, where several spellings are read:
-
-    line            between tags
-    around          on both sides of a value
-    many            a stretch holds several calls
-    call_before, call_after  around a call
-    """
-
+    #: Markers that start a group; if empty, a call's tag does.
     open: tuple[str, ...] = ("<tool_call>",)
+    #: Markers that end a group.
     close: tuple[str, ...] = ("</tool_call>",)
+    #: A call's tag up to its name.
     call_open: str = "<function="
+    #: Ends a call.
     call_close: str = "</function>"
+    #: An argument's tag up to its name.
     parameter_open: str = "<parameter="
+    #: Ends a value.
     parameter_close: str = "</parameter>"
+    #: Names stand in quotes, and other attributes may follow.
     quoted: bool = False
+    #: An attribute that marks a value as a string ("true") or JSON ("false").
     string_key: str = ""
+    #: Markers without a meaning outside values.
     skip: tuple[str, ...] = ()
+    #: A call's tag starts a group, too, if it names a tool of the request.
     bare: bool = False
+    #: Markup around a value.
     trim: Trim = "newline"
+    #: A parameter without a schema is JSON if it is valid JSON.
     bare_json: bool = False
+    #: `f.f` means the tool `f`.
     doubled_names: bool = False
     doubts: bool = True
+    #: Text between tags. Only the writer uses it.
     line: str = "\n"
+    #: Text on both sides of a value. Only the writer uses it.
     around: str = ""
+    #: A group holds several calls. Only the writer uses it.
     many: bool = True
+    #: Text before a call. Only the writer uses it.
     call_before: str = ""
+    #: Text after a call. Only the writer uses it.
     call_after: str = ""
 
     def markers(self) -> tuple[str, ...]:
@@ -119,13 +119,15 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
 
 
 class XmlParametersState(FormatParserState):
-    """tag        the tag at hand, as far as it is read
+    """State of an `XmlParametersParser`.
+
+    tag        the part read so far of the current tag
     quote      the quote that is open in it
-    arguments  of the open call
-    doubtful   text that is markup if the value has ended, and part of the value if not
-    string     what `string_key` says about the value at hand
-    bare       the stretch has begun with a call's own tag
-    raw        the stretch's text until a call is told: it may have to be given back
+    arguments  arguments of the open call
+    doubtful   text that is markup if the value has ended, and part of the value otherwise
+    string     value of the attribute `string_key` of the current value
+    bare       the group has started with a call's own tag
+    raw        text of the group until a call is emitted: it may have to become content
     """
 
     at: str = "opened"
@@ -185,7 +187,7 @@ class XmlParametersParser(CallParser):
         return ""
 
     def _outside_calls(self, text: str) -> str:
-        """Blanks go by; other text is none of ours."""
+        """Skip blanks; other text ends the group or is unexpected."""
         s = self.s
         rest = text.lstrip(BLANKS)
         if s.at == "opened":
@@ -237,7 +239,7 @@ class XmlParametersParser(CallParser):
             self._begin_value(name)
 
     def _name_in_tag(self) -> str | None:
-        """The tag's name; its other attributes are remembered."""
+        """Return the tag's name, and store its string attribute."""
         s, tag = self.s, self.s.tag.strip()
         if not self.syntax.quoted:
             return tag if PLAIN_NAME.fullmatch(tag) else None
@@ -250,7 +252,9 @@ class XmlParametersParser(CallParser):
         return attributes.get("name") if not text[end:].strip("/ \t") else None
 
     def _no_tag(self) -> None:
-        """It looked like a tag. As a call's it is content, as an argument's it is dropped."""
+        """Handle text that only looked like a tag: a call's is content, an argument's is
+        dropped.
+        """
         s = self.s
         if s.at == "key_tag":
             self._begin_doubtless("call")
@@ -313,7 +317,7 @@ class XmlParametersParser(CallParser):
 
     def on_marker(self, marker: str) -> None:
         s, x = self.s, self.syntax
-        if s.at == "doubt" and not self._settled_by(marker):
+        if s.at == "doubt" and not self._ends_value(marker):
             self._was_text()
         if s.at == "value":
             if marker not in (x.parameter_close, x.call_close):  # a token that ends the stretch
@@ -326,8 +330,8 @@ class XmlParametersParser(CallParser):
         else:
             self._structure(marker)
 
-    def _settled_by(self, marker: str) -> bool:
-        """In doubt: whether `marker` shows that the value has ended; then it is told so."""
+    def _ends_value(self, marker: str) -> bool:
+        """Return whether `marker` shows that the value in doubt has ended. If so, end it."""
         s, x = self.s, self.syntax
         if marker == x.parameter_close or (marker in x.skip and s.doubtful[0] != x.call_close):
             return False
@@ -343,7 +347,7 @@ class XmlParametersParser(CallParser):
         return True
 
     def _structure(self, marker: str) -> None:
-        """A marker outside of values."""
+        """Handle a marker outside of values."""
         s, x = self.s, self.syntax
         if marker in x.skip:
             if s.raw:
@@ -369,7 +373,7 @@ class XmlParametersParser(CallParser):
         self.s.at = "between"
 
     def _stretch(self, marker: str) -> None:
-        """An opening or closing marker between calls."""
+        """Handle an opening or closing marker between calls."""
         s = self.s
         if s.raw:
             if marker in self.syntax.close:
@@ -408,8 +412,7 @@ class XmlParametersParser(CallParser):
             self._reject("a tool call that is not finished")
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 ANY_NAME = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
 IN_QUOTES = re.compile(r'[^"<\r\n]+')
@@ -425,14 +428,14 @@ def write_calls(
     x = syntax
     behind = either(_write_call(x, tool, grammar) for tool in tools)
     line = LiteralForm(x.line)
-    if opener == x.call_open:  # nothing closes such a stretch
+    if opener == x.call_open:  # nothing closes such a group
         return several(behind, sequence(line, x.call_open), many=many)
     call = grammar.rule("call", sequence(x.call_before + x.call_open, behind, x.call_after, line))
     return sequence(line, several(call, many=many and x.many), x.close[0])
 
 
 def _write_call(x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """One call, from its name on."""
+    """Write one call, from its name on."""
     name = _write_name(x, tool.name)
     if name is None:
         raise NotWritable(tool.name, "name", "this format cannot write it")
@@ -440,12 +443,12 @@ def _write_call(x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder) -
 
 
 def write_arguments(x: XmlParameters, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """A call's arguments, and nothing around them."""
+    """Write a call's arguments, without the markup around them."""
     return arguments_form(*_argument_writer(x, tool, grammar))
 
 
 def _write_name(x: XmlParameters, name: str) -> str | None:
-    """A name in a tag; None if it cannot stand there."""
+    """Return a name as written in a tag, or None if it cannot stand there."""
     if len(name) > MAX_TAG_CHARS // 2:
         return None
     if x.quoted:
@@ -481,7 +484,7 @@ def _argument_writer(
 def _write_typed_value(
     x: XmlParameters, plain: PlainValues, cases: Sequence[SchemaCase], path: str
 ) -> Form:
-    """A value whose tag says whether it is a string."""
+    """Write a value whose tag marks whether it is a string."""
     strings = [case for case in cases if case.kind == "string"]
     others = [case for case in cases if case.kind != "string"]
     ways = []
@@ -498,7 +501,7 @@ def _write_typed_value(
 
 
 def _invoke(prefix: str = "", **options: Any) -> XmlParameters:
-    """`<invoke name="f"><parameter name="k">v</parameter></invoke>`, with prefixed tags."""
+    """Return `<invoke name="f"><parameter name="k">v</parameter></invoke>`, with prefixed tags."""
     return XmlParameters(
         call_open=f"<{prefix}invoke name=",
         call_close=f"</{prefix}invoke>",

@@ -1,4 +1,4 @@
-"""Answers of elements whose tags are made of tokens: Kimi K3's XTML.
+"""Kimi K3's answers in XTML: XML-like elements whose tags are made of special tokens.
 
     <|open|>think<|sep|>Hm.<|close|>think<|sep|>
     <|open|>response<|sep|>I will look.<|close|>response<|sep|>
@@ -9,13 +9,13 @@
 (Without the line breaks.)
 
     text  in an element, or between elements
-    tag   behind `<|open|>` or `<|close|>`, up to `<|sep|>`
+    tag   after `<|open|>` or `<|close|>`, up to `<|sep|>`
 
-`INSIDE` says which element may stand in which; any other tag is text of the element it stands in.
-So a string may hold every tag but its own closing one. An answer begins inside a response, if the
-prompt has not opened the thinking: its own opening tag may be missing. In attributes `&quot;` and
-`&amp;` are escaped; values are not. An argument whose type is string is told as it comes, verbatim;
-any other is JSON, or a string if it is none.
+`INSIDE` lists the elements that may stand in each element; any other tag is text of the element it
+stands in. So a string may contain every tag except its own closing one. An answer starts inside a
+response if the prompt has not opened the thinking: the response's opening tag may be missing. In
+attributes `&quot;` and `&amp;` are escaped; values have no escapes. An argument of type string is
+emitted as it comes, verbatim; any other is JSON, or a string if it is not valid JSON.
 
 Source: the published parser's description of the protocol.
 """
@@ -57,9 +57,7 @@ INSIDE = {"": CHANNELS, "think": CHANNELS, "response": CHANNELS, "tools": ("call
 
 
 class Xtml(AnswerSyntax, frozen=True, kw_only=True):
-    """open, close  begin a tag
-    separator    ends it
-    """
+    """Markers of this syntax: `open` and `close` start a tag, `separator` ends it."""
 
     open: str = "<|open|>"
     close: str = "<|close|>"
@@ -80,10 +78,12 @@ class Xtml(AnswerSyntax, frozen=True, kw_only=True):
 
 
 class XtmlState(FormatParserState):
-    """stack      names of the open elements
-    tag        the tag at hand, its marker included
-    arguments  of the open call
-    spilt      among the calls, there was text
+    """State of an `XtmlParser`.
+
+    stack      names of the open elements
+    tag        the current tag, its marker included
+    arguments  arguments of the open call
+    spilt      there was text among the calls
     """
 
     at: str = "text"
@@ -116,7 +116,7 @@ class XtmlParser(FormatParser):
 
     @property
     def _in(self) -> str:
-        """The innermost open element; "" between channels."""
+        """Return the innermost open element; "" between channels."""
         return self.s.stack[-1] if self.s.stack else ""
 
     # ---- text
@@ -140,7 +140,7 @@ class XtmlParser(FormatParser):
         return ""
 
     def _spill(self, text: str) -> None:
-        """Among the calls, outside their arguments: not ours to tell, unless it says something."""
+        """Emit text among the calls, outside their arguments, unless it is blank."""
         s = self.s
         if self._in == "call" or not (s.spilt or text.strip(BLANKS)):
             return
@@ -157,7 +157,7 @@ class XtmlParser(FormatParser):
         return ""
 
     def _was_text(self) -> None:
-        """What looked like a tag belongs to the element it stands in."""
+        """Add a failed tag to the text of its element."""
         tag, self.s.tag, self.s.at = self.s.tag, "", "text"
         self.on_text(tag)
 
@@ -181,7 +181,7 @@ class XtmlParser(FormatParser):
             self.on_text(marker)
 
     def _tag(self) -> bool:
-        """A tag is complete; whether it means anything here."""
+        """Handle a complete tag. Return whether it has a meaning here."""
         tag, x = self.s.tag, self.syntax
         opens = tag.startswith(x.open)
         body = tag.removeprefix(x.open if opens else x.close).strip(BLANKS)
@@ -255,18 +255,17 @@ def attributes(text: str) -> dict[str, str]:
     }
 
 
-# ---- the grammar of the same syntax
-
+# ---- grammar writer
 
 ANY_KEY = Pattern(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
 LATER_INDEX = Pattern("[1-9][0-9]{0,2}")
-"""Of a call behind the first; which it is the reader counts."""
+"""Index of a call after the first. The parser counts calls itself."""
 
 
 def _write_tools_element(
     syntax: Xtml, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
 ) -> Form:
-    """The element of all calls, its tags included."""
+    """Write the element of all calls, with its tags."""
     x = syntax
     close = _close_tag(x, "call")
     bodies = [(_attribute(tool.name), _write_arguments(x, tool, grammar)) for tool in tools]
@@ -295,7 +294,7 @@ def _attribute(text: str) -> str:
 
 
 def _write_arguments(x: Xtml, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
-    """A call's arguments."""
+    """Write a call's arguments."""
     if len(tool.name) > MAX_TAG_CHARS // 2:
         raise NotWritable(tool.name, "name", "this format cannot write it")
     ending = ValueEnd(close=_close_tag(x, "argument"))
@@ -330,10 +329,10 @@ def _write_value(x: Xtml, plain: PlainValues, cases: Sequence[SchemaCase], path:
 
 
 TYPE_NAMES = {"integer": "number"}
-"""What the model calls a type, where it is not what schemas call it."""
+"""JSON schema type -> the model's name for it, if that differs."""
 
 
-# ---- the grammar of the same syntax
+# ---- grammar writer
 
 
 def answer_frame(syntax: Xtml) -> AnswerFrame:
@@ -357,7 +356,7 @@ def write_required(
 def write_strict(
     syntax: Xtml, tools: Sequence[DeclaredTool], many: bool, grammar: GrammarBuilder
 ) -> Form:
-    """A response, whose opening tag the prompt may have written, and calls behind it."""
+    """Write a response, whose opening tag the prompt may have written, followed by calls."""
     opened, end = (
         optional(LiteralForm(_open_tag(syntax, "response"))),
         LiteralForm(_close_tag(syntax, "message")),

@@ -1,1 +1,3 @@
-"""Ids <-> text. Pure: no sockets, no HTTP; threads only through a function that is passed in."""
+"""Token ids and text. Pure: no sockets, no HTTP; threads only through a function that is passed
+in.
+"""

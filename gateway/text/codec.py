@@ -1,14 +1,13 @@
-"""What each token id stands for, in bytes.
+"""The bytes of each token id, from a tokenizer's decoder.
 
-A tokenizer's decoder is a small program over a list of token strings. The ones in use say, token by
-token, which bytes a string means, and at most strip blanks from the start of the whole. `ByteCodec`
-is such a program, read once from its JSON description; whoever has it can decode incrementally by
-joining bytes. A decoder that is not of this kind gives None, and the caller must go through
-`tokenizers`.
+A tokenizer's decoder is a small program over a list of token strings. Decoders in use map each
+token to bytes on its own, and at most strip blanks from the start of the whole text. `ByteCodec` is
+such a program, compiled once from its JSON description; it allows incremental decoding by joining
+bytes. For any other decoder the result is None, and the caller must use `tokenizers`.
 
-Where a tokenizer spells characters as single bytes (`<0xE2>`), `tokenizers` writes one U+FFFD for
-every byte of a run of them that is not UTF-8 as a whole, valid characters included. A stream cannot
-wait for the end of a run, so here valid characters stay and only what is invalid becomes U+FFFD.
+If a tokenizer spells characters as single bytes (`<0xE2>`), `tokenizers` replaces every byte of a
+run by U+FFFD if the run as a whole is not UTF-8, including its valid characters. A stream cannot
+wait for the end of a run, so here valid characters stay and only invalid bytes become U+FFFD.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Piece = str | bytes
-"""A token on its way: text until some step knows its bytes."""
+"""A token being decoded: text until a step turns it into bytes."""
 Step = Callable[[Piece], Piece]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -27,11 +26,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class ByteCodec:
-    """A decoder as one function per token, and what is dropped from the start of the text.
+    """A decoder as one function per token, and the characters stripped from the start of the text.
 
-    steps        what happens to every token
-    first_steps  what happens to the first token of a text instead
-    strip        the character dropped from the start of a text, at most `strip_max` times
+    steps        applied to every token
+    first_steps  applied to the first token of a text instead
+    strip        the character stripped from the start of a text, at most `strip_max` times
     """
 
     steps: tuple[Step, ...]
@@ -54,7 +53,9 @@ def _run(steps: tuple[Step, ...], text: str) -> bytes:
 
 
 def codec_of(decoder: Mapping[str, Any] | None) -> ByteCodec | None:
-    """The codec a decoder's JSON describes; None where it is not one of bytes per token."""
+    """Return the codec for a decoder's JSON, or None if the decoder does not map each token to
+    bytes.
+    """
     steps: list[Step] = []
     first_steps: list[Step] = []
     rest = _flattened(decoder) if decoder else None
@@ -84,7 +85,7 @@ def _flattened(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _with_strip(
     steps: Sequence[Step], first_steps: Sequence[Step], rest: Sequence[Mapping[str, Any]]
 ) -> ByteCodec | None:
-    """After the tokens have been fused, only a strip at the start can be done without the end."""
+    """Add a strip after the tokens are fused. Only one at the start is possible without the end."""
     strip, strip_max = "", 0
     for description in rest:
         if description["type"] == "Fuse":
@@ -96,7 +97,7 @@ def _with_strip(
 
 
 def _step_of(description: Mapping[str, Any]) -> tuple[Step, Step] | None:
-    """One per-token decoder as (step for any token, step for the first token)."""
+    """Return one per-token decoder as (step for any token, step for the first token)."""
     match description:
         case {"type": "ByteFallback"}:
             return _byte_fallback, _byte_fallback
@@ -109,7 +110,9 @@ def _step_of(description: Mapping[str, Any]) -> tuple[Step, Step] | None:
 
 
 def _prepends(metaspace: Mapping[str, Any]) -> bool:
-    """Whether a blank was put before the first word; `add_prefix_space` is the older spelling."""
+    """Return whether a blank is put before the first word; `add_prefix_space` is the older
+    spelling.
+    """
     scheme = metaspace.get("prepend_scheme")
     if scheme is None:
         return bool(metaspace.get("add_prefix_space", True))
@@ -129,9 +132,11 @@ def _byte_fallback(piece: Piece) -> Piece:
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Code point -> byte, for `str.translate`: printable bytes stand for themselves, the other 68
-    for U+0100 and on. A byte that is no letter of the alphabet maps beyond latin-1, so encoding
-    fails."""
+    """Return code point -> byte, for `str.translate`.
+
+    Printable bytes stand for themselves, the other 68 for U+0100 and on. A character outside the
+    alphabet maps beyond latin-1, so encoding fails.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     beyond = 0x10FFFF
@@ -142,7 +147,7 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(piece: Piece) -> Piece:
-    """GPT-2's spelling of bytes as letters; a token with any other letter in it is plain text."""
+    """Decode GPT-2's spelling of bytes as letters. A token with any other letter is plain text."""
     if isinstance(piece, bytes):
         return piece
     try:

@@ -1,13 +1,12 @@
-"""Token ids -> text, a delta at a time, in linear time.
+"""Token ids to text, one delta at a time, in linear time.
 
-The law: whatever way the ids are cut, the deltas joined are what decoding all ids at once gives,
-and no delta ends inside a character. Bytes that can still become a character wait; bytes that no
-longer can, or that are left at the end, become U+FFFD. One detokenizer per choice; its state is
-plain data.
+However the ids are cut, the joined deltas equal the text of all ids decoded at once, and no delta
+ends inside a character. Bytes that can still become a character wait. Bytes that no longer can, or
+that are left at the end, become U+FFFD. Each choice has one detokenizer; its state is plain data.
 
-`ByteDetokenizer` joins bytes from a table. `WindowDetokenizer` serves tokenizers whose decoder is
-no `ByteCodec`: it decodes a short window of ids through `tokenizers` and emits what the newest
-added.
+`ByteDetokenizer` joins bytes from a table. `WindowDetokenizer` serves tokenizers without a
+`ByteCodec`: it decodes a short window of ids through `tokenizers` and emits the text that the
+newest ids added.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ from gateway.text.codec import ByteCodec
 Decode = Callable[[Sequence[int]], str]
 
 MAX_WINDOW_TOKENS = 16
-"""A character takes at most four bytes, so fewer tokens; what is unfinished after these stays
-broken."""
+"""A character takes at most four bytes, so fewer tokens. A character unfinished after these
+stays broken.
+"""
 
 
 class ByteState(msgspec.Struct, frozen=True, tag="bytes"):
-    """pending     bytes of an unfinished character
-    started     a first token has been seen
-    strip_left  blanks that may still be dropped from the start of the text
+    """State of a `ByteDetokenizer`.
+
+    pending     bytes of an unfinished character
+    started     a first token has been read
+    strip_left  blanks that may still be stripped from the start of the text
     """
 
     pending: bytes
@@ -39,8 +41,9 @@ class ByteState(msgspec.Struct, frozen=True, tag="bytes"):
 
 
 class WindowState(msgspec.Struct, frozen=True, tag="window"):
-    """Of a WindowDetokenizer: `context` tokens whose text is out, then those whose text may
-    change."""
+    """State of a `WindowDetokenizer`: `context` tokens whose text is out, then tokens whose text
+    may change.
+    """
 
     ids: list[int]
     context: int
@@ -51,20 +54,18 @@ DetokenizerState = ByteState | WindowState
 
 class Detokenizer(Protocol):
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete."""
+        """Return the text that `ids` complete."""
 
     def finish(self) -> str:
-        """What is left, as U+FFFD: nothing more will come."""
+        """Return the remaining bytes as U+FFFD: no more tokens follow."""
 
     def state(self) -> DetokenizerState: ...
 
 
 class TokenTable(dict[int, bytes]):
-    """id -> bytes, computed on first use and kept; shared by all choices, since it only ever
-    caches.
+    """Token id -> bytes, computed on first use. Shared by all choices, because it only caches.
 
-    spelling  id -> the token's string in the vocabulary; None for an id that is dropped from the
-              text
+    spelling  returns the token's string in the vocabulary, or None if the id has no text
     """
 
     def __init__(
@@ -87,8 +88,11 @@ class TokenTable(dict[int, bytes]):
 
 
 class ByteDetokenizer:
-    """See the module's law. `continues` says that the ids go on after other text: the rules for the
-    start of a text (a leading blank is dropped) are then not applied."""
+    """Joins bytes from a table.
+
+    If `continues`, the ids follow other text, so the rules for the start of a text (a leading blank
+    is stripped) do not apply.
+    """
 
     __slots__ = ("_bytes_of", "_pending", "_started", "_strip_left", "_table")
 
@@ -122,7 +126,7 @@ class ByteDetokenizer:
         return self._stripped(text) if self._strip_left else text
 
     def _start(self, ids: Sequence[int]) -> bytes:
-        """Like the fast path, but the first token that is not dropped has rules of its own."""
+        """Decode like the fast path, with the rules for the first token that has text."""
         for i, token_id in enumerate(ids):
             text = self._table.spelling(token_id)
             if text is not None:
@@ -142,9 +146,9 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes `context + new` ids and the context alone; their difference is the new text.
+    """Decodes `context + new` ids and the context alone; the difference is the new text.
 
-    decode  all ids -> text, as `tokenizers` does it, with special tokens already treated as wished
+    decode  all ids -> text through `tokenizers`, with special tokens kept or skipped as configured
     """
 
     __slots__ = ("_context", "_decode", "_ids")
@@ -184,11 +188,13 @@ class WindowDetokenizer:
         return text
 
     def _new_text(self) -> str:
-        """One token before the new ones is context enough for every blank rule in use."""
+        """Return the text of the new ids. One token of context suffices for all blank rules in
+        use.
+        """
         before = self._decode(self._ids[: self._context])
         return self._decode(self._ids)[len(before) :]
 
     def _forget(self) -> None:
-        """All text so far is out: keep only the context."""
+        """Keep only the context: all text so far is out."""
         self._ids = self._ids[self._context :]
         self._context = len(self._ids)

@@ -45,7 +45,7 @@ def growth_of(part: Any) -> float:
 
 
 def _growth_of_all(parts: list[Any]) -> float:
-    """One after the other. A product without end stops early."""
+    """Return the growth of parts applied one after another. It stops early once it is infinite."""
     growth = 1.0
     for part in parts:
         growth = min(growth * growth_of(part), 2.0 * MAX_GROWTH)
@@ -53,7 +53,9 @@ def _growth_of_all(parts: list[Any]) -> float:
 
 
 def _longest_mapped(text: str) -> int:
-    """Of a map: the trie's size in four bytes, the trie, then replacements with a NUL each."""
+    """Return the longest replacement of a map: trie size in four bytes, the trie, then
+    replacements, each ended by NUL.
+    """
     try:
         data = base64.b64decode(text)
     except (binascii.Error, ValueError):

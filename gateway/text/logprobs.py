@@ -1,6 +1,6 @@
-"""Token log-probabilities from the engine -> the shapes OpenAI's APIs show.
+"""Token log-probabilities from the engine, in the shapes of OpenAI's APIs.
 
-JSON knows no infinity: what is impossible (-inf), or unknown (NaN), is shown as -9999.
+JSON has no infinity: an impossible token (-inf) or an unknown value (NaN) is shown as -9999.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IMPOSSIBLE = -9999.0
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One token that could have been chosen. `bytes` are exact where `token` cannot be."""
+    """One likely token. `bytes` are exact even if `token` cannot be."""
 
     token: str
     logprob: float
@@ -27,13 +27,15 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprob(TopLogprob, frozen=True):
-    """The token that was chosen, and the most likely ones, best first."""
+    """The chosen token, and the most likely ones, best first."""
 
     top_logprobs: list[TopLogprob] = []
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Parallel lists, one item a token; null for a prompt's first token, which nothing predicts."""
+    """Parallel lists, one item per token; null for a prompt's first token, which nothing
+    predicts.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -48,14 +50,17 @@ def chat_logprobs(
     num_top: int,
     asked_ids: Sequence[int] = (),
 ) -> list[ChatLogprob]:
-    """One item a token; `num_top` may be less than the engine sent. `asked_ids` are the request's
-    own, told behind the most likely ones."""
+    """Return one item per token. `num_top` may be less than the engine sent.
+
+    The tokens `asked_ids` of the request follow the most likely ones.
+    """
     return [_chat_logprob(tokenizer, entry, num_top, asked_ids) for entry in entries]
 
 
 def likely(entry: TokenLogprobs, num_top: int, asked_ids: Sequence[int]) -> list[tuple[int, float]]:
-    """(id, logprob) of the most likely tokens, best first, and of those asked for that are not
-    among them."""
+    """Return (id, logprob) of the most likely tokens, best first, then of the requested ones not
+    among them.
+    """
     top = dict(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False))
     if not asked_ids:
         return list(top.items())
@@ -78,10 +83,10 @@ def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
 
 
 class TextOffsets:
-    """Where in the answer's text each token begins, in characters, whatever way the tokens are cut.
+    """The offset of each token in the answer's text, in characters, however the tokens are cut.
 
-    A token that only completes a character begins where that character does. `detokenizer` must be
-    a fresh one with the answer's own options.
+    A token that only completes a character has that character's offset. `detokenizer` must be a
+    fresh one with the answer's own options.
     """
 
     def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
@@ -89,11 +94,11 @@ class TextOffsets:
         self._offset = start
 
     def state(self) -> tuple[DetokenizerState, int]:
-        """The detokenizer's state, and the offset to go on from."""
+        """Return the detokenizer's state, and the current offset."""
         return self._detokenizer.state(), self._offset
 
     def next(self, token_id: int) -> int:
-        """The offset of `token_id`, which follows those asked for before."""
+        """Return the offset of `token_id`, the next token."""
         offset = self._offset
         self._offset += len(self._detokenizer.push([token_id]))
         return offset
@@ -108,7 +113,9 @@ def completion_logprobs(
     num_top: int,
     asked_ids: Sequence[int] = (),
 ) -> CompletionLogprobs:
-    """`entries[i]` belongs to `token_ids[i]`; None where nothing predicts it."""
+    """Return OpenAI's lists. `entries[i]` belongs to `token_ids[i]`; None if nothing predicts
+    it.
+    """
     return CompletionLogprobs(
         text_offset=[offsets.next(token_id) for token_id in token_ids],
         token_logprobs=[shown(entry.logprob) if entry else None for entry in entries],
@@ -129,8 +136,10 @@ def _tops(
 
 
 def _spelled(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as a key: its text, or its bytes where it holds only a part of a character, since
-    different parts must stay different."""
+    """Return a token as a key: its text, or its bytes if it holds only part of a character.
+
+    Different parts must have different keys.
+    """
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -141,8 +150,11 @@ def _spelled(tokenizer: Tokenizer, token_id: int) -> str:
 def prompt_chances(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
 ) -> list[Any]:
-    """Per token of the prompt what could have stood there, by id; null for the first, which
-    nothing predicts. `num_top` may be less than the engine sent."""
+    """Return the likely tokens by id for each prompt token; null for the first, which nothing
+    predicts.
+
+    `num_top` may be less than the engine sent.
+    """
     return [None, *(_chances(tokenizer, entry, num_top) for entry in entries)]
 
 

@@ -1,15 +1,15 @@
-"""The only place that holds text back: finding markers in a stream of deltas of any length.
+"""Finds markers in a stream of deltas of any length. All held-back text is held here.
 
-Which markers are found is a fact about the whole text, however it is cut: the same as for the
-regular expression `marker|marker|...` read from the left. So the earliest start wins, and of
-several markers at one start the first in the list. Text is released as soon as it can no longer be
-part of a marker; what is held is never longer than the longest marker.
+The markers found depend on the whole text only, however it is cut: they are those of the regular
+expression `marker|marker|...` read from the left. So the earliest start wins, and of several
+markers at one start the first in the list. Text is released as soon as it can no longer be part of
+a marker, and never more than the longest marker is held.
 
 The search is the automaton of Aho and Corasick over characters, so its time is linear in the text.
-A marker that is found when an earlier, longer one could still complete has to wait for it; the few
+A marker that is found while an earlier, longer one could still complete has to wait for it. The few
 characters read in the meantime are then read again, at most the longest marker's length each time.
 
-Text may be read as `part`: letters that count in a marker alone, and are nothing outside of one.
+Text may be read as `part`: characters that count inside a marker only, and are dropped elsewhere.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Marker(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScannerState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """held   read, but not released
-    parts  (start, end) in `held` of what is text in a marker alone
+    """State of a `Scanner`.
+
+    held   text that has been read but not released
+    parts  (start, end) in `held` of text that counts inside a marker only
     """
 
     held: str
@@ -49,11 +51,10 @@ class MarkerSet:
 
     Nodes are numbered; node 0 is the empty prefix.
 
-    children[n]  character -> node of the prefix one longer
+    children[n]  character -> node of the prefix that is one character longer
     fail[n]      node of the longest proper suffix of n that is also a prefix
     depth[n]     length of the prefix
-    found[n]     the longest marker that ends here, as an index into `markers`; NONE if there is
-                 none
+    found[n]     index in `markers` of the longest marker that ends here, or NONE
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -70,8 +71,11 @@ class MarkerSet:
         self.opening = re.compile("[" + "".join(re.escape(c) for c in self.children[0]) + "]")
 
     def _insert(self, marker: str, index: int) -> None:
-        """A marker that begins with one listed before it can never win, so it is left out; hence on
-        every path a deeper marker beats a shallower one."""
+        """Add a marker. One that starts with an earlier marker of the list can never win and is
+        left out.
+
+        So on every path a deeper marker beats a shallower one.
+        """
         node = 0
         for char in marker:
             if self.found[node] != NONE:
@@ -86,7 +90,7 @@ class MarkerSet:
             self.found[node] = index
 
     def _link(self) -> None:
-        """Breadth first, so that what is shorter is linked before."""
+        """Compute `fail` breadth first, so that shorter prefixes are linked before longer ones."""
         queue = deque(self.children[0].values())
         while queue:
             node = queue.popleft()
@@ -101,7 +105,7 @@ class MarkerSet:
 
 
 class Scanner:
-    """One stream's position in a MarkerSet. `held` is read, but not released."""
+    """One stream's position in a MarkerSet. `held` text has been read but not released."""
 
     __slots__ = ("_best", "_held", "_node", "_parts", "_set", "_start")
 
@@ -124,15 +128,17 @@ class Scanner:
         return ScannerState(self._held, list(self._parts))
 
     def lets_through(self, delta: str) -> bool:
-        """Nothing is held, and no marker begins in `delta`: it may be told unread."""
+        """Return whether nothing is held and no marker starts in `delta`, so it can be released
+        unread.
+        """
         return not self._held and self._set.opening.search(delta) is None
 
     def push(self, delta: str) -> list[MarkerText | Marker]:
-        """All text and markers that `delta` makes certain."""
+        """Return all text and markers that `delta` makes certain."""
         return list(self._pieces(delta, final=False))
 
     def finish(self) -> list[MarkerText | Marker]:
-        """The rest, once nothing more will come."""
+        """Return the held text: no more text follows."""
         return list(self._pieces("", final=True))
 
     def _pieces(self, delta: str, *, final: bool) -> Iterator[MarkerText | Marker]:
@@ -148,9 +154,9 @@ class Scanner:
     def next(
         self, delta: str, *, final: bool = False, part: bool = False
     ) -> tuple[str, str | None, str]:
-        """Read on, up to the first marker: (released text, marker or None, what was not read).
+        """Read up to the first marker. Return (released text, marker or None, unread text).
 
-        After a marker nothing is held, and the caller decides about the rest, which is text.
+        After a marker nothing is held, and the caller decides about the unread text.
         """
         text = self._held + delta
         if part:
@@ -172,7 +178,9 @@ class Scanner:
         return released, marker, text[start + len(marker) :]
 
     def _release(self, text: str, end: int) -> str:
-        """`text` up to `end`, without what is text in a marker alone; the rest stays held."""
+        """Return `text` up to `end` without the parts that count in a marker only. The rest
+        stays held.
+        """
         if not self._parts:
             return text[:end]
         kept, at = [], 0
@@ -184,7 +192,9 @@ class Scanner:
         return "".join(kept)
 
     def _read(self, text: str, position: int) -> int:
-        """Walk the automaton from `position`; where the best marker became certain, or NONE."""
+        """Walk the automaton from `position`. Return where the best marker became certain, or
+        NONE.
+        """
         automaton = self._set
         children, fail, depth, found = (
             automaton.children,
@@ -216,8 +226,9 @@ class Scanner:
         return NONE
 
     def _is_certain(self, node: int, live_start: int) -> bool:
-        """No marker that would win can still complete: all that are alive start later, or the one
-        at the same start is complete and cannot grow into a better one."""
+        """Return whether no better marker can still complete: all others in progress start
+        later, or the one at the same start is complete and cannot grow into a better one.
+        """
         if live_start > self._start:
             return True
         return live_start == self._start and not self._set.children[node]

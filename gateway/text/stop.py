@@ -1,9 +1,8 @@
-"""Stop strings: the text ends where one of them begins.
+"""Stop strings: the text ends where one of them starts.
 
-Of several, the one that begins first ends the text; of those that begin at one place, the first in
-the list that completes. That is a fact about the text, whatever way it was cut into deltas. What
-could still become a stop string is held back, by the one who holds text back everywhere
-(`output.markers`).
+If there are several, the one that starts first ends the text; of several that start at one place,
+the first in the list that completes. This depends on the text only, however it was cut into deltas.
+Text that could still become a stop string is held back by `text.markers`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class StopState(msgspec.Struct, frozen=True):
 
 
 class StopMatcher:
-    """One choice's search. `matched` is the stop string that ended the text; nothing is let through
-    after it.
+    """The stop string search of one choice. After `matched` is set, no text is released.
 
     stops        compiled once per request, shared by its choices
     include      the stop string itself is part of the text
@@ -43,11 +41,11 @@ class StopMatcher:
         return StopState(self._scanner.state(), self.matched)
 
     def push(self, delta: str) -> str:
-        """The text that is certain to come before any stop string."""
+        """Return the text that certainly comes before any stop string."""
         return self._read(delta, final=False)
 
     def finish(self) -> str:
-        """What was held back, once nothing more will come. May match: `matched` is set then."""
+        """Return the held text. It may match: `matched` is set then."""
         return self._read("", final=True)
 
     def _read(self, delta: str, *, final: bool) -> str:
@@ -58,5 +56,7 @@ class StopMatcher:
 
 
 def compile_stops(stops: Sequence[str]) -> MarkerSet | None:
-    """None where there is nothing to look for. The caller has checked count and lengths."""
+    """Return the compiled stop strings, or None if there are none. The caller has checked count
+    and lengths.
+    """
     return MarkerSet(stops) if stops else None

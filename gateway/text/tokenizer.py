@@ -1,8 +1,8 @@
-"""The model's tokenizer: made once from the card, never changed after, shared by all greenlets.
+"""The model's tokenizer: made once from the model card, then constant and shared by all greenlets.
 
-Nobody sets truncation or padding on it: a shared tokenizer that is changed in use silently returns
-wrong ids. The one slow thing, encoding a long text, goes through `offload` so that a thread can do
-it: `encode_batch_fast` releases the GIL and `encode` does not.
+Truncation and padding are never set: a shared tokenizer that is changed in use silently returns
+wrong ids. Encoding a long text is slow, so it goes through `offload` to run in a thread:
+`encode_batch_fast` releases the GIL and `encode` does not.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.model_card import ModelCard
 
 Offload = Callable[[Callable[[], list[int]]], list[int]]
-"""Runs a function somewhere else (a thread pool) and returns its result."""
+"""Runs a function elsewhere, such as in a thread pool, and returns its result."""
 
 INLINE_BYTES = 8_000
 """Below this, encoding takes under 2 ms and a thread costs more than it saves."""
 BYTES_PER_TOKEN = 32
-"""A text with more bytes than this for every token of the context is refused unread: ordinary text
-has four, and encoding a megabyte of the worst input takes over half a second."""
+"""A text with more bytes than this per token of the context is refused unread. Ordinary text has
+four, and encoding a megabyte of the worst input takes over half a second.
+"""
 
 
 class Tokenizer:
-    """The model's tokenizer, and everything about its ids that is known without text.
+    """The model's tokenizer, and all facts about its ids that need no text.
 
-    card            whose `tokenizer` holds tokenizer.json
-    max_text_bytes  longest text encoded at all; None: BYTES_PER_TOKEN for every token of the
-                    context
-    added_tokens    id -> text of the tokens that stand beside the vocabulary proper: each is found
-                    in a text before all else
-    special_ids     those of them that `skip_special_tokens` leaves out of the text
+    card            its field `tokenizer` holds tokenizer.json
+    max_text_bytes  longest text that is encoded; None: BYTES_PER_TOKEN per token of the context
+    added_tokens    id -> text of the tokens outside the vocabulary proper, which are matched in a
+                    text before anything else
+    special_ids     the added tokens that `skip_special_tokens` leaves out of the text
 
-    Raises ValueError where the card's bytes are no tokenizer.
+    Raises ValueError if the card's bytes are not a tokenizer.
     """
 
     def __init__(self, card: ModelCard, *, max_text_bytes: int | None = None) -> None:
@@ -62,7 +62,7 @@ class Tokenizer:
         self._vocab_size = card.vocab_size
 
     def _make_tables(self, codec: ByteCodec) -> dict[bool, TokenTable]:
-        """skip_special_tokens -> table"""
+        """Return skip_special_tokens -> table."""
         spelling = self._inner.id_to_token
         return {
             False: TokenTable(codec, spelling, frozenset()),
@@ -77,7 +77,9 @@ class Tokenizer:
         offload: Offload | None = None,
         param: str = "prompt",
     ) -> list[int]:
-        """Raises ContextTooLong or InvalidRequest, naming `param`."""
+        """Return the token ids of a text. Raise ContextTooLong or InvalidRequest, naming
+        `param`.
+        """
         num_bytes = _num_bytes(text, param)
         if num_bytes > self.max_text_bytes:
             raise ContextTooLong(
@@ -115,8 +117,11 @@ class Tokenizer:
         return encoded[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """All at once, by `tokenizers`: the slow twin of `detokenizer`. Unknown ids have no
-        text."""
+        """Return the text of all ids at once, through `tokenizers`: the slow reference of
+        `detokenizer`.
+
+        Unknown ids have no text.
+        """
         return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
@@ -126,9 +131,9 @@ class Tokenizer:
         continues: bool = False,
         state: DetokenizerState | None = None,
     ) -> Detokenizer:
-        """A new one, for one choice; or one that goes on from `state`.
+        """Return a detokenizer for one choice: a fresh one, or one that continues from `state`.
 
-        continues  the ids follow other text, so the blank before a first word is kept
+        If `continues`, the ids follow other text, so the blank before a first word is kept.
         """
         if self._tables is not None:
             table = self._tables[skip_special_tokens]
@@ -148,18 +153,19 @@ class Tokenizer:
         return self._inner.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Exactly the bytes this token adds inside a text; an unknown id adds none."""
+        """Return the bytes that this token adds inside a text; an unknown id adds none."""
         if self._tables is not None:
             return self._tables[False][token_id]
         return self._inner.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, U+FFFD where they are no whole characters."""
+        """Return `token_bytes` as text, with U+FFFD for bytes that are not whole characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its spelling in the vocabulary: for parsers, once, at
-        construction."""
+        """Return the id of a token by its spelling in the vocabulary. Parsers call it once, when
+        made.
+        """
         return self._inner.token_to_id(token)
 
 

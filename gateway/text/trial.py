@@ -1,4 +1,4 @@
-"""A trial of a tokenizer: with usual texts, and with texts on which a bad one fails or is slow.
+"""A trial of a tokenizer, with ordinary texts and with texts on which a bad one fails or is slow.
 
 It runs in a process with limits of time and memory, because a tokenizer.json is not trusted yet.
 """
@@ -16,8 +16,8 @@ from gateway.text.growth import check_growth
 
 SIZES = (500, 1_000, 4_000)
 """In characters. Cubic growth is found at a small size, before a text takes minutes."""
-MOST_S = 0.5
-"""CPU time to encode and decode a text. The slowest of tokenizers in use takes a few ms."""
+MAX_CPU_S = 0.5
+"""CPU time limit to encode and decode a text. The slowest tokenizer in use takes a few ms."""
 _CHARS = "".join(map(chr, range(32, 127)))
 USUAL = "Hello, world! It's 12:30.\n\n\tdef f(x): return x  # \u00e9\u8a9e\U0001f44d"
 RUNS = ("a", "A", " ", "\n", "0", ".", "\u8a9e", _CHARS, "ab", "a ", " \n", "1.", "'s")
@@ -27,7 +27,7 @@ ENDS = ("", "!", "x")
 
 
 def run_trial(text: str) -> None:
-    """`text` is a tokenizer.json. Raises ValueError, saying what is wrong with it."""
+    """Try the tokenizer.json in `text`. Raise ValueError with the reason if it is unusable."""
     described = json.loads(text)
     if not isinstance(described, dict):
         raise ValueError("tokenizer.json must be a JSON object")
@@ -39,7 +39,7 @@ def run_trial(text: str) -> None:
         for probe in _probes():
             started_at = time.process_time()
             inner.decode(inner.encode(probe).ids)
-            if time.process_time() - started_at > MOST_S:
+            if time.process_time() - started_at > MAX_CPU_S:
                 raise ValueError(f"it takes too long for texts like {probe[:8]!r}")
     except BaseException as error:  # a panic of Rust's is no Exception
         raise ValueError(str(error)) from None

@@ -237,7 +237,9 @@ def test_a_tool_without_named_arguments_in_brackets_is_content(name: str, text: 
 def test_prose_in_brackets_is_content_however_it_is_cut(name: str) -> None:
     s = next(sample for sample in SAMPLES if sample.name == name)
     s = replace(s, name=f"{name} (prose)", tools=(DeclaredTool("f"),))
-    why = OutputWarning("tool_parse_failed", "a list of tool calls that is none")
+    why = OutputWarning(
+        "tool_parse_failed", "text that looks like a list of tool calls and is not one"
+    )
     row = check(s, [Fixture(text[:9], text, before_the_parenthesis(text, why)) for text in PROSE])
     assert not row.differences, row.first
 

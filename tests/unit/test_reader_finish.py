@@ -41,7 +41,7 @@ def test_completed_calls_do_not_hide_that_the_rest_was_cut_off() -> None:
 
 def test_an_answer_that_goes_on_has_no_reason() -> None:
     assert finish_reason(None, stop_matched=True) == "stop"
-    with pytest.raises(ValueError, match="goes on"):
+    with pytest.raises(ValueError, match="unfinished"):
         finish_reason(None)
 
 
