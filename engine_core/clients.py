@@ -73,8 +73,9 @@ class Clients:
         return list(self._clients)
 
     def add(self, client: bytes, now: float, name: str = "") -> None:
-        """Add a client that has sent Hello. If it is known already, its unread bytes still
-        count.
+        """Add a client that has sent Hello.
+
+        If it is known already, its unread bytes still count.
         """
         record = self._clients.get(client)
         if record is None:

@@ -171,17 +171,16 @@ class Engine:
         return self._admission.add(client, message)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
-        """Return the grammars to compile. Answer each with one `on_grammar_compiled`, in any
-        order.
+        """Return the grammars to compile.
+
+        Answer each with one `on_grammar_compiled`, in any order.
         """
         return self._admission.drain_compile_jobs()
 
     def on_grammar_compiled(
         self, compiled: CompiledGrammar
     ) -> list[tuple[bytes, Accepted | Refused]]:
-        """Apply a compilation's outcome, and return (client, reply) for each request that waited
-        for it.
-        """
+        """Apply a compilation's outcome, and return (client, reply) for each waiting request."""
         return self._admission.on_grammar_compiled(compiled)
 
     # ---- abort
@@ -380,9 +379,7 @@ class Engine:
         return self._deadlines.next_at
 
     def tick(self, now: float) -> dict[bytes, Outputs]:
-        """Set the clock to `now` (seconds of a steady clock) and end the requests past their
-        deadline.
-        """
+        """Set the clock to `now` (of a steady clock), and end the requests past their deadline."""
         self._kv_transfers.tick(now)
         self._accounts.now = self._clock.now = now
         outputs: dict[bytes, list[Output]] = {}
@@ -453,9 +450,7 @@ class Engine:
         return [request.name for request in self._open]
 
     def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestView]]:
-        """Return (client, row) of the oldest open requests: at most `max_rows`, and at most
-        MAX_VIEW_ROWS.
-        """
+        """Return (client, row) of the `max_rows` oldest requests, at most MAX_VIEW_ROWS."""
         oldest = islice(self._open, min(max(max_rows, 0), MAX_VIEW_ROWS))
         return [(request.client, view_row(request)) for request in oldest]
 

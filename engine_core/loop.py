@@ -238,9 +238,7 @@ class EngineLoop:
             self._mailbox.send(client, reply)
 
     def _not_ready_error(self) -> ErrorInfo:
-        """Return the refusal of a request sent before Welcome, or meant for an engine that is
-        gone.
-        """
+        """Return the refusal of a request sent before Welcome, or to an earlier engine."""
         cause = "the model is loading" if self._engine is None else "the engine was restarted"
         return EngineNotReady(f"{cause}: try again", retry_after_s=1).info()
 
@@ -250,8 +248,9 @@ class EngineLoop:
             self._mailbox.send(client, ResourcesFreed(requests=requests))
 
     def _abort_by_label(self, client: bytes, message: AbortByLabel) -> None:
-        """Abort by label. The owners are sent their Outputs before the requester is sent
-        Aborted.
+        """Abort by label.
+
+        The owners are sent their Outputs before the requester is sent Aborted.
         """
         found = dict.fromkeys(message.names, False)
         if self._engine is not None:
@@ -267,8 +266,9 @@ class EngineLoop:
         )
 
     def _welcome(self, client: bytes) -> None:
-        """Send Welcome if the model is loaded. Otherwise send Loading; `_start` sends Welcome
-        later.
+        """Send Welcome if the model is loaded.
+
+        Otherwise send Loading; `_start` sends Welcome later.
         """
         if self._engine is None:
             self._mailbox.send(client, Loading(elapsed_s=time.monotonic() - self._started_at))
@@ -382,9 +382,7 @@ class EngineLoop:
             self._worker.send(masks)
 
     def _step_s(self, now: float) -> float:
-        """Return the seconds since the worker started the oldest step in flight; 0 if there is
-        none.
-        """
+        """Return the seconds since the oldest step in flight was started, or 0."""
         return 0.0 if self._step_started_at is None else now - self._step_started_at
 
     def _on_step_result(self, result: StepResult, now: float) -> None:

@@ -82,9 +82,7 @@ class GrammarCache:
         return digest, template
 
     def add_waiter(self, request: Request, digest: bytes, grammar: Grammar) -> None:
-        """Add `request` to those that wait for this grammar, and create a job if it is the
-        first.
-        """
+        """Make `request` wait for this grammar, and create a job if it is the first."""
         if digest not in self._waiters:
             self.jobs.append(CompileJob(digest, grammar))
         self._waiters.setdefault(digest, []).append(request)
@@ -96,9 +94,7 @@ class GrammarCache:
                 waiting.remove(request)
 
     def on_grammar_compiled(self, compiled: CompiledGrammar) -> list[Request]:
-        """Store a job's outcome, and return the requests that waited for it, in order of
-        arrival.
-        """
+        """Store a job's outcome, and return the requests that waited for it, oldest first."""
         if isinstance(compiled.result, MatcherTemplate):
             self._templates[compiled.digest] = compiled.result
             if len(self._templates) > MAX_KEPT:

@@ -26,8 +26,9 @@ LIMITS = LLParserLimits(
 
 
 class Compiler:
-    """The grammar compiler of one model. Construction takes a few tenths of a second and holds the
-    GIL.
+    """The grammar compiler of one model.
+
+    Construction takes a few tenths of a second and holds the GIL.
     """
 
     def __init__(self, model: ModelCard) -> None:

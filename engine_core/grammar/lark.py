@@ -20,9 +20,7 @@ Speller = Callable[[str], str]
 
 
 def speller(markers: Markers) -> Speller:
-    """Return a function that writes a text as Lark items: markers by their ids, the rest as
-    literals.
-    """
+    """Return a function that writes a text as Lark items: marker ids and literals."""
     divide = divider(markers)
 
     def spell(text: str) -> str:
@@ -52,9 +50,7 @@ def any_of(items: Iterable[str]) -> str:
 
 
 def up_to(rule: str, end: str, spell: Speller, pattern: str = ANY_TEXT) -> list[str]:
-    """Return the lines of `rule`: text that `pattern` matches, then the first occurrence of
-    `end`.
-    """
+    """Return the lines of `rule`: text matching `pattern`, then the first occurrence of `end`."""
     text = regex(pattern)
     first, _, others = spell(end).partition(" ")
     if first.startswith("<"):

@@ -32,8 +32,9 @@ class _Tokenizer(msgspec.Struct):
 
 
 def added_tokens(tokenizer: bytes) -> list[AddedToken]:
-    """Return the added tokens of a tokenizer.json. Raises msgspec.MsgspecError if it is
-    malformed.
+    """Return the added tokens of a tokenizer.json.
+
+    Raises msgspec.MsgspecError if it is malformed.
     """
     return msgspec.json.decode(tokenizer, type=_Tokenizer).added_tokens
 

@@ -33,9 +33,7 @@ def fill(matchers: Sequence[Matcher | None], vocab_size: int) -> Int32:
 
 
 def _leave_only(bits: memoryview, token: int, *, always: bool) -> None:
-    """Clear all bits except `token`'s, unless the grammar does not admit it and `always` is
-    false.
-    """
+    """Clear all bits except `token`'s, if the grammar admits it or `always` is true."""
     place, bit = token >> 3, 1 << (token & 7)
     if always or bits[place] & bit:
         bits[:] = bytes(len(bits))

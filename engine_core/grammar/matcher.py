@@ -43,8 +43,9 @@ class Matcher:
 
     @property
     def was_given_wrong_token(self) -> bool:
-        """Whether it consumed a token that it does not admit. Any other error is the grammar's
-        own.
+        """Whether it consumed a token that it does not admit.
+
+        Any other error is the grammar's own.
         """
         return WRONG_TOKEN in (self.error or "")
 
@@ -114,8 +115,9 @@ class Matcher:
             yield walker
 
     def update_error(self) -> None:
-        """Compute a mask, so that `error` is set if that fails. A copy may have reached this state
-        first.
+        """Compute a mask, so that `error` is set if that fails.
+
+        A copy may have reached this state first.
         """
         if self._inner is not None and not self._inner.is_error():
             self._inner.compute_bitmask()

@@ -48,8 +48,9 @@ class GrammarProbe:
         return None
 
     def _walk(self, probe: LLMatcher, random: Random, deadline: float) -> str | None:
-        """Take one walk. The first step, which is the slowest, is taken regardless of the
-        deadline.
+        """Take one walk.
+
+        The first step, which is the slowest, is taken regardless of the deadline.
         """
         matcher = Matcher(probe)
         for step in range(NUM_STEPS):

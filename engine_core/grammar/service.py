@@ -41,8 +41,9 @@ SLOW_S = 1.0
 
 
 class GrammarService:
-    """The compiler threads. A job that takes longer than `budget_s`, queueing included, is
-    refused.
+    """The compiler threads.
+
+    A job that takes longer than `budget_s`, queueing included, is refused.
     """
 
     def __init__(self, budget_s: float) -> None:
@@ -68,8 +69,9 @@ class GrammarService:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are unanswered jobs. If so, call `drain` regularly, even if `fd` is not
-        readable.
+        """Whether there are unanswered jobs.
+
+        If so, call `drain` regularly, even if `fd` is not readable.
         """
         return bool(self._deadlines)
 
@@ -78,9 +80,7 @@ class GrammarService:
         self._jobs.put(job)
 
     def drain(self, now: float) -> list[CompiledGrammar]:
-        """Return the results since the last call, and refusals for jobs that are overdue at
-        `now`.
-        """
+        """Return the results since the last call, and refusals for jobs overdue at `now`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         results = []

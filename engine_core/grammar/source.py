@@ -60,7 +60,7 @@ JSON_OPTIONS = msgspec.Raw(
 )
 OPTIONS_KEY = "x-guidance"
 BODY = "tidegate-body"
-"""The name of the body where something stands around it."""
+"""Name of the body's grammar if other rules surround it."""
 CALLS = "tidegate-calls"
 """The name of the calls that an answer may be instead, and the beginning of their schemas' names.
 """

@@ -57,8 +57,9 @@ MIN_GRAMMARS = 256
 
 
 class RecordedEngine(Engine):
-    """An engine with a journal. It cannot be part of a cluster, whose sealed handles cannot be
-    replayed.
+    """An engine with a journal.
+
+    It cannot be part of a cluster, whose sealed handles cannot be replayed.
     """
 
     def __init__(

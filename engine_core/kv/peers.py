@@ -32,8 +32,9 @@ class PeerCluster:
 
 
 class Peers:
-    """The supplier of K/V that other engines have computed. `cluster` is None for a single
-    engine.
+    """The supplier of K/V that other engines have computed.
+
+    `cluster` is None for a single engine.
     """
 
     def __init__(

@@ -111,9 +111,7 @@ class Admission:
     def on_grammar_compiled(
         self, compiled: CompiledGrammar
     ) -> list[tuple[bytes, Accepted | Refused]]:
-        """Apply a compilation's outcome, and return (client, reply) for each request that waited
-        for it.
-        """
+        """Apply a compilation's outcome, and return (client, reply) for each waiting request."""
         replies: list[tuple[bytes, Accepted | Refused]] = []
         for request in self._grammars.on_grammar_compiled(compiled):
             if isinstance(compiled.result, ServingError):
@@ -127,9 +125,7 @@ class Admission:
         return replies
 
     def on_request_ending(self, request: Request) -> None:
-        """Stop waiting for the grammar of a request that is about to end, or remove a grammar that
-        failed.
-        """
+        """Stop waiting for an ending request's grammar, or remove a grammar that failed."""
         if request.grammar is None:
             return
         if request.phase is RequestPhase.ARRIVED:

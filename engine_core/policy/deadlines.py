@@ -48,8 +48,9 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def pop_late(self, now: float) -> list[Request]:
-        """Remove and return the requests that have missed a deadline, each once. The caller ends
-        them.
+        """Remove and return the requests that have missed a deadline, each once.
+
+        The caller ends them.
         """
         late = []
         while self._heap and self._heap[0][0] <= now:

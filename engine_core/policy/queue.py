@@ -75,8 +75,9 @@ class WaitingQueue:
         return QueueLoad(0, 0) if queue is None else QueueLoad(queue.num, queue.tokens)
 
     def max_tokens_before(self, request: Request) -> float:
-        """Return an upper bound of `tokens_before`: it counts the whole account. O(waiting
-        accounts).
+        """Return an upper bound of `tokens_before`, which counts the whole account.
+
+        O(waiting accounts).
         """
         own = self.account_load(request.account_usage).tokens
         return own + self._tokens_of_others(request, own)

@@ -45,8 +45,9 @@ class Schedule:
         return sum(count for _, count, _ in self.rows())
 
     def rows(self) -> Iterator[tuple[Request, int, list[int]]]:
-        """Yield (request, number of positions, its drafts among them). One-token rows come
-        first.
+        """Yield (request, number of positions, its drafts among them).
+
+        One-token rows come first.
         """
         for request in self.decodes:
             yield request, 1, []

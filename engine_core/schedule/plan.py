@@ -15,8 +15,9 @@ NO_CATCH_UP = DraftCatchUp(start=-1, num_tokens=0, num_requested=0)
 
 
 def plan_rows(schedule: Schedule) -> list[tuple[Request, int]]:
-    """Return the step's rows in order: (request, number of positions). One-token rows come
-    first.
+    """Return the step's rows in order: (request, number of positions).
+
+    One-token rows come first.
     """
     return [(request, count) for request, count, _ in schedule.rows()]
 

@@ -111,8 +111,9 @@ class Scheduler:
         return growing <= self.pool.num_free and not self._fair_share_victims()
 
     def schedule(self, *, is_shared: bool = False) -> Schedule:
-        """Decide one step, and allocate what it needs. The result is empty if there is nothing to
-        do.
+        """Decide one step, and allocate what it needs.
+
+        The result is empty if there is nothing to do.
 
         `is_shared`: several accounts sent requests recently.
         """
@@ -164,8 +165,9 @@ class Scheduler:
     # ---- running
 
     def _pause_decodes(self, step: Schedule, decodes: list[Request]) -> None:
-        """Pause decodes that would make a newcomer's first step longer. They keep their new
-        blocks.
+        """Pause decodes that would make a newcomer's first step longer.
+
+        They keep their new blocks.
         """
         has_paused_decodes, self._has_paused_decodes = self._has_paused_decodes, False
         if has_paused_decodes or not step.admitted:
@@ -268,9 +270,7 @@ class Scheduler:
         return (len(request.blocks) + reserved) * self.limits.block_tokens
 
     def _plan_draft_model(self, step: Schedule) -> None:
-        """Plan the draft model's work: computing tokens it lacks, and drafting where there is
-        room.
-        """
+        """Plan the draft model's work: tokens that it lacks, and new drafts if there is room."""
         rows = list(step.rows())
         for request, count, drafts in rows:
             if not request.uses_draft_model:
@@ -349,9 +349,7 @@ class Scheduler:
     # ---- waiting
 
     def _admit(self, step: Schedule, before: Request | None = None) -> None:
-        """Admit newcomers; with `before`, only those of accounts served less than this
-        request's.
-        """
+        """Admit newcomers; with `before`, only those of accounts served less than its account."""
         while (request := self.waiting.first()) is not None:
             if before is not None and not goes_before(request, before):
                 return
@@ -388,8 +386,9 @@ class Scheduler:
             self._preempt(victim, step)
 
     def _fair_share_victims(self) -> list[Request]:
-        """Return the requests to preempt for the blocked newcomer, youngest first, if that makes
-        room.
+        """Return the requests to preempt for the blocked newcomer, youngest first.
+
+        Empty if preempting all of them would not make enough room.
         """
         request = self._blocked_newcomer
         if request is None or request is not self.waiting.first():
@@ -411,9 +410,7 @@ class Scheduler:
         )
 
     def _bind_fetched(self, step: Schedule, max_tokens: int) -> None:
-        """Bind the requests whose fetch is over, if they have at most `max_tokens` left to
-        compute.
-        """
+        """Bind fetched requests that have at most `max_tokens` left to compute."""
         for request in list(self.unbound):
             if step.budget == 0:
                 return
@@ -422,8 +419,9 @@ class Scheduler:
                 self._bind(request, step)
 
     def _bind(self, request: Request, step: Schedule) -> None:
-        """Schedule the request's first step since it was admitted. Blocks without content are
-        zeroed.
+        """Schedule the request's first step since it was admitted.
+
+        Blocks without content are zeroed.
         """
         request.move(RequestEvent.ADMIT)
         insort(self.running, request, key=lambda other: other.rank)

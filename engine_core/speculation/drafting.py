@@ -186,9 +186,7 @@ class Speculation:
         return min(self._model_tally.acceptance, MODEL_PRIOR)
 
     def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
-        """Return how many drafts to request of the draft model after the token that the step
-        samples.
-        """
+        """Return how many drafts to request of the draft model after the sampled token."""
         if request.drafting is None or not request.uses_draft_model:
             return 0
         return min(
@@ -221,9 +219,7 @@ class Speculation:
         return request.matcher.admitted_prefix(run)
 
     def should_wait(self, running: Iterable[Request], rows: int) -> bool:
-        """Whether planning ahead would deny one of these requests drafts that are likely to be
-        right.
-        """
+        """Whether planning ahead would deny a request drafts that are likely to be right."""
         return any(self._has_likely_drafts(request, rows) for request in running)
 
     def _has_likely_drafts(self, request: Request, rows: int) -> bool:

@@ -48,8 +48,9 @@ class NgramDrafter:
             self._last[run] = position
 
     def _match(self, tokens: array[int]) -> int:
-        """Return the position with the longest match before it; 0 if none, or if indexing is
-        behind.
+        """Return the position with the longest match before it, or 0.
+
+        It is 0 if there is no match, or if indexing has not caught up.
         """
         known = len(tokens)
         if len(self._before) < known or known <= self._shortest:

@@ -69,8 +69,9 @@ class DraftOverhead:
         return 1.0 if times is None else times.overhead
 
     def observe(self, rows: int, cost: float, elapsed_s: float, *, is_drafted: bool) -> None:
-        """Record the time of a step without prompts. `cost` > 0 is its expected cost, in any
-        unit.
+        """Record the time of a step without prompts.
+
+        `cost` > 0 is its expected cost, in any unit.
         """
         if elapsed_s > 0:
             times = self._times.setdefault(rows.bit_length(), StepTimes())
