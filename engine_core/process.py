@@ -60,7 +60,7 @@ def run(config: EngineConfig) -> int:
             log.info("journal: %s", journal.path)
     except (ValueError, OSError) as error:
         return fail(str(error), ExitCode.USAGE)
-    sockets.prepare(config.address)
+    sockets.make_ipc_directory(config.address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         loop = EngineLoop(config, context, wakeup, key, journal)

@@ -1,13 +1,14 @@
 """The asyncio client library: `protocol.client` for programs with an event loop.
 
-    from protocol.async_client import AsyncEngine
+    from protocol.async_client import AsyncClient
 
-    async with AsyncEngine() as engine:
-        async for output in engine.generate([504, 3575, 282, 4649], max_tokens=16):
+    async with AsyncClient() as client:
+        async for output in client.generate([504, 3575, 282, 4649], max_tokens=16):
             print(output.tokens, output.finish)
 
-An `AsyncEngine` belongs to the event loop in which it was started. Many generations may be open at
-once. Leaving a generation early (break, close, garbage collection) aborts it.
+An `AsyncClient` belongs to the event loop in which it was started. Many generations may be open at
+once. Leaving a generation early (break, close, garbage collection) aborts it. `AsyncEngine` is an
+alias of `AsyncClient`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.session import News, Session
+from protocol.session import RequestReport, Session
 from protocol.stats import EngineStats
 
 TICK_S = 0.25
@@ -53,22 +54,22 @@ _MAX_MESSAGES_PER_TURN = 256
 
 
 class AsyncGeneration(AsyncIterator[Output]):
-    """The answer to one prompt, as it comes. Iterating ends after the output that carries `finish`.
+    """The answer to one prompt, as a stream. Iteration ends after the output that carries `finish`.
 
-    Raises, on the next step: RequestError where the engine refused the request, EngineError where
-    it failed.
+    Raises, at the next step: RequestError if the engine refused the request, EngineError if it
+    failed.
     """
 
-    def __init__(self, request: int, news: asyncio.Queue[Any], close: Any) -> None:
+    def __init__(self, request: int, reports: asyncio.Queue[Any], close: Any) -> None:
         self.request = request
-        self._news = news
+        self._reports = reports
         self._ended = False
         self.close = weakref.finalize(self, close, request)
         self.close.atexit = False
 
     async def __anext__(self) -> Output:
         while not self._ended:
-            report = await self._news.get()
+            report = await self._reports.get()
             if isinstance(report, Accepted):
                 continue
             if isinstance(report, Refused):
@@ -81,18 +82,19 @@ class AsyncGeneration(AsyncIterator[Output]):
         raise StopAsyncIteration
 
     async def tokens(self) -> list[int]:
-        """Wait for the end; all token ids that were not yet iterated over."""
+        """Wait for the end. Return all token ids that were not iterated over yet."""
         return [token async for output in self for token in output.tokens]
 
 
-class AsyncEngine:
+class AsyncClient:
     """A connection to a running engine, from `start` (or `async with`) to `close`.
 
-    address       as printed by `tidegate serve`; default: the engine of the server on port 8000
-    wait_s        how long to wait for the engine to be ready; EngineNotReady after that
-    cluster_key   the file with the key of the engine's cluster, without which TCP is not spoken
+    address       the address printed by `tidegate serve`; default: the engine of the server on port
+                  8000
+    wait_s        seconds to wait for the engine to be ready, before EngineNotReady
+    cluster_key   file with the cluster key, which TCP addresses need
 
-    Raises ValueError where the address or the file cannot be used.
+    Raises ValueError if the address or the file cannot be used.
     """
 
     def __init__(
@@ -119,11 +121,11 @@ class AsyncEngine:
         """Connect, and wait until the engine is ready."""
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        watched = sockets.connect_watched(self._context, self._address, self._key)
-        self._socket, self._connection = watched
-        self._files = [int(socket.getsockopt(zmq.FD)) for socket in watched]
-        for file in self._files:
-            self._loop.add_reader(file, self._turn)
+        pair = sockets.connect_monitored(self._context, self._address, self._key)
+        self._socket, self._monitor = pair
+        self._fds = [int(socket.getsockopt(zmq.FD)) for socket in pair]
+        for fd in self._fds:
+            self._loop.add_reader(fd, self._receive_pending)
         self._tick()
         try:
             async with asyncio.timeout(self._wait_s):
@@ -136,16 +138,16 @@ class AsyncEngine:
             raise
 
     async def close(self) -> None:
-        """Leave; what is open is aborted. Safe to call twice."""
+        """Disconnect; open requests are aborted. May be called twice."""
         if self._loop is None or self._ticking is None:
             return
         self._ticking.cancel()
         self._ticking = None
-        for file in self._files:
-            self._loop.remove_reader(file)
-        self._outbox.append(self._session.leave())
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._outbox.append(self._session.goodbye())
         self._send_queued()
-        sockets.close_watched(self._socket, self._connection)
+        sockets.close_monitored(self._socket, self._monitor)
         await self._loop.run_in_executor(None, self._context.term)
 
     async def __aenter__(self) -> Self:
@@ -183,8 +185,8 @@ class AsyncEngine:
         queue_timeout_s: float = 0.0,
         **options: Any,
     ) -> AsyncGeneration:
-        """Start a generation; `options` are fields of SamplingParams, as an alternative to
-        `params`.
+        """Start a generation. Give the sampling parameters as `params`, or its fields as
+        keywords.
         """
         message = self._session.generate(
             prompt,
@@ -196,40 +198,42 @@ class AsyncEngine:
             timeout_s=timeout_s,
             queue_timeout_s=queue_timeout_s,
         )
-        news = self._open(message.request, message)
-        return AsyncGeneration(message.request, news, self._abort_from_anywhere)
+        reports = self._open(message.request, message)
+        return AsyncGeneration(message.request, reports, self._abort_from_anywhere)
 
-    async def abort_named(self, names: Sequence[str], *, everything: bool = False) -> Aborted:
-        """End every request that is called so (a label, or its name in a View), or all there are,
-        whichever client asked for it.
+    async def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> Aborted:
+        """Abort every request with one of these names (a label, or a name from EngineStatus), or
+        all requests, whichever client sent them.
 
-        Raises EngineError where there is no engine, or it is lost before it has answered.
+        Raises EngineError if there is no engine, or it is lost before it answers.
         """
-        report = await self._ask(self._session.abort_named(names, everything=everything))
+        report = await self._request_reply(
+            self._session.abort_by_label(names, everything=everything)
+        )
         assert isinstance(report, Aborted)
         return report
 
-    async def look(self, most: int = 100) -> EngineStatus:
-        """What the engine does now, with `most` of the requests that have been open for longest.
+    async def get_status(self, max_rows: int = 100) -> EngineStatus:
+        """Return the status of the engine, with at most `max_rows` requests, the oldest first.
 
-        Raises EngineError where there is no engine, or it is lost before it has answered.
+        Raises EngineError if there is no engine, or it is lost before it answers.
         """
-        report = await self._ask(self._session.look(most))
+        report = await self._request_reply(self._session.get_status(max_rows))
         assert isinstance(report, EngineStatus)
         return report
 
     async def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
-        """Record the worker's next `steps` steps, as a Chrome trace in `directory` of the engine's
-        machine. Waits until it is written, so perhaps for requests that make steps; cancelling the
-        wait ends it.
+        """Record the next `steps` steps of the worker, as a Chrome trace in `directory` on the
+        engine machine. Waits until the file is written; without requests there are no steps.
+        Cancelling the wait ends the recording.
 
-        Raises InvalidRequest where another is being made or the directory cannot be meant,
-        EngineError where it failed or there is no engine, TimeoutError after `wait_s`.
+        Raises InvalidRequest if another recording is running or `directory` is not allowed,
+        EngineError if recording failed or there is no engine, TimeoutError after `wait_s`.
         """
         message = self._session.profile(steps, directory)
         try:
             async with asyncio.timeout(wait_s):
-                report = await self._ask(message)
+                report = await self._request_reply(message)
         except BaseException as error:
             self._abort(message.request)
             if isinstance(error, TimeoutError):
@@ -239,24 +243,26 @@ class AsyncEngine:
         return report
 
     async def drain(self) -> None:
-        """Ask the engine to finish what it has, refuse what is new, and exit."""
+        """Make the engine finish its requests, refuse new ones, and exit."""
         self._send(Drain())
 
-    async def _ask(self, message: AbortByLabel | GetStatus | Profile) -> Any:
-        """A question that has one answer: that. Raises what the engine says instead."""
+    async def _request_reply(self, message: AbortByLabel | GetStatus | Profile) -> Any:
+        """Send the message and wait for its only reply. Raises the error that the engine
+        reports.
+        """
         report = await self._open(message.request, message).get()
         if isinstance(report, Aborted | EngineStatus | Profiled):
             return report
         raise error_from(report.error)
 
     def _open(self, request: int, message: ToEngine) -> asyncio.Queue[Any]:
-        news: asyncio.Queue[Any] = asyncio.Queue()
-        self._queues[request] = news
+        reports: asyncio.Queue[Any] = asyncio.Queue()
+        self._queues[request] = reports
         self._send(message)
-        return news
+        return reports
 
     def _abort_from_anywhere(self, request: int) -> None:
-        """Garbage is collected in any thread, and perhaps when the loop has ended."""
+        """Abort from any thread, as garbage collection does, even after the loop has ended."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._abort, request)
 
@@ -266,19 +272,19 @@ class AsyncEngine:
         if message is not None and self._ticking is not None:
             self._send(message)
 
-    # ---- the socket: its file says only once that something happened, and sending swallows that
+    # ---- the socket: its file descriptor is edge-triggered, and sending consumes the edge
 
     def _send(self, message: ToEngine) -> None:
         self._outbox.append(message)
         self._send_queued()
         assert self._loop is not None
-        self._loop.call_soon(self._turn)
+        self._loop.call_soon(self._receive_pending)
 
     def _send_queued(self) -> None:
         while self._outbox:
             try:
                 self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
-            except zmq.Again:  # it does not read: keep all but heartbeats, which are repeated
+            except zmq.Again:  # the engine does not read; drop heartbeats, which are repeated
                 kept = (m for m in self._outbox if not isinstance(m, Hello | Ping))
                 self._outbox = deque(kept)
                 return
@@ -287,52 +293,56 @@ class AsyncEngine:
     def _tick(self) -> None:
         assert self._loop is not None
         self._ticking = self._loop.call_later(TICK_S, self._tick)
-        self._keep_lease()
-        self._turn()
+        self._send_heartbeat()
+        self._receive_pending()
 
-    def _keep_lease(self) -> None:
-        messages, news = self._session.tick(time.monotonic())
+    def _send_heartbeat(self) -> None:
+        messages, ended = self._session.tick(time.monotonic())
         self._outbox.extend(messages)
-        self._hand_out(news)
+        self._deliver(ended)
         self._send_queued()
 
-    def _turn(self) -> None:
-        """Take in what has come, a bounded part of it at a time."""
+    def _receive_pending(self) -> None:
+        """Receive the messages that have arrived, a bounded number at a time."""
         if self._ticking is None:
             return
         if not self._receive(_MAX_MESSAGES_PER_TURN):
             assert self._loop is not None
-            self._loop.call_soon(self._turn)
-        for is_there in sockets.connection_news(self._connection):
-            if is_there:
-                self._session.connected()
-                self._keep_lease()
+            self._loop.call_soon(self._receive_pending)
+        for is_connected in sockets.read_connection_events(self._monitor):
+            if is_connected:
+                self._session.on_connected()
+                self._send_heartbeat()
             else:
                 while not self._receive(_MAX_MESSAGES_PER_TURN):
-                    pass  # its last words say more
-                self._hand_out(self._session.disconnected())
+                    pass  # its last messages give the reason
+                self._deliver(self._session.on_disconnected())
 
-    def _receive(self, most: int) -> bool:
-        """Whether that was all."""
-        for _ in range(most):
+    def _receive(self, max_messages: int) -> bool:
+        """Receive up to `max_messages`. Return whether these were all."""
+        for _ in range(max_messages):
             try:
                 message = self._decoder.decode(self._socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return True
             except WireError:
-                continue  # an end that speaks otherwise is noticed by its silence
+                continue  # an incompatible engine shows up as silence
             was_ready = self._session.is_ready
-            self._hand_out(self._session.receive(message, time.monotonic()))
+            self._deliver(self._session.receive(message, time.monotonic()))
             if self._session.is_ready and not was_ready:
-                self._keep_lease()  # a Ping, for its stats
+                self._send_heartbeat()  # a Ping, whose Pong brings the stats
             if self._session.has_stats:
                 self._ready.set()
         return False
 
-    def _hand_out(self, news: list[News]) -> None:
-        for request, report in news:
-            box = self._queues.get(request)
-            if box is not None:
-                box.put_nowait(report)
+    def _deliver(self, reports: list[RequestReport]) -> None:
+        for request, report in reports:
+            reports_queue = self._queues.get(request)
+            if reports_queue is not None:
+                reports_queue.put_nowait(report)
                 if request not in self._session.open:
                     del self._queues[request]
+
+
+AsyncEngine = AsyncClient
+"""Alias: the former name of `AsyncClient`."""

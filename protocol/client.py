@@ -1,14 +1,14 @@
 """The blocking client library: token ids in, token ids out.
 
-    from protocol.client import Engine
+    from protocol.client import Client
 
-    with Engine() as engine:
-        for output in engine.generate([504, 3575, 282, 4649], max_tokens=16):
+    with Client() as client:
+        for output in client.generate([504, 3575, 282, 4649], max_tokens=16):
             print(output.tokens, output.finish)
 
-An `Engine` may be used from many threads, and many generations may be open at once: one background
-thread owns the socket, each generation has its own queue. Leaving a generation early (break, close,
-garbage collection) aborts it.
+A `Client` may be used by many threads, with many open generations. One background thread owns the
+socket, and each generation has its own queue. Leaving a generation early (break, close, garbage
+collection) aborts it. `Engine` is an alias of `Client`.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.session import News, Session
+from protocol.session import RequestReport, Session
 from protocol.stats import EngineStats
 
 
 class Generation(Iterator[Output]):
-    """The answer to one prompt, as it comes. Iterating ends after the output that carries `finish`.
+    """The answer to one prompt, as a stream. Iteration ends after the output that carries `finish`.
 
-    Raises, on the next step: RequestError where the engine refused the request, EngineError where
-    it failed.
+    Raises, at the next step: RequestError if the engine refused the request, EngineError if it
+    failed.
     """
 
-    def __init__(self, request: int, news: queue.SimpleQueue[Any], close: Any) -> None:
+    def __init__(self, request: int, reports: queue.SimpleQueue[Any], close: Any) -> None:
         self.request = request
-        self._news = news
+        self._reports = reports
         self._ended = False
         self.close = weakref.finalize(self, close, request)
         self.close.atexit = False
 
     def __next__(self) -> Output:
         while not self._ended:
-            report = self._news.get()
+            report = self._reports.get()
             if isinstance(report, Accepted):
                 continue
             if isinstance(report, Refused):
@@ -80,12 +80,12 @@ class Generation(Iterator[Output]):
         raise StopIteration
 
     def tokens(self) -> list[int]:
-        """Wait for the end; all token ids that were not yet iterated over."""
+        """Wait for the end. Return all token ids that were not iterated over yet."""
         return [token for output in self for token in output.tokens]
 
 
 def params_from(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    """Return `params`, or the parameters whose fields are `options`. Raises InvalidRequest."""
+    """Return `params`, or parameters made from `options`. Raises InvalidRequest."""
     if params is None:
         try:
             return msgspec.convert(options, SamplingParams)
@@ -96,14 +96,15 @@ def params_from(params: SamplingParams | None, options: dict[str, Any]) -> Sampl
     return params
 
 
-class Engine:
+class Client:
     """A connection to a running engine.
 
-    address       as printed by `tidegate serve`; default: the engine of the server on port 8000
-    wait_s        how long to wait for the engine to be ready; EngineNotReady after that
-    cluster_key   the file with the key of the engine's cluster, without which TCP is not spoken
+    address       the address printed by `tidegate serve`; default: the engine of the server on port
+                  8000
+    wait_s        seconds to wait for the engine to be ready, before EngineNotReady
+    cluster_key   file with the cluster key, which TCP addresses need
 
-    Raises ValueError where the address or the file cannot be used.
+    Raises ValueError if the address or the file cannot be used.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Engine:
         self._ready = threading.Event()
         self._closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._connection = sockets.connect_watched(self._context, address, key)
+        self._socket, self._monitor = sockets.connect_monitored(self._context, address, key)
         self._wake_in, self._wake_out = self._wake_pair()
         self._thread = threading.Thread(target=self._run, name="tidegate-client", daemon=True)
         self._thread.start()
@@ -159,8 +160,8 @@ class Engine:
         queue_timeout_s: float = 0.0,
         **options: Any,
     ) -> Generation:
-        """Start a generation; `options` are fields of SamplingParams, as an alternative to
-        `params`.
+        """Start a generation. Give the sampling parameters as `params`, or its fields as
+        keywords.
         """
         with self._lock:
             message = self._session.generate(
@@ -173,57 +174,61 @@ class Engine:
                 timeout_s=timeout_s,
                 queue_timeout_s=queue_timeout_s,
             )
-            news = self._queues[message.request] = queue.SimpleQueue()
+            reports = self._queues[message.request] = queue.SimpleQueue()
             self._outbox.append(message)
         self._wake()
-        return Generation(message.request, news, self._abort)
+        return Generation(message.request, reports, self._abort)
 
-    def abort_named(self, names: Sequence[str], *, everything: bool = False) -> Aborted:
-        """End every request that is called so (a label, or its name in a View), or all there are,
-        whichever client asked for it.
+    def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> Aborted:
+        """Abort every request with one of these names (a label, or a name from EngineStatus), or
+        all requests, whichever client sent them.
 
-        Raises EngineError where there is no engine, or it is lost before it has answered.
+        Raises EngineError if there is no engine, or it is lost before it answers.
         """
-        report = self._ask(lambda: self._session.abort_named(names, everything=everything))
+        report = self._request_reply(
+            lambda: self._session.abort_by_label(names, everything=everything)
+        )
         assert isinstance(report, Aborted)
         return report
 
-    def look(self, most: int = 100) -> EngineStatus:
-        """What the engine does now, with `most` of the requests that have been open for longest.
+    def get_status(self, max_rows: int = 100) -> EngineStatus:
+        """Return the status of the engine, with at most `max_rows` requests, the oldest first.
 
-        Raises EngineError where there is no engine, or it is lost before it has answered.
+        Raises EngineError if there is no engine, or it is lost before it answers.
         """
-        report = self._ask(lambda: self._session.look(most))
+        report = self._request_reply(lambda: self._session.get_status(max_rows))
         assert isinstance(report, EngineStatus)
         return report
 
-    def _ask(self, message_of: Callable[[], AbortByLabel | GetStatus]) -> Any:
-        """A question that the engine answers at once: its answer. Raises what it says instead."""
+    def _request_reply(self, make_message: Callable[[], AbortByLabel | GetStatus]) -> Any:
+        """Send the message and return its reply, which the engine sends at once. Raises the error
+        that the engine reports.
+        """
         with self._lock:
-            message = message_of()
-            news = self._queues[message.request] = queue.SimpleQueue()
+            message = make_message()
+            reports = self._queues[message.request] = queue.SimpleQueue()
             self._outbox.append(message)
         self._wake()
-        report = news.get()
+        report = reports.get()
         if isinstance(report, Aborted | EngineStatus):
             return report
         raise error_from(report.error)
 
     def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
-        """Record the worker's next `steps` steps, as a Chrome trace in `directory` of the engine's
-        machine. Waits until it is written, so perhaps for requests that make steps; whoever stops
-        waiting (KeyboardInterrupt) ends it.
+        """Record the next `steps` steps of the worker, as a Chrome trace in `directory` on the
+        engine machine. Waits until the file is written; without requests there are no steps.
+        Interrupting the wait (KeyboardInterrupt) ends the recording.
 
-        Raises InvalidRequest where another is being made or the directory cannot be meant,
-        EngineError where it failed or there is no engine, TimeoutError after `wait_s`.
+        Raises InvalidRequest if another recording is running or `directory` is not allowed,
+        EngineError if recording failed or there is no engine, TimeoutError after `wait_s`.
         """
         with self._lock:
             message = self._session.profile(steps, directory)
-            news = self._queues[message.request] = queue.SimpleQueue()
+            reports = self._queues[message.request] = queue.SimpleQueue()
             self._outbox.append(message)
         self._wake()
         try:
-            report = news.get(timeout=wait_s)
+            report = reports.get(timeout=wait_s)
         except BaseException as error:
             self._abort(message.request)
             if isinstance(error, queue.Empty):
@@ -234,21 +239,21 @@ class Engine:
         raise error_from(report.error)
 
     def drain(self) -> None:
-        """Ask the engine to finish what it has, refuse what is new, and exit."""
+        """Make the engine finish its requests, refuse new ones, and exit."""
         with self._lock:
             self._outbox.append(Drain())
         self._wake()
 
     def close(self) -> None:
-        """Leave; what is open is aborted. Safe to call twice."""
+        """Disconnect; open requests are aborted. May be called twice."""
         if self._closing:
             return
         with self._lock:
             self._closing = True
-            self._outbox.append(self._session.leave())
+            self._outbox.append(self._session.goodbye())
         self._wake()
         self._thread.join()
-        sockets.close_watched(self._socket, self._connection)
+        sockets.close_monitored(self._socket, self._monitor)
         for socket in (self._wake_in, self._wake_out):
             socket.close()
         self._context.term()
@@ -282,58 +287,56 @@ class Engine:
             self._wake_in.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
-        """The thread that owns the socket: send what is queued, hand out what comes, keep the
-        lease.
-        """
+        """Own the socket, in a thread: send queued messages, deliver reports, keep the lease."""
         decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        for socket in (self._wake_out, self._connection):
+        for socket in (self._wake_out, self._monitor):
             poller.register(socket, zmq.POLLIN)
         while True:
             with self._lock:
-                if not self._closing:  # a tick after Goodbye would greet the engine again
-                    messages, news = self._session.tick(time.monotonic())
+                if not self._closing:  # a tick after Goodbye would send Hello again
+                    messages, ended = self._session.tick(time.monotonic())
                     self._outbox.extend(messages)
-                    self._hand_out(news)
+                    self._deliver(ended)
                 self._send_queued()
                 if self._closing:
                     return
             for socket, _ in poller.poll(250):
                 if socket is self._wake_out:
                     self._wake_out.recv()
-                elif socket is self._connection:
-                    self._hear_connection(decoder)
+                elif socket is self._monitor:
+                    self._check_connection(decoder)
                 else:
                     self._receive(decoder)
 
-    def _hear_connection(self, decoder: wire.Decoder[ToClient]) -> None:
-        for is_there in sockets.connection_news(self._connection):
-            while not is_there and self._socket.poll(0):
-                self._receive(decoder)  # its last words say more
+    def _check_connection(self, decoder: wire.Decoder[ToClient]) -> None:
+        for is_connected in sockets.read_connection_events(self._monitor):
+            while not is_connected and self._socket.poll(0):
+                self._receive(decoder)  # its last messages give the reason
             with self._lock:
-                if is_there:
-                    self._session.connected()
+                if is_connected:
+                    self._session.on_connected()
                 else:
-                    self._hand_out(self._session.disconnected())
+                    self._deliver(self._session.on_disconnected())
 
     def _receive(self, decoder: wire.Decoder[ToClient]) -> None:
         try:
             message = decoder.decode(self._socket.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
-            return  # read already, when the connection broke
+            return  # was read already, when the connection broke
         except WireError:
-            return  # an end that speaks otherwise is noticed by its silence
+            return  # an incompatible engine shows up as silence
         with self._lock:
-            self._hand_out(self._session.receive(message, time.monotonic()))
+            self._deliver(self._session.receive(message, time.monotonic()))
             if self._session.has_stats:
                 self._ready.set()
 
-    def _hand_out(self, news: list[News]) -> None:
-        for request, report in news:
-            box = self._queues.get(request)
-            if box is not None:
-                box.put(report)
+    def _deliver(self, reports: list[RequestReport]) -> None:
+        for request, report in reports:
+            reports_queue = self._queues.get(request)
+            if reports_queue is not None:
+                reports_queue.put(report)
                 if request not in self._session.open:
                     del self._queues[request]
 
@@ -341,10 +344,14 @@ class Engine:
         while self._outbox:
             try:
                 self._socket.send_multipart(wire.encode(self._outbox[0]), zmq.NOBLOCK)
-            except zmq.Again:  # it does not read: keep all but heartbeats, which are repeated
+            except zmq.Again:  # the engine does not read; drop heartbeats, which are repeated
                 kept = (
                     message for message in self._outbox if not isinstance(message, Hello | Ping)
                 )
                 self._outbox = deque(kept)
                 return
             self._outbox.popleft()
+
+
+Engine = Client
+"""Alias: the former name of `Client`."""

@@ -1,24 +1,23 @@
-"""Everything that can go wrong, and whose fault it is.
+"""The error tree. The branch says whose fault an error is.
 
 ServingError
-├── RequestError          the caller's: the message is shown
+├── RequestError          the caller's fault: the message is sent to the caller
 │   ├── InvalidRequest      "invalid_request"           names the field in `param`
-│   ├── ContextTooLong      "context_length_exceeded"   the message gives both counts
+│   ├── ContextTooLong      "context_length_exceeded"   the message gives both token counts
 │   ├── UnknownModel        "model_not_found"
-│   ├── Overloaded          "overloaded"                try again after `retry_after_s`
-│   ├── QueueTimeout        "queue_timeout"             not begun in the time it had; the same
-│   ├── TimedOut            "timeout"                   not done in the time it had
-│   └── LimitReached        "rate_limit_exceeded"       the caller's own limit; the same
-├── EngineError           ours: the message is for the log and for operators
-│   ├── EngineLost          "engine_lost"               the engine died, restarted or fell silent
-│   ├── EngineNotReady      "engine_not_ready"          it is still loading, or not started
-│   ├── NoEngine            "no_engine"                 this server has none and computes nothing
-│   ├── StepFailed          "step_failed"               this request's computation failed
-│   └── Draining            "draining"                  it finishes what it has and takes nothing
-new
-└── WireError             the two ends disagree about bytes; the message is dropped and counted
+│   ├── Overloaded          "overloaded"                retry after `retry_after_s`
+│   ├── QueueTimeout        "queue_timeout"             not started in time; retry as above
+│   ├── TimedOut            "timeout"                   not finished in time
+│   └── LimitReached        "rate_limit_exceeded"       the caller's own limit; retry as above
+├── EngineError           our fault: the message is for the log and for operators
+│   ├── EngineLost          "engine_lost"               the engine died, restarted or went silent
+│   ├── EngineNotReady      "engine_not_ready"          the engine is loading, or not started
+│   ├── NoEngine            "no_engine"                 this server has no engine
+│   ├── StepFailed          "step_failed"               the computation of this request failed
+│   └── Draining            "draining"                  only requests accepted before are finished
+└── WireError             a message is malformed; it is dropped and counted
 
-On the wire an error is `ErrorInfo`; each API family maps `code` to its own status and JSON.
+On the wire an error is an `ErrorInfo`. Each API family maps `code` to its own status and JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """An error as it travels. `code` is one of the codes drawn above.
+    """An error as it is sent between processes. `code` is one of the codes in the tree above.
 
-    stands_s   of a refusal: for so long any request of the same account would be refused like this,
-               whatever it asks, so it need not be asked; 0: that depends on the request
+    stands_s   for a refusal: every request of the same account would be refused for this many
+               seconds, whatever it asks, so it need not be sent. 0: depends on the request
     """
 
     code: str
@@ -43,8 +42,9 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class ServingError(Exception):
-    """`param` is the request's field at fault, dotted: "logit_bias.12" or "messages[2].content";
-    for `stands_s` see ErrorInfo."""
+    """Base of all errors. `param` is the path of the faulty field, such as "logit_bias.12" or
+    "messages[2].content". For `stands_s` see ErrorInfo.
+    """
 
     code: ClassVar[str] = "internal"
 
@@ -154,7 +154,9 @@ _BY_CODE: dict[str, type[ServingError]] = {
 
 
 def error_from(info: ErrorInfo) -> ServingError:
-    """The exception `info` describes; an unknown code (a newer engine's) is an EngineError."""
+    """Return the exception that `info` describes. An unknown code, from a newer engine, gives an
+    EngineError.
+    """
     kind = _BY_CODE.get(info.code, EngineError)
     return kind(
         info.message,

@@ -1,15 +1,16 @@
-"""What an answer must look like: written by a client, enforced by the engine token by token.
+"""What an answer must match: written by a client, enforced by the engine token by token.
 
-A `Grammar` describes the whole answer: an optional stretch of thinking, then a body. The body
-begins exactly where the thinking ends, so there is no gate beside the grammar to disagree with it.
-A `ThinkingBudget` may stand beside the body, or alone, and then the answer is free text.
+A `Grammar` describes the whole answer: optional thinking, then a body. The body starts exactly
+where the thinking ends, so no second check beside the grammar can disagree with it. A
+`ThinkingBudget` may be combined with a body. Without a body the answer is free text.
 
-A marker (`Thinking.opens`, `Tag.begin`, `LiteralForm`, ...) is written as text. Where a part of it
-is a token that the vocabulary has for itself ("</think>", "<|channel|>"), that token alone counts,
-never the same letters spelt by other tokens; the engine looks that up. Conversely such a token is
-never text: no string of a constrained answer can hold one.
+A marker (`Thinking.opens`, `Tag.begin`, `LiteralForm`, ...) is written as text. If part of it is a
+special token of the vocabulary ("</think>", "<|channel|>"), only that token matches, never the same
+letters spelt with other tokens; the engine does this lookup. Conversely, a special token is never
+text: no string in a constrained answer can contain one.
 
-Bounds are checked by grammar_check.py, not while decoding: one request's fault is its own refusal.
+grammar_check.py checks the bounds, not the decoder. So a grammar out of bounds only refuses its own
+request.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import msgspec
 
 
 class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What may precede the body: free text in blocks between two markers, blanks after each.
+    """Thinking before the body: free text in blocks between two markers, with blanks after each
+    block.
 
-    opens      begins a block; "" where only the template writes it: no second block can come
+    opens      starts a block; "" if only the template writes it, so no second block can follow
     closes     ends a block
-    inside     the prompt ends inside a block: the answer begins with the rest of it
-    optional   if not `inside`: the answer may begin with the body at once
+    inside     the prompt ends inside a block: the answer starts with the rest of it
+    optional   if not `inside`: the answer may start with the body at once
     """
 
     closes: str
@@ -33,16 +35,16 @@ class Thinking(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """At most so many tokens between the markers, in all blocks of an answer together; then the
-    marker that closes the block is written, token by token, and the model goes on behind it.
+    """Limits the tokens between the markers, over all blocks of an answer together. At the limit
+    the engine writes the closing marker, token by token, and the model continues after it.
 
-    most     0: a block is closed as soon as it is opened
-    opens    what begins a block; one without any token of its own only where nothing but blanks
-             precedes it
-    closes   what ends one; that of `opens[i]` is `closes[i]` if there is one, else the first
+    most     largest number of tokens; 0: a block is closed as soon as it is opened
+    opens    markers that start a block. One without a special token counts only if nothing but
+             blanks precedes it
+    closes   markers that end a block: `closes[i]` ends `opens[i]` if it exists, else the first one
     inside   the prompt ends inside a block, which the first of `closes` ends
 
-    A marker that is spelt out counts as thinking as long as it is not complete.
+    A marker spelt with several tokens counts as thinking until it is complete.
     """
 
     most: int
@@ -52,13 +54,14 @@ class ThinkingBudget(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
 
 class _Body(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=True, kw_only=True):
-    """Base of the forms a body can have."""
+    """Base of all bodies."""
 
 
 class JsonSchema(_Body, frozen=True, tag="json_schema", kw_only=True):
-    """JSON that `text`, a JSON Schema (draft 2020-12) in JSON, admits.
+    """JSON that is valid under `text`, a JSON Schema (draft 2020-12) in JSON.
 
-    Keywords that cannot be enforced are refused by name. Properties come in the schema's order.
+    Keywords that cannot be enforced are refused by name. Properties are written in the schema's
+    order.
     """
 
     text: str
@@ -69,7 +72,7 @@ class JsonObject(_Body, frozen=True, tag="json_object", kw_only=True):
 
 
 class Regex(_Body, frozen=True, tag="regex", kw_only=True):
-    """Text that `pattern` (the syntax of Rust's regex crate; no look-around) matches as a whole."""
+    """Text that fully matches `pattern` (syntax of Rust's regex crate; no look-around)."""
 
     pattern: str
 
@@ -83,7 +86,7 @@ class ChoiceGrammar(_Body, frozen=True, tag="choice", kw_only=True):
 class Lark(_Body, frozen=True, tag="lark", kw_only=True):
     """A context-free grammar in llguidance's dialect of Lark; the rule `start` is the body.
 
-    `<[151657]>` and `<|python_tag|>` in it are tokens, by id and by name. `@name` refers to one of
+    `<[151657]>` and `<|python_tag|>` are tokens, by id and by name. `@name` refers to one of
     `schemas` (name -> JSON Schema in JSON), which is enforced as in `JsonSchema`.
     """
 
@@ -98,7 +101,7 @@ class Gbnf(_Body, frozen=True, tag="gbnf", kw_only=True):
 
 
 class Tag(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """`begin`, then JSON that `schema` admits, then `end`."""
+    """`begin`, then JSON that is valid under `schema`, then `end`."""
 
     begin: str
     schema: str
@@ -106,9 +109,9 @@ class Tag(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Structural(_Body, frozen=True, tag="structural", kw_only=True):
-    """Free text in which a trigger must go on as one of the tags that begin with it.
+    """Free text with tags. A trigger must continue as one of the tags that start with it.
 
-    at_least_one   the answer has a tag
+    at_least_one   the answer has at least one tag
     only_one       the answer ends with its first tag
     """
 
@@ -119,55 +122,56 @@ class Structural(_Body, frozen=True, tag="structural", kw_only=True):
 
 
 class _Form(msgspec.Struct, frozen=True, tag_field="form", omit_defaults=True):
-    """Base of what `Rules` are made of."""
+    """Base of the forms that `Rules` are made of."""
 
 
 class LiteralForm(_Form, frozen=True, tag="text"):
-    """Exactly `text`, which may be empty; its markers are tokens."""
+    """Exactly `text`, which may be empty. Markers in it are special tokens."""
 
     text: str
 
 
 class Json(_Form, frozen=True, tag="json"):
-    """JSON that `schemas[schema]` of the rules admits."""
+    """JSON that is valid under `schemas[schema]` of the rules."""
 
     schema: str
 
 
 class Pattern(_Form, frozen=True, tag="pattern"):
-    """Text without markers that `pattern` (Rust's regex syntax) matches as a whole."""
+    """Text without markers that fully matches `pattern` (Rust's regex syntax)."""
 
     pattern: str
 
 
 class Until(_Form, frozen=True, tag="until"):
-    """Text without markers that `pattern` matches, up to the first `end` behind it; `end` itself
-    is part of this. `end` is not empty."""
+    """Text without markers that matches `pattern`, up to and including the first `end` after it.
+    `end` is not empty.
+    """
 
     end: str
     pattern: str = "(?s:.*)"
 
 
 class GrammarRule(_Form, frozen=True, tag="rule"):
-    """What `rules[rule]` says. Rules may refer to themselves."""
+    """The form `rules[rule]`. Rules may refer to themselves."""
 
     rule: str
 
 
 class Sequence(_Form, frozen=True, tag="sequence"):
-    """One behind the other."""
+    """These forms one after the other."""
 
     items: list[Form]
 
 
 class Either(_Form, frozen=True, tag="either"):
-    """One of these."""
+    """One of these forms."""
 
     options: list[Form]
 
 
 class Repeat(_Form, frozen=True, tag="repeat"):
-    """`item`, from `least` to `most` times; None: as often as the model likes."""
+    """`item`, repeated from `least` to `most` times; None: without a limit."""
 
     item: Form
     least: int = 0
@@ -178,9 +182,9 @@ Form = LiteralForm | Json | Pattern | Until | GrammarRule | Sequence | Either | 
 
 
 class Rules(_Body, frozen=True, tag="rules", kw_only=True):
-    """A context-free grammar, in no engine's dialect; `start` is the body.
+    """A context-free grammar that is independent of the grammar library; `start` is the body.
 
-    rules    name -> form, for what `GrammarRule` refers to
+    rules    name -> form, for `GrammarRule`
     schemas  name -> JSON Schema in JSON, enforced as in `JsonSchema`
     """
 
@@ -193,12 +197,13 @@ Body = JsonSchema | JsonObject | Regex | ChoiceGrammar | Lark | Gbnf | Structura
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """
+    """The constraint on one answer.
+
     body           None: free text, with a budget
-    before, after  fixed text around the body, behind the thinking: markup that the answers of
-                   some models need around all they say
-    calls          what the answer may be instead of `before`, the body and `after`: tool calls, in
-                   the model's own format
+    before, after  fixed text around the body, after the thinking: markup that some models write
+                   around every answer
+    calls          tool calls in the model's own format, allowed in place of `before`, the body and
+                   `after`
     """
 
     body: Body | None = None

@@ -1,27 +1,27 @@
-"""K/V that changes hands: from the engine that computed a prompt to the one that goes on from it.
+"""K/V transfer: from engine P, which computed a prompt, to engine D, which continues from it.
 
 ```
  gateway ── Generate(kv_readers=n) ──▶ P engine     computes all of the prompt but its last token
  gateway ◀── Output(finish="length", kv_handle) ──  keeps the blocks under a lease
                  │                                  KVExport ──▶ P worker: may be read
- gateway ── Generate(kv_handle) ──▶ D engine        checks the handle, takes blocks of its own
+ gateway ── Generate(kv_handle) ──▶ D engine        checks the handle, allocates its own blocks
                                     KVFetch ──▶ D worker ◀── bytes ──▶ P worker
                                     KVReport ◀── fetched, or failed: then D computes it again
                                     P worker ── KVReport(taken) ──▶ P engine: the lease is over
 ```
 
-A handle is a sealed envelope (engine_core/kv/handle.py): only engines that hold the cluster's key
-can write or open one. Whoever carries it learns nothing and can change nothing: no host, port or
-block id ever comes from a client. A lease ends when all its readers are done, when it is released
-(`messages.ReleaseKV`), or by time; `messages.KeepKV` moves that time.
+A handle is sealed (engine_core/kv/handle.py): only engines that hold the cluster key can write or
+open one. A client that carries it can neither read nor change it, and no host, port or block id
+ever comes from a client. A lease ends when all its readers are done, when it is released
+(`messages.ReleaseKV`), or when its time is over; `messages.KeepKV` renews it.
 
-The engine decides, as everywhere: which blocks, how long, what if it fails. Workers move bytes, and
-say what became of each job exactly once.
+The engine makes all decisions: which blocks, how long, what to do after a failure. Workers move
+bytes and report the result of each job exactly once.
 
-A worker's own *tiers*, host memory and disk, keep blocks beyond their time in the KV cache, under
-their chained hash (engine_core/blocks/hash.py). KVStore fills them, behind the commit that
-published the blocks; a KVFetch from a TierSource brings them back; what they hold is what
-KVReport.tiers has told, and nothing is guessed.
+A worker's *tiers*, host memory and disk, keep blocks that the KV cache has dropped, under their
+chained hash (engine_core/blocks/hash.py). KVStore fills them, after the commit that published the
+blocks. A KVFetch from a TierSource loads them back. The engine counts on exactly the blocks that
+KVReport.tiers has reported.
 
 Legend: B blocks.
 """
@@ -34,22 +34,24 @@ from protocol.arrays import Int32
 from protocol.messages import Message
 
 KV_FIELD = "kv_transfer_params"
-"""The field at fault where a handle is: what HTTP clients call it."""
+"""The HTTP field that carries a handle; errors about a handle name it as the field at fault."""
 LEASE_BYTES = 16
-"""A lease's name is so many random bytes: who knows it has been told it by an engine."""
+"""Random bytes in a lease's name. They cannot be guessed, so only an engine can have given the
+name.
+"""
 
 
 # ---- engine -> worker
 
 
 class KVExport(Message, frozen=True, kw_only=True):
-    """Engine -> worker P: from now on, whoever names this lease may read these blocks.
+    """Engine -> worker P. Allow readers that name this lease to read these blocks.
 
-    Said before the step that computes the last of it, and nobody is told the lease's name before
-    that step is done: so the worker knows the lease when the first reader comes.
+    Sent before the step that computes the last of the blocks; the name of the lease is given to a
+    client only after that step. So the worker has the lease before the first reader arrives.
 
     blocks      [B] ids, in the order of the sequence
-    readers     how many will come; when so many are done, KVReport.taken has the lease
+    readers     number of readers; after that many are done, KVReport.taken lists the lease
     """
 
     lease: bytes
@@ -58,8 +60,9 @@ class KVExport(Message, frozen=True, kw_only=True):
 
 
 class KVWithdraw(Message, frozen=True, kw_only=True):
-    """Engine -> worker P: the lease is over. Whatever the engine says next may reuse its blocks: no
-    reader is told after this that what it has read is right. An unknown lease is no error."""
+    """Engine -> worker P. End the lease. Later messages may reuse its blocks, so no reader gets
+    KVLive after this. An unknown lease is no error.
+    """
 
     lease: bytes
 
@@ -67,11 +70,11 @@ class KVWithdraw(Message, frozen=True, kw_only=True):
 class PeerSource(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="peer", omit_defaults=True
 ):
-    """Another worker's export.
+    """The export of another worker.
 
-    address   where that worker is asked (ZeroMQ)
-    lease     under which name
-    first     the first block of the export that is wanted; those before are here already
+    address   that worker's address (ZeroMQ)
+    lease     name of the lease
+    first     index of the first block of the export to fetch; earlier ones are present already
     """
 
     address: str
@@ -82,7 +85,7 @@ class PeerSource(
 class TierSource(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tier", omit_defaults=True
 ):
-    """The worker's own tiers: hashes [B], of each block."""
+    """The worker's own tiers. hashes: [B], one for each block."""
 
     hashes: list[bytes]
 
@@ -91,12 +94,12 @@ Source = PeerSource | TierSource
 
 
 class KVFetch(Message, frozen=True, kw_only=True):
-    """Engine -> worker D: fill these blocks. Answered by exactly one entry of a KVReport.
+    """Engine -> worker D. Fill these blocks. Answered by exactly one entry of a KVReport.
 
-    job         the engine's number for it, never used again
-    source      where the content is: its block `first + i`, or `hashes[i]`, belongs into blocks[i]
-    blocks      [B] ids that nobody else reads or writes until the job is over; written whole
-    timeout_s   then it has failed
+    job         the engine's number for this job, never used again
+    source      where the content is: block `first + i`, or `hashes[i]`, is written to blocks[i]
+    blocks      [B] ids, not read or written by anything else until the job is over; written whole
+    timeout_s   seconds after which the job has failed
     """
 
     job: int
@@ -106,19 +109,20 @@ class KVFetch(Message, frozen=True, kw_only=True):
 
 
 class KVCancel(Message, frozen=True, kw_only=True):
-    """Engine -> worker D: give this job up. Its report, if it is not on its way already, comes as
-    soon as nothing writes into its blocks any more. An unknown job is over, and no error."""
+    """Engine -> worker D. Cancel this job. Its report is sent as soon as nothing writes to its
+    blocks any more, unless it was sent already. An unknown job is over, and no error.
+    """
 
     job: int
 
 
 class KVStore(Message, frozen=True, kw_only=True):
-    """Engine -> worker: these blocks of one sequence, in its order, are computed; keep a copy where
-    there is none. They are as they should be until the next plan that is sent. Best effort: nothing
-    answers but the news of tiers.
+    """Engine -> worker. Copy these computed blocks of one sequence, in its order, to the tiers that
+    do not have them. Their content is valid until the next plan is sent. Best effort: the only
+    answer is KVReport.tiers.
 
     blocks    [B] ids
-    hashes    [B] what they hold
+    hashes    [B] hashes of their content
     """
 
     blocks: Int32
@@ -126,8 +130,9 @@ class KVStore(Message, frozen=True, kw_only=True):
 
 
 class KVUsed(Message, frozen=True, kw_only=True):
-    """Engine -> worker: these were of use, the last one last; of what the tiers hold, others go
-    first."""
+    """Engine -> worker. Mark these hashes as used, the last one most recently; the tiers evict
+    others first.
+    """
 
     hashes: list[bytes]
 
@@ -136,9 +141,16 @@ class KVUsed(Message, frozen=True, kw_only=True):
 
 
 class KVFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a job failed. kind: "expired" (the lease is over), "unreachable" (the peer is silent, or
-    went away), "damaged" (a checksum), "refused" (the peer's layout is another), "timeout",
-    "cancelled" (as the engine asked), "lost" (a tier has it no more)."""
+    """Why a job failed. `kind` is one of:
+
+    "expired"      the lease is over
+    "unreachable"  the peer is silent or gone
+    "damaged"      a checksum is wrong
+    "refused"      the peer's cache has another layout
+    "timeout"      it took longer than `timeout_s`
+    "cancelled"    the engine cancelled it
+    "lost"         the tier no longer has the block
+    """
 
     job: int
     kind: str
@@ -146,7 +158,7 @@ class KVFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVFetched(msgspec.Struct, frozen=True, array_like=True):
-    """A job is done: its blocks hold what was asked for. `num_bytes` in `seconds`, by `mover`."""
+    """A finished job: its blocks are filled. `mover` fetched `num_bytes` in `seconds`."""
 
     job: int
     num_bytes: int
@@ -155,28 +167,30 @@ class KVFetched(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVTierNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one tier, since its last news; at first, all that it holds.
+    """Changes in one tier since the last report; the first report lists its whole content."""
 
-    tier        "host" or "disk"
-    stored, lost   hashes that can, and cannot (any more), be fetched
-    num_bytes   that it holds now, of a disk: for all models and servers that share the directory
-    num_stored, num_dropped   blocks that were to be stored, and were; and had no room or time
-    num_loaded, num_failed    blocks that were to be fetched, and were; and were gone or damaged
-    """
-
+    #: "host" or "disk".
     tier: str
+    #: Hashes that can be fetched now.
     stored: list[bytes] = []
+    #: Hashes that cannot be fetched, or no longer.
     lost: list[bytes] = []
+    #: Bytes held now. For a disk: of all models and servers that share the directory.
     num_bytes: int = 0
+    #: Blocks that were stored.
     num_stored: int = 0
+    #: Blocks that were not stored for lack of space or time.
     num_dropped: int = 0
+    #: Blocks that were loaded.
     num_loaded: int = 0
+    #: Blocks that could not be loaded: gone or damaged.
     num_failed: int = 0
 
 
 class KVReport(Message, frozen=True, kw_only=True):
-    """Worker -> engine, whenever there is news: jobs that are over, leases that all their readers
-    have done with, tiers whose content has changed."""
+    """Worker -> engine, whenever there is something to report: jobs that are over, leases that all
+    readers have finished, and tiers that have changed.
+    """
 
     fetched: list[KVFetched] = []
     failed: list[KVFailure] = []
@@ -185,12 +199,12 @@ class KVReport(Message, frozen=True, kw_only=True):
 
 
 class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker that hands over K/V says of itself, with WorkerReady.
+    """How a worker transfers K/V; part of WorkerReady.
 
-    address   where other workers ask for its exports (ZeroMQ); "": it exports nothing
-    layout    digest of what both ends must have alike: the model's digest, dtype, layers, heads,
-              head dim, tokens of a block
-    told      the same for people, to be shown where two differ
+    address   where other workers request its exports (ZeroMQ); "": it exports nothing
+    layout    digest of all that both ends must have in common: model digest, dtype, layers, heads,
+              head dim, tokens per block
+    told      the layout as text, shown if two workers differ
     mover     how it moves bytes: "shm", "zmq", "nixl", or "auto"
     """
 

@@ -1,17 +1,17 @@
-"""Worker <-> worker: how the one that goes on gets the K/V of the one that computed it.
+"""Messages between workers: how D, which continues a prompt, reads K/V that P has computed.
 
 ```
- D: KVOpen ─────▶ P      which lease, from which block on, and what D's cache looks like
- D ◀───── KVOpened       which blocks of P these are, and by which ways they can be had
-        the bytes        read from P's memory (shm, nixl), or asked for: KVRead ─▶ ◀─ KVChunk
+ D: KVOpen ─────▶ P      names the lease and the first block, and describes D's cache
+ D ◀───── KVOpened       lists P's blocks and the ways to read them
+        the bytes        read from P's memory (shm, nixl), or requested: KVRead ─▶ ◀─ KVChunk
  D: KVDone ─────▶ P      all has been read, or D gives up
- D ◀─────── KVLive       the lease was live all the time: what has been read is right
+ D ◀─────── KVLive       the lease was live all the time: the bytes read are valid
 ```
-Wherever P answers KVExpired the lease is over, and what has been read may be anything. The bytes
-go one of several ways, all else is the same for all of them: only KVLive makes a transfer good.
+If P answers KVExpired, the lease is over and the bytes read may be anything. Only KVLive makes a
+transfer valid, however the bytes were moved.
 
-D asks, P answers each question with one message; P keeps nothing of a D but its name. They use the
-frames of wire.py on a socket of their own per transfer.
+D sends requests, and P answers each with one message. P stores nothing about D but its name. Each
+transfer has its own socket, with the frames of wire.py.
 
 Legend: B blocks.
 """
@@ -24,18 +24,19 @@ from protocol.arrays import Int32, UInt8
 from protocol.messages import Message
 
 READER_BYTES = 16
-"""A transfer's name, drawn by D: so many random bytes."""
+"""Random bytes in a transfer's name, which D draws."""
 MAX_CHUNK_BYTES = 4 << 20
 WINDOW = 4
-"""D asks for at most so many chunks that have not arrived; more than these are never kept by P."""
+"""Most chunks that D requests before they arrive. P never queues more."""
 
 
 # ---- D -> P
 
 
 class KVOpen(Message, frozen=True, kw_only=True):
-    """D -> P: I, `reader`, want blocks [first, first + count) of the lease, in its order. `layout`
-    and `told` are of D's cache, as in KVEndpoint."""
+    """D -> P. Open blocks [first, first + count) of the lease, in its order, for `reader`. `layout`
+    and `told` describe D's cache, as in KVEndpoint.
+    """
 
     lease: bytes
     reader: bytes
@@ -46,8 +47,9 @@ class KVOpen(Message, frozen=True, kw_only=True):
 
 
 class KVRead(Message, frozen=True, kw_only=True):
-    """D -> P, by the way "zmq": send me that chunk of what I opened. Chunks are numbered in the
-    order of `worker.kv.transfer.cuts`, from 0."""
+    """D -> P, with the mover "zmq". Send this chunk of the opened blocks. Chunks are numbered from
+    0, in the order of `worker.kv.transfer.cuts`.
+    """
 
     lease: bytes
     reader: bytes
@@ -55,8 +57,10 @@ class KVRead(Message, frozen=True, kw_only=True):
 
 
 class KVDone(Message, frozen=True, kw_only=True):
-    """D -> P: `reader` will not come again. is_read: it has read all; else it has given up, and
-    waits for no answer."""
+    """D -> P. `reader` is finished.
+
+    is_read   True: it has read everything. False: it gives up and expects no answer
+    """
 
     lease: bytes
     reader: bytes
@@ -71,9 +75,10 @@ class ShmOffer(
 ):
     """P's cache can be mapped by processes of the same user on the same host.
 
-    boot            which start of which kernel: only there does the rest mean anything
-    path            opens the memory, if `device` and `inode` are what is found behind it
-    num_bytes       of the memory: the rows of the cache, each `num_blocks` blocks
+    boot            id of the host's kernel boot; the other fields are valid only within the same
+                    boot
+    path            path that opens the memory; `device` and `inode` must match the file opened
+    num_bytes       size of the memory: the rows of the cache, each of `num_blocks` blocks
     """
 
     boot: str
@@ -87,7 +92,7 @@ class ShmOffer(
 class ZmqOffer(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="zmq", omit_defaults=True
 ):
-    """P sends what KVRead asks for, cut into chunks of at most so many bytes."""
+    """P sends the chunks requested by KVRead, each of at most `chunk_bytes`."""
 
     chunk_bytes: int
 
@@ -97,9 +102,10 @@ class NixlOffer(
 ):
     """P's cache is registered with NIXL.
 
-    agent      what NIXL's agent at P says of itself to others
-    address    of the cache in P's memory;  device, memory: where that is, in NIXL's words
-    num_blocks of each row
+    agent       metadata of P's NIXL agent
+    address     address of the cache in P's memory
+    device, memory   device number and memory type, in NIXL's terms
+    num_blocks  blocks in each row
     """
 
     agent: bytes
@@ -113,14 +119,14 @@ Offer = ShmOffer | ZmqOffer | NixlOffer
 
 
 class KVOpened(Message, frozen=True, kw_only=True):
-    """P -> D: blocks [B] of P are what was asked for; they can be had by any of these ways."""
+    """P -> D. The requested blocks [B] of P, and the ways to read them."""
 
     blocks: Int32
     offers: list[Offer]
 
 
 class KVChunk(Message, frozen=True, kw_only=True):
-    """P -> D: a chunk, and zlib's crc32 of it."""
+    """P -> D. A chunk, and its crc32 (zlib)."""
 
     chunk: int
     crc32: int
@@ -128,15 +134,17 @@ class KVChunk(Message, frozen=True, kw_only=True):
 
 
 class KVLive(Message, frozen=True, kw_only=True):
-    """P -> D, to KVDone: nobody but the lease has had these blocks until now."""
+    """P -> D, answering KVDone. The blocks belonged to the lease all the time, so the bytes read
+    are valid.
+    """
 
 
 class KVExpired(Message, frozen=True, kw_only=True):
-    """P -> D, to anything: the lease is over, or was never heard of."""
+    """P -> D, answering any message. The lease is over, or unknown."""
 
 
 class KVUnlike(Message, frozen=True, kw_only=True):
-    """P -> D, to KVOpen: it cannot be, because `reason`."""
+    """P -> D, answering KVOpen. P's cache cannot be read by D; `reason` says why."""
 
     reason: str
 

@@ -1,11 +1,11 @@
-"""Client <-> engine: every sentence of the conversation.
+"""Messages between a client and an engine.
 
-A client (a gateway, a program using `protocol.client`, a tool) says commands; the engine answers
-with reports. Each `Generate` is answered by `Accepted` or `Refused`: at once, or, if it brings a
-grammar, when that has been compiled. After `Accepted` come `Outputs` until one of them carries
-`finish`: exactly one end each. (A request aborted while its grammar is compiled gets that end
-alone.) The engine's own end (`EngineStopped`, or silence beyond the lease, or a new epoch) ends all
-open requests.
+A client (a gateway, a program that uses `protocol.client`, a tool) sends commands; the engine
+answers with reports. Each `Generate` is answered by `Accepted` or `Refused`: at once, or after its
+grammar has been compiled. After `Accepted` come `Outputs`, until one of them carries `finish`. So
+each request ends exactly once. (A request aborted while its grammar is being compiled gets only
+that end.) If the engine ends (`EngineStopped`, silence beyond the lease, or a new epoch), all open
+requests end with it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 class Message(
     msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
 ):
-    """Base of everything that travels; its tag on the wire is
-    the class name in lower case, unless the class declares another."""
+    """Base of all messages. The tag on the wire is the class name in lower case, unless the class
+    declares another.
+    """
 
 
 # ---- client -> engine
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """Client -> engine, first of all and again after a restart: who I am."""
+    """Client -> engine. Introduces the client: its first message, and again after an engine
+    restart.
+    """
 
     protocol: int  # always sent: a default would be read as the receiver's own
     name: str = ""
@@ -48,52 +51,50 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Who pays for a request, and what this one may use; 0: no limit. All that one engine computes
-    counts, whichever client asks.
-
-    tokens_per_minute  of prompts and answers
-    concurrency        requests that have been accepted and have not ended
-    max_len            tokens of prompt and answer together
+    """Who is charged for a request, and the account's limits; 0: no limit. The engine counts the
+    account's requests from all clients together.
     """
 
     name: str
     requests_per_minute: int = 0
+    #: Tokens of prompts and answers.
     tokens_per_minute: int = 0
+    #: Requests that have been accepted and have not ended.
     concurrency: int = 0
+    #: Tokens of prompt and answer together.
     max_len: int = 0
 
 
 class Generate(Message, frozen=True, kw_only=True):
-    """Client -> engine. Produce tokens after `prompt` until a stop, a limit or an abort.
+    """Client -> engine. Produce tokens after `prompt` until a stop, a limit or an abort."""
 
-    request    the client's number for it, not used before by this client
-    prompt     [tokens], at least one
-    namespace  prefix-cache entries are shared only inside one namespace
-    priority   lower goes first; equal ones in order of arrival
-    grammar    what the answer must look like; it ends with "stop" as soon as it is complete
-    labels     names by which any client may abort it: what its own client was told. They need not
-               be unique
-    kv_readers 0, or: produce nothing; compute the prompt without its last token, end with "length"
-               and a handle (`Output.kv_handle`) for so many who will go on from it (kv.py)
-    kv_handle  go on from what this handle stands for; the prompt is the one that it was made of
-    account    whose it is; None: nobody counts
-    is_first   of the requests that make up one answer: it counts as a request of its account
-    timeout_s  it ends with an error where it has not ended after so long
-    queue_timeout_s   the same, where it has not been begun; 0, of both: there is no such limit
-    """
-
+    #: The client's number for this request, never used before by this client.
     request: int
+    #: [tokens], at least one.
     prompt: Int32
     params: SamplingParams = SamplingParams()
+    #: Requests share prefix-cache entries only within one namespace.
     namespace: str = ""
+    #: Lower goes first; equal priorities go in order of arrival.
     priority: int = 0
+    #: What the answer must match. The answer ends with "stop" as soon as the grammar is complete.
     grammar: Grammar | None = None
+    #: Names by which any client may abort this request, such as ids shown to users. They need not
+    #: be unique.
     labels: list[str] = []
+    #: 0: generate an answer. n: only compute the prompt, without its last token, and end with
+    #: "length" and a handle (`Output.kv_handle`) from which n requests can continue (kv.py).
     kv_readers: int = 0
+    #: Continue from the K/V that this handle names; it must have been made for the same prompt.
     kv_handle: str = ""
+    #: The account charged; None: not counted.
     account: Account | None = None
+    #: Whether this is the first of the requests that make up one answer. Only the first one counts
+    #: as a request of the account.
     is_first: bool = True
+    #: The request ends with an error if it has not ended after this many seconds. 0: no limit.
     timeout_s: Seconds = 0.0
+    #: The request ends with an error if it has not started after this many seconds. 0: no limit.
     queue_timeout_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
@@ -102,17 +103,18 @@ class Generate(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Client -> engine. Stop these; each that is still open ends with finish="abort"."""
+    """Client -> engine. End these requests; each one still open finishes with "abort"."""
 
     requests: list[int]
 
 
 class AbortByLabel(Message, frozen=True, kw_only=True, tag="abortnamed"):
-    """Client -> engine. Stop every request that has one of these as a label, or is called so in a
-    View, whoever asked for it; each ends with finish="abort". Answered by Aborted.
+    """Client -> engine. Abort every request with one of these names, whichever client sent it. A
+    name is a label or a name from an EngineStatus. Each request ends with finish="abort". Answered
+    by Aborted.
 
-    request     the client's number for this, as for a Generate
-    everything  stop all that is open, of every client; `names` do not matter
+    request     the client's number for this command, as in Generate
+    everything  abort all open requests of all clients; `names` is ignored
     """
 
     request: int
@@ -121,25 +123,27 @@ class AbortByLabel(Message, frozen=True, kw_only=True, tag="abortnamed"):
 
 
 class KeepKV(Message, frozen=True, kw_only=True):
-    """Client -> engine. What these handles stand for is still wanted: count its time anew. Unknown,
-    foreign and ended ones are no error."""
+    """Client -> engine. Renew the leases of these handles. Unknown, foreign and ended leases are no
+    error.
+    """
 
     handles: list[str]
 
 
 class ReleaseKV(Message, frozen=True, kw_only=True):
-    """Client -> engine. Nobody will come for these (any more). Unknown, foreign and ended ones are
-    no error."""
+    """Client -> engine. End the leases of these handles: no more requests will use them. Unknown,
+    foreign and ended leases are no error.
+    """
 
     handles: list[str]
 
 
 class Profile(Message, frozen=True, kw_only=True):
-    """Client -> engine. Record what the worker does in its next steps, and write it as a Chrome
-    trace. Answered by Profiled or Refused; an Abort ends it early, and then there is no answer.
+    """Client -> engine. Record the worker's next steps and write them as a Chrome trace. Answered
+    by Profiled or Refused. An Abort ends the recording early, without an answer.
 
-    request    the client's number for this, as for a Generate
-    directory  of the engine's machine, absolute; made if it is not there, and only for its owner
+    request    the client's number for this command, as in Generate
+    directory  absolute path on the engine's machine; created for its owner only, if missing
     """
 
     request: int
@@ -148,11 +152,12 @@ class Profile(Message, frozen=True, kw_only=True):
 
 
 class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
-    """Client -> engine. What is it that you do? Answered by View. An engine that nobody looks at
-    spends nothing on it.
+    """Client -> engine. Request the engine's status. Answered by EngineStatus. An engine that gets
+    no such request spends nothing on it.
 
-    request   the client's number for this, as for a Generate
-    most      rows, at most: of the requests that have been open for longest. 10,000 at most
+    request   the client's number for this command, as in Generate
+    most      largest number of rows, at most 10,000; the requests that have been open longest come
+              first
     """
 
     request: int
@@ -160,15 +165,15 @@ class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Client -> engine. Finish what is accepted, refuse what is new, then exit with code 0."""
+    """Client -> engine. Finish accepted requests, refuse new ones, then exit with code 0."""
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Client -> engine, about twice a second: I live. Answered by Pong.
+    """Client -> engine, about twice a second. Renews the client's lease. Answered by Pong.
 
-    num_early   since its last one, how many requests it has refused itself, as refusals of the
-                engine stood (`ErrorInfo.stands_s`)
-    read_bytes  `sent_bytes` of the last Pong that it has read
+    num_early   requests refused by the client since its last Ping, because an earlier refusal by
+                the engine still held (`ErrorInfo.stands_s`)
+    read_bytes  `sent_bytes` of the last Pong that the client has read
     """
 
     num_early: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
@@ -176,17 +181,17 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """Client -> engine, last of all: I leave; abort whatever I have open."""
+    """Client -> engine. The client's last message; its open requests are aborted."""
 
 
 # ---- engine -> client
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What this engine can take, as discovered at start.
+    """The limits of this engine, found at start.
 
     max_len      tokens of prompt and answer together
-    kv_lease_s   K/V that is kept for another engine is given up after so long; 0: none is kept
+    kv_lease_s   seconds that K/V is kept for another engine; 0: none is kept
     """
 
     max_len: int
@@ -199,8 +204,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello: the model, the limits, and which life of the engine this
-    is.
+    """Engine -> client, answering Hello: the model, the limits, and the epoch (one life of the
+    engine).
     """
 
     protocol: int
@@ -210,25 +215,27 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello while the model is loading: Welcome follows when it is
+    """Engine -> client, answering Hello while the model is loading. Welcome follows when it is
     loaded.
 
-    elapsed_s  since the engine started
+    elapsed_s  seconds since the engine started
     """
 
     elapsed_s: float
 
 
 class SessionLost(Message, frozen=True, kw_only=True):
-    """Engine -> client that it does not know, or not any more: all that it had open is lost, and it
-    has to greet again. `why` is shown to users."""
+    """Engine -> a client that is unknown, or no longer known. All its open requests are lost, and
+    it must send Hello again. `why` is shown to users.
+    """
 
     why: str
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Engine -> client that has been silent: sent to find out whether its connection still exists.
-    A client that reads it sends a Ping."""
+    """Engine -> a client that has been silent, to find out whether its connection still exists. The
+    client answers with a Ping.
+    """
 
 
 class Accepted(Message, frozen=True, kw_only=True):
@@ -238,9 +245,8 @@ class Accepted(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Engine -> client. `request` was never queued.
-
-    Also answers a malformed frame, as request -1.
+    """Engine -> client. `request` was never queued. Also answers a malformed frame, as request
+    -1.
     """
 
     request: int
@@ -248,9 +254,9 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class Aborted(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering AbortNamed: each of its names, once, in their order.
+    """Engine -> client, answering AbortByLabel. Lists each of its names once, in their order.
 
-    unknown    no open request has them: it ended already, or never was
+    unknown    names that no open request has: it has ended, or never existed
     """
 
     request: int
@@ -259,36 +265,35 @@ class Aborted(Message, frozen=True, kw_only=True):
 
 
 class RequestView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One open request, as others may see it: neither its words nor its tokens.
+    """One open request in an EngineStatus. Contains no text and no tokens."""
 
-    name             what to call it in AbortNamed: its first label, which its own client was told
-    client           its client's name, as of Hello
-    account          who pays for it
-    stage            the part of Times that grows now, without its unit: "queued", "decode", ...
-    age_s            since it came;  decode_s: being computed since its first token
-    computed_tokens  of prompt and answer: those whose K/V is there
-    most_tokens      the length of its answer, at most
-    """
-
+    #: Its name for AbortByLabel: the request's first label.
     name: str
+    #: The name of the client, from its Hello.
     client: str = ""
+    #: The account charged.
     account: str = ""
+    #: The part of Times that is growing now, without its unit: "queued", "decode", ...
     stage: str = ""
+    #: Seconds since it arrived.
     age_s: float = 0.0
+    #: Seconds of computation since its first token.
     decode_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Tokens of prompt and answer whose K/V has been computed.
     computed_tokens: int = 0
     generated_tokens: int = 0
+    #: The most tokens that its answer can have.
     most_tokens: int = 0
     preemptions: int = 0
 
 
 class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
-    """Engine -> client, answering Look.
+    """Engine -> client, answering GetStatus.
 
-    now_s      seconds of the engine's clock: rates are differences of counters by it
-    num_open   requests, of which `rows` are the oldest
+    now_s      seconds of the engine's clock; rates are differences of counters over it
+    num_open   number of open requests; `rows` has the oldest of them
     """
 
     request: int
@@ -301,7 +306,7 @@ class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
 class Profiled(Message, frozen=True, kw_only=True):
     """Engine -> client, answering Profile.
 
-    began, ended   of the steps that were recorded, in seconds since 1970
+    began, ended   start and end of the recorded steps, in seconds since 1970
     """
 
     request: int
@@ -312,14 +317,15 @@ class Profiled(Message, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms under the model's distribution (before temperature and filters), or, of
-    sampled tokens, under the one they were drawn from (`SamplingParams.logprobs_of`).
+    """Natural logarithms of one token's probabilities. They are of the model's distribution (before
+    temperature and filters); for sampled tokens, `SamplingParams.logprobs_of` can choose the
+    distribution that the token was drawn from.
 
     rank     1 for the most likely token
-    top_ids, top_logprobs   the most likely tokens, best first; none that is impossible
+    top_ids, top_logprobs   the most likely tokens, best first, without impossible ones
     asked_logprobs   of the request's `logprob_token_ids`, in their order; sampled tokens only
-    drawn_logprobs   under the distribution it was drawn from, where both were asked for: of
-                     token_id, then of top_ids, then of the asked ones
+    drawn_logprobs   if both distributions were requested: logprobs under the one that the token was
+                     drawn from, of token_id, then of top_ids, then of the `logprob_token_ids`
     """
 
     token_id: int
@@ -332,15 +338,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Times(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Where a request's time went in the engine so far, in seconds of the engine's clock. Its parts
-    do not overlap, and add up to all the time since it arrived.
+    """How long a request has spent in each stage in the engine so far, in seconds of the engine's
+    clock. The stages do not overlap; they add up to the time since the request arrived.
 
     grammar_s    until its grammar was compiled
     queued_s     from then until it was first scheduled
-    fetching_s   waiting for K/V that was fetched, instead of being computed
-    prefill_s    being computed until its first token was there
-    decode_s     being computed from then on
-    preempted_s  having given its slot and blocks back; what is computed again counts above
+    fetching_s   waiting for K/V to be fetched
+    prefill_s    being computed, until its first token
+    decode_s     being computed after that
+    preempted_s  preempted, without slot and blocks; recomputing counts as prefill or decode
     """
 
     grammar_s: float = 0.0
@@ -352,10 +358,12 @@ class Times(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a request cost so far. `cached_tokens` of the prompt were not computed again;
-    `fetched_tokens` of these another engine has computed for this request (kv.py); `draft_tokens`
-    were guessed, and `accepted_tokens` of these are in the answer. `times` is None where nobody has
-    measured."""
+    """Token counts of a request so far. `times` is None if the time was not measured.
+
+    cached_tokens    prompt tokens that were not computed again
+    fetched_tokens   those of them that another engine computed for this request (kv.py)
+    draft_tokens     tokens drafted; `accepted_tokens` of them became part of the answer
+    """
 
     prompt_tokens: int
     generated_tokens: int
@@ -368,47 +376,46 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """News of one request: tokens appended since the last news and, once, its end.
-
-    stop_token       the token (last of `tokens`) that ended it, with finish="stop"; None where its
-                     grammar was complete
-    prompt_logprobs  [prompt tokens - 1], with the first news, if asked for
-    usage            with the first tokens, and with finish
-    error            with finish="error"
-    kv_handle        with finish="length", of a request with `kv_readers`
-    """
+    """New output of one request: the tokens since the last Output and, once, its end."""
 
     request: int
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    #: [prompt tokens - 1], in the first Output, if requested.
     prompt_logprobs: list[TokenLogprobs] = []
     finish: FinishReason | None = None
+    #: The token (last of `tokens`) that ended the request with finish="stop". None if its grammar
+    #: was complete.
     stop_token: int | None = None
+    #: Sent with the first tokens, and with finish.
     usage: Usage | None = None
+    #: Sent with finish="error".
     error: ErrorInfo | None = None
+    #: Sent with finish="length" for a request with `kv_readers`.
     kv_handle: str = ""
 
 
 class Outputs(Message, frozen=True, kw_only=True):
-    """Engine -> client: one step's news for all requests of this client, in one frame."""
+    """Engine -> client. One step's output for all requests of this client, in one frame."""
 
     step: int
     outputs: list[Output]
 
 
 class ResourcesFreed(Message, frozen=True, kw_only=True, tag="freed"):
-    """Engine -> client, after an Abort: what these owned, slot and blocks, can be given to others
-    now. Their end came before; a step or a fetch may still have been on its way then."""
+    """Engine -> client, after an Abort. The slot and blocks of these requests are free again. Their
+    end was sent before; a step or a fetch may still have been in progress then.
+    """
 
     requests: list[int]
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Ping, and unasked when it can compute no more, or again. Another
-    epoch than Welcome's: all earlier requests are lost.
+    """Engine -> client, answering Ping; also sent without a Ping when the engine can no longer
+    compute, or can again. If the epoch is not the Welcome's, all earlier requests are lost.
 
-    sent_bytes  to this client before this message; the client returns it with its next Ping, so the
-                engine knows how much is unread. 0, unasked
+    sent_bytes  bytes sent to this client before this message. The client returns it in its next
+                Ping, so the engine can compute how much is unread. 0 without a Ping
     """
 
     epoch: str
@@ -417,7 +424,7 @@ class Pong(Message, frozen=True, kw_only=True):
 
 
 class EngineStopped(Message, frozen=True, kw_only=True, tag="gone"):
-    """Engine -> every client: I stop now; open requests are lost."""
+    """Engine -> every client. The engine is stopping; open requests are lost."""
 
     error: ErrorInfo
 

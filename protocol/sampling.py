@@ -1,8 +1,8 @@
-"""How the next token is chosen: the parameters of one generation and the bounds of each.
+"""Sampling parameters of one generation, and their bounds.
 
-The bounds are written here once: HTTP schemas use the same annotated types, so a number that a
-route accepts is a number that the engine accepts. What only text can decide (stop strings, n) is
-not here.
+The bounds are declared here once. HTTP schemas use the same annotated types, so any number that a
+route accepts is accepted by the engine, too. Parameters that concern text or choices (stop strings,
+n) are not here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
-"""Words, as a user counts them."""
+"""Counted as a user writes them."""
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
-"""A word has up to two spellings in tokens: at the beginning of a text, and after a space."""
+"""A word has up to two spellings in tokens: at the start of a text, and after a space."""
 MAX_BAD_TOKENS = 1024
 """Of all sequences together."""
 MAX_ALLOWED_TOKEN_IDS = 1024
@@ -38,7 +38,7 @@ TopK = Annotated[int, Meta(ge=-1, le=1 << 24)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 AdditivePenalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
-"""Logits are multiplied or divided by it: nearer to 0 they would not stay finite."""
+"""Logits are multiplied or divided by it; with a value closer to 0 they could overflow."""
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
@@ -52,45 +52,43 @@ LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One generation's parameters, complete: no default of the model or the server is applied
+    """All sampling parameters of one generation. No defaults of the model or the server are applied
     later.
-
-    max_tokens         None: until the context is full. 0: only compute the prompt (for its
-                       logprobs)
-    min_tokens         tokens before which no stop token may be chosen
-    temperature        0: greedy, the most likely token
-    top_k              0 or -1: off
-    seed               None: the engine draws one
-    stop_token_ids     end the answer like the model's own end tokens
-    ignore_eos         the model's own end tokens do not end the answer
-    logprobs           None: none; n: the chosen token's and the n most likely ones'
-    prompt_logprobs    the same for each prompt token after the first
-    bad_words          token sequences that the answer never contains
-    allowed_token_ids  None: all; else nothing but these is ever chosen, end tokens included
-    logprob_token_ids  tokens whose logprobs are told at each sampled token, whatever was chosen
-    logprobs_of        which distribution `logprobs` are of: "model", what the model said;
-                       "sampling", what the token was drawn from, after all of the above and a
-                       grammar; "both", the model's, and the other's of the same tokens beside them
     """
 
+    #: None: until the context is full. 0: only compute the prompt (for its logprobs).
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    #: No stop token is sampled before this many tokens.
     min_tokens: MinTokens = 0
+    #: 0: greedy, the most likely token.
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
+    #: 0 or -1: off.
     top_k: TopK = 0
     min_p: MinP = 0.0
     frequency_penalty: AdditivePenalty = 0.0
     presence_penalty: AdditivePenalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
+    #: None: the engine draws one.
     seed: Seed | None = None
+    #: Tokens that end the answer, in addition to the model's end tokens.
     stop_token_ids: StopTokenIds = []
+    #: Do not end the answer at the model's end tokens.
     ignore_eos: bool = False
     logit_bias: LogitBias = {}
+    #: None: none. n: those of the sampled token and of the n most likely ones.
     logprobs: NumLogprobs | None = None
+    #: The same for each prompt token after the first.
     prompt_logprobs: NumLogprobs | None = None
+    #: Token sequences that the answer never contains.
     bad_words: BadWords = []
+    #: None: all tokens. Otherwise only these are sampled; this includes end tokens.
     allowed_token_ids: AllowedTokenIds | None = None
+    #: Tokens whose logprobs are reported at each sampled token, whichever token was sampled.
     logprob_token_ids: LogprobTokenIds = []
+    #: The distribution of `logprobs`. "model": the model's. "sampling": the one the token was drawn
+    #: from, after all parameters above and the grammar. "both": the model's, with the other one's
+    #: logprobs of the same tokens added.
     logprobs_of: LogprobsOf = "model"
 
     def __post_init__(self) -> None:
@@ -130,8 +128,8 @@ _FLOATS = (
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequest, naming the element at fault, if a token id is beyond the model's
-    vocabulary.
+    """Raise InvalidRequest if a token id is outside the model's vocabulary. The error names the
+    element.
     """
     for field, ids in (
         ("stop_token_ids", params.stop_token_ids),
@@ -146,8 +144,9 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise InvalidRequest, naming the first element of the list `field` that is no token id of the
-    vocabulary."""
+    """Raise InvalidRequest if a token id is outside the vocabulary. The error names the first such
+    element of the list `field`.
+    """
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         raise _unknown_token(ids[place], vocab_size, f"{field}[{place}]")

@@ -1,11 +1,11 @@
-"""The only place that makes ZeroMQ sockets and sets their options.
+"""ZeroMQ sockets: the only module that makes them and sets their options.
 
-Who binds: the engine, always (a ROUTER for clients, a ROUTER for its workers), and the worker whose
-K/V others fetch (kv.py). Everybody else connects a DEALER, so any of them can come and go.
+The engine always binds (a ROUTER for clients, a ROUTER for its workers), and so does a worker whose
+K/V is fetched by others (kv.py). All other processes connect a DEALER and may come and go.
 
 An address is an `ipc://` path in a directory that only its owner can enter; a path that others
 could write to is refused. Or it is `tcp://HOST:PORT`, with a cluster key (cluster_key.py) at both
-ends: then all is encrypted, and who has not the key is not answered. There is no TCP without a key.
+ends: the connection is encrypted, and peers without the key get no answer. TCP always needs a key.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from protocol.cluster_key import ClusterKey
 from protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_IPC_PATH = 107
-"""sockaddr_un holds so many bytes and a terminating zero (man 7 unix)."""
+"""Bytes in sockaddr_un, without the terminating zero (man 7 unix)."""
 SEND_QUEUE = 10_000
-"""Frames kept for a peer that does not read; beyond, sends fail at once and the peer counts as
-gone.
+"""Frames queued for a peer that does not read. If the queue is full, sends fail at once and the
+peer counts as gone.
 """
 LINGER_MS = 500
-"""A closing socket delivers last words for so long."""
+"""Time in which a closing socket still delivers queued messages."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
 """A host that vanishes, or a process that is stopped, closes no connection."""
 _UP = zmq.EVENT_CONNECTED
@@ -52,13 +52,12 @@ _DOWN = (
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
 _ZAP = "inproc://zeromq.zap.01"
-"""Where libzmq asks whether to admit a peer: https://rfc.zeromq.org/spec/27/."""
+"""Address where libzmq asks whether to admit a peer: https://rfc.zeromq.org/spec/27/."""
 
 
 def run_directory(port: int) -> Path:
-    """The private directory of the server on HTTP port `port`: its sockets live here.
-
-    Not created.
+    """Return the private directory of the server on HTTP port `port`, which holds its sockets. It
+    is not created.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) if runtime else Path(tempfile.gettempdir())
@@ -66,13 +65,13 @@ def run_directory(port: int) -> Path:
 
 
 def engine_address(port: int = 8000) -> str:
-    """Where clients find the engine of the server on HTTP port `port`."""
+    """Return the engine's address of the server on HTTP port `port`."""
     return f"ipc://{run_directory(port) / 'engine.sock'}"
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory` and its parent with mode 0700; refuse one that another user made or may
-    enter.
+    """Create `directory` and its parent with mode 0700. Raises PermissionError if one of them
+    belongs to, or can be entered by, another user.
     """
     for path in (directory.parent, directory):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,8 +82,8 @@ def make_private(directory: Path) -> None:
             )
 
 
-def prepare(address: str) -> None:
-    """Make the directory of an ipc address, private, before something is bound there."""
+def make_ipc_directory(address: str) -> None:
+    """Create the private directory of an ipc address, before a socket is bound there."""
     if address.startswith("ipc://"):
         make_private(Path(address.removeprefix("ipc://")).parent)
 
@@ -97,14 +96,13 @@ def bind_router(
     send_queue: int = SEND_QUEUE,
     heartbeat: bool = False,
 ) -> zmq.Socket[bytes]:
-    """The end that waits for others. Sending to a peer that is gone raises zmq.ZMQError
-    (EHOSTUNREACH).
+    """Bind a ROUTER. Sending to a peer that is gone raises zmq.ZMQError (EHOSTUNREACH).
 
-    On TCP only those who hold `key` are heard. Raises ValueError as `check_address` does.
-    send_queue   messages kept for a peer that does not read
-    heartbeat    the connection of a peer that is stopped breaks after HEARTBEAT_TIMEOUT_MS; always
-                 so on TCP. libzmq's own threads see to it at both ends, so a peer whose program is
-                 busy keeps its connection
+    On TCP only peers with `key` are admitted. Raises ValueError as `check_address` does.
+
+    send_queue   messages queued for a peer that does not read
+    heartbeat    break the connection of a stopped peer after HEARTBEAT_TIMEOUT_MS; always on for
+                 TCP. libzmq's own threads do this at both ends, so a busy peer keeps its connection
     """
     path = check_address(address, key)
     socket = _socket(context, zmq.ROUTER)
@@ -124,15 +122,16 @@ def bind_router(
 
 @dataclass(frozen=True, slots=True)
 class PeerConnection:
-    """The system's socket under the connection of a ROUTER's peer. A descriptor may come to mean
-    another file, its inode does not."""
+    """The operating system's socket of a ROUTER's peer. A descriptor number can be reused for
+    another file; the inode identifies the socket.
+    """
 
     descriptor: int
     inode: int
 
     @classmethod
     def from_frame(cls, frame: zmq.Frame) -> Self | None:
-        """Return the connection that `frame` came by; None if it is closed already."""
+        """Return the connection on which `frame` arrived; None if it is closed already."""
         descriptor = int(frame.get("__fd"))
         try:
             return cls(descriptor, os.fstat(descriptor).st_ino)
@@ -140,13 +139,15 @@ class PeerConnection:
             return None
 
     def shut_down(self) -> None:
-        """End the connection. libzmq then frees what is queued for the peer, after LINGER_MS. Its
-        own heartbeat does not end the connection of a peer that reads nothing: a PING waits behind
-        the bytes that are not read, and the timeout starts when it is sent."""
+        """End the connection. libzmq then frees the messages queued for the peer, after LINGER_MS.
+
+        libzmq's heartbeat does not end the connection of a peer that reads nothing: the PING queues
+        behind the unread bytes, and its timeout starts when it is sent.
+        """
         family, kind = system_socket.AF_UNSPEC, system_socket.SOCK_STREAM
         with (
             contextlib.suppress(OSError),  # it is closed
-            # A descriptor of our own, which cannot come to mean another file.
+            # A duplicate descriptor, which cannot be reused for another file.
             system_socket.fromfd(self.descriptor, family, kind) as own,
         ):
             if os.fstat(own.fileno()).st_ino == self.inode:
@@ -156,11 +157,12 @@ class PeerConnection:
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
 ) -> zmq.Socket[bytes]:
-    """A client's or a worker's end. Connects when the engine appears, reconnects when it restarts.
+    """Connect a DEALER. It connects when the engine appears, and reconnects when the engine
+    restarts.
 
-    What is said while there is no engine waits for the next one. That does no harm: an engine knows
-    a client only after its Hello, and refuses the rest. (ZMQ_IMMEDIATE would avoid it, but drops,
-    at a disconnect, what came in and was not yet read: the engine's last words.)
+    Messages sent without an engine wait for the next one. That does no harm: an engine refuses
+    clients before their Hello. (ZMQ_IMMEDIATE would avoid the wait, but at a disconnect it drops
+    received messages that were not read yet: the engine's last ones.)
 
     Raises ValueError as `check_address` does.
     """
@@ -169,41 +171,44 @@ def connect_dealer(
     return socket
 
 
-def connect_watched(
+def connect_monitored(
     context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None = None
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """As `connect_dealer`, and a second socket to hear of the connection by: see `connection_news`.
-    To be closed by `close_watched`."""
+    """Connect a DEALER, as `connect_dealer`. Return it and a monitor for `read_connection_events`.
+    Close both with `close_monitored`.
+    """
     socket = _dealer(context, address, key)
-    watcher = socket.get_monitor_socket(_UP | _DOWN)
+    monitor = socket.get_monitor_socket(_UP | _DOWN)
     socket.connect(address)
-    return socket, watcher
+    return socket, monitor
 
 
-def connection_news(watcher: zmq.Socket[bytes]) -> list[bool]:
-    """What has become of the connection since the last time, without waiting: True, there is one;
-    False, there is none, or none any more. What came in before it broke can still be read."""
-    news = []
-    while watcher.poll(0):
-        news.append(bool(recv_monitor_message(watcher)["event"] & _UP))
-    return news
+def read_connection_events(monitor: zmq.Socket[bytes]) -> list[bool]:
+    """Return the changes of the connection since the last call, without waiting. True: connected.
+    False: disconnected, or not connected. Messages that arrived before a disconnect can still be
+    read.
+    """
+    events = []
+    while monitor.poll(0):
+        events.append(bool(recv_monitor_message(monitor)["event"] & _UP))
+    return events
 
 
-def close_watched(
-    socket: zmq.Socket[bytes], watcher: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS
+def close_monitored(
+    socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], *, linger_ms: int = LINGER_MS
 ) -> None:
     socket.disable_monitor()
-    watcher.close(linger=0)
+    monitor.close(linger=0)
     socket.close(linger=linger_ms)
 
 
 def _dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None
 ) -> zmq.Socket[bytes]:
-    """Not connected."""
+    """Return a DEALER that is not connected yet."""
     path = check_address(address, key)
-    if not names_a_host(address):
-        raise ValueError(f"address {address!r}: it names no host to connect to")
+    if not is_connectable(address):
+        raise ValueError(f"address {address!r}: a wildcard is not a host to connect to")
     socket = _socket(context, zmq.DEALER)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -213,9 +218,9 @@ def _dealer(
 
 
 def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
-    """The file of an ipc address; None for TCP.
+    """Return the path of an ipc address; None for TCP.
 
-    Raises ValueError on any other transport, an overlong path, a malformed host or port, and TCP
+    Raises ValueError for any other transport, an overlong path, a malformed host or port, or TCP
     without a key.
     """
     transport, _, path = address.partition("://")
@@ -233,14 +238,14 @@ def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
     return Path(path)
 
 
-def names_a_host(address: str) -> bool:
-    """Whether others could connect there: not so "tcp://0.0.0.0:5600", which is good to bind."""
+def is_connectable(address: str) -> bool:
+    """Whether others can connect to this address. "tcp://0.0.0.0:5600" is only good to bind."""
     return not address.startswith(tuple(f"tcp://{host}:" for host in _ANY_HOST))
 
 
 def local_address(address: str) -> str:
-    """Where a program on this host reaches what is bound to `address`."""
-    if names_a_host(address):
+    """Return the address at which a program on this host reaches a socket bound to `address`."""
+    if is_connectable(address):
         return address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return f"tcp://{'[::1]' if host == '[::]' else '127.0.0.1'}:{port}"
@@ -269,8 +274,8 @@ def _secure_server(
     _start_admission(context)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, key.server.secret)
-    socket.setsockopt(zmq.ZAP_DOMAIN, key.client.public)  # whom to admit; see `_admit`
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody, if nobody answers there
+    socket.setsockopt(zmq.ZAP_DOMAIN, key.client.public)  # the public key to admit; see `_admit`
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # refuse all peers if ZAP does not answer
 
 
 def _secure_client(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None) -> None:
@@ -292,8 +297,9 @@ def _set_up_heartbeat(socket: zmq.Socket[bytes]) -> None:
 
 
 def _start_admission(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """One thread per context, which ends with it. Its socket belongs to a shadow, so that nobody
-    else closes it while it waits there."""
+    """Start the admission thread, one per context, which ends with it. Its socket belongs to a
+    shadow context, so that no other code closes it while the thread waits.
+    """
     shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
     socket = shadow.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 0)
@@ -308,11 +314,12 @@ def _start_admission(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 def _admit(socket: zmq.Socket[bytes]) -> None:
-    """Answer libzmq until the context ends: a peer is admitted whose public key is the one that the
-    socket it came to has for its domain."""
+    """Answer libzmq's admission requests until the context ends. A peer is admitted if its public
+    key is the one that the socket has as its ZAP domain.
+    """
     with socket, contextlib.suppress(zmq.ContextTerminated):
         while True:
             version, number, domain, _host, _name, mechanism, *keys = socket.recv_multipart()
-            is_one_of_us = mechanism == b"CURVE" and hmac.compare_digest(domain, z85.encode(*keys))
-            verdict = [b"200", b"OK"] if is_one_of_us else [b"400", b"not of this cluster"]
-            socket.send_multipart([version, number, *verdict, b"", b""])
+            is_admitted = mechanism == b"CURVE" and hmac.compare_digest(domain, z85.encode(*keys))
+            status = [b"200", b"OK"] if is_admitted else [b"400", b"not of this cluster"]
+            socket.send_multipart([version, number, *status, b"", b""])

@@ -1,4 +1,4 @@
-"""What the engine counts and tells: gauges of now, counters since its start."""
+"""Statistics of one engine: gauges of its current state, and counters since its start."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class WorkerView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What the worker does at the moment, as its engine sees it. Seconds of durations.
+    """What the worker is doing now, as its engine sees it. Durations are in seconds.
 
-    step             the oldest that it has not finished; 0: it has nothing to do
-    step_s           how long it has been at it
-    expected_s       how long it should take at the speed of late; 0: nobody knows yet
-    prompt_tokens    of the prompts of which the step computes a chunk
-    computed_tokens  of these, before the step
-    trouble          why nothing is computed; "": all is well
+    step             the oldest unfinished step; 0: the worker is idle
+    step_s           time since that step started
+    expected_s       expected duration of that step, at recent speed; 0: not known yet
+    prompt_tokens    total length of the prompts of which the step computes a chunk
+    computed_tokens  tokens of these prompts computed before the step
+    trouble          why nothing is being computed; "": no problem
     """
 
     engine_pid: int = 0
@@ -27,9 +27,9 @@ class WorkerView(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A snapshot of one engine. Counters (`num_*` below the line) only grow within an epoch."""
+    """A snapshot of one engine. Counters (`num_*`) only grow within an epoch."""
 
-    draining: bool = False  # what is new is refused
+    draining: bool = False  # new requests are refused
     worker: WorkerView = WorkerView()
     running: int = 0
     waiting: int = 0
@@ -37,8 +37,8 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     free_blocks: int = 0
     total_blocks: int = 0
     clients: int = 0
-    fetching: int = 0  # fetches on which the worker has not reported
-    leases: int = 0  # what is kept for other engines
+    fetching: int = 0  # K/V fetches in progress
+    leases: int = 0  # of K/V kept for other engines
     leased_blocks: int = 0
     tier_blocks: dict[str, int] = {}  # by tier (kv.KVTierNews)
     tier_bytes: dict[str, int] = {}
@@ -46,16 +46,16 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_steps: int = 0
     num_accepted: int = 0
     num_refused: int = 0
-    num_refused_early: int = 0  # by clients, as what the engine had refused stood
+    num_refused_early: int = 0  # by clients, from a cached engine refusal
     num_finished: dict[str, int] = {}  # by finish reason
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_computed_tokens: int = 0  # positions, of prompts, answers and drafts
-    num_fetched_tokens: int = 0  # of the prompts, whose K/V came from elsewhere
+    num_computed_tokens: int = 0  # positions of prompts, answers and drafts
+    num_fetched_tokens: int = 0  # prompt tokens whose K/V was fetched
     num_fetched_bytes: int = 0
     num_fetches_failed: dict[str, int] = {}  # by kind (kv.KVFailure)
-    num_timeouts: dict[str, int] = {}  # queued: never begun; running
-    num_leases_ended: dict[str, int] = {}  # taken, released, expired, yielded
+    num_timeouts: dict[str, int] = {}  # by stage: queued (never started), running
+    num_leases_ended: dict[str, int] = {}  # by reason: taken, released, expired, yielded
     num_tier_stored: dict[str, int] = {}  # blocks, by tier
     num_tier_dropped: dict[str, int] = {}
     num_tier_loaded: dict[str, int] = {}
@@ -63,6 +63,6 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # of the drafts
+    num_accepted_tokens: int = 0  # drafts that were right
     num_wire_errors: int = 0
     busy_s: float = 0.0  # time spent waiting for workers' results

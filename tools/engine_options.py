@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import EngineNotReady
 from protocol.sockets import engine_address
 from tools.failure import Failure
@@ -37,7 +37,7 @@ def connect(options: argparse.Namespace, name: str) -> Engine:
     """
     address = options.engine or engine_address(local_server(options).port)
     try:
-        return Engine(address, name=name, wait_s=WAIT_S, cluster_key=options.cluster_key)
+        return Client(address, name=name, wait_s=WAIT_S, cluster_key=options.cluster_key)
     except EngineNotReady as error:
         raise Failure(f"the engine is not ready: {error}") from None
     except ValueError as error:

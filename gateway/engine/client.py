@@ -48,7 +48,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.session import GenerateOptions, News, Session
+from protocol.session import GenerateOptions, RequestReport, Session
 from protocol.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class ZmqEngineClient:
         if self._socket is not None:
             return
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        watched = sockets.connect_watched(self._context, self.address, self._key)
+        watched = sockets.connect_monitored(self._context, self.address, self._key)
         self._socket, self._connection = watched
         self._loop = get_hub().loop
         readable = self._loop.io(self._socket.getsockopt(zmq.FD), _READ)
@@ -132,8 +132,8 @@ class ZmqEngineClient:
         self._watchers = []
         if self._socket is not None:
             with contextlib.suppress(zmq.Again):  # an engine that is gone needs no telling
-                self._socket.send_multipart(wire.encode(self.session.leave()), _NOBLOCK)
-            sockets.close_watched(self._socket, self._connection)
+                self._socket.send_multipart(wire.encode(self.session.goodbye()), _NOBLOCK)
+            sockets.close_monitored(self._socket, self._connection)
             self._context.destroy(linger=sockets.LINGER_MS)
             self._socket = None
 
@@ -161,7 +161,7 @@ class ZmqEngineClient:
         """
         self.start()
         told: AsyncResult[Report] = AsyncResult()
-        self._open(self.session.abort_named(names), told.set)
+        self._open(self.session.abort_by_label(names), told.set)
         report = told.get()
         if isinstance(report, Aborted):
             return report
@@ -180,7 +180,7 @@ class ZmqEngineClient:
 
     def stop(self, request: int) -> None:
         """End `request` if it is open; its subscriber hears how it ended."""
-        self._try_to_say(self.session.stop(request))
+        self._try_to_say(self.session.request_abort(request))
 
     def keep_kv(self, handles: Sequence[str]) -> None:
         """What these stand for is still wanted; see messages.KeepKV."""
@@ -192,12 +192,12 @@ class ZmqEngineClient:
 
     def note_early(self) -> None:
         """A request was refused as the engine had just refused others: it hears that in time."""
-        self.session.num_early += 1
+        self.session.num_refused_early += 1
 
     def trouble(self) -> ServingError | None:
         """Why no request can be opened now; None where one can."""
         if not self.session.is_ready:
-            return self.session.trouble
+            return self.session.not_ready_error
         if self.stats is not None and self.stats.draining:
             return Draining("it finishes what it has, and takes nothing new")
         trouble = self.stats.worker.trouble if self.stats else ""
@@ -228,7 +228,7 @@ class ZmqEngineClient:
     @property
     def silence_s(self) -> float | None:
         """Since the engine last said anything; None if it never did."""
-        heard_at = self.session.heard_at
+        heard_at = self.session.last_received_at
         return None if heard_at is None else time.monotonic() - heard_at
 
     @property
@@ -304,13 +304,13 @@ class ZmqEngineClient:
         """Also with each tick, since the edge may have been missed."""
         if self._socket is None:
             return
-        for is_there in sockets.connection_news(self._connection):
+        for is_there in sockets.read_connection_events(self._connection):
             if is_there:
-                self.session.connected()
+                self.session.on_connected()
                 self._tick()
             else:
                 self._drain_all()  # its last words say more
-                self._hand_out(self.session.disconnected())
+                self._hand_out(self.session.on_disconnected())
 
     def _drain_all(self) -> None:
         assert self._socket is not None
@@ -344,7 +344,7 @@ class ZmqEngineClient:
         elif isinstance(message, Refused) and message.request < 0:
             log.error("the engine did not understand us: %s", message.error.message)
 
-    def _hand_out(self, news: list[News]) -> None:
+    def _hand_out(self, news: list[RequestReport]) -> None:
         for request, report in news:
             subscriber = self._subscribers.get(request)
             if subscriber is None:

@@ -24,7 +24,7 @@ import msgspec
 import psutil
 from tokenizers import Tokenizer
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
 from tests.support.drafted import replica_of
@@ -118,7 +118,7 @@ def _middle(ratios: list[float]) -> str:
     return f"{median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
-def over_sockets(server: Server, engine: Engine) -> DraftSide:
+def over_sockets(server: Server, engine: Client) -> DraftSide:
     view = EngineView(server.address)
 
     def ask(prompts: list[list[int]], params: SamplingParams) -> None:
@@ -152,8 +152,8 @@ def measure_servers(kinds: Sequence[DraftLoad], turns: int) -> None:
     with (
         Server(*COMMON) as one,
         Server(*COMMON, "--speculation", "ngram") as two,
-        Engine(one.address) as plain,
-        Engine(two.address) as fast,
+        Client(one.address) as plain,
+        Client(two.address) as fast,
     ):
         sides = over_sockets(one, plain), over_sockets(two, fast)
         for load_ in kinds:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.sampling import SamplingParams
 from tests.support.server import Server
 
@@ -24,7 +24,7 @@ def measure(streams: int, steps_in_flight: int) -> str:
     """The worker's own words."""
     options = ("--steps-in-flight", str(steps_in_flight), "--max-len", "1024", "--max-slots", "16")
     with Server(*options, "--poison-slots", "off") as server:
-        with Engine(server.address) as engine, ThreadPoolExecutor(streams) as pool:
+        with Client(server.address) as engine, ThreadPoolExecutor(streams) as pool:
             list(pool.map(lambda n: answer(engine, n), range(streams)))
         server.signal(signal.SIGTERM)
         server.end()
@@ -32,7 +32,7 @@ def measure(streams: int, steps_in_flight: int) -> str:
     return line.partition("stopped; ")[2]
 
 
-def answer(engine: Engine, number: int) -> int:
+def answer(engine: Client, number: int) -> int:
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=number)
     return len(engine.generate([*PROMPT, number], params).tokens())
 

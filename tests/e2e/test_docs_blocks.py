@@ -62,7 +62,7 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def addressed(text: str, server: Server) -> str:
     """The text with our server in place of the one on port 8000."""
     text = re.sub(r"\b(?:127\.0\.0\.1|localhost):8000\b", f"127.0.0.1:{server.port}", text)
-    return text.replace("Engine()", f"Engine({server.address!r})").replace(".venv/bin/", "")
+    return text.replace("Client()", f"Client({server.address!r})").replace(".venv/bin/", "")
 
 
 def run(command: Sequence[str], folder: Path, shims: Path) -> subprocess.CompletedProcess[str]:

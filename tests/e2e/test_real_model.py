@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from protocol.client import Engine
+from protocol.client import Client
 from tests.support.engine_view import EngineView
 from tests.support.processes import free_port
 from tests.support.prompts import NUM_TOKENS
@@ -230,7 +230,7 @@ def test_after_two_hundred_disconnects_nothing_is_held(server: Server, view: Eng
 
 def test_the_zeromq_client_speaks_token_ids(exact_server: Server) -> None:
     row = json.loads(GOLDEN.read_text())[0]
-    with Engine(exact_server.address) as engine:
+    with Client(exact_server.address) as engine:
         assert engine.model.vocab_size == 49152
         answer = engine.generate(row["prompt"], temperature=0, max_tokens=8, ignore_eos=True)
         assert answer.tokens() == row["tokens"][:8]
@@ -238,7 +238,7 @@ def test_the_zeromq_client_speaks_token_ids(exact_server: Server) -> None:
 
 def test_leaving_a_generation_early_aborts_it(server: Server, view: EngineView) -> None:
     aborted = view.stats().num_finished.get("abort", 0)
-    with Engine(server.address) as engine:
+    with Client(server.address) as engine:
         for output in engine.generate([1, 2, 3], max_tokens=1000, ignore_eos=True):
             assert output.tokens
             break
@@ -250,4 +250,4 @@ def test_a_port_that_nobody_serves_is_said_plainly(tmp_path: Any) -> None:
     from protocol.errors import EngineNotReady
 
     with pytest.raises(EngineNotReady, match="no engine answered"):
-        Engine(f"ipc://{tmp_path}/{free_port()}.sock", wait_s=0.3)
+        Client(f"ipc://{tmp_path}/{free_port()}.sock", wait_s=0.3)

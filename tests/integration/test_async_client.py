@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.async_client import AsyncEngine
-from protocol.client import Engine
+from protocol.async_client import AsyncClient
+from protocol.client import Client
 from protocol.errors import EngineNotReady, InvalidRequest, ServingError
 from protocol.messages import Output
 from tests.support.processes import HANG_S
@@ -24,30 +24,30 @@ PROMPT, LONG = [5, 6, 7], 1500
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with tiny_engine(context_tokens=2000) as (_, address):
-        Engine(address, wait_s=HANG_S).close()
+        Client(address, wait_s=HANG_S).close()
         yield address
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[AsyncEngine]:
-    async with asyncio.timeout(HANG_S), AsyncEngine(address, wait_s=HANG_S) as engine:
+async def connected(address: str) -> AsyncIterator[AsyncClient]:
+    async with asyncio.timeout(HANG_S), AsyncClient(address, wait_s=HANG_S) as engine:
         yield engine
 
 
-async def until_idle(engine: AsyncEngine) -> None:
-    while (await engine.look()).stats.running:
+async def until_idle(engine: AsyncClient) -> None:
+    while (await engine.get_status()).stats.running:
         await asyncio.sleep(0.01)
 
 
 def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
-    for name, method in inspect.getmembers(Engine, inspect.isfunction):
+    for name, method in inspect.getmembers(Client, inspect.isfunction):
         if not name.startswith("_"):
-            ours = inspect.signature(getattr(AsyncEngine, name))
+            ours = inspect.signature(getattr(AsyncClient, name))
             assert list(ours.parameters) == list(inspect.signature(method).parameters), name
 
 
 def test_the_stats_are_there_when_a_client_has_connected(address: str) -> None:
-    with Engine(address) as engine:
+    with Client(address) as engine:
         assert engine.stats.total_blocks > 0
 
     async def look() -> None:
@@ -60,7 +60,7 @@ def test_the_stats_are_there_when_a_client_has_connected(address: str) -> None:
 
 
 def test_many_answers_at_once_are_those_of_the_blocking_client(address: str) -> None:
-    with Engine(address) as engine:
+    with Client(address) as engine:
         expected = [
             engine.generate([n], max_tokens=20, temperature=0).tokens() for n in range(5, 25)
         ]
@@ -85,21 +85,21 @@ def test_an_answer_is_iterated_as_it_comes(address: str) -> None:
     assert outputs[-1].finish == "length"
 
 
-async def _break(engine: AsyncEngine) -> None:
+async def _break(engine: AsyncClient) -> None:
     async for _ in engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True):
         break
     gc.collect()
 
 
-async def _close(engine: AsyncEngine) -> None:
+async def _close(engine: AsyncClient) -> None:
     answer = engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True)
     await anext(answer)
     answer.close()
 
 
-async def _cancel(engine: AsyncEngine) -> None:
+async def _cancel(engine: AsyncClient) -> None:
     task = asyncio.create_task(engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True).tokens())
-    while not (await engine.look()).stats.running:
+    while not (await engine.get_status()).stats.running:
         await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -110,7 +110,7 @@ async def _cancel(engine: AsyncEngine) -> None:
 
 @pytest.mark.parametrize("leave", [_break, _close, _cancel])
 def test_leaving_an_answer_early_aborts_it(
-    address: str, leave: Callable[[AsyncEngine], Awaitable[None]]
+    address: str, leave: Callable[[AsyncClient], Awaitable[None]]
 ) -> None:
     async def run() -> None:
         async with connected(address) as engine:
@@ -149,7 +149,7 @@ def test_requests_are_aborted_by_name(address: str) -> None:
 
 def test_closing_aborts_what_is_open_and_may_be_done_twice(address: str) -> None:
     async def run() -> None:
-        engine = AsyncEngine(address)
+        engine = AsyncClient(address)
         await engine.close()
         await engine.start()
         answer = engine.generate(PROMPT, max_tokens=LONG, ignore_eos=True)
@@ -165,6 +165,6 @@ def test_closing_aborts_what_is_open_and_may_be_done_twice(address: str) -> None
 def test_where_there_is_no_engine_it_says_so(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(EngineNotReady, match="no engine answered"):
-            await AsyncEngine(f"ipc://{tmp_path}/none", wait_s=0.1).start()
+            await AsyncClient(f"ipc://{tmp_path}/none", wait_s=0.1).start()
 
     asyncio.run(run())

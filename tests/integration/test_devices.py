@@ -173,7 +173,7 @@ def test_a_worker_whose_gpu_is_taken_says_so_before_it_loads_and_leaves_with_its
     config = msgspec.json.encode(WorkerConfig(model=model, address=address)).decode()
     environment = {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    sockets.prepare(address)
+    sockets.make_ipc_directory(address)
     with context, sockets.bind_router(context, address) as socket:
         worker = Program(["-c", WORKER, "--config", config], environment=environment)
         with worker:

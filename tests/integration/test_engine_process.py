@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from protocol.arrays import Int32
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import (
     ContextTooLong,
     Draining,
@@ -103,8 +103,8 @@ def own(checkpoint: Path, tmp_path: Path) -> Iterator[EngineProcess]:
         yield EngineProcess(program, f"ipc://{tmp_path}/run/engine.sock")
 
 
-def connect(process: EngineProcess) -> Engine:
-    return Engine(process.address, wait_s=60)
+def connect(process: EngineProcess) -> Client:
+    return Client(process.address, wait_s=60)
 
 
 @pytest.fixture
@@ -273,10 +273,10 @@ def test_a_request_ends_by_its_label_whoever_asks_and_what_it_held_is_free(
         labels = ["job-1", "chat-job-1"]
         long = engine.generate([5, 6], max_tokens=1500, ignore_eos=True, labels=labels)
         assert next(long).tokens
-        told = other.abort_named(["chat-job-1", "job-2"])
+        told = other.abort_by_label(["chat-job-1", "job-2"])
         assert (told.aborted, told.unknown) == (["chat-job-1"], ["job-2"])
         assert [output.finish for output in long][-1] == "abort"
-        assert other.abort_named(["job-1"]).unknown == ["job-1"]
+        assert other.abort_by_label(["job-1"]).unknown == ["job-1"]
         assert eventually(lambda: engine.stats.free_blocks == engine.stats.total_blocks)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.messages import Usage
 from tests.support.processes import Program, eventually
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -57,13 +57,13 @@ def disk(first_life: Path, tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(checkpoint: Path, directory: Path, **worker: object) -> Iterator[tuple[Program, Engine]]:
+def served(checkpoint: Path, directory: Path, **worker: object) -> Iterator[tuple[Program, Client]]:
     """A new life of an engine whose cache has room for little more than PROMPT."""
     (directory / "run").mkdir(mode=0o700)
     directory.chmod(0o700)
     address = f"ipc://{directory}/run/engine.sock"
     words = ["-P", "-m", "engine_core", "--config", config(checkpoint, address, **worker)]
-    with Program(words) as program, Engine(address, wait_s=60) as engine:
+    with Program(words) as program, Client(address, wait_s=60) as engine:
         yield program, engine
 
 
@@ -79,14 +79,14 @@ def config(checkpoint: Path, address: str, **worker: object) -> str:
     return json.dumps({"address": address, "token_budget": 64, "worker": options | worker})
 
 
-def ask(engine: Engine, prompt: list[int] = PROMPT) -> tuple[list[int], Usage]:
+def ask(engine: Client, prompt: list[int] = PROMPT) -> tuple[list[int], Usage]:
     news = list(engine.generate(prompt, max_tokens=12, temperature=0.0, ignore_eos=True))
     usage = news[-1].usage
     assert usage is not None
     return [token for output in news for token in output.tokens], usage
 
 
-def stored(engine: Engine, tier: str, blocks: int) -> bool:
+def stored(engine: Client, tier: str, blocks: int) -> bool:
     return eventually(lambda: engine.stats.tier_blocks.get(tier, 0) >= blocks)
 
 

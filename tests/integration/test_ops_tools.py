@@ -19,7 +19,7 @@ import pytest
 import requests
 from msgspec.structs import replace
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.messages import Pong
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program, eventually
@@ -47,14 +47,14 @@ def tool(address: str, *words: str, code: int = 0) -> str:
     return done.stdout
 
 
-def busy(client: Engine, count: int) -> list[object]:
+def busy(client: Client, count: int) -> list[object]:
     """Requests that are open for long: more than there are slots."""
     return [client.generate([3, 4], labels=[f"job-{i}"], **LONG) for i in range(count)]
 
 
 def test_requests_are_seen_aborted_and_let_finish(engine: tuple[Program, str]) -> None:
     program, address = engine
-    with Engine(address, name="a program") as client:
+    with Client(address, name="a program") as client:
         kept = busy(client, 12)
         told = json.loads(tool(address, "top", "--json", "--every-s", "0.1"))
         rows = told["view"]["rows"]
@@ -83,7 +83,7 @@ def test_all_clients_hear_of_a_drain_at_once(engine: tuple[Program, str]) -> Non
     program, address = engine
     watcher = RawClient(address)
     watcher.greet()
-    with Engine(address) as client:
+    with Client(address) as client:
         answer = client.generate([3], max_tokens=300, ignore_eos=True)
         client.drain()
         told = watcher.hear_all(Pong)
@@ -197,7 +197,7 @@ def test_a_journal_of_an_engine_that_was_killed_is_replayed(
 ) -> None:
     directory = tmp_path / "journals"
     with tiny_engine(journal=str(directory)) as (program, address):
-        with Engine(address) as client:
+        with Client(address) as client:
             told = [client.generate([3, 4, i], max_tokens=9, temperature=1.0) for i in range(12)]
             assert all([answer.tokens() for answer in told])
             left = client.generate([3], max_tokens=300, ignore_eos=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import InvalidRequest
 from tests.support.processes import free_port
 from tests.support.server import Server
@@ -36,7 +36,7 @@ def busy(server: Server) -> Iterator[None]:
     enough = threading.Event()
 
     def generate() -> None:
-        with Engine(server.address) as engine:
+        with Client(server.address) as engine:
             while not enough.is_set():
                 engine.generate(PROMPT, max_tokens=100, ignore_eos=True).tokens()
 
@@ -71,8 +71,8 @@ def test_one_profile_at_a_time_and_who_gives_up_makes_room(
     tmp_path.chmod(0o700)
     profile = ["profile", "--port", str(server.port), "--directory", str(tmp_path)]
     with (
-        Engine(server.address) as one,
-        Engine(server.address) as other,
+        Client(server.address) as one,
+        Client(server.address) as other,
         ThreadPoolExecutor(2) as pool,
     ):
         # The server has nothing to do: one waits in vain, and bars the other's way meanwhile.

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 import torch
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, ChoiceGrammar, Grammar, JsonSchema, Regex, Thinking
 from protocol.sampling import SamplingParams
@@ -132,7 +132,7 @@ def test_thinking_comes_before_the_body_and_as_long_as_it_likes(
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """An engine whose tiny model speaks sign by sign."""
     folder = tmp_path_factory.mktemp("signs")
     checkpoint = write_tiny_llama(folder, max_position_embeddings=2000, eos_token_id=0)
@@ -150,12 +150,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder.chmod(0o700)
     with (
         Program(["-P", "-m", "engine_core", "--config", json.dumps(config)]),
-        Engine(address, wait_s=60) as client,
+        Client(address, wait_s=60) as client,
     ):
         yield client
 
 
-def test_the_engine_constrains_what_a_client_asks_for(engine: Engine) -> None:
+def test_the_engine_constrains_what_a_client_asks_for(engine: Client) -> None:
     grammar = Grammar(body=Regex(pattern="[ab]{5,9}c"))
     generations = [engine.generate([5, seed], grammar=grammar, seed=seed) for seed in range(1, 30)]
     answers = [text_of(generation.tokens()) for generation in generations]
@@ -163,7 +163,7 @@ def test_the_engine_constrains_what_a_client_asks_for(engine: Engine) -> None:
     assert len(set(answers)) > 5
 
 
-def test_a_bad_grammar_is_refused_by_name_and_others_are_not_touched(engine: Engine) -> None:
+def test_a_bad_grammar_is_refused_by_name_and_others_are_not_touched(engine: Client) -> None:
     other = engine.generate([5], max_tokens=50, ignore_eos=True)
     with pytest.raises(InvalidRequest, match="dependentRequired") as caught:
         engine.generate([5], grammar=Grammar(body=BAD)).tokens()
@@ -174,7 +174,7 @@ def test_a_bad_grammar_is_refused_by_name_and_others_are_not_touched(engine: Eng
 BAD = JsonSchema(text='{"type":"object","dependentRequired":{"a":["b"]}}')
 
 
-def test_leaving_while_the_grammar_is_compiled_leaves_nothing_behind(engine: Engine) -> None:
+def test_leaving_while_the_grammar_is_compiled_leaves_nothing_behind(engine: Client) -> None:
     generations = [engine.generate([5], grammar=Grammar(body=wide(1500 + n))) for n in range(4)]
     for generation in generations:
         generation.close()
@@ -193,7 +193,7 @@ def wide(num: int) -> JsonSchema:
     return JsonSchema(text=json.dumps({"type": "object", "properties": properties}))
 
 
-def test_many_clients_with_many_grammars_at_once(engine: Engine) -> None:
+def test_many_clients_with_many_grammars_at_once(engine: Client) -> None:
     patterns = [f"[ab]{{{n}}}c" for n in range(1, 9)]
     answers: dict[str, list[str]] = {pattern: [] for pattern in patterns}
 

@@ -15,7 +15,7 @@ from gateway.engine.handoff import Handoff, HandoffAction, HandoffEvent, Handoff
 from protocol.errors import EngineError
 from protocol.messages import Accepted, Goodbye, KeepKV, Message, Output, Refused, ReleaseKV
 from protocol.sampling import SamplingParams
-from protocol.session import News, Session
+from protocol.session import RequestReport, Session
 from tests.support.raw_client import RawClient
 
 KEEP_EVERY_S = 0.25
@@ -80,7 +80,7 @@ class RouterLine:
             self._tell(self.session.receive(self._client.hear(), time.monotonic()))
             wait_ms = 0
 
-    def _tell(self, news: list[News]) -> None:
+    def _tell(self, news: list[RequestReport]) -> None:
         for number, report in news:
             self.hears[number](report)
 
@@ -187,7 +187,7 @@ class Router:
                 case HandoffAction.LEAVE:
                     self._leave(case, is_abort=event is HandoffEvent.ABORT)
                 case HandoffAction.ABORT:
-                    self.d.say(self.d.session.stop(case.at_d))
+                    self.d.say(self.d.session.request_abort(case.at_d))
 
     def _ask_d(self, case: RouterCase, handle: str) -> None:
         case.brought = handle
@@ -202,7 +202,7 @@ class Router:
             self.p.say(ReleaseKV(handles=[case.kept]))
             case.kept = ""
         else:
-            self.p.say(self.p.session.stop(case.at_p))
+            self.p.say(self.p.session.request_abort(case.at_p))
 
     def _keep(self) -> None:
         now = time.monotonic()

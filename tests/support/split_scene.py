@@ -20,7 +20,7 @@ import zmq
 from msgspec.structs import replace
 
 from engine_core.kv.handle import Seal
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.cluster_key import read_cluster_key, write_cluster_key
 from protocol.kv_peers import KVChunk
 from protocol.stats import EngineStats
@@ -135,7 +135,7 @@ class SplitEngines:
         self.num_scenes = 0
 
     def answer_undisturbed(self) -> None:
-        with Engine(self.d.side.address, wait_s=START_S) as d:
+        with Client(self.d.side.address, wait_s=START_S) as d:
             for state, prompt in prompts().items():
                 asked = d.generate(prompt, greedy(sized(state)[1]))
                 self.plain[state] = asked.tokens()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protocol.client import Engine
+from protocol.client import Client
 from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
 
@@ -29,5 +29,5 @@ def tiny_engine(*, context_tokens: int = 400, **config: Any) -> Iterator[tuple[P
         worker |= {"max_slots": 8, "kv_blocks": max(129, context_tokens // 16 + 2)}
         told = {"max_waiting": 64, "lease_s": 60, "worker": worker} | config
         with Program(["-P", "-m", "engine_core", "--config", json.dumps(told)]) as program:
-            Engine(address, wait_s=START_S, cluster_key=config.get("cluster_key", "")).close()
+            Client(address, wait_s=START_S, cluster_key=config.get("cluster_key", "")).close()
             yield program, address

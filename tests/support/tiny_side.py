@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from protocol.client import Engine
+from protocol.client import Client
 from tests.support.processes import Program, descendants_of
 
 START_S = 60.0
@@ -47,7 +47,7 @@ class TinySide(Program):
         super().__init__(["-P", "-m", "engine_core", "--config", json.dumps(config)])
 
     def await_ready(self) -> None:
-        Engine(self.address, wait_s=START_S).close()
+        Client(self.address, wait_s=START_S).close()
 
     @property
     def worker_pid(self) -> int:

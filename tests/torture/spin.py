@@ -29,7 +29,7 @@ import requests
 import zmq
 
 from protocol import sockets, wire
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -96,9 +96,9 @@ def clients_killed(count: int) -> float:
         engine = program.process.pid
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             list(pool.map(_live_and_die, [address] * count))
-        with Engine(address) as client:
-            gone = eventually(lambda: client.look().stats.clients == 1, within_s=PATIENCE_S)
-            stats = client.look().stats
+        with Client(address) as client:
+            gone = eventually(lambda: client.get_status().stats.clients == 1, within_s=PATIENCE_S)
+            stats = client.get_status().stats
             assert gone, f"{stats.clients} clients are left"
             assert stats.running == stats.waiting == 0
             assert stats.num_finished["abort"] == stats.num_accepted - _others(stats)
@@ -117,7 +117,7 @@ def _live_and_die(address: str) -> None:
 
 def be_client(address: str) -> None:
     """Until somebody kills us: an answer that has no end."""
-    with Engine(address, wait_s=PATIENCE_S) as engine:
+    with Client(address, wait_s=PATIENCE_S) as engine:
         for number, _ in enumerate(engine.generate([3], max_tokens=CONTEXT - 8, ignore_eos=True)):
             if number == 2:
                 print("hears", flush=True)

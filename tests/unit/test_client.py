@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from protocol import session, sockets, wire
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import EngineNotReady
 from protocol.messages import Goodbye, Hello, ToEngine
 from tests.support.processes import HANG_S
@@ -40,7 +40,7 @@ def test_a_client_that_gives_up_says_nothing_after_its_goodbye(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = sockets.bind_router(context, address)
     with pytest.raises(EngineNotReady):
-        Engine(address, wait_s=0)
+        Client(address, wait_s=0)
     *greetings, last = sent_to(router)
     context.destroy(linger=0)
     assert {type(message) for message in greetings} == {Hello}

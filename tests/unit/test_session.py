@@ -75,7 +75,7 @@ def test_an_engine_that_speaks_another_protocol_is_not_used() -> None:
     session = Session("test")
     session.receive(welcome(protocol=99), 0.0)
     assert not session.is_ready
-    assert "protocol 99" in session.trouble.message
+    assert "protocol 99" in session.not_ready_error.message
 
 
 def test_news_reach_their_requests_in_order_until_the_end() -> None:
@@ -134,19 +134,19 @@ def test_silence_beyond_the_lease_ends_every_open_request_once() -> None:
 def test_a_connection_that_breaks_ends_every_open_request_at_once() -> None:
     session = connected()
     request = opened(session)
-    assert ends(session.disconnected()) == {request: "engine_lost"}
-    assert session.disconnected() == []
+    assert ends(session.on_disconnected()) == {request: "engine_lost"}
+    assert session.on_disconnected() == []
     session.tick(1.0)
     assert session.tick(1.1)[0] == []
-    session.connected()
+    session.on_connected()
     assert isinstance(session.tick(1.2)[0][0], Hello), "who comes is greeted at once"
 
 
 def test_what_the_engine_said_of_its_end_is_not_forgotten_when_the_connection_breaks() -> None:
     session = connected()
     session.receive(EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
-    session.disconnected()
-    assert session.trouble.message == "worker died"
+    session.on_disconnected()
+    assert session.not_ready_error.message == "worker died"
 
 
 def test_who_slept_himself_has_not_heard_an_engine_fall_silent() -> None:
@@ -215,14 +215,14 @@ def test_when_the_engine_could_not_read_us_everything_ends_and_begins_anew() -> 
 def test_leaving_ends_the_session_and_says_goodbye() -> None:
     session = connected()
     request = opened(session)
-    assert session.leave() == Goodbye()
+    assert session.goodbye() == Goodbye()
     assert not session.is_ready
     assert session.receive(Outputs(step=1, outputs=[Output(request=request)]), 0.1) == []
 
 
 def test_an_abort_by_name_is_answered_once_and_like_any_request_lost_with_the_engine() -> None:
     session = connected()
-    asked, lost = session.abort_named(["a", "b"]), session.abort_named(["a"])
+    asked, lost = session.abort_by_label(["a", "b"]), session.abort_by_label(["a"])
     assert asked == AbortByLabel(request=1, names=["a", "b"])
     reply = Aborted(request=1, aborted=["a"], unknown=["b"])
     assert session.receive(reply, 0.1) == [(1, reply)]
@@ -231,7 +231,7 @@ def test_an_abort_by_name_is_answered_once_and_like_any_request_lost_with_the_en
         lost.request: "engine_lost"
     }
     with pytest.raises(EngineLost):
-        session.abort_named(["a"])
+        session.abort_by_label(["a"])
 
 
 def test_a_ping_is_said_about_twice_a_second() -> None:
@@ -249,7 +249,7 @@ def test_a_pong_brings_the_statistics() -> None:
 
 def test_what_is_no_answer_to_what_was_asked_is_dropped() -> None:
     session = connected()
-    generation, aborting = opened(session), session.abort_named(["x"]).request
+    generation, aborting = opened(session), session.abort_by_label(["x"]).request
     profiling = session.profile(3, "/tmp").request
     told = Profiled(request=0, file="f", steps=1, began=0.0, ended=1.0)
     for request, foreign in [
@@ -267,7 +267,7 @@ def test_what_is_no_answer_to_what_was_asked_is_dropped() -> None:
 
 def test_what_a_client_refused_itself_is_told_with_the_next_heartbeat_and_once() -> None:
     session = connected()
-    session.num_early += 3
+    session.num_refused_early += 3
     pings = [message for now in (50.0, 60.0) for message in session.tick(now)[0]]
     assert pings == [Ping(num_early=3), Ping()]
 
@@ -285,12 +285,12 @@ def test_an_answer_to_what_was_sent_to_the_engine_before_does_not_hide_why_it_en
     session = connected()
     session.receive(EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1)
     assert session.receive(SessionLost(why="the connection to the engine broke"), 0.2) == []
-    assert session.trouble.message == "worker died"
+    assert session.not_ready_error.message == "worker died"
 
 
 def test_while_the_model_is_loading_requests_are_refused_with_the_time_so_far() -> None:
     session = connected()
-    session.disconnected()
+    session.on_disconnected()
     for elapsed_s, retry_after_s in ((0.2, 1.0), (4.0, 4.0), (70.0, 10.0)):
         session.receive(Loading(elapsed_s=elapsed_s), 1.0)
         with pytest.raises(EngineNotReady, match="the model is loading") as caught:
@@ -304,7 +304,7 @@ def test_while_the_model_is_loading_requests_are_refused_with_the_time_so_far() 
 def test_an_engine_that_dies_while_it_loads_is_not_said_to_load() -> None:
     session = Session("test")
     session.receive(Loading(elapsed_s=3.0), 1.0)
-    session.disconnected()
+    session.on_disconnected()
     with pytest.raises(EngineLost, match="connection"):
         opened(session)
 

@@ -31,7 +31,7 @@ DIRECTIONS = (
 
 
 def name_of(message: Message) -> str:
-    return type(message).__name__.lower()
+    return str(type(message).__struct_config__.tag)
 
 
 def direction_of(message: Message) -> Any:

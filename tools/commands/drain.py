@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import EngineError
 from tools.engine_options import add_engine_options, connect
 from tools.failure import Failure
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     with connect(options, "drain") as engine:
-        num_open = engine.look(0).num_open
+        num_open = engine.get_status(0).num_open
         engine.drain()
         print(f"draining: finishing {num_open} open requests, refusing new ones", flush=True)
         if options.wait:
@@ -56,7 +56,7 @@ def _wait(engine: Engine, deadline: float) -> None:
     num_open = 0
     while time.monotonic() < deadline:
         try:
-            num_open = engine.look(0).num_open
+            num_open = engine.get_status(0).num_open
         except EngineError:
             return
         time.sleep(POLL_EVERY_S)

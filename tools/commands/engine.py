@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.config.engine import EngineConfig
 from protocol.config.serve import SoloConfig
 from protocol.config.worker import WorkerConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import EngineNotReady, ServingError
 from protocol.messages import Profiled
 from protocol.process_state import PROC, all_stats, families, name_of
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     directory = str(Path(options.directory).expanduser().absolute())
     try:
         with (
-            Engine(engine_address(server.port), name="profile", wait_s=WAIT_S) as engine,
+            Client(engine_address(server.port), name="profile", wait_s=WAIT_S) as engine,
             Sampler(server.pid) as sampler,
         ):
             profiled = engine.profile(options.steps, directory, wait_s=options.wait_s)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import EngineError
 from protocol.messages import Limits
 from protocol.sockets import engine_address
@@ -88,7 +88,7 @@ def _get_status(server: RunningServer, http: int | None, body: bytes) -> ServerS
                 architecture=engine.model.architecture,
                 dtype=engine.model.dtype,
                 limits=engine.limits,
-                stats=engine.look(0).stats,
+                stats=engine.get_status(0).stats,
             )
     except EngineError as error:
         return ServerStatus(pid=pid, url=server.url, ready=False, http=http, why=str(error))

@@ -10,7 +10,7 @@ from collections import deque
 
 import msgspec
 
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.errors import ServingError
 from protocol.messages import EngineStatus
 from protocol.session import PING_EVERY_S
@@ -71,7 +71,7 @@ def _once(engine: Engine, options: argparse.Namespace) -> str:
     """Return the state as text or JSON. It takes two views, because rates are differences."""
     before = engine.look(0)
     time.sleep(options.every_s)
-    view = engine.look(ALL_ROWS)
+    view = engine.get_status(ALL_ROWS)
     if options.json:
         facts = {"model": engine.model.name, "limits": engine.limits, "rates": rates(before, view)}
         return msgspec.json.encode({**facts, "view": view}).decode()

@@ -18,7 +18,7 @@ import requests
 import zmq
 
 from protocol import messages, sockets, steps
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.cluster_key import ClusterKey
 from protocol.messages import (
     AbortByLabel,
@@ -48,7 +48,7 @@ LAST = 1 << 40
 def engine_clients(count: int, seed: int) -> Outcome:
     """By a client. One more is there all the time, and gets its answers."""
     outcome = Outcome("engine, from clients")
-    with tiny_engine() as (program, address), Engine(address) as polite:
+    with tiny_engine() as (program, address), Client(address) as polite:
         before = wire_errors(address)
         with watched(outcome, lambda: program.process.pid) as is_warm:
             nonsense = Nonsense(messages.ToEngine, Random(seed), never=(Drain, Profile))
@@ -88,7 +88,7 @@ def wire_errors(address: str, key: ClusterKey | None = None) -> int:
     return pong.stats.num_wire_errors
 
 
-def answers_rightly(engine: Engine) -> None:
+def answers_rightly(engine: Client) -> None:
     bias = {7: 100.0}
     answer = engine.generate([3, 4], max_tokens=3, logit_bias=bias, ignore_eos=True)
     assert answer.tokens() == [7, 7, 7]
@@ -99,7 +99,7 @@ def engine_worker(count: int, seed: int) -> Outcome:
     the worker is another."""
     outcome = Outcome("engine, from strangers")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with tiny_engine() as (program, address), Engine(address) as polite:
+    with tiny_engine() as (program, address), Client(address) as polite:
         socket = sockets.connect_dealer(context, address + ".worker")
         before = wire_errors(address)
         with watched(outcome, lambda: program.process.pid) as is_warm:

@@ -17,7 +17,7 @@ from random import Random
 import zmq
 
 from protocol import messages
-from protocol.client import Engine
+from protocol.client import Client
 from protocol.cluster_key import ClusterKey, read_cluster_key, write_cluster_key
 from protocol.messages import Drain, Profile
 from tests.support.processes import eventually, free_port
@@ -56,7 +56,7 @@ def cluster(count: int, seed: int) -> Outcome:
         assert key is not None
         with (
             tiny_engine(address=address, cluster_key=path) as (program, _),
-            Engine(address, cluster_key=path) as polite,
+            Client(address, cluster_key=path) as polite,
         ):
             before = wire_errors(address, key)
             with watched(outcome, lambda: program.process.pid) as is_warm:

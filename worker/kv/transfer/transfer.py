@@ -192,7 +192,7 @@ class Transfer:
         if self._job.state is FetchJobState.FAILED:
             self._send(self._done(is_read=False))
         linger_ms = sockets.LINGER_MS if self._was_connected else 0
-        sockets.close_watched(self.socket, self.watcher, linger_ms=linger_ms)
+        sockets.close_monitored(self.socket, self.watcher, linger_ms=linger_ms)
         if self._job.state is FetchJobState.FAILED:
             return KVFailure(self._fetch.job, self._job.failure, self._job.reason)
         assert self._mover is not None
