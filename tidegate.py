@@ -16,7 +16,7 @@ def main() -> int:
         return 1
     troubles = check_rooms()
     for trouble in troubles:
-        print(f"tidegate: {trouble.said}; {REMEDY}", file=sys.stderr)
+        print(f"tidegate: {trouble.message}; {REMEDY}", file=sys.stderr)
     if any(trouble.is_fatal for trouble in troubles):
         return 1
     from tools.__main__ import main as run

@@ -22,7 +22,7 @@ from protocol import sockets
 from protocol.cluster_key import read_cluster_key
 from protocol.config.engine import EngineConfig
 from protocol.exit_codes import DRAINED, ExitCode
-from protocol.lifeline import hold_on
+from protocol.lifeline import attach_to_parent
 from protocol.log_lines import log_to_stderr
 
 log = logging.getLogger("engine_core")
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(config: EngineConfig) -> int:
     """Serve until drained or lost, and return the exit code."""
     wakeup = _signals()
-    parent = hold_on(signal.SIGTERM)
+    parent = attach_to_parent(signal.SIGTERM)
 
     def fail(cause: str, code: int) -> int:
         log.error("%s", cause)

@@ -21,7 +21,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.errors import WireError
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
-from protocol.process_state import is_stopped, num_oom_kills, why_killed
+from protocol.process_state import explain_kill, is_stopped, num_oom_kills
 from protocol.steps import FromWorker, Stop, ToWorker, WorkerFailed, WorkerReady
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class WorkerLink:
             env={**os.environ, **self._lifeline.environment},
             pass_fds=self._lifeline.child_ends,
         )
-        self._lifeline.handed()
+        self._lifeline.on_started()
         self.death = os.pidfd_open(self._process.pid)
 
     @property
@@ -120,7 +120,7 @@ class WorkerLink:
         code = self._process.wait()
         if code < 0:
             number = signal.Signals(-code)
-            why = why_killed(number, self._num_oom_kills)
+            why = explain_kill(number, self._num_oom_kills)
             return WorkerLost(f"the worker was killed by {number.name}" + (why and f": {why}"))
         is_specific = code in frozenset(ExitCode) and code not in (ExitCode.OK, ExitCode.FAILED)
         exit_code = ExitCode(code) if is_specific else ExitCode.WORKER_LOST

@@ -24,9 +24,9 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
-from protocol.lifeline import die_with_parent, hold_on
+from protocol.lifeline import attach_to_parent, die_with_parent
 
-_parent = hold_on(signal.SIGTERM)
+_parent = attach_to_parent(signal.SIGTERM)
 
 _config = msgspec.json.decode(os.environ.get("TIDEGATE_GATEWAY", "{}"), type=GatewayConfig)
 

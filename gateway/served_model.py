@@ -132,7 +132,7 @@ class ServedModel:
                 options.reasoning_format,
                 teachable=renderer.writes_no_tools,
             ),
-            defaults=options.default_sampling.over(usable_defaults(card.defaults)),
+            defaults=options.default_sampling.with_fallback(usable_defaults(card.defaults)),
             default_kwargs=options.template_kwargs,
             fingerprint=f"tidegate-{version()}-{card.digest[:8]}",
         )

@@ -1,15 +1,15 @@
-"""Keys of the HTTP API: the file they are kept in, what each may do, and how one is known again.
+"""Keys of the HTTP API: the file that stores them, their permissions, and how a key is checked.
 
-The file is TOML, one table per key, for people to read and change:
+The file is TOML, one table per key, for people to read and edit:
 
     [keys.alice]
-    digest = "a3f1..."               # of the key; the key itself is nowhere
+    digest = "a3f1..."               # of the key; the key itself is not stored
     scopes = ["inference"]
     requests_per_minute = 60
 
-A digest is a plain SHA-256 and not bcrypt, scrypt or the like. Slow hashes protect what people
-choose, which can be guessed; our keys are 256 random bits, which cannot, however fast the hash. And
-a slow hash per request would let anybody who has no key keep the server busy with wrong ones.
+A digest is a plain SHA-256, not bcrypt or scrypt. Slow hashes protect passwords, which can be
+guessed; our keys are 256 random bits, which cannot. And with a slow hash per request, anyone
+without a key could keep the server busy with wrong keys.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Scope = Literal["inference", "admin", "metrics"]
 ALL_SCOPES: frozenset[Scope] = frozenset(("inference", "admin", "metrics"))
 
 PREFIX = "tg-"
-"""Scanners for leaked secrets know a key by it."""
+"""Scanners for leaked secrets recognise a key by it."""
 SECRET_BYTES = 32
 MAX_KEY_LETTERS = 512
 MAX_FILE_BYTES = 8 << 20
 MAX_KEYS = 10_000
 UNSAFE_MODE = 0o022
-"""Who may write into the file may let himself in."""
+"""Anyone who can write to the file could add a key."""
 
 _DOMAIN = b"tidegate api key 1\0"
 _WORD = r"^[A-Za-z0-9_-]{1,64}$"
@@ -46,27 +46,36 @@ Name = Annotated[str, Meta(pattern=_WORD)]
 
 
 class KeyEntry(Config, frozen=True, kw_only=True, omit_defaults=True):
-    """What one key may do. Numbers: 0 is no limit of this key's own."""
+    """The permissions and limits of one key. 0: the key has no limit of its own."""
 
-    digest: Annotated[str, about("of the key", wiring=True, pattern=r"^[0-9a-f]{64}$")]
+    digest: Annotated[
+        str, about("SHA-256 digest of the key", wiring=True, pattern=r"^[0-9a-f]{64}$")
+    ]
     scopes: Annotated[
-        list[Scope], about("what it opens; repeat for several. Default: inference", min_length=1)
+        list[Scope],
+        about("permission of the key; repeat for several. Default: inference", min_length=1),
     ] = msgspec.field(default_factory=lambda: ["inference"])
-    requests_per_minute: Annotated[int, about("requests it may make", ge=0, le=1 << 30)] = 0
-    tokens_per_minute: Annotated[
-        int, about("tokens of prompts and answers it may use", ge=0, le=1 << 40)
+    requests_per_minute: Annotated[
+        int, about("most requests per minute; 0: no limit", ge=0, le=1 << 30)
     ] = 0
-    concurrency: Annotated[int, about("answers (n counts) that are made at once", ge=0)] = 0
-    max_n: Annotated[int, about("most choices (n) in one request", ge=0)] = 0
-    max_len: Annotated[int, about("most tokens of prompt and answer together", ge=0)] = 0
+    tokens_per_minute: Annotated[
+        int, about("most tokens of prompts and answers per minute; 0: no limit", ge=0, le=1 << 40)
+    ] = 0
+    concurrency: Annotated[
+        int, about("most answers (each of n counts) generated at once; 0: no limit", ge=0)
+    ] = 0
+    max_n: Annotated[int, about("most choices (n) in one request; 0: no limit", ge=0)] = 0
+    max_len: Annotated[
+        int, about("most tokens of prompt and answer together; 0: no limit", ge=0)
+    ] = 0
     priority: Annotated[
-        int, about("how far it may go before others: the least `priority` it may ask for", le=0)
+        int, about("lowest `priority` value that requests may set; lower values go first", le=0)
     ] = 0
     namespace: Annotated[
         str,
         about(
-            "keys of one namespace share cached prompts, and can measure each other's by the time "
-            "that answers take; default: a key shares with nobody",
+            "keys with the same namespace share cached prompts, so each can find out by timing "
+            "what others have sent. Default: shared with no other key",
             pattern=r"^[A-Za-z0-9_-]{0,64}$",
         ),
     ] = ""
@@ -81,24 +90,26 @@ def new_key() -> str:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for what can be no key's name."""
+    """Raise ValueError if `name` cannot be the name of a key."""
     if not re.fullmatch(_WORD, name):
         raise ValueError(f"{name!r}: a name is 1 to 64 letters, digits, - and _")
 
 
 def check_key(key: str) -> None:
-    """Raises ValueError, without the key, for what no header can carry."""
+    """Raise ValueError, without showing the key, if no HTTP header can carry it."""
     if not _KEY.fullmatch(key):
         raise ValueError(f"a key is 1 to {MAX_KEY_LETTERS} printable ASCII letters without spaces")
 
 
 def digest_of(key: str) -> str:
-    """64 hex digits. The domain keeps it apart from digests of the same text made elsewhere."""
+    """Return 64 hex digits. The prefix _DOMAIN separates them from other digests of the same
+    text.
+    """
     return hashlib.sha256(_DOMAIN + key.encode()).hexdigest()
 
 
 def parse(text: str) -> dict[str, KeyEntry]:
-    """Keys by name. Raises ValueError, in one line, that says where it is wrong."""
+    """Return the keys by name. Raises ValueError, in one line, which says what is wrong."""
     try:
         keys = msgspec.toml.decode(text, type=_File).keys
     except msgspec.DecodeError as error:
@@ -113,7 +124,9 @@ def parse(text: str) -> dict[str, KeyEntry]:
 
 
 def read_text(path: str) -> str:
-    """What the file holds. Raises ValueError where it cannot be read, or others may write it."""
+    """Return the content of the file. Raises ValueError if it cannot be read, or others can write
+    to it.
+    """
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
@@ -121,17 +134,17 @@ def read_text(path: str) -> str:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(info.st_mode) or info.st_mode & UNSAFE_MODE:
-        raise ValueError(f"{path}: others may write into it (chmod go-w {path})")
+        raise ValueError(f"{path}: other users can write to it (chmod go-w {path})")
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"{path}: more than {MAX_FILE_BYTES:,} bytes")
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is no text") from None
+        raise ValueError(f"{path}: not a text file") from None
 
 
 def read(path: str) -> dict[str, KeyEntry]:
-    """Keys by name. Raises ValueError, in one line."""
+    """Return the keys of the file by name. Raises ValueError, in one line."""
     text = read_text(path)
     try:
         return parse(text)

@@ -1,8 +1,8 @@
 """Typed, shaped views of raw bytes: how arrays of numbers cross a process boundary.
 
-An `Array` carries a buffer and a shape; its class is its dtype, so a message field declared `Int32`
-refuses floats at decoding time. No arithmetic happens here: the engine reads lists, the worker
-wraps the buffer with `torch.frombuffer`. All items are little-endian, rows are C-contiguous.
+An `Array` has a buffer and a shape. Its class is its dtype, so a message field declared `Int32`
+refuses floats when decoded. There is no arithmetic: the engine reads lists, the worker wraps the
+buffer with `torch.frombuffer`. Items are little-endian, rows are C-contiguous.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MAX_DIMS = 4
 
 
 class Array:
-    """A flat buffer of one dtype and its shape. Immutable by convention; equality is by value.
+    """A flat buffer of one dtype and its shape. Immutable by convention; compared by value.
 
     `data` is any C-contiguous buffer of `prod(shape) * itemsize` bytes.
-    Raises ValueError when the sizes disagree.
+    Raises ValueError if the sizes differ.
     """
 
     __slots__ = ("data", "shape")
@@ -50,12 +50,12 @@ class Array:
     def of(cls, values: Iterable[float], shape: Sequence[int] | None = None) -> Self:
         """Copy `values`, in row order.
 
-        Raises OverflowError or TypeError on a value of another type.
+        Raises OverflowError or TypeError if a value has the wrong type.
         """
         return cls(array(cls.typecode, values), shape)
 
     def tolist(self) -> list[Any]:
-        """All items, flat, in row order."""
+        """Return all items, flat, in row order."""
         if not self.data.nbytes:
             return []
         # Typed for codes that are literals only.
@@ -63,7 +63,7 @@ class Array:
         return values
 
     def __len__(self) -> int:
-        """Rows, as for a numpy array."""
+        """Return the number of rows, as numpy does."""
         return self.shape[0]
 
     def __eq__(self, other: object) -> bool:
@@ -91,7 +91,7 @@ class Float32(Array):
 
 
 class UInt8(Array):
-    """Flags and masks, 0 or 1 an item; or bytes of anything."""
+    """Flags and masks, 0 or 1 per item; or raw bytes."""
 
     __slots__ = ()
     typecode = "B"

@@ -1,8 +1,7 @@
-"""What is measured of a worker's steps, and what was found: between a tool and the worker's room.
+"""Messages between `tidegate bench step` and the worker process that measures its steps.
 
 The tool starts `python -m worker.debug.benchmark --config JSON` (a StepBench) and reads one JSON
-object a line from it: a `StepBenchReady`, then a `StepTiming` for each step asked for, in their
-order.
+object per line from it: a `StepBenchReady`, then a `StepTiming` for each kind of step, in order.
 """
 
 from __future__ import annotations
@@ -15,46 +14,46 @@ from protocol.config.base import Config, about
 from protocol.config.worker import WorkerConfig
 
 PARTS = ("linears", "attention", "head", "sampling", "other layers", "overhead")
-"""Of a step, in the order in which they are shown. The step is their sum.
+"""Parts of a step, in display order. Their sum is the step.
 
 linears       the matrix products of the layers
 attention     reading the cache, and writing this step's keys and values to it
 head          the final norm and the logits
-sampling      from logits to tokens that can be told
-other layers  of the forward pass, all the rest: norms, rotation, activations, embeddings
+sampling      from logits to sampled tokens on the host
+other layers  the rest of the forward pass: norms, rotation, activations, embeddings
 overhead      before the forward pass: the plan, slots, this step's tensors
 """
 
 
 class StepBench(Config, frozen=True, kw_only=True):
-    """Which steps are timed: every batch size with every context length."""
+    """The steps to time: every batch size with every context length."""
 
-    worker: Annotated[WorkerConfig, about("the worker that is measured", wiring=True)]
+    worker: Annotated[WorkerConfig, about("config of the worker to measure", wiring=True)]
     batch: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=1, le=4096)], ...],
-        about("requests in the step, each with one token (--new-tokens: with so many)"),
+        about("requests in the step, each with --new-tokens tokens"),
     ] = (1, 8, 32)
     context: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 24)], ...],
-        about("tokens of each request that are in the cache already"),
+        about("tokens of each request that are in the KV cache already"),
     ] = (128, 1024)
     new_tokens: Annotated[
-        int, about("tokens computed per request: 1 is decoding, more is a prompt", ge=1, le=1 << 16)
+        int, about("tokens computed per request; 1: decode, more: prefill", ge=1, le=1 << 16)
     ] = 1
     steps: Annotated[int, about("timed steps of each kind", ge=1, le=1 << 16)] = 20
-    warm_up: Annotated[int, about("steps of each kind before them", ge=0, le=1 << 16)] = 3
+    warm_up: Annotated[int, about("untimed steps of each kind before them", ge=0, le=1 << 16)] = 3
     sampling: Annotated[
         Literal["greedy", "nucleus"],
-        about("how tokens are chosen; nucleus: temperature 1, top_p 0.9"),
+        about("sampling method; nucleus: temperature 1, top_p 0.9"),
     ] = "greedy"
 
     def __post_init__(self) -> None:
         if not self.batch or not self.context:
-            raise ValueError("batch and context take at least one number each")
+            raise ValueError("batch and context need at least one number each")
 
 
 class StepBenchReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """What is about to be measured; `phases`: seconds of the start."""
+    """The setup that is about to be measured. phases: seconds of each start-up phase."""
 
     model: str
     dtype: str
@@ -64,11 +63,12 @@ class StepBenchReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class StepTiming(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """One kind of step. Times are of whole steps, as nobody watched them.
+    """Times of one kind of step. They are of whole steps, timed without looking at their parts.
 
-    step_s     the median;  best_s, p90_s  the fastest, and what one in ten is slower than
-    watched_s  the median of further steps whose parts were timed: the difference is what that cost
-    parts_s    of these, the mean of each of PARTS
+    step_s     median
+    best_s, p90_s   fastest step, and 90th percentile
+    watched_s  median of further steps whose parts were timed; the difference is the cost of timing
+    parts_s    mean of each of PARTS in these further steps
     """
 
     batch: int

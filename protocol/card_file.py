@@ -1,4 +1,4 @@
-"""A model's card in a file: what a gateway without an engine knows of its model.
+"""A model card in a file, for a gateway without an engine.
 
 Written by the worker's room, which reads model files; read by a gateway.
 """
@@ -13,7 +13,7 @@ from protocol.model_card import ModelCard
 
 
 class CardFile(msgspec.Struct, frozen=True, kw_only=True):
-    """max_len  tokens of prompt and answer together, as whoever generates allows them"""
+    """The content of the file. max_len: most tokens of prompt and answer together."""
 
     card: ModelCard
     max_len: int
@@ -24,10 +24,10 @@ def write(path: str | Path, content: CardFile) -> None:
 
 
 def read(path: str | Path) -> CardFile:
-    """Raises ValueError where the file is missing or is no such file."""
+    """Read a card file. Raises ValueError if it is missing or malformed."""
     try:
         return msgspec.msgpack.decode(Path(path).read_bytes(), type=CardFile)
     except OSError as error:
         raise ValueError(f"cannot read the card {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} holds no model card: {error}") from None
+        raise ValueError(f"{path} is not a model card: {error}") from None

@@ -1,9 +1,10 @@
-"""Who computes on which device: a GPU is one worker's, unless all who take it say that they share.
+"""Device locks: a GPU belongs to one worker, unless all workers on it share it.
 
-A device has a folder, beside the run directories of this user's servers. `lock` in it is locked by
-who has the device: exclusively, or shared with others that share. Each holder has a file of its
-own there, locked too, that says who it is. The kernel drops both locks with the process, however it
-ends; nobody inherits them. What a killed one has left is cleared by the next.
+Each device has a directory next to the run directories of this user's servers. Its file `lock` is
+locked by the holder: exclusively, or shared with others that share the device. Each holder also
+has a locked file of its own there, which describes it. The kernel releases both locks when the
+process ends, however it ends; children do not inherit them. Files left by a killed process are
+removed by the next one.
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ from protocol.errors import EngineError
 from protocol.process_state import is_ending
 from protocol.sockets import make_private, run_directory
 
-LOCK = "lock"
-WHO = ".holder"
-PATIENCE_S = 5.0
-"""Whoever has the device and is about to end, or has not said yet who it is, is waited for."""
-LOOK_AGAIN_S = 0.05
+LOCK_FILE = "lock"
+HOLDER_SUFFIX = ".holder"
+WAIT_S = 5.0
+"""Time to wait for a holder that is about to end, or has not written its file yet."""
+POLL_S = 0.05
 
 
 class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """place: its run directory's name, which is a server's port; since: seconds since 1970; shares:
-    others may have the device, too, if they share it"""
+    """A process that uses a device.
+
+    place    name of its run directory: the port of its server, or "engine-" and a hash
+    since    seconds since 1970
+    shares   whether others may use the device too, if they share it
+    """
 
     pid: int
     place: str
@@ -41,28 +46,28 @@ class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
     shares: bool = False
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.since))
         where = f"on port {self.place}" if self.place.isdigit() else f"as {self.place}"
         shared = ", shared" if self.shares else ""
         return f"pid {self.pid} ({self.model} {where}, since {when} UTC{shared})"
 
 
-class DeviceTaken(EngineError):
-    """The message names who has it, and what can be done."""
+class DeviceInUse(EngineError):
+    """The device is in use. The message names the holders and what to do."""
 
     code = "device_in_use"
 
 
-class Claim:
-    """A device that is ours until this is closed, or we end."""
+class DeviceClaim:
+    """Holds a device until it is closed, or this process ends."""
 
-    def __init__(self, lock: int, who: int, name: Path) -> None:
-        self._descriptors = (lock, who)
-        self._name = name
+    def __init__(self, lock: int, holder_file: int, path: Path) -> None:
+        self._descriptors = (lock, holder_file)
+        self._path = path
 
     def close(self) -> None:
-        self._name.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
         for descriptor in self._descriptors:
             os.close(descriptor)
 
@@ -79,34 +84,37 @@ class Claim:
 
 
 def directory(base: Path | None = None) -> Path:
-    """Of all devices, beside the run directories that lie in `base`; not created."""
+    """Return the directory of all devices, next to the run directories in `base`. It is not
+    created.
+    """
     return (base or run_directory(0).parent) / "devices"
 
 
-def take(base: Path, device: str, holder: DeviceHolder) -> Claim:
-    """Raises DeviceTaken; OSError where there can be no such folder. `device`: a name for it that
-    all who could take it agree on."""
+def claim_device(base: Path, device: str, holder: DeviceHolder) -> DeviceClaim:
+    """Lock `device`, a name that all processes on this machine agree on. Raises DeviceInUse, or
+    OSError if the directory cannot be used.
+    """
     folder = base / device
     make_private(base)
     make_private(folder)
-    lock = _open(folder / LOCK, os.O_CREAT)
+    lock = _open(folder / LOCK_FILE, os.O_CREAT)
     try:
-        _lock(lock, folder, holder)
-        _clear(folder)
-        return Claim(lock, *_sign(folder, holder))
+        _wait_for_lock(lock, folder, holder)
+        _remove_stale(folder)
+        return DeviceClaim(lock, *_write_holder(folder, holder))
     except BaseException:
         os.close(lock)
         raise
 
 
-def holders(folder: Path) -> list[DeviceHolder]:
-    """Who has the device of this folder, as they have said; oldest first."""
+def read_holders(folder: Path) -> list[DeviceHolder]:
+    """Return the current holders of the device with this directory, oldest first."""
     found = []
-    for path in folder.glob(f"*{WHO}"):
+    for path in folder.glob(f"*{HOLDER_SUFFIX}"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             descriptor = _open(path)
             try:
-                if not _is_free(descriptor, fcntl.LOCK_SH):
+                if not _try_lock(descriptor, fcntl.LOCK_SH):
                     found.append(
                         msgspec.json.decode(os.pread(descriptor, 1 << 16, 0), type=DeviceHolder)
                     )
@@ -115,38 +123,41 @@ def holders(folder: Path) -> list[DeviceHolder]:
     return sorted(found, key=lambda holder: (holder.since, holder.pid))
 
 
-def held(base: Path) -> dict[str, list[DeviceHolder]]:
-    """Of each device that anybody has."""
+def holders_by_device(base: Path) -> dict[str, list[DeviceHolder]]:
+    """Return the holders of each device in use."""
     folders = sorted(base.iterdir()) if base.is_dir() else []
-    return {folder.name: found for folder in folders if (found := holders(folder))}
+    return {folder.name: found for folder in folders if (found := read_holders(folder))}
 
 
-def _lock(lock: int, folder: Path, holder: DeviceHolder) -> None:
-    until = time.monotonic() + PATIENCE_S
-    before: list[DeviceHolder] = []
-    while not _is_free(lock, fcntl.LOCK_SH if holder.shares else fcntl.LOCK_EX):
-        found = holders(folder)
-        stay = [other for other in found if not is_ending(other.pid)]
-        if (stay and stay == before) or time.monotonic() > until:  # seen twice: it is no accident
-            raise DeviceTaken(_taken(folder.name, stay or found))
-        before = stay
-        time.sleep(LOOK_AGAIN_S)
+def _wait_for_lock(lock: int, folder: Path, holder: DeviceHolder) -> None:
+    until = time.monotonic() + WAIT_S
+    previous: list[DeviceHolder] = []
+    while not _try_lock(lock, fcntl.LOCK_SH if holder.shares else fcntl.LOCK_EX):
+        found = read_holders(folder)
+        remaining = [other for other in found if not is_ending(other.pid)]
+        # Seen twice, the same holders are not just ending.
+        if (remaining and remaining == previous) or time.monotonic() > until:
+            raise DeviceInUse(_in_use_message(folder.name, remaining or found))
+        previous = remaining
+        time.sleep(POLL_S)
 
 
-def _taken(device: str, found: list[DeviceHolder]) -> str:
-    whose = " and ".join(holder.told for holder in found) or "another process"
-    are_sharing = bool(found) and all(holder.shares for holder in found)
-    share = "share it" if are_sharing else "let both share it"
+def _in_use_message(device: str, found: list[DeviceHolder]) -> str:
+    users = " and ".join(holder.description for holder in found) or "another process"
+    all_share = bool(found) and all(holder.shares for holder in found)
+    share = "share it" if all_share else "let both share it"
     return (
-        f"device {device} is in use by {whose}; stop that (tidegate ps), take another GPU "
+        f"device {device} is in use by {users}; stop it (tidegate ps), use another GPU "
         f"(--device cuda:N), or {share} (--share-device)"
     )
 
 
-def _sign(folder: Path, holder: DeviceHolder) -> tuple[int, Path]:
-    """Say who has it. Somebody may clear the new file away before it is locked: then another."""
+def _write_holder(folder: Path, holder: DeviceHolder) -> tuple[int, Path]:
+    """Write and lock the holder's file. Another process may remove the new file before it is
+    locked; then write another.
+    """
     while True:
-        path = folder / f"{holder.pid}-{secrets.token_hex(4)}{WHO}"
+        path = folder / f"{holder.pid}-{secrets.token_hex(4)}{HOLDER_SUFFIX}"
         descriptor = _open(path, os.O_CREAT | os.O_EXCL)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
@@ -155,12 +166,12 @@ def _sign(folder: Path, holder: DeviceHolder) -> tuple[int, Path]:
         os.close(descriptor)
 
 
-def _clear(folder: Path) -> None:
-    """What those have left who are gone."""
-    for path in folder.glob(f"*{WHO}"):
+def _remove_stale(folder: Path) -> None:
+    """Remove the files of processes that have ended."""
+    for path in folder.glob(f"*{HOLDER_SUFFIX}"):
         with contextlib.suppress(OSError):
             descriptor = _open(path)
-            if _is_free(descriptor, fcntl.LOCK_EX):
+            if _try_lock(descriptor, fcntl.LOCK_EX):
                 path.unlink()
             os.close(descriptor)
 
@@ -169,10 +180,10 @@ def _open(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
 
 
-def _is_free(descriptor: int, how: int) -> bool:
-    """And locked now."""
+def _try_lock(descriptor: int, mode: int) -> bool:
+    """Lock the file without waiting. Return False if it is locked by another process."""
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

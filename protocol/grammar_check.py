@@ -1,5 +1,5 @@
-"""Whether a grammar is within its bounds: what is too large, empty or refers to nothing is refused
-before anybody works on it, in one line that says what is wrong.
+"""Checks the bounds of a grammar before it is compiled. Errors are one line and name the
+problem.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from protocol.grammar import (
 )
 
 MAX_GRAMMAR_CHARS = 512 << 10
-"""Of all texts of a grammar together: schemas, choices, markers."""
+"""Total of all texts of a grammar: schemas, choices, markers."""
 MAX_SYNTAX_CHARS = 64 << 10
-"""Of one regular expression, or of one grammar in Lark or GBNF."""
+"""In one regular expression, or in one grammar in Lark or GBNF."""
 MAX_CHOICES = 4096
 MAX_SCHEMAS = 1024
 MAX_TAGS = 1024
 MAX_FORMS = 16_384
-"""In all rules of one grammar together."""
+"""Total of all rules of one grammar."""
 MAX_FORM_DEPTH = 64
 MAX_MARKERS = 32
-"""Of a budget; each is looked for in every token."""
+"""In a thinking budget; every token is checked against each of them."""
 MAX_MARKER_CHARS = 256
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises InvalidRequest for what is empty where it must not be, or beyond the bounds above."""
+    """Raise InvalidRequest if a part is empty that must not be, or beyond the bounds above."""
     if grammar.thinking is not None:
         _check_thinking(grammar.thinking)
     if grammar.budget is not None:
@@ -70,7 +70,7 @@ def check_grammar(grammar: Grammar) -> None:
         case ChoiceGrammar(choices=choices):
             _check_size("choices", len(choices), MAX_CHOICES)
         case Lark(schemas=schemas):
-            _check_size("schemas", len(schemas), MAX_SCHEMAS, least=0)
+            _check_size("schemas", len(schemas), MAX_SCHEMAS, min_size=0)
         case Structural(triggers=triggers, tags=tags):
             _check_structural(triggers, tags)
         case Rules():
@@ -78,7 +78,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def forms_of(rules: Rules) -> Iterator[Form]:
-    """Every form of all rules. Raises InvalidRequest where they are nested too deeply."""
+    """Yield every form of all rules. Raises InvalidRequest if they are nested too deeply."""
     waiting = [(form, 1) for form in (rules.start, *rules.rules.values())]
     while waiting:
         form, depth = waiting.pop()
@@ -110,28 +110,28 @@ def _texts(body: Body) -> list[str]:
 
 def _check_thinking(thinking: Thinking) -> None:
     if not thinking.closes:
-        raise _invalid("has thinking without a marker that closes it")
+        raise _invalid("has thinking without a closing marker")
     if not thinking.opens and not thinking.inside:
-        raise _invalid("has thinking that nothing opens")
+        raise _invalid("has thinking without an opening marker")
 
 
 def _check_budget(budget: ThinkingBudget) -> None:
-    _check_size("markers of thinking", len(budget.closes) + len(budget.opens), MAX_MARKERS)
+    _check_size("thinking markers", len(budget.closes) + len(budget.opens), MAX_MARKERS)
     if budget.most < 0:
-        raise _invalid(f"has a budget of {budget.most} tokens of thinking")
+        raise _invalid(f"has a thinking budget of {budget.most} tokens")
     if not budget.closes or not all((*budget.closes, *budget.opens)):
-        raise _invalid("has a budget for thinking without a marker that closes it")
+        raise _invalid("has a thinking budget without a closing marker")
     if not budget.opens and not budget.inside:
-        raise _invalid("has a budget for thinking that nothing opens")
+        raise _invalid("has a thinking budget without an opening marker")
     if (longest := max(map(len, (*budget.closes, *budget.opens)))) > MAX_MARKER_CHARS:
         raise _invalid(f"has a marker of {longest:,} characters; the limit is {MAX_MARKER_CHARS}")
 
 
 def _check_free(grammar: Grammar) -> None:
     if grammar.budget is None:
-        raise _invalid("has neither a body nor a budget for thinking")
+        raise _invalid("has neither a body nor a thinking budget")
     if grammar.thinking or grammar.before or grammar.after or grammar.calls:
-        raise _invalid("has no body, and so nothing that could stand around it, or instead of it")
+        raise _invalid("has no body, but thinking, before, after or calls, which need one")
 
 
 def _check_structural(triggers: list[str], tags: list[Tag]) -> None:
@@ -141,7 +141,7 @@ def _check_structural(triggers: list[str], tags: list[Tag]) -> None:
         raise _invalid("has an empty trigger")
     for trigger in triggers:
         if not any(tag.begin.startswith(trigger) for tag in tags):
-            raise _invalid(f"has no tag that begins with the trigger {trigger!r}")
+            raise _invalid(f"has no tag that starts with the trigger {trigger!r}")
     for tag in tags:
         if not any(tag.begin.startswith(trigger) for trigger in triggers):
             raise _invalid(f"has no trigger for the tag {tag.begin!r}")
@@ -158,7 +158,7 @@ def _form_text(form: Form) -> str:
 
 def _check_rules(rules: Rules) -> None:
     _check_size("forms", sum(1 for _ in forms_of(rules)), MAX_FORMS)
-    _check_size("schemas", len(rules.schemas), MAX_SCHEMAS, least=0)
+    _check_size("schemas", len(rules.schemas), MAX_SCHEMAS, min_size=0)
     for form in forms_of(rules):
         match form:
             case Json(name) if name not in rules.schemas:
@@ -166,17 +166,17 @@ def _check_rules(rules: Rules) -> None:
             case GrammarRule(name) if name not in rules.rules:
                 raise _invalid(f"has no rule {name!r}")
             case Until(""):
-                raise _invalid("has text that nothing ends")
+                raise _invalid("has an until form with an empty end")
             case Either([]):
-                raise _invalid("has a choice of nothing")
+                raise _invalid("has an either form without options")
             case Repeat(_, least, most) if least < 0 or (most is not None and most < max(least, 1)):
-                raise _invalid(f"has something repeated from {least} to {most} times")
+                raise _invalid(f"has a form repeated from {least} to {most} times")
 
 
-def _check_size(what: str, size: int, most: int, *, least: int = 1) -> None:
-    if not least <= size <= most:
-        raise _invalid(f"has {size:,} {what}; it must have from {least} to {most:,}")
+def _check_size(items: str, size: int, max_size: int, *, min_size: int = 1) -> None:
+    if not min_size <= size <= max_size:
+        raise _invalid(f"has {size:,} {items}; it must have from {min_size} to {max_size:,}")
 
 
-def _invalid(what: str) -> InvalidRequest:
-    return InvalidRequest(f"the grammar {what}", param="grammar")
+def _invalid(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"the grammar {problem}", param="grammar")

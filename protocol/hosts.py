@@ -1,4 +1,4 @@
-"""Which addresses only this machine reaches."""
+"""Checks for addresses that only this machine can reach."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody outside this machine can reach who listens on `host`, or is who speaks from
-    it. A name other than localhost may lead anywhere."""
+    """Whether `host` can be reached only from this machine. Names other than localhost count as not
+    loopback, since they may resolve to any address.
+    """
     name = host.strip("[]").rstrip(".").lower()
     return name == "localhost" or (is_address(name) and ipaddress.ip_address(name).is_loopback)
 

@@ -1,4 +1,4 @@
-"""Log lines: one format for all processes, as text for people or as JSON, one object per line."""
+"""Log lines: one format for all processes, as text or as JSON with one object per line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import msgspec
 
 LogStyle: TypeAlias = Literal["text", "color", "json"]
 FIELDS = "fields"
-"""Attribute of a log record: the members of its JSON line, in place of a message."""
+"""Attribute of a log record that holds the fields of its JSON line, in place of a message."""
 
 _COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LineFormatter(logging.Formatter):
-    """Formats the log of one process, such as `13:05:12 engine[41] INFO drained, by a signal`.
+    """Formats the log lines of one process, such as `13:05:12 engine[41] INFO drained, by a
+    signal`.
 
-    process     its name; the pid is added
-    exceptions  formats exceptions
+    process     name of the process; the pid is added
+    exceptions  formatter for exceptions
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class _JsonLine(msgspec.Struct):
 
 
 def without_style(line: str) -> str:
-    """Return level and message of a JSON line, and any other line without its colours."""
+    """Return "LEVEL message" for a JSON line, and any other line without its colours."""
     try:
         found = msgspec.json.decode(line, type=_JsonLine)
         return f"{found.level} {found.message}"
@@ -79,7 +80,7 @@ def without_style(line: str) -> str:
 
 
 def log_to_stderr(process: str, style: LogStyle = "text") -> None:
-    """Set up the log of this process; a later call replaces the earlier one."""
+    """Configure this process's log. A later call replaces an earlier one."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(process, style))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

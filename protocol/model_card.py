@@ -1,6 +1,6 @@
-"""What the engine tells every client about the model it serves.
+"""The model card: what the engine sends to every client about the model it serves.
 
-The worker alone opens model files and fills the card; the engine hands it on at the handshake. So a
+Only the worker opens model files and fills the card; the engine sends it at the handshake. So a
 gateway needs no model files, imports neither torch nor transformers, and can run on another
 machine.
 """
@@ -15,10 +15,10 @@ from protocol.sampling import SamplingParams
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Sampling parameters for requests that do not set them; None leaves a parameter open.
+    """Sampling parameters for requests that do not set them; None leaves a parameter unset.
 
-    The card's are the model's own: of its generation_config or GGUF metadata, or recommended for it
-    by the catalogue. A gateway may override them.
+    The card has the model's own defaults, from generation_config, GGUF metadata or the catalogue. A
+    gateway may override them.
     """
 
     temperature: float | None = None
@@ -29,16 +29,16 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
 
-    def over(self, weaker: SamplingDefaults) -> SamplingDefaults:
-        """Return these defaults, with those of `weaker` for the parameters left open here."""
-        return SamplingDefaults(**(weaker._said() | self._said()))
+    def with_fallback(self, fallback: SamplingDefaults) -> SamplingDefaults:
+        """Return these defaults, with those of `fallback` for unset parameters."""
+        return SamplingDefaults(**(fallback._set_values() | self._set_values()))
 
-    def in_effect(self) -> dict[str, float]:
+    def effective_values(self) -> dict[str, float]:
         """Return the value of each parameter in a request that sets none of them."""
-        said = self._said()
-        return {name: said.get(name, getattr(_NEUTRAL, name)) for name in self.__struct_fields__}
+        values = self._set_values()
+        return {name: values.get(name, getattr(_NEUTRAL, name)) for name in self.__struct_fields__}
 
-    def _said(self) -> dict[str, Any]:
+    def _set_values(self) -> dict[str, Any]:
         values = msgspec.structs.asdict(self)
         return {name: value for name, value in values.items() if value is not None}
 
@@ -47,8 +47,9 @@ _NEUTRAL = SamplingParams()
 
 
 def sampling_defaults(text: str) -> SamplingDefaults:
-    """Parse a JSON object of sampling defaults; "" is an empty one. Raise ValueError, naming the
-    member that is unknown or out of bounds."""
+    """Parse a JSON object of sampling defaults; "" is an empty one. Raises ValueError, which names
+    the member that is unknown or out of bounds.
+    """
     if not text:
         return SamplingDefaults()
     try:
@@ -67,36 +68,34 @@ def sampling_defaults(text: str) -> SamplingDefaults:
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Everything about a model that a process without its files must know.
+    """Everything about a model that a process without its files needs."""
 
-    name               what the model calls itself, or the stem of its path: the default served name
-    architecture       the model family, as Hugging Face spells it: "LlamaForCausalLM"
-    digest             hex; equal for equal weights and tokenizer, part of every prefix-cache hash
-    context_tokens     what the model was made for; a server may allow less (Limits.max_len)
-    tokenizer          tokenizer.json of Hugging Face `tokenizers`, as bytes
-    chat_template      Jinja source, or None where the model has none
-    tool_use_template  the one for conversations with tools, if the model has another for them
-    response_template  JSON in which the checkpoint describes its own answers, or None
-    special_tokens     the names templates use -> text: {"bos_token": "<s>", "eos_token": ...}
-    eos_token_ids      any of them ends an answer
-    dtype              of the weights in memory: "bfloat16" or "float32"
-    """
-
+    #: The model's own name, or the stem of its path: the default served name.
     name: str
+    #: The model family, as Hugging Face spells it: "LlamaForCausalLM".
     architecture: str
+    #: Hex; equal for equal weights and tokenizer. Part of every prefix-cache hash.
     digest: str
     vocab_size: int
+    #: The context length the model was made for; a server may allow less (Limits.max_len).
     context_tokens: int
+    #: tokenizer.json of Hugging Face `tokenizers`, as bytes.
     tokenizer: bytes
+    #: Each of them ends an answer.
     eos_token_ids: list[int]
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    #: Name in templates -> text: {"bos_token": "<s>", "eos_token": ...}.
     special_tokens: dict[str, str] = {}
+    #: Jinja source; None if the model has none.
     chat_template: str | None = None
+    #: JSON in which the checkpoint describes the format of its answers, or None.
     response_template: str | None = None
     defaults: SamplingDefaults = SamplingDefaults()
+    #: Of the weights in memory: "bfloat16" or "float32".
     dtype: str = "float32"
     num_parameters: int = 0
     weights_bytes: int = 0
     license: str | None = None
+    #: Template for conversations with tools, if the model has a separate one.
     tool_use_template: str | None = None

@@ -1,7 +1,7 @@
-"""Facts about a model, known before a server starts.
+"""Facts about a model that are known before a server starts.
 
 `python -P -m worker.startup.preflight` writes them as JSON for `tidegate serve`, `tidegate
-engine` and `tidegate doctor`. Nothing of it is written back into a config.
+engine` and `tidegate doctor`. They are never written back into a config.
 """
 
 from __future__ import annotations
@@ -14,38 +14,37 @@ GIB = 1 << 30
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in the memory of one worker, by the headers of its files; no weight has been read.
-
-    context_tokens   the model's own limit; window: the attention window that makes it this short
-    max_len          tokens that one request may have
-    weights_bytes    in the form that they have after loading, draft model included
-    kv_bytes         of the K/V cache
-    work_bytes       of the processes and of a step
-    tier_bytes       of the host memory for blocks that the cache has dropped
-    free_bytes       of the device, or of this container
-    expanded         quantised types of the files whose weights are expanded to `dtype`
-    """
+    """The memory that a model needs on one worker, estimated from the headers of its files."""
 
     name: str
     architecture: str
     device: str
     dtype: str
+    #: The model's own limit.
     context_tokens: int
+    #: Most tokens of one request, prompt and answer together.
     max_len: int
+    #: Size of the weights after loading, including the draft model.
     weights_bytes: int
+    #: Size of the KV cache.
     kv_bytes: int
+    #: Memory of the processes and of a step.
     work_bytes: int
+    #: Free memory of the device, or of this container.
     free_bytes: int
+    #: Host memory for blocks that the cache has dropped.
     tier_bytes: int = 0
+    #: The attention window, if it limits `context_tokens`.
     window: int | None = None
+    #: Quantised types in the files whose weights are expanded to `dtype`.
     expanded: list[str] = []
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
-    """plans: one for each worker; none if there is an `error`, whose `remedy` says what to do.
+    """The plans, one per worker; or an `error`, and in `remedy` what to do about it.
 
-    is_memory   there is too little of it; otherwise the model or an option is at fault
-    card        what the files of the first worker's model say of text; None if there is an `error`
+    is_memory   the error is a lack of memory; otherwise the model or an option is at fault
+    card        the text-related part of the first model's card; None if there is an `error`
     """
 
     plans: list[ModelPlan] = []

@@ -1,6 +1,6 @@
-"""What the kernel tells of the processes of this machine.
+"""The state of this machine's processes, read from /proc.
 
-`proc` is where it tells that; a process may be gone by the time one asks for it.
+A parameter `proc` is the path of /proc. A process may be gone at any time.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ from typing import NamedTuple
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 STOPPED = "T"
-"""By a signal; "t", which a debugger's look makes of it for a moment, is none of ours."""
+"""State of a process stopped by a signal. State "t", stopped by a debugger, is not included."""
 ZOMBIE = "Z"
-"""It has ended, and only waits to be counted."""
+"""State of a process that has ended and was not reaped yet."""
 ENDING = 0x4 | 0x400
-"""The kernel's PF_EXITING and PF_SIGNALED."""
+"""The kernel's flags PF_EXITING and PF_SIGNALED."""
 PENDING = ("SigPnd:", "ShdPnd:")
-"""In a process's status: signals that it was sent and has not noticed yet, a bit each."""
+"""Lines of /proc/PID/status with the bit masks of pending signals."""
 
 
-class Stat(NamedTuple):
-    """state: a letter; started: ticks since the boot; cpu_s: what it has used, in seconds; flags:
-    the kernel's"""
+class ProcessStat(NamedTuple):
+    """The state of one process.
+
+    state     a letter
+    started   clock ticks between boot and its start
+    cpu_s     CPU seconds used
+    flags     the kernel's flags
+    """
 
     state: str
     parent: int
@@ -36,35 +41,35 @@ class Stat(NamedTuple):
     flags: int
 
 
-def stat_of(pid: int, proc: Path = PROC) -> Stat | None:
-    """None of one that is gone, and where nobody can tell."""
+def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
+    """Return the state of a process; None if it is gone, or without /proc."""
     try:
         text = (proc / str(pid) / "stat").read_text()
     except OSError:
         return None
-    # Behind the name, which may hold anything.
+    # The fields follow the name, which may contain anything.
     state, parent, *fields = text.rpartition(")")[2].split()
     ticks = int(fields[9]) + int(fields[10])
     cpu_s = ticks / os.sysconf("SC_CLK_TCK")
-    return Stat(state, int(parent), int(fields[17]), cpu_s, int(fields[4]))
+    return ProcessStat(state, int(parent), int(fields[17]), cpu_s, int(fields[4]))
 
 
-def all_stats(proc: Path = PROC) -> dict[int, Stat]:
-    """Of all processes, by number."""
+def read_all_stats(proc: Path = PROC) -> dict[int, ProcessStat]:
+    """Return pid -> state of all processes."""
     pids = sorted(int(path.name) for path in proc.glob("[0-9]*"))
-    return {pid: stat for pid in pids if (stat := stat_of(pid, proc)) is not None}
+    return {pid: stat for pid in pids if (stat := read_stat(pid, proc)) is not None}
 
 
-def families(heads: Iterable[int], parents: Mapping[int, int]) -> set[int]:
-    """`heads`, and all whom they have started, and whom these have, and so on."""
-    found = set(heads)
+def with_descendants(pids: Iterable[int], parents: Mapping[int, int]) -> set[int]:
+    """Return `pids` and all their descendants."""
+    found = set(pids)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
 
 
-def words_of(pid: int, proc: Path = PROC) -> list[str]:
-    """Its command line; nothing of one that is gone, or has ended."""
+def read_command_line(pid: int, proc: Path = PROC) -> list[str]:
+    """Return the command line of a process; empty if it is gone or has ended."""
     try:
         line = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -72,16 +77,16 @@ def words_of(pid: int, proc: Path = PROC) -> list[str]:
     return line.removesuffix("\0").split("\0") if line else []
 
 
-def name_of(pid: int, proc: Path = PROC) -> str:
-    """What it runs: the module behind -m, or the program."""
-    words = words_of(pid, proc)
-    modules = [b for a, b in pairwise(words) if a == "-m"]
-    return modules[0] if modules else Path(words[0]).name if words else "?"
+def program_name(pid: int, proc: Path = PROC) -> str:
+    """Return what a process runs: the module after -m, or the program's name."""
+    arguments = read_command_line(pid, proc)
+    modules = [b for a, b in pairwise(arguments) if a == "-m"]
+    return modules[0] if modules else Path(arguments[0]).name if arguments else "?"
 
 
-def age_s_of(pid: int, proc: Path = PROC) -> float | None:
-    """Return the seconds since a process began; None for one that is gone."""
-    stat = stat_of(pid, proc)
+def process_age_s(pid: int, proc: Path = PROC) -> float | None:
+    """Return the seconds since a process started; None if it is gone."""
+    stat = read_stat(pid, proc)
     try:
         since_boot = float((proc / "uptime").read_text().split()[0])
     except OSError:
@@ -89,9 +94,8 @@ def age_s_of(pid: int, proc: Path = PROC) -> float | None:
     return None if stat is None else since_boot - stat.started / os.sysconf("SC_CLK_TCK")
 
 
-def memory_of(pid: int, proc: Path = PROC) -> int:
-    """Return the bytes of memory that a process has, with its share of what it shares; 0 for one
-    that is gone."""
+def memory_bytes(pid: int, proc: Path = PROC) -> int:
+    """Return the memory of a process in bytes, with its part of shared memory; 0 if it is gone."""
     try:
         lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
     except OSError:
@@ -100,15 +104,17 @@ def memory_of(pid: int, proc: Path = PROC) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether it is stopped (SIGSTOP, SIGTSTP) and computes nothing until somebody lets it go on.
-    False where nobody can tell, and for one that is gone."""
-    stat = stat_of(pid)
+    """Whether a process is stopped (SIGSTOP, SIGTSTP) and will not run until it is continued. False
+    if it is gone, or without /proc.
+    """
+    stat = read_stat(pid)
     return stat is not None and stat.state == STOPPED
 
 
 def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Return how many processes of this control group the kernel has killed for lack of memory;
-    None if the system does not say."""
+    """Return the number of processes of this control group that the kernel killed for lack of
+    memory; None if the system does not report it.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -124,8 +130,8 @@ def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     return None
 
 
-def why_killed(number: Signals, num_before: int | None) -> str:
-    """Return what is known of a death by signal `number` beside its name; "" if nothing is.
+def explain_kill(number: Signals, num_before: int | None) -> str:
+    """Return what is known about a death by signal `number`; "" if nothing is.
 
     num_before   `num_oom_kills` when the process was started
     """
@@ -133,14 +139,15 @@ def why_killed(number: Signals, num_before: int | None) -> str:
         return ""
     num_now = num_oom_kills()
     if num_now is None or num_before is None:
-        return "perhaps memory was out"
-    return "memory was out, so the kernel ended it" if num_now > num_before else ""
+        return "perhaps out of memory"
+    return "out of memory, so the kernel killed it" if num_now > num_before else ""
 
 
 def is_ending(pid: int) -> bool:
-    """Whether it is gone, or on its way: a large process that was killed takes its time. False
-    where nobody can tell."""
-    stat = stat_of(pid)
+    """Whether a process is gone, or about to end: a large process that was killed takes a while.
+    False without /proc.
+    """
+    stat = read_stat(pid)
     if stat is None:
         return (PROC / "self").exists()
     return stat.state == ZOMBIE or bool(stat.flags & ENDING) or _is_killed(pid)

@@ -1,8 +1,8 @@
-"""Whether our top-level packages, whose names are ordinary words, are ours and whole.
+"""Checks that Tidegate's top-level packages, which have common names, are complete and unchanged.
 
-Another distribution may have a package of the same name. Installed into the same environment it
-shadows ours, or its files are mixed into ours, and uninstalling it removes ours with them. This is
-found by the list of files that the installer has written (RECORD), and by where packages are found.
+Another distribution may have a package of the same name. In the same environment it hides ours, or
+its files are mixed into ours, and uninstalling it removes ours with them. The checks compare the
+installer's list of files (RECORD) and the places where Python finds the packages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOMS = ("protocol", "gateway", "engine_core", "worker", "tools")
 HOME = Path(__file__).parents[1]
-"""The folder in which all packages of this installation lie: this one is ours for certain."""
+"""The directory with all packages of this installation."""
 REMEDY = (
     "reinstall Tidegate in an environment of its own: pipx install 'tidegate[all]', or "
     "uv tool install 'tidegate[all]'"
@@ -26,25 +26,29 @@ _INFO = ".dist-info"
 
 
 @dataclass(frozen=True, slots=True)
-class RoomTrouble:
-    """is_fatal: the programs would not work, or not as they are meant to."""
+class PackageProblem:
+    """A problem with the installed packages. is_fatal: the programs would not work, or work
+    wrongly.
+    """
 
-    said: str
+    message: str
     is_fatal: bool = True
 
 
-def check_rooms(home: Path = HOME, *, thorough: bool = False) -> list[RoomTrouble]:
-    """Return what is wrong with the packages, without importing them.
+def check_rooms(home: Path = HOME, *, thorough: bool = False) -> list[PackageProblem]:
+    """Return the problems of the installed packages, without importing them.
 
-    thorough   look at every file's size; else only at the files that begin a package, which another
-               package replaces first: that takes a few milliseconds
+    thorough   check the size of every file. Otherwise only the first files of each package, which
+               another package replaces first; that takes a few milliseconds
     """
-    found = [RoomTrouble(said) for room in ROOMS if (said := _misplaced(room, home))]
+    found = [PackageProblem(message) for room in ROOMS if (message := _misplaced(room, home))]
     return found or list(_mixed(home, thorough))
 
 
 def _misplaced(room: str, home: Path) -> str:
-    """Return why Python would import something else as this package; "" if it would not."""
+    """Return why Python would import something else under this package's name; "" if it would
+    not.
+    """
     try:
         spec = importlib.util.find_spec(room)
     except (ImportError, ValueError):
@@ -63,14 +67,15 @@ def _misplaced(room: str, home: Path) -> str:
     if found != ours:
         names = [f"{room}/{name}" for name in os.listdir(found)] if folders else [found.name]
         owner = next(iter(_owners(found.parent, names).values()), "")
-        whose = f" of {owner}" if owner else ""
-        return f"the package {room} is {found}{whose}, which hides Tidegate's own in {ours}"
+        owner_text = f" of {owner}" if owner else ""
+        return f"the package {room} is {found}{owner_text}, which hides Tidegate's own in {ours}"
     return ""
 
 
-def _mixed(home: Path, thorough: bool) -> Iterator[RoomTrouble]:
-    """Yield what differs from the list of installed files; nothing of a source tree, which has no
-    such list."""
+def _mixed(home: Path, thorough: bool) -> Iterator[PackageProblem]:
+    """Yield the differences from the list of installed files. A source tree has no list, so
+    none.
+    """
     ours = _installed(home)
     if not ours:
         return
@@ -88,23 +93,25 @@ def _mixed(home: Path, thorough: bool) -> Iterator[RoomTrouble]:
         return
     owners = _owners(home, [*missing, *changed, *foreign])
     if missing:
-        yield RoomTrouble(f"{_listed(missing)} is missing from {home}")
+        yield PackageProblem(f"{_listed(missing)} is missing from {home}")
     if replaced := [path for path in changed if path in owners]:
-        whose = _listed(sorted({owners[path] for path in replaced}))
-        yield RoomTrouble(f"{_listed(replaced)} was replaced by {whose}")
+        owner_text = _listed(sorted({owners[path] for path in replaced}))
+        yield PackageProblem(f"{_listed(replaced)} was replaced by {owner_text}")
     if edited := [path for path in changed if path not in owners]:
-        yield RoomTrouble(f"{_listed(edited)} was changed after the installation", is_fatal=False)
+        yield PackageProblem(
+            f"{_listed(edited)} was changed after the installation", is_fatal=False
+        )
     if foreign:
-        whose = _listed(sorted({owners[path] for path in foreign if path in owners}))
-        yield RoomTrouble(
-            f"{_listed(foreign)} belongs to {whose or 'no known package'}, whose removal may "
-            "remove files of Tidegate",
+        owner_text = _listed(sorted({owners[path] for path in foreign if path in owners}))
+        yield PackageProblem(
+            f"{_listed(foreign)} belongs to {owner_text or 'no known package'}; "
+            "removing that may remove files of Tidegate",
             is_fatal=False,
         )
 
 
 def _installed(home: Path) -> Mapping[str, int]:
-    """Return path -> size of the sources that were installed with Tidegate's packages."""
+    """Return path -> size of the source files that were installed with Tidegate."""
     for record in home.glob(f"tidegate-*{_INFO}/RECORD"):
         rows = (line.rsplit(",", 2) for line in record.read_text().splitlines())
         return {
@@ -116,7 +123,7 @@ def _installed(home: Path) -> Mapping[str, int]:
 
 
 def _files(home: Path) -> Iterator[str]:
-    """Yield the paths of all sources in our packages' folders."""
+    """Yield the paths of all source files in our packages."""
     folders = list(ROOMS)
     while folders:
         folder = folders.pop()
@@ -130,7 +137,7 @@ def _files(home: Path) -> Iterator[str]:
 
 
 def _owners(home: Path, paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> "NAME VERSION" of another distribution in `home` that has installed it."""
+    """Return path -> "NAME VERSION" of the other distribution in `home` that installed it."""
     wanted = set(paths)
     found = {}
     for record in home.glob(f"*{_INFO}/RECORD"):
@@ -145,6 +152,6 @@ def _owners(home: Path, paths: Iterable[str]) -> dict[str, str]:
 
 
 def _listed(names: list[str]) -> str:
-    """Return the first name, and how many more there are."""
+    """Return the first name, and the number of further names."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return names[0] + more if names else ""

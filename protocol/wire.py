@@ -1,10 +1,10 @@
-"""Struct <-> frames: MessagePack with a version byte; large arrays travel as frames of their own.
+"""Struct <-> frames: MessagePack with a version byte; large arrays get frames of their own.
 
 Frame 0 is the version byte, then the MessagePack map of the message. An `Array` is an extension
-value: `Ext(1, header + bytes)` when small, or `Ext(2, header + frame number)` when its bytes are a
+value: `Ext(1, header + bytes)` if small, or `Ext(2, header + frame number)` if its bytes are in a
 later frame. A header is the dtype code and the number of dimensions (a byte each), then each
-dimension (uint32 LE). A receiver checks sizes and counts before it allocates; whatever does not fit
-raises WireError and nothing else. No pickle, no code, no callables: data only.
+dimension (uint32 LE). A receiver checks sizes and counts before it allocates. Malformed messages
+raise WireError and nothing else. There is no pickle and no code: data only.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 
 def encode(message: msgspec.Struct) -> Frames:
-    """The frames of `message`. Array buffers are not copied when they are large."""
+    """Return the frames of `message`. Buffers of large arrays are not copied."""
     frames: Frames = [b""]
 
     def hook(value: Any) -> msgspec.msgpack.Ext:
         if not isinstance(value, Array):
-            raise TypeError(f"{type(value).__name__} does not travel")
+            raise TypeError(f"{type(value).__name__} cannot be sent")
         dims = b"".join(map(_UINT32.pack, value.shape))
         header = bytes((CODES[type(value)], len(value.shape))) + dims
         if value.data.nbytes <= INLINE_BYTES:
@@ -52,9 +52,9 @@ def encode(message: msgspec.Struct) -> Frames:
 
 
 class Decoder(Generic[T]):
-    """Decodes the messages of one direction; another direction's message is a WireError.
+    """Decodes the messages of one direction. Messages of other directions raise WireError.
 
-    Not thread-safe: the frames of the message at hand are held while it is decoded.
+    Not thread-safe: it stores the frames of the message while it is decoded.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -64,7 +64,7 @@ class Decoder(Generic[T]):
         )
 
     def decode(self, frames: Sequence[Any]) -> T:
-        """Raises WireError on anything but a well-formed message of this direction."""
+        """Return the message. Raises WireError if it is malformed or of another direction."""
         if not 1 <= len(frames) <= MAX_FRAMES:
             raise WireError(f"a message of {len(frames)} frames")
         size = sum(memoryview(frame).nbytes for frame in frames)
@@ -73,7 +73,7 @@ class Decoder(Generic[T]):
         head = memoryview(frames[0])
         if head[:1] != _VERSION:
             got = head[0] if len(head) else "nothing"
-            raise WireError(f"wire version {got}; this end speaks {WIRE_VERSION}")
+            raise WireError(f"wire version {got}; expected {WIRE_VERSION}")
         self._frames = frames
         try:
             return self._decoder.decode(head[1:])

@@ -14,7 +14,7 @@ from pathlib import Path
 from protocol.devices import DeviceHolder
 from protocol.facts import MachineFacts
 from protocol.preflight import GIB, ModelPlan, Preflight
-from protocol.rooms import REMEDY, RoomTrouble
+from protocol.rooms import REMEDY, PackageProblem
 
 OLDEST_PYTHON = (3, 11)
 ENOUGH_FILES = 4096

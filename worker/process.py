@@ -21,9 +21,9 @@ from msgspec.structs import replace
 
 from protocol import sockets, wire
 from protocol.config.worker import WorkerConfig
-from protocol.devices import DeviceTaken
+from protocol.devices import DeviceInUse
 from protocol.exit_codes import ExitCode
-from protocol.lifeline import hold_on
+from protocol.lifeline import attach_to_parent
 from protocol.log_lines import log_to_stderr
 from protocol.steps import FromWorker, ToWorker, WorkerFailed
 from worker.loading.errors import NotEnoughMemory, UnusableModel
@@ -40,7 +40,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 def main(arguments: list[str] | None = None) -> int:
     log_to_stderr("worker")
-    starter = hold_on(signal.SIGKILL)
+    starter = attach_to_parent(signal.SIGKILL)
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
     parser.add_argument("--config", required=True, help="a WorkerConfig as JSON")
     try:
@@ -119,7 +119,7 @@ def exit_code_for(error: Exception) -> ExitCode:
     is_out_of_memory = any(words in str(error) for words in OUT_OF_MEMORY)
     if is_out_of_memory or isinstance(error, MemoryError | NotEnoughMemory):
         return ExitCode.OUT_OF_MEMORY
-    for kind, code in ((DeviceTaken, ExitCode.IN_USE), (UnusableModel, ExitCode.BAD_MODEL)):
+    for kind, code in ((DeviceInUse, ExitCode.IN_USE), (UnusableModel, ExitCode.BAD_MODEL)):
         if isinstance(error, kind):
             return code
     return ExitCode.WORKER_LOST

@@ -20,7 +20,13 @@ import zmq
 
 from protocol import sockets, wire
 from protocol.config.worker import WorkerConfig
-from protocol.devices import DeviceHolder, DeviceTaken, held, holders, take
+from protocol.devices import (
+    DeviceHolder,
+    DeviceInUse,
+    claim_device,
+    holders_by_device,
+    read_holders,
+)
 from protocol.exit_codes import ExitCode
 from protocol.process_state import is_ending
 from protocol.steps import FromWorker, WorkerFailed
@@ -33,14 +39,14 @@ GPU = "gpu-0a1b"
 TAKE = """
 import os, sys, time
 from pathlib import Path
-from protocol.devices import DeviceHolder, DeviceTaken, take
+from protocol.devices import DeviceHolder, DeviceInUse, claim_device
 base, gate, shares = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "shares"
 while not gate.exists():
     time.sleep(0.001)
 who = DeviceHolder(pid=os.getpid(), place="8001", model="small", since=1.7e9, shares=shares)
 try:
-    take(base, "gpu-0a1b", who)
-except DeviceTaken as error:
+    claim_device(base, "gpu-0a1b", who)
+except DeviceInUse as error:
     print("refused:", error, flush=True)
 else:
     print("holds", flush=True)
@@ -74,7 +80,7 @@ class DeviceMachine:
         return program
 
     def holders(self) -> list[int]:
-        return [holder.pid for holder in holders(self.base / GPU)]
+        return [holder.pid for holder in read_holders(self.base / GPU)]
 
 
 @pytest.fixture
@@ -89,21 +95,21 @@ def ourselves(*, shares: bool = False) -> DeviceHolder:
 
 def test_whoever_comes_second_is_refused_and_told_who_is_first(machine: DeviceMachine) -> None:
     first = machine.holds()
-    with pytest.raises(DeviceTaken) as caught:
-        take(machine.base, GPU, ourselves())
+    with pytest.raises(DeviceInUse) as caught:
+        claim_device(machine.base, GPU, ourselves())
     pid = first.process.pid
     assert f"pid {pid} (small on port 8001, since 2023-11-14 22:13:20 UTC)" in caught.value.message
     assert "--device cuda:N" in caught.value.message
     assert "let both share it (--share-device)" in caught.value.message
-    with take(machine.base, "gpu-other", ourselves()):
-        assert sorted(held(machine.base)) == [GPU, "gpu-other"]
-    assert sorted(held(machine.base)) == [GPU]
+    with claim_device(machine.base, "gpu-other", ourselves()):
+        assert sorted(holders_by_device(machine.base)) == [GPU, "gpu-other"]
+    assert sorted(holders_by_device(machine.base)) == [GPU]
 
 
 def test_a_killed_holder_has_it_no_more_and_what_it_left_is_cleared(machine: DeviceMachine) -> None:
     first = machine.holds()
     first.signal(signal.SIGKILL)  # and is not waited for: it may still be ending
-    with take(machine.base, GPU, ourselves()):
+    with claim_device(machine.base, GPU, ourselves()):
         assert machine.holders() == [os.getpid()]
         left = [path.name for path in (machine.base / GPU).iterdir() if path.name != "lock"]
         assert len(left) == 1, left
@@ -128,15 +134,18 @@ def test_those_who_share_have_it_together_and_nobody_alone_beside_them(
 ) -> None:
     both = [machine.holds(shares=True), machine.holds(shares=True)]
     assert sorted(machine.holders()) == sorted(program.process.pid for program in both)
-    with pytest.raises(DeviceTaken, match=r"UTC, shared\) and pid .*, or share it \("):
-        take(machine.base, GPU, ourselves())
+    with pytest.raises(DeviceInUse, match=r"UTC, shared\) and pid .*, or share it \("):
+        claim_device(machine.base, GPU, ourselves())
     both[0].signal(signal.SIGKILL)
     both[0].process.wait(10)
-    with take(machine.base, GPU, ourselves(shares=True)):
+    with claim_device(machine.base, GPU, ourselves(shares=True)):
         assert sorted(machine.holders()) == sorted([os.getpid(), both[1].process.pid])
     both[1].signal(signal.SIGKILL)
-    with take(machine.base, GPU, ourselves()), pytest.raises(DeviceTaken, match=r"let both share"):
-        take(machine.base, GPU, ourselves(shares=True))
+    with (
+        claim_device(machine.base, GPU, ourselves()),
+        pytest.raises(DeviceInUse, match=r"let both share"),
+    ):
+        claim_device(machine.base, GPU, ourselves(shares=True))
 
 
 def test_ps_says_who_has_which(machine: DeviceMachine) -> None:
@@ -151,7 +160,7 @@ def test_a_device_folder_that_others_may_enter_is_refused(machine: DeviceMachine
     machine.base.mkdir(parents=True, mode=0o755)
     machine.base.parent.chmod(0o700)
     with pytest.raises(PermissionError, match="only its owner"):
-        take(machine.base, GPU, ourselves())
+        claim_device(machine.base, GPU, ourselves())
 
 
 def test_a_process_is_ending_once_it_is_killed_or_gone() -> None:

@@ -19,8 +19,8 @@ SUPERVISED = str(Path(__file__).parents[1] / "support" / "supervised.py")
 
 GATEWAY = """
 import http.server, json, signal, sys
-from protocol.lifeline import hold_on
-hold_on(signal.SIGTERM)
+from protocol.lifeline import attach_to_parent
+attach_to_parent(signal.SIGTERM)
 class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
     def do_GET(self):
@@ -38,8 +38,8 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 """
 ENGINE = """
 import signal, sys, subprocess
-from protocol.lifeline import hold_on
-hold_on(signal.SIGTERM)
+from protocol.lifeline import attach_to_parent
+attach_to_parent(signal.SIGTERM)
 helper = subprocess.Popen(["sleep", "1000"])
 print("helper", helper.pid, flush=True)
 def stop(*_):
@@ -128,8 +128,8 @@ signal.pause()
 """
 SAYS_WHY = """
 import signal, sys
-from protocol.lifeline import hold_on
-parent = hold_on(signal.SIGTERM)
+from protocol.lifeline import attach_to_parent
+parent = attach_to_parent(signal.SIGTERM)
 parent.send_cause("no such device\\nand more")
 print("ValueError: printed last", flush=True)
 sys.exit(3)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from protocol.process_state import ZOMBIE, all_stats, stat_of, words_of
+from protocol.process_state import ZOMBIE, read_all_stats, read_command_line, read_stat
 
 HANG_S = 60.0
 """After this long nothing is waited for any more: a bound against hanging, never a promise."""
@@ -125,19 +125,19 @@ def free_port() -> int:
 
 def is_alive(pid: int) -> bool:
     """It runs; a zombie does not."""
-    stat = stat_of(pid)
+    stat = read_stat(pid)
     return stat is not None and stat.state != ZOMBIE
 
 
 def descendants_of(pid: int) -> list[tuple[int, str]]:
     """(pid, command line) of its children, their children and so on; parents before children."""
-    stats = all_stats()
+    stats = read_all_stats()
 
     def below(parent: int) -> list[int]:
         children = [each for each, stat in stats.items() if stat.parent == parent]
         return children + [each for child in children for each in below(child)]
 
-    return [(each, " ".join(words_of(each))) for each in below(pid)]
+    return [(each, " ".join(read_command_line(each))) for each in below(pid)]
 
 
 def rss_mib(pid: int) -> int:

@@ -83,6 +83,6 @@ def test_the_file_holds_the_card_and_the_shorter_length_that_was_asked_for(
 
 def test_a_file_that_is_no_card_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd").write_bytes(b"\xff\x00")
-    for name, words in (("odd", "holds no model card"), ("none", "cannot read")):
+    for name, words in (("odd", "is not a model card"), ("none", "cannot read")):
         with pytest.raises(ValueError, match=words):
             card_file.read(tmp_path / name)

@@ -55,8 +55,8 @@ def test_bytes_and_their_base64_are_the_same_key(tmp_path: Path) -> None:
         (b"", 0o600, "0 bytes"),
         (b"\xff" * 31, 0o600, "31 bytes"),
         (b"0123456789abcdef" * 2, 0o600, "24 bytes"),  # hex digits are letters of base64, too
-        (b"a" * 45, 0o600, "no base64"),
-        (b"\xff" * 5000, 0o600, "no key"),
+        (b"a" * 45, 0o600, "not valid base64"),
+        (b"\xff" * 5000, 0o600, "not a key"),
         (b"\xff" * 32, 0o640, "0600"),
         (b"\xff" * 32, 0o604, "0600"),
         (b"\xff" * 32, 0o700, "0600"),

@@ -382,14 +382,14 @@ def test_a_body_is_tried_even_where_thinking_precedes_it(compiler, thinking, bod
         (Grammar(body=Structural(triggers=[""], tags=TAGS[:1])), "empty trigger"),
         (Grammar(body=Rules(start=Json("a"))), "no schema 'a'"),
         (Grammar(body=Rules(start=Sequence([GrammarRule("a")]))), "no rule 'a'"),
-        (Grammar(body=Rules(start=Repeat(Until("")))), "nothing ends"),
-        (Grammar(body=Rules(start=Either([]))), "choice of nothing"),
+        (Grammar(body=Rules(start=Repeat(Until("")))), "empty end"),
+        (Grammar(body=Rules(start=Either([]))), "without options"),
         (Grammar(body=Rules(start=Repeat(LiteralForm("a"), 2, 1))), "from 2 to 1"),
         (Grammar(body=Rules(start=nested(100))), "nested more than 64 deep"),
         (Grammar(body=Rules(start=Sequence([LiteralForm("")] * 20_000))), "20,001 forms"),
         (Grammar(body=Rules(start=LiteralForm("a" * (600 << 10)))), "characters long"),
-        (Grammar(body=JsonObject(), thinking=Thinking(closes="")), "closes it"),
-        (Grammar(body=JsonObject(), thinking=Thinking(closes="x")), "nothing opens"),
+        (Grammar(body=JsonObject(), thinking=Thinking(closes="")), "closing marker"),
+        (Grammar(body=JsonObject(), thinking=Thinking(closes="x")), "opening marker"),
     ],
 )
 def test_bounds_are_checked_before_anything_is_compiled(grammar, says):

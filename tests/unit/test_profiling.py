@@ -10,7 +10,7 @@ import pytest
 
 from engine_core.profiling import Profiling
 from protocol.messages import Profile, Profiled, Refused
-from protocol.process_state import name_of
+from protocol.process_state import program_name
 from protocol.steps import Trace, Traced
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
@@ -188,10 +188,10 @@ def test_a_server_is_its_process_and_all_below_whatever_they_are_called(tmp_path
     process(tmp_path, 13, 1, 400, "/usr/bin/other")
     (tmp_path / "self").mkdir()
     assert descendants(10, tmp_path) == {10: 1.0, 11: 2.0, 12: 3.0}
-    assert [name_of(pid, tmp_path) for pid in (10, 11, 12, 13)] == (
+    assert [program_name(pid, tmp_path) for pid in (10, 11, 12, 13)] == (
         ["tools", "engine_core", "worker", "other"]
     )
-    assert name_of(99, tmp_path) == "?"
+    assert program_name(99, tmp_path) == "?"
     assert descendants(99, tmp_path) == {}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.rooms import HOME, ROOMS, RoomTrouble, check_rooms
+from protocol.rooms import HOME, ROOMS, PackageProblem, check_rooms
 from tools import findings
 from tools.findings import Verdict
 
@@ -69,7 +69,7 @@ def test_a_package_that_replaces_a_file_of_ours_is_named_before_it_is_imported(s
     assert done.returncode == 1
     replaced, foreign = done.stderr.splitlines()
     assert replaced.startswith("tidegate: tools/__init__.py was replaced by tools 9.1; reinstall")
-    assert foreign.startswith("tidegate: tools/hammer.py belongs to tools 9.1, whose removal may")
+    assert foreign.startswith("tidegate: tools/hammer.py belongs to tools 9.1; removing that may")
     assert "environment of its own: pipx install" in replaced
 
 
@@ -134,12 +134,12 @@ def test_a_file_that_somebody_edited_is_told_by_the_doctor_alone(
     assert check_rooms(site) == []
     (trouble,) = check_rooms(site, thorough=True)
     said = "protocol/rooms.py was changed after the installation"
-    assert trouble == RoomTrouble(said, is_fatal=False)
+    assert trouble == PackageProblem(said, is_fatal=False)
     assert findings.packages([trouble]).verdict is Verdict.DOUBT
 
 
 def test_a_file_that_is_gone_is_fatal(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.rooms._misplaced", lambda room, home: "")
     (site / "tools/__main__.py").unlink()
-    assert check_rooms(site) == [RoomTrouble(f"tools/__main__.py is missing from {site}")]
+    assert check_rooms(site) == [PackageProblem(f"tools/__main__.py is missing from {site}")]
     assert findings.packages(check_rooms(site)).verdict is Verdict.BAD

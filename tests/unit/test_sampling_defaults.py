@@ -26,11 +26,11 @@ def test_the_stronger_defaults_win_one_by_one() -> None:
     strong = SamplingDefaults(temperature=0.0, presence_penalty=1.5)
     weak = SamplingDefaults(temperature=0.9, top_p=0.8)
     both = SamplingDefaults(temperature=0.0, top_p=0.8, presence_penalty=1.5)
-    assert strong.over(weak) == both
+    assert strong.with_fallback(weak) == both
 
 
 def test_what_is_in_effect_is_complete() -> None:
-    assert SamplingDefaults(temperature=0.2).in_effect() == {
+    assert SamplingDefaults(temperature=0.2).effective_values() == {
         "temperature": 0.2,
         "top_p": 1.0,
         "top_k": 0,

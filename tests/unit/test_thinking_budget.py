@@ -217,13 +217,16 @@ def test_bytes_that_are_no_text_do_not_put_off_the_end() -> None:
 @pytest.mark.parametrize(
     ("grammar", "said"),
     [
-        (Grammar(), "neither a body nor a budget"),
-        (Grammar(budget=budget(1, TOKENS), before="x"), "nothing that could stand around"),
+        (Grammar(), "neither a body nor a thinking budget"),
+        (Grammar(budget=budget(1, TOKENS), before="x"), "which need one"),
         (Grammar(budget=budget(-1, TOKENS)), "budget of -1"),
-        (Grammar(budget=ThinkingBudget(most=1, closes=["x"])), "nothing opens"),
-        (Grammar(budget=ThinkingBudget(most=1, closes=[], opens=["x"])), "closes it"),
-        (Grammar(budget=ThinkingBudget(most=1, closes=["x", ""], inside=True)), "closes it"),
-        (Grammar(budget=ThinkingBudget(most=1, closes=["x"] * 33, inside=True)), "33 markers"),
+        (Grammar(budget=ThinkingBudget(most=1, closes=["x"])), "opening marker"),
+        (Grammar(budget=ThinkingBudget(most=1, closes=[], opens=["x"])), "closing marker"),
+        (Grammar(budget=ThinkingBudget(most=1, closes=["x", ""], inside=True)), "closing marker"),
+        (
+            Grammar(budget=ThinkingBudget(most=1, closes=["x"] * 33, inside=True)),
+            "33 thinking markers",
+        ),
         (Grammar(budget=ThinkingBudget(most=1, closes=["x" * 257], inside=True)), "257 char"),
     ],
 )

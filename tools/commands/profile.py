@@ -17,7 +17,7 @@ from typing import Self
 from protocol.client import Client
 from protocol.errors import EngineNotReady, ServingError
 from protocol.messages import Profiled
-from protocol.process_state import PROC, all_stats, families, name_of
+from protocol.process_state import PROC, program_name, read_all_stats, with_descendants
 from protocol.sockets import engine_address
 from tools.bench.report import aligned
 from tools.failure import Failure
@@ -117,7 +117,7 @@ class Sampler:
             found = descendants(self._root, self._proc)
             self.samples.append(CpuSample(time.time(), found))
             for pid in found.keys() - self.names.keys():
-                self.names[pid] = name_of(pid, self._proc)
+                self.names[pid] = program_name(pid, self._proc)
             if self._stop.wait(SAMPLE_EVERY_S):
                 return
 

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
 def usage_of(place: RunDirectory) -> ProcessUsage:
     if place.pid is None:
         return ProcessUsage()
-    memory = sum(memory_of(process.pid) for process in place.processes)
-    return ProcessUsage(age_s_of(place.pid), memory)
+    memory = sum(memory_bytes(process.pid) for process in place.processes)
+    return ProcessUsage(process_age_s(place.pid), memory)
 
 
 def _listed(found: Found, usages: dict[str, ProcessUsage]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Child:
             process_group=0,
             pass_fds=[*command.keeps_open, *self._lifeline.child_ends],
         )
-        self._lifeline.handed()
+        self._lifeline.on_started()
         assert self._process.stdout is not None
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
@@ -120,7 +120,7 @@ class Child:
         The output of a process that was killed by a signal does not explain its end.
         """
         if code < 0:
-            return why_killed(signal.Signals(-code), self._num_oom_kills)
+            return explain_kill(signal.Signals(-code), self._num_oom_kills)
         if code == ExitCode.OK:
             return self._lifeline.cause()
         return self._lifeline.cause() or last_error_line(map(without_style, self._lines))

@@ -15,7 +15,7 @@ import msgspec
 
 from protocol import devices
 from protocol.devices import DeviceHolder
-from protocol.process_state import PROC, ZOMBIE, families, name_of, stat_of
+from protocol.process_state import PROC, ZOMBIE, program_name, read_stat, with_descendants
 from protocol.sockets import run_directory
 from tools.failure import Failure
 from tools.processes import run_lock
@@ -96,7 +96,7 @@ def discover(base: Path, proc: Path = PROC) -> Found:
         )
     known = {each.pid for place in places for each in place.processes}
     strays = [p for p in running.values() if _is_stray(p) and p.pid not in known]
-    return Found(places, strays, devices.held(devices.directory(base)))
+    return Found(places, strays, devices.holders_by_device(devices.directory(base)))
 
 
 def _is_stray(process: RunningProcess) -> bool:
@@ -111,9 +111,9 @@ def processes(proc: Path = PROC) -> dict[int, RunningProcess]:
             if folder.stat().st_uid != os.getuid():
                 continue
             pid = int(folder.name)
-            stat = stat_of(pid, proc)
+            stat = read_stat(pid, proc)
             if stat is not None and stat.state != ZOMBIE:
-                found[pid] = RunningProcess(pid, stat.parent, stat.started, name_of(pid, proc))
+                found[pid] = RunningProcess(pid, stat.parent, stat.started, program_name(pid, proc))
     return found
 
 
@@ -132,7 +132,7 @@ def _holding(lock: Path, running: Mapping[int, RunningProcess], proc: Path) -> I
 
 
 def _family(heads: Iterator[int], running: Mapping[int, RunningProcess]) -> set[int]:
-    return families(heads, {p.pid: p.parent for p in running.values()}) - {os.getpid()}
+    return with_descendants(heads, {p.pid: p.parent for p in running.values()}) - {os.getpid()}
 
 
 def clear(directory: Path) -> list[str]:

@@ -109,7 +109,7 @@ def assemble(config: WorkerConfig, timing: StartupTiming) -> tuple[Runner, Worke
 
 def _with_recommended_sampling(card: ModelCard, config: WorkerConfig) -> ModelCard:
     """Return `card` with the catalogue's sampling defaults where the model's files give none."""
-    defaults = card.defaults.over(config.recommended_sampling)
+    defaults = card.defaults.with_fallback(config.recommended_sampling)
     return msgspec.structs.replace(card, defaults=defaults)
 
 

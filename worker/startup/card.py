@@ -108,7 +108,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         card = text_card(options.model)
-        defaults = card.defaults.over(options.recommended_sampling)
+        defaults = card.defaults.with_fallback(options.recommended_sampling)
         card = msgspec.structs.replace(card, defaults=defaults)
     except UnusableModel as error:
         print(f"{error.message}; {error.remedy or REMEDY}", file=sys.stderr)
