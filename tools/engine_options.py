@@ -30,7 +30,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def connect(options: argparse.Namespace, name: str) -> Engine:
+def connect(options: argparse.Namespace, name: str) -> Client:
     """Connect to the engine that the options select. Raises Failure if it is not ready.
 
     name   this client's name, as the engine logs it

@@ -49,14 +49,14 @@ def python(version: tuple[int, int, int]) -> Finding:
     return Finding("python", text)
 
 
-def packages(troubles: Sequence[RoomTrouble]) -> Finding:
+def packages(troubles: Sequence[PackageProblem]) -> Finding:
     """Check Tidegate's own packages, which another distribution may have replaced."""
     if not troubles:
         return Finding(
             "packages", "protocol, gateway, engine_core, worker and tools are Tidegate's own"
         )
     is_bad = any(trouble.is_fatal for trouble in troubles)
-    text = "; ".join(trouble.said for trouble in troubles)
+    text = "; ".join(trouble.message for trouble in troubles)
     return Finding("packages", text, Verdict.BAD if is_bad else Verdict.DOUBT, REMEDY)
 
 
@@ -110,7 +110,7 @@ def device(facts: MachineFacts, holders: Sequence[DeviceHolder]) -> Finding:
     """Check whether another process uses the GPU."""
     if not holders:
         return Finding("device", f"{facts.device_id}, free")
-    text = f"{facts.device_id}, in use by {' and '.join(holder.told for holder in holders)}"
+    text = f"{facts.device_id}, in use by {' and '.join(holder.description for holder in holders)}"
     if all(holder.shares for holder in holders):
         remedy = "share it (--share-device), or use another one (--device cuda:N)"
         return Finding("device", text, Verdict.DOUBT, remedy)

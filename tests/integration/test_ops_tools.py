@@ -70,7 +70,7 @@ def test_requests_are_seen_aborted_and_let_finish(engine: tuple[Program, str]) -
         assert tool(address, "abort", last) == f"aborted  {last}\n"
         assert "no open request" in tool(address, "abort", last, code=1)
         assert "aborted  job-" in tool(address, "abort", "--all")
-        assert client.look().num_open == 0
+        assert client.get_status().num_open == 0
         assert tool(address, "abort", "--all") == "no open requests\n"
         del kept
         answer = client.generate([3], max_tokens=50, ignore_eos=True)

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         raise Failure("give request ids or --all", exit_code=2)
     with connect(options, "abort") as engine:
         try:
-            result = engine.abort_named(options.names, everything=options.all)
+            result = engine.abort_by_label(options.names, everything=options.all)
         except ServingError as error:
             raise Failure(str(error)) from None
     for name in result.aborted:

@@ -112,7 +112,7 @@ def _worker(model: str | None) -> Iterator[Finding]:
     yield findings.threads(facts, os.environ)
     yield findings.compute(facts)
     if facts.device_id:
-        yield findings.device(facts, devices.holders(devices.directory() / facts.device_id))
+        yield findings.device(facts, devices.read_holders(devices.directory() / facts.device_id))
     if finding is not None:
         yield finding
     if path is None:

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _wait(engine: Engine, deadline: float) -> None:
+def _wait(engine: Client, deadline: float) -> None:
     """Wait until the engine has stopped. Raises Failure if it still runs at `deadline`."""
     num_open = 0
     while time.monotonic() < deadline:

@@ -118,7 +118,7 @@ class _EngineProbe:
 
     def readiness(self) -> ServerReadiness | None:
         try:
-            with Engine(
+            with Client(
                 self._address,
                 name="tidegate engine",
                 wait_s=CONNECT_TIMEOUT_S,

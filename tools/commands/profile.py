@@ -124,8 +124,10 @@ class Sampler:
 
 def descendants(root: int, proc: Path) -> dict[int, float]:
     """Return the CPU seconds used by `root` and each of its descendants, by process id."""
-    stats = all_stats(proc)
-    found = families({root} & stats.keys(), {pid: stat.parent for pid, stat in stats.items()})
+    stats = read_all_stats(proc)
+    found = with_descendants(
+        {root} & stats.keys(), {pid: stat.parent for pid, stat in stats.items()}
+    )
     return {pid: stats[pid].cpu_s for pid in sorted(found)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.process_state import age_s_of, memory_of
+from protocol.process_state import memory_bytes, process_age_s
 from tools.processes.server_discovery import Found, RunDirectory, base_directory, discover
 
 DESCRIPTION = """\
@@ -73,7 +73,7 @@ def format_found(found: Found, usages: dict[str, ProcessUsage]) -> str:
             f"kill {stray.pid}"
         )
     for name, holders in found.devices.items():
-        lines += [f"device   {name}: {holder.told}" for holder in holders]
+        lines += [f"device   {name}: {holder.description}" for holder in holders]
     return "\n".join(lines) or "no servers are running, and nothing was left behind"
 
 

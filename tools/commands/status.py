@@ -78,7 +78,7 @@ def _get_status(server: RunningServer, http: int | None, body: bytes) -> ServerS
         is_ready = is_ready and all(state["ready"] for _, state in several)
         return ServerStatus(pid=pid, url=server.url, ready=is_ready, http=http, engines=several)
     try:
-        with Engine(address, name="status", wait_s=WAIT_S) as engine:
+        with Client(address, name="status", wait_s=WAIT_S) as engine:
             return ServerStatus(
                 pid=pid,
                 url=server.url,

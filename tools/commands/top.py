@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _once(engine: Engine, options: argparse.Namespace) -> str:
+def _once(engine: Client, options: argparse.Namespace) -> str:
     """Return the state as text or JSON. It takes two views, because rates are differences."""
-    before = engine.look(0)
+    before = engine.get_status(0)
     time.sleep(options.every_s)
     view = engine.get_status(ALL_ROWS)
     if options.json:
@@ -83,7 +83,7 @@ def _use_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def _watch(engine: Engine, every_s: float) -> None:
+def _watch(engine: Client, every_s: float) -> None:
     """Update the screen until the user quits. If the engine is lost, keep trying."""
     views: deque[EngineStatus] = deque(maxlen=KEPT_VIEWS)
     error_text = ""
@@ -93,7 +93,7 @@ def _watch(engine: Engine, every_s: float) -> None:
             if time.monotonic() - polled_at >= every_s:
                 polled_at = time.monotonic()
                 try:
-                    views.append(engine.look(screen.canvas.height or ALL_ROWS))
+                    views.append(engine.get_status(screen.canvas.height or ALL_ROWS))
                     error_text = ""
                 except ServingError as error:
                     error_text = str(error)

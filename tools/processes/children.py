@@ -22,7 +22,7 @@ from pathlib import Path
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
 from protocol.log_lines import LineFormatter, LogStyle, without_style
-from protocol.process_state import is_stopped, num_oom_kills, why_killed
+from protocol.process_state import explain_kill, is_stopped, num_oom_kills
 from tools.processes.supervisor import ProcessExit, StoppedProcess
 
 KEPT_LINES = 40

@@ -108,7 +108,7 @@ def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> E
 
 def check_reachable(address: str, option: str) -> None:
     """Raise Failure if other hosts could not connect to `address`."""
-    if not sockets.names_a_host(address):
+    if not sockets.is_connectable(address):
         raise Failure(
             f"{option} {address}: the host must be one that other machines can connect to",
             exit_code=2,

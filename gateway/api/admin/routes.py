@@ -69,7 +69,7 @@ def _model(served: ServedModel, name: str) -> dict[str, Any]:
         "root": served.card.name,
         "parent": None,
         "max_model_len": served.limits.max_len,
-        "default_sampling": served.defaults.in_effect(),
+        "default_sampling": served.defaults.effective_values(),
         "formats": {
             "tools": output_format.tools,
             "reasoning": output_format.reasoning,
