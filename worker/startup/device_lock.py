@@ -16,11 +16,11 @@ from worker.startup import device as machine
 
 
 def lock_device(config: WorkerConfig) -> AbstractContextManager[object]:
-    """Lock the configured device until the context exits. Raises DeviceTaken, UnusableModel."""
+    """Lock the configured device until the context exits. Raises DeviceInUse, UnusableModel."""
     name = machine.identity_of(machine.choose_device(config.device))
     if name is None:
         return nullcontext()
-    return devices.take(devices.directory(), name, _holder(config))
+    return devices.claim_device(devices.directory(), name, _holder(config))
 
 
 def _holder(config: WorkerConfig) -> devices.DeviceHolder:

@@ -81,7 +81,7 @@ class Transfer:
         self._started = monotonic()
         self._decoder: wire.Decoder[FromExporter] = wire.Decoder(FromExporter)
         shared.blocks.wait_for(fence)
-        self.socket, self.watcher = sockets.connect_watched(
+        self.socket, self.watcher = sockets.connect_monitored(
             shared.context, source.address, shared.key
         )
         self._send(
@@ -151,7 +151,7 @@ class Transfer:
             self._fail(FetchJobEvent.UNLIKE, str(error))
 
     def _check_connection(self) -> None:
-        for is_up in sockets.connection_news(self.watcher):
+        for is_up in sockets.read_connection_events(self.watcher):
             self._was_connected |= is_up
             if not is_up:
                 self._receive()  # messages sent before the disconnect
