@@ -1,4 +1,4 @@
-# The two commands of the README, and what they need. `make help` lists them.
+# The commands of the README, and the installation that they need. `make help` lists them.
 #
 # The virtual environment is made once and installed into once: a stamp in it remembers which extras
 # are there, and is older than setup.cfg when the list of dependencies has changed.
@@ -14,10 +14,10 @@ DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/
 .PHONY: help serve test torture check clean
 
 help:
-	@echo 'make serve   install what is needed and serve the default model;  ARGS="--port 8001" passes options on'
+	@echo 'make serve   install Tidegate and serve the default model;        ARGS="--port 8001" passes options on'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
 	@echo 'make torture kill and stop every process of a server at every moment, and print what comes of it (half an hour)'
-	@echo 'make check   format, lint, types and unit tests: what a change must pass first'
+	@echo 'make check   format, lint, types and unit tests, which every change must pass'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
 
 serve: $(VENV)/.installed-all
