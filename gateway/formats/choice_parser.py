@@ -314,7 +314,7 @@ _UNEXPLAINED = ErrorInfo(code="engine_error", message="the engine failed without
 
 
 def _singly(output: Output) -> Iterator[Output]:
-    """Its tokens one by one; all else that it tells comes with the last."""
+    """Yield one output per token. All other fields come with the last token."""
     for place in range(len(output.tokens) - 1):
         yield Output(
             request=output.request,

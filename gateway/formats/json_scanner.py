@@ -103,7 +103,7 @@ class JsonScan(msgspec.Struct):
         if text[position] == '"':
             self.quoted = False
         else:
-            self.escaped = True  # a backslash, and the text ends behind it
+            self.escaped = True  # the text ends with a backslash
         return position + 1
 
 

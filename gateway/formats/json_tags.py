@@ -138,7 +138,7 @@ class JsonTagsParser(CallParser):
 
     # ---- text
 
-    def more(self, text: str) -> Event | None:
+    def fast_event(self, text: str) -> Event | None:
         s = self.s
         if s.at == "call" and s.call.passes(text):
             return self.builder.fast_arguments(text)

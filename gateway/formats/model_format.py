@@ -277,11 +277,11 @@ def _chosen(asked: str, found: str | None) -> str | None:
 
 def _why(tools: str, reasoning: str, found: Detected) -> str:
     both = (("tool calls", TOOLS_OPTION, tools), ("reasoning", REASONING_OPTION, reasoning))
-    said = [f"{kind}: {name} (set by {option})" for kind, option, name in both if name != AUTO]
-    if not said:
+    named = [f"{kind}: {name} (set by {option})" for kind, option, name in both if name != AUTO]
+    if not named:
         return found.why
     guess = [f"auto detects {found.why}"] if AUTO in (tools, reasoning) else []
-    return "; ".join([*said, *guess])
+    return "; ".join([*named, *guess])
 
 
 _CONTROL_TOKEN = re.compile(rf"<[|{BAR}].*>|\[[A-Z_]+\]")

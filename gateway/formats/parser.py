@@ -316,7 +316,7 @@ class CallParser(FormatParser):
     @abstractmethod
     def on_open(self, marker: str) -> None: ...
 
-    def more(self, text: str) -> Event | None:
+    def fast_event(self, text: str) -> Event | None:
         """Return the event for `text` if it changes no state, else None. A shortcut for long
         arguments.
         """

@@ -75,7 +75,7 @@ from gateway.formats.xml_parameters import XmlParameters
 from protocol.grammar import Form, LiteralForm, Pattern
 
 NAMED, NAME_TOKEN = "<name>", -1
-"""A marker that no model writes: it tells the body's syntax which name the opening had."""
+"""A marker that no model writes. It carries the name in the opening to the body's syntax."""
 
 
 class TemplateRegion(msgspec.Struct, frozen=True):
@@ -345,7 +345,9 @@ class ResponseTemplateParser(FormatParser):
 
 
 def _with_name_token(context: ParserContext) -> ParserContext:
-    """For the section alone: no text is ever the mark that we put behind a name."""
+    """Return a lexicon with the name marker as a token, for the call parser alone: no text
+    equals it.
+    """
     lexicon = Lexicon({**context.lexicon.tokens, NAME_TOKEN: NAMED})
     return msgspec.structs.replace(context, lexicon=lexicon)
 

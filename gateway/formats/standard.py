@@ -134,17 +134,17 @@ class StandardParser(FormatParser):
     def push(self, piece: Piece) -> list[Event]:
         """Like `FormatParser.push`, with a shortcut for the most common piece: more of the same."""
         if type(piece) is str and piece:
-            event = self._more(piece)
+            event = self._fast_event(piece)
             if event is not None:
                 return [event]
         return super().push(piece)
 
-    def _more(self, text: str) -> Event | None:
+    def _fast_event(self, text: str) -> Event | None:
         """Return the event for `text` if it changes no state, else None."""
         at, scanner = self.s.at, self._scanner
         if at == CALLS:
             assert self.call_parser is not None
-            return self.call_parser.more(text)
+            return self.call_parser.fast_event(text)
         if scanner is not None and not scanner.lets_through(text):
             return None
         if at == CONTENT and self.builder.passes_content(text):

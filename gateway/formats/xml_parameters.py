@@ -320,7 +320,7 @@ class XmlParametersParser(CallParser):
         if s.at == "doubt" and not self._ends_value(marker):
             self._was_text()
         if s.at == "value":
-            if marker not in (x.parameter_close, x.call_close):  # a token that ends the stretch
+            if marker not in (x.parameter_close, x.call_close):  # a token that ends the group
                 self._value_ended()
                 self._structure(marker)
             elif x.doubts:
@@ -512,12 +512,12 @@ def _invoke(prefix: str = "", **options: Any) -> XmlParameters:
     )
 
 
-def _dsml(space: str, stretch: str) -> XmlParameters:
+def _dsml(space: str, group: str) -> XmlParameters:
     mark = "｜DSML｜" + space
     return _invoke(
         mark,
-        open=(f"<{mark}{stretch}>",),
-        close=(f"</{mark}{stretch}>",),
+        open=(f"<{mark}{group}>",),
+        close=(f"</{mark}{group}>",),
         string_key="string",
         trim="nothing",
     )

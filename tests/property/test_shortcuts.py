@@ -74,7 +74,7 @@ def test_with_or_without_them_a_piece_is_told_the_same_and_the_same_is_remembere
             if has_tokens and text in MARKERS:
                 piece = MarkerToken(MARKERS.index(text), text)
             else:
-                shortcuts += quick._more(text) is not None
+                shortcuts += quick._fast_event(text) is not None
             assert quick.push(piece) == FormatParser.push(plain, piece)
             assert quick.state() == plain.state()
             assert quick.builder.state() == plain.builder.state()
@@ -87,6 +87,6 @@ def test_all_that_are_worth_one_have_one() -> None:
     machine = cast(StandardParser, format_of("hermes", "qwen3").parser(Lexicon()))
     told = []
     for text in ("<think>", "Hm", ".", "</think>", "Well", " then", "<tool_call>", CALL, "a", "b"):
-        told.append(machine._more(text) is not None)
+        told.append(machine._fast_event(text) is not None)
         machine.push(text)
     assert told == [False, False, True, False, False, True, False, False, True, True]
