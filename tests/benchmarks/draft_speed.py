@@ -31,10 +31,10 @@ from tests.support.drafted import replica_of
 from tests.support.engine_view import EngineView
 from tests.support.engines import Bench, sometimes
 from tests.support.model import smollm2_gguf
-from tests.support.replica import LoadedModel, Replica, load
+from tests.support.replica import Replica, load
 from tests.support.server import Server
 from worker.models.llama import Llama
-from worker.models.load import _tensors
+from worker.models.load import LoadedModel, _tensors
 
 TURNS = 24
 TOKENS = 48

@@ -40,7 +40,7 @@ MOVERS = ("shm", "zmq", "nixl")
 SIZES_MB = (16, 256)
 REPEATS = 7
 CALM_S = 0.4
-SHAPE = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "block_tokens": 16}
+SHAPE: dict[str, Any] = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "block_tokens": 16}
 PROMPT = list(range(100, 132))
 LEASE = b"to be measured"
 
@@ -48,7 +48,7 @@ LEASE = b"to be measured"
 class MoveStepper:
     """A worker process that is given one step after the other, from a thread of its own."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, mover: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, mover: Any) -> None:
         self.kv_address = f"ipc://{folder}/kv"
         self._socket = sockets.bind_router(context, f"ipc://{folder}/engine")
         config = WorkerConfig(
@@ -115,7 +115,7 @@ class MoveStepper:
 
 
 @contextmanager
-def pair(mover: str) -> Iterator[tuple[MoveStepper, Worker]]:
+def pair(mover: Any) -> Iterator[tuple[MoveStepper, Worker]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tempfile.TemporaryDirectory() as folder:
         stepper = MoveStepper(context, Path(folder), mover)
@@ -132,7 +132,7 @@ def pair(mover: str) -> Iterator[tuple[MoveStepper, Worker]]:
             context.term()
 
 
-def measure(mover: str) -> None:
+def measure(mover: Any) -> None:
     with pair(mover) as (stepper, worker):
         for size_mb in SIZES_MB:
             count = -(-size_mb * 1_000_000 // worker.shape.block_bytes)

@@ -59,14 +59,14 @@ def _body(path: str, dice: random.Random, max_tokens: int = 0) -> dict[str, Any]
     said = [{"role": "user", "content": words}]
     if path == TOKENIZE:
         return {"prompt": words}
-    body: dict[str, Any] = {
+    bodies: dict[str, dict[str, Any]] = {
         CHAT: {"messages": said, "max_tokens": max_tokens},
         COMPLETIONS: {"prompt": words, "max_tokens": max_tokens},
         MESSAGES: {"messages": said, "max_tokens": max_tokens, "model": NAME},
         RESPONSES: {"input": words, "max_output_tokens": max_tokens, "store": False},
         TOKENS: {"token_ids": ids, "sampling_params": {"max_tokens": max_tokens}},
-    }[path]
-    return {**body, "stream": dice.random() < 0.5}
+    }
+    return {**bodies[path], "stream": dice.random() < 0.5}
 
 
 def _spoiled(path: str, body: dict[str, Any], dice: random.Random) -> dict[str, Any]:

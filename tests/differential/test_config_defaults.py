@@ -24,7 +24,7 @@ from worker.models.config import CONFIG_CLASSES, LlamaConfig, llama_config
 
 MISSING: Any = object()
 NUM_TOKENS = 40
-BASE = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -41,8 +41,8 @@ BASE = {
 }
 MODEL_TYPES = {each.architecture: each.model_type for each in CONFIG_CLASSES}
 LLAMA, MISTRAL = MODEL_TYPES
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-LLAMA3 = {
+LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
     "factor": 8.0,
@@ -50,7 +50,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 SET: dict[str, list[Any]] = {
     "vocab_size": [VOCAB - 1],
@@ -119,7 +119,10 @@ class DefaultCase:
 
     @property
     def config(self) -> dict[str, Any]:
-        whole = {"architectures": [self.architecture], "model_type": MODEL_TYPES[self.architecture]}
+        whole: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": MODEL_TYPES[self.architecture],
+        }
         whole |= BASE | self.changes
         return {key: value for key, value in whole.items() if value is not MISSING}
 
@@ -150,7 +153,7 @@ def of_rope() -> list[DefaultCase]:
     return cases
 
 
-COMBINED = [
+COMBINED: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rope_scaling": LINEAR},
     {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rope_scaling": YARN},
     {"rope_parameters": LLAMA3, "rope_scaling": {**LINEAR, "rope_theta": 700.0}},

@@ -98,7 +98,8 @@ def test_linear_scaling_comes_on_top_of_each_pairs_own_factor(tmp_path: Path) ->
 def test_shards_and_half_precision_are_read_as_they_are(tmp_path: Path) -> None:
     tokens = some_tokens(20)
     for dtype in (torch.bfloat16, torch.float16):
-        model = random_llama().to(dtype)
+        model: Any = random_llama()
+        model.to(dtype)
         path = write_directory(tmp_path / str(dtype), model, max_shard_size="200KB")
         assert len(list(path.glob("*.safetensors"))) > 1
         theirs = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -36,11 +36,11 @@ def test_greedy_answers_are_the_same_with_drafts(
     loaded: LoadedModel, speculation: str, num_prompts: int, num_blocks: int
 ) -> None:
     asked = prompts()[-num_prompts:]
-    replicas = [replica_of(loaded, kind, num_blocks) for kind in ("none", speculation)]
-    for replica in replicas:
+    slow, fast = (replica_of(loaded, kind, num_blocks) for kind in ("none", speculation))
+    for replica in (slow, fast):
         replica.answers(asked, MANY)
-    equal = sum(is_same(*replicas, number) for number in range(len(asked)))
-    plain, stats = (replica.engine.stats() for replica in replicas)
+    equal = sum(is_same(slow, fast, number) for number in range(len(asked)))
+    plain, stats = slow.engine.stats(), fast.engine.stats()
     print(
         f"{equal} of {len(asked)} equal; {stats.num_accepted_tokens} of {stats.num_draft_tokens} "
         f"drafts right, {stats.num_steps} steps instead of {plain.num_steps}"

@@ -90,7 +90,8 @@ def exercise(operation: Any, required: set[str]) -> Counter[int]:
 @pytest.mark.timeout(300)
 def test_answers_to_requests_made_from_the_document_are_what_it_says(server):
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    operations = [found.ok() for found in document.get_all_operations()]
+    found: Any = document.get_all_operations()
+    operations = [operation.ok() for operation in found]
     for operation in operations:
         try:
             statuses = exercise(operation, required_by(operation, document.raw_schema))

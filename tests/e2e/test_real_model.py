@@ -78,7 +78,9 @@ def test_the_capital_of_france_streamed_by_the_official_sdk(client: OpenAI) -> N
     assert "Paris" in text
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
-    assert chunks[-1].usage.completion_tokens > 0
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens > 0
 
 
 def test_whole_and_streamed_answers_are_equal(exact_client: OpenAI) -> None:
@@ -113,7 +115,8 @@ def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: Engi
             stream_options={"include_usage": True},
             extra_body={"return_token_ids": True, "ignore_eos": True},
         )
-        tokens, finish, usage = [], "", None
+        tokens: list[int] = []
+        finish, usage = "", None
         for chunk in stream:
             for choice in chunk.choices:
                 tokens += getattr(choice, "token_ids", [])
@@ -143,7 +146,8 @@ def test_greedy_answers_over_http_equal_transformers(exact_client: OpenAI) -> No
             temperature=0,
             extra_body={"return_token_ids": True, "ignore_eos": True},
         )
-        tokens: list[int] = answer.choices[0].token_ids
+        choice: Any = answer.choices[0]
+        tokens: list[int] = choice.token_ids
         return tokens
 
     with ThreadPoolExecutor(32) as pool:
@@ -165,7 +169,8 @@ def sampled(client: OpenAI, seed: int, n: int = 1) -> list[list[int]]:
         n=n,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
-    return [choice.token_ids for choice in answer.choices]
+    choices: list[Any] = list(answer.choices)
+    return [choice.token_ids for choice in choices]
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(exact_client: OpenAI) -> None:

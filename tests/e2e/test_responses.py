@@ -105,7 +105,7 @@ def test_streamed_is_whole_and_is_the_fold_of_its_events(server: Server, client:
     assert items_of(events) == final["output"]
     dumped = [item.model_dump() for item in whole.output]
     assert dumped[0]["content"][0]["text"] == final["output"][0]["content"][0]["text"]
-    assert without_ids(final["output"])[0]["status"] == whole.output[0].status  # type: ignore[union-attr]
+    assert without_ids(final["output"])[0]["status"] == whole.output[0].status
     assert final["usage"]["output_tokens"] == 60
 
 

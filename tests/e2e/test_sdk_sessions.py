@@ -15,7 +15,7 @@ import openai
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 from tests.support.server import Server
 
@@ -201,7 +201,9 @@ def test_messages(server: Server) -> None:
 
 
 def test_langchain(server: Server) -> None:
-    model = ChatOpenAI(model="m", base_url=f"{server.url}/v1", api_key="none", temperature=0)
+    model = ChatOpenAI(
+        model="m", base_url=f"{server.url}/v1", api_key=SecretStr("none"), temperature=0
+    )
     tools = model.bind_tools([CHAT_TOOL], **DEMAND)
     first = tools.invoke([HumanMessage(QUESTION)])
     assert isinstance(first, AIMessage)

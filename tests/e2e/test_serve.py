@@ -92,7 +92,7 @@ def test_an_answer_that_is_left_early_stays_in_the_history_as_far_as_it_came(
     talk = conversation(server, temperature=0)
     answer = talk.ask("Tell me a very long story.")
     first = next(answer)
-    answer.close()  # type: ignore[attr-defined]
+    answer.close()
     assert talk.messages[-1]["content"].startswith(first)
     assert eventually(lambda: "running  0 of" in tidegate("status", *port(server)).stdout)
 

@@ -149,6 +149,7 @@ def test_a_client_that_goes_at_any_moment_leaves_nothing_behind(cluster: Cluster
     reads."""
     prompt = [5 + number % 900 for number in range(LONG_PROMPT)]
     with viewed(cluster.p.view(), cluster.d.view()) as (p, d):
+        told = 0
         moments = {
             "P computes": lambda: p.stats().running,
             "P keeps, or D has it": lambda: p.stats().leases or d.stats().running,

@@ -163,7 +163,10 @@ def test_an_answer_of_one_form_keeps_to_it(server: Server) -> None:
     grammar = {"body": {"kind": "regex", "pattern": " [0-9]{3}"}}
     whole = generate(server, ids, {"temperature": 1}, output_mode="text", grammar=grammar)
     assert whole["choices"][0]["text"].strip().isdigit()
-    bad = {"token_ids": ids, "sampling_params": {"structured_outputs": {"regex": "("}}}
+    bad: dict[str, Any] = {
+        "token_ids": ids,
+        "sampling_params": {"structured_outputs": {"regex": "("}},
+    }
     refused = requests.post(server.url + GENERATE, json=bad, timeout=60)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "sampling_params.structured_outputs"

@@ -18,7 +18,7 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain.tools import tool as langchain_tool
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scenarios import call, held_to
@@ -199,14 +199,14 @@ def test_langchain_with_a_tool_strategy(
         chat_model(gateway, responses), tools=[look_up], response_format=ToolStrategy(Report)
     )
     asked: Any = {"messages": [{"role": "user", "content": QUESTION}]}
-    assert agent.invoke(asked)["structured_response"] == Report(**report)
+    assert agent.invoke(asked)["structured_response"] == Report.model_validate(report)
 
 
 def chat_model(gateway: GatewayProcess, responses: bool) -> ChatOpenAI:
     return ChatOpenAI(
         model="scripted",
         base_url=f"{gateway.url}/v1",
-        api_key="none",
+        api_key=SecretStr("none"),
         max_retries=0,
         use_responses_api=responses,
     )

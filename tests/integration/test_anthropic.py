@@ -298,7 +298,7 @@ def test_an_error_about_models_has_the_clients_shape(
 
 def test_the_client_asks_and_counts(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**ASKED)
-    assert message.content[0].text == "Hello, wörld! 👋"  # type: ignore[union-attr]
+    assert message.content[0].text == "Hello, wörld! 👋"
     assert message.stop_reason == "end_turn"
     asked = {"model": "scripted", "messages": HI}
     counted = client.messages.count_tokens(**asked)  # type: ignore[arg-type]

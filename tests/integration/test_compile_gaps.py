@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import requests
@@ -112,7 +113,7 @@ def longest_gap(url: str, listener: Listener, attempt: int) -> float:
     """
     asked = time.monotonic()
     wanted = {"name": "n", "schema": slow_schema(attempt)}
-    form = {"type": "json_schema", "json_schema": wanted}
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": wanted}
     response = requests.post(url, json={"prompt": [5], "response_format": form}, timeout=60)
     took = time.monotonic() - asked
     assert response.status_code == 400

@@ -35,7 +35,7 @@ def gateway(
     engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
     store = tmp_path_factory.mktemp("store") / "responses.db"
-    config = {"engine": engine.address, "response_store": str(store)}
+    config: dict[str, Any] = {"engine": engine.address, "response_store": str(store)}
     with GatewayProcess(**config, default_sampling=SERVERS) as gateway:
         yield gateway.await_ready()
 

@@ -188,7 +188,7 @@ def test_a_worker_whose_gpu_is_taken_says_so_before_it_loads_and_leaves_with_its
         with worker:
             assert socket.poll(60_000), worker.err
             _, *frames = socket.recv_multipart()
-            failed = wire.Decoder(FromWorker).decode(frames)
+            failed: FromWorker = wire.Decoder[FromWorker](FromWorker).decode(frames)
             assert isinstance(failed, WorkerFailed)
             assert failed.exit_code == ExitCode.IN_USE
             assert f"device {GPU} is in use by pid {first.process.pid} (small" in failed.message

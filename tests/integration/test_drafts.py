@@ -9,8 +9,9 @@ import pytest
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from tests.support.drafted import replica_of
-from tests.support.replica import LoadedModel, Replica, load
+from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
+from worker.models.load import LoadedModel
 
 NUM_PROMPTS = 100
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ from tests.support.raw_client import RawClient
 from tests.support.tiny_checkpoint import write_tiny_llama
 
 LEASE_S = 3.0
-NO_RESULT = {"step": 1, "tokens": Int32.of([]), "failed": Int32.of([])}
+NO_RESULT: dict[str, Any] = {"step": 1, "tokens": Int32.of([]), "failed": Int32.of([])}
 
 
 class EngineProcess:
@@ -177,6 +178,7 @@ def test_a_second_hello_forgets_what_was_open(raw: RawClient) -> None:
     tokens = 0
     while True:
         outputs = raw.hear_all(Outputs)
+        assert isinstance(outputs, Outputs)
         tokens += sum(len(output.tokens) for output in outputs.outputs)
         if outputs.outputs[0].finish:
             break

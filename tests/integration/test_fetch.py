@@ -89,7 +89,7 @@ def test_what_a_killed_fetch_left_is_cleared_away(entry: Entry, tmp_path: Path) 
 def test_other_bytes_than_expected_are_refused_and_not_kept(
     entry: Entry, tmp_path: Path, digest: str
 ) -> None:
-    forged = dataclasses.replace(entry, **{digest: "0" * 64})
+    forged = dataclasses.replace(entry, **{digest: "0" * 64})  # type: ignore[arg-type]
     with pytest.raises(Failure, match="not the expected file: sha256"):
         fetch(forged, tmp_path / "cache")
     assert left_in(tmp_path / "cache") == {".lock"}

@@ -240,7 +240,9 @@ def test_a_stop_string_ends_the_text_wherever_tokens_are_cut_and_the_engine_is_t
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     for size in (1, 2, 3, 50):
-        engine.script = lambda generate, size=size: says("one two END three" * 50, size=size)
+        engine.script = lambda generate, size=size: says(  # type: ignore[misc]
+            "one two END three" * 50, size=size
+        )
         body = {"messages": HI, "stop": ["END"], "max_tokens": 400}
         choice = folded(stream(gateway, CHAT, body))[0]
         assert choice["text"] == "one two "

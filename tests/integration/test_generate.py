@@ -148,7 +148,7 @@ def test_what_the_engine_refuses_has_a_status_of_its_own_and_the_requests_names(
     }
     for param, (status, code, told) in said.items():
         error = ErrorInfo(code=code, message="no", param=None if told is None else param)
-        engine.script = lambda generate, error=error: error
+        engine.script = lambda generate, error=error: error  # type: ignore[misc]
         for streams in (False, True):
             response = gateway.post(GENERATE, body(stream=streams))
             assert (response.status_code, response.json()["error"]["param"]) == (status, told)

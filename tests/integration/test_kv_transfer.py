@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +50,13 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 @pytest.fixture
-def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     sockets.make_private(tmp_path / "run")
     return f"ipc://{tmp_path / 'run' / 'kv'}"
 
 
-def reader(context: zmq.Context[zmq.Socket[bytes]], shape: Shape, mover: str = "auto") -> Worker:
+def reader(context: zmq.Context[zmq.Socket[bytes]], shape: Shape, mover: Any = "auto") -> Worker:
     return Worker(context, shape, WorkerConfig(model="", kv_mover=mover))
 
 
@@ -164,7 +165,7 @@ def test_more_blocks_than_a_lease_has_are_refused(context, address):
     with Peer(shape, address) as peer, reader(context, empty(shape)) as worker:
         peer.export(LEASE, [1, 2, 3])
         worker.fetch(1, peer.source(LEASE, first=2), [1, 2])
-        end = worker.end_of(1)
+        end = worker.failure_of(1)
         assert (end.kind, "blocks 2 to 4" in end.message) == ("refused", True)
 
 
@@ -249,13 +250,13 @@ def test_a_peer_that_is_killed_in_the_middle_is_unreachable_at_once(context, add
         fetch_all(worker, peer.source(LEASE))
         assert worker.hears_nothing()
         peer.program.signal(signal.SIGKILL)
-        assert worker.end_of(1).kind == "unreachable"  # a fetch without news is a "timeout"
+        assert worker.failure_of(1).kind == "unreachable"  # a fetch without news is a "timeout"
 
 
 def test_a_peer_that_is_not_there_is_unreachable_at_once(context, address):
     with reader(context, empty(BIG)) as worker:
         fetch_all(worker, PeerSource(address=address, lease=LEASE))
-        assert worker.end_of(1, timeout_s=5).kind == "unreachable"
+        assert worker.failure_of(1, timeout_s=5).kind == "unreachable"
 
 
 @pytest.mark.parametrize("bad", ["tcp://somewhere:99", "ipc://", "http://x", "ipc:///" + "x" * 200])
@@ -263,7 +264,7 @@ def test_an_address_that_cannot_be_is_unreachable_and_does_no_harm(context, addr
     shape = Shape(seed=1)
     with Peer(shape, address) as peer, reader(context, empty(shape)) as worker:
         worker.fetch(1, PeerSource(address=bad, lease=LEASE), [1])
-        assert worker.end_of(1).kind == "unreachable"
+        assert worker.failure_of(1).kind == "unreachable"
         peer.export(LEASE, [2])
         worker.fetch(2, peer.source(LEASE), [1])
         assert isinstance(worker.end_of(2), KVFetched)

@@ -17,7 +17,7 @@ from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.commands.keys import with_key, write
 
-LIMITS: dict[str, dict[str, int]] = {
+LIMITS: dict[str, dict[str, Any]] = {
     "free": {},
     "slow": {"requests_per_minute": 4},
     "brief": {"tokens_per_minute": 60},

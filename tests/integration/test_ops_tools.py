@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -30,7 +31,7 @@ from tests.support.tiny_engine import tiny_engine
 TOOL = [sys.executable, "-P", "-m", "tools"]
 HI = [{"role": "user", "content": "hi"}]
 CONTEXT = 65_536
-LONG = {"max_tokens": 60_000, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 60_000, "ignore_eos": True}
 """Far longer than any test: so many steps take half a minute at the very least."""
 
 

@@ -110,7 +110,8 @@ class PairRequest:
 
 
 def started(pair: EnginePair, stack: ExitStack) -> EnginePair:
-    for engine in (*pair.p, *pair.d, pair.gateway):
+    parts: list[ScriptedEngine | GatewayProcess] = [*pair.p, *pair.d, pair.gateway]
+    for engine in parts:
         stack.enter_context(engine)
     pair.gateway.await_ready()
     assert eventually(lambda: all(state["ready"] for state in states(pair)))

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import pytest
 
 from protocol.grammar import Body, Grammar, Regex
-from protocol.messages import Output
+from protocol.messages import Output, TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.recording import tiny_model
-from tests.support.replica import LoadedModel, Replica
+from tests.support.replica import Replica
+from worker.models.load import LoadedModel
 
 ASKED: list[tuple[list[int], SamplingParams, Body | None]] = [
     (
@@ -105,9 +106,10 @@ class Run:
         """Leave no block free until somebody has yielded. Where the only one yields there is no
         plan at all, and so no step."""
         pool, engine = self.replica.engine._scheduler.pool, self.replica.engine
-        taken, before = [], engine.stats().num_preemptions
+        taken: list[int] = []
+        before = engine.stats().num_preemptions
         while engine.stats().num_preemptions == before:
-            taken += pool.allocate(pool.num_free)
+            taken += pool.allocate(pool.num_free) or []
             if not self.replica.step():
                 break
         pool.release(taken)
@@ -118,7 +120,7 @@ class Run:
 
     @property
     def num_preemptions(self) -> int:
-        return sum(news[-1].usage.preemptions for news in self.news)
+        return sum(usage.preemptions for news in self.news if (usage := news[-1].usage))
 
 
 def said(news: list[Output]) -> tuple[object, ...]:
@@ -128,7 +130,7 @@ def said(news: list[Output]) -> tuple[object, ...]:
     return tokens, news[-1].finish, news[-1].stop_token, ids
 
 
-def all_logprobs(news: list[Output]) -> list:
+def all_logprobs(news: list[Output]) -> list[TokenLogprobs]:
     return [one for output in news for one in (*output.prompt_logprobs, *output.logprobs)]
 
 

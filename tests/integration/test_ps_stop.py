@@ -100,8 +100,8 @@ def test_a_server_is_listed_with_all_its_processes_and_stopped_alone(
     assert f"8001: serves (pid {first.process.pid})" in machine.tool("ps")
     told = msgspec.json.decode(machine.tool("ps", "--json"), type=Found)
     assert {place.name: place for place in told.places} == found
-    told = machine.tool("stop", "8001", "--kill")
-    assert "stopped  8001 (3 processes)" in told
+    printed = machine.tool("stop", "8001", "--kill")
+    assert "stopped  8001 (3 processes)" in printed
     assert not any(map(is_alive, pids(found["8001"])))
     assert all(map(is_alive, pids(found["8002"])))
     assert second.process.poll() is None

@@ -100,7 +100,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_attention_window_is_told_before_the_server_starts(tmp_path: Path) -> None:
-    changes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    changes: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     path = write_tiny_llama(tmp_path, **changes, sliding_window=64)
     assert json.loads((path / "config.json").read_text())["sliding_window"] == 64
     code, lines = serve(tmp_path, str(path), "--port", "9182", "--max-len", "100")

@@ -82,7 +82,7 @@ def engine(folder: Path) -> Iterator[ScriptedEngine]:
 
 
 def ask(gateway: GatewayProcess, **body: Any) -> Any:
-    message = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    message: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     return requests.post(gateway.url + CHAT, json=message | body, timeout=10)
 
 
@@ -161,7 +161,7 @@ def test_a_template_that_cannot_be_read_is_told_and_the_formats_are_guessed(fold
 
 
 def test_the_two_options_cannot_name_two_ways_to_read_one_answer(engine: ScriptedEngine) -> None:
-    options = {"tool_format": "hf", "reasoning_format": "qwen3"}
+    options: dict[str, Any] = {"tool_format": "hf", "reasoning_format": "qwen3"}
     with GatewayProcess(engine=engine.address, **options) as gateway:
         assert gateway.wait() != 0
     assert "the gateway cannot start: --tool-format hf reads calls and reasoning" in gateway.log

@@ -111,6 +111,7 @@ def test_thinking_comes_before_the_body_and_as_long_as_it_likes(
     grammar = Grammar(body=ChoiceGrammar(choices=["yes", "no"]), thinking=thinking)
     prompt = tokenizer.encode("<|im_start|>assistant\nLet me think.").ids
     marker = tokenizer.token_to_id(closes)
+    assert marker is not None
     numbers = []
     for seed in range(16):
         params = SamplingParams(

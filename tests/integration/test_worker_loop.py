@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,8 +83,8 @@ class LoopBench:
         self.socket.send_multipart([self.identity, *wire.encode(message)])
 
     def hear(self) -> StepResult:
-        assert self.socket.poll(WAIT_S * 1000), f"nothing heard: {self.failure}"
-        message = wire.Decoder(FromWorker).decode(self.socket.recv_multipart()[1:])
+        assert self.socket.poll(int(WAIT_S * 1000)), f"nothing heard: {self.failure}"
+        message = wire.Decoder[FromWorker](FromWorker).decode(self.socket.recv_multipart()[1:])
         assert isinstance(message, StepResult)
         return message
 
@@ -123,7 +124,7 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert socket.poll(WAIT_S * 1000), failure
+    assert socket.poll(int(WAIT_S * 1000)), failure
     identity, *_ = socket.recv_multipart()
     bench = LoopBench(socket, identity, thread, device, failure)
     yield bench
@@ -146,12 +147,12 @@ def cpu(tmp_path) -> Iterator[LoopBench]:
     yield from start("cpu", tmp_path)
 
 
-def first(**more: object) -> StepPlan:
+def first(**more: Any) -> StepPlan:
     init = slot_init(0, PROMPT, blocks=[3, 4, 5])
     return step_plan(1, bind=[init], rows=[(0, 0, len(PROMPT), True)], zero=[3, 4, 5], **more)
 
 
-def after(step: int, **more: object) -> StepPlan:
+def after(step: int, **more: Any) -> StepPlan:
     """The step-th plan computes the token that the one before has sampled."""
     return step_plan(step, rows=[(0, len(PROMPT) + step - 2, 1, True)], **more)
 

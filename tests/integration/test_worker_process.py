@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -52,7 +53,7 @@ class FakeEngine:
     identity: bytes = b""
 
     def hear(self, timeout_s: float = STEP_S) -> FromWorker:
-        assert self.socket.poll(timeout_s * 1000), f"nothing heard: {self.process.poll()}"
+        assert self.socket.poll(int(timeout_s * 1000)), f"nothing heard: {self.process.poll()}"
         self.identity, *frames = self.socket.recv_multipart()
         return wire.Decoder(FromWorker).decode(frames)
 
@@ -76,7 +77,7 @@ class Starter:
     context: zmq.Context[zmq.Socket[bytes]]
     engines: list[FakeEngine]
 
-    def __call__(self, model: Path | str, **settings: object) -> FakeEngine:
+    def __call__(self, model: Path | str, **settings: Any) -> FakeEngine:
         sockets.make_private(self.folder / "run")
         address = f"ipc://{self.folder / 'run' / f'w{len(self.engines)}'}"
         socket = sockets.bind_router(self.context, address)
@@ -112,7 +113,7 @@ def tiny_llama(tmp_path_factory) -> Path:
 PROMPT = list(range(3, 12))
 
 
-def first_step(step: int = 1, **more: object) -> StepPlan:
+def first_step(step: int = 1, **more: Any) -> StepPlan:
     init = slot_init(0, PROMPT, blocks=[3], params=GREEDY)
     return step_plan(step, bind=[init], rows=[(0, 0, len(PROMPT), True)], zero=[3], **more)
 
@@ -179,6 +180,7 @@ def test_a_draft_model_follows_and_guesses_and_is_told(start, tiny_llama):
     assert "load the draft model" in [name for name, _ in ready.phases]
     first = engine.step(first_step(follow={0: (0, 3)}))
     assert isinstance(first, StepResult), first
+    assert first.proposed is not None
     guesses = first.proposed.tolist()
     plan = step_plan(2, rows=[(0, len(PROMPT), 4, True)], drafts={0: guesses})
     assert engine.step(plan).tokens.tolist()[:3] == guesses
@@ -325,6 +327,7 @@ def test_a_worker_does_not_outlive_the_process_that_started_it(start, tiny_llama
         text=True,
     )
     try:
+        assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
         assert socket.poll(START_S * 1000), "the worker never spoke"
     finally:

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from protocol.sampling import SamplingParams
 from tests.support.recording import tiny_model
-from tests.support.replica import LoadedModel, Replica
+from tests.support.replica import Replica
 from tests.support.tiny_checkpoint import VOCAB
 from worker.attention.base import Attention, AttentionBatch
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
+from worker.models.load import LoadedModel
 
 TOKENS = [11, 12, 13, 14, 15, 16, 17]
 PARAMS = SamplingParams(

@@ -102,10 +102,15 @@ def fixtures(name: str) -> list[Fixture]:
             written(sample, "text and three calls behind", [Think("a"), Say("b"), [weather] * 3]),
         ]
     if again:
-        parts = [Reasoning("One"), Content("So."), Reasoning("And more?"), Content("Yes.")]
+        parts: list[Event] = [
+            Reasoning("One"),
+            Content("So."),
+            Reasoning("And more?"),
+            Content("Yes."),
+        ]
         text = BLOCKS[name]("One") + "So.\n" + again
-        cases.append(Fixture("reasoning before and after", text, list(parts)))
-        around = [Think("a"), [weather], Think("c"), Say("b")]
+        cases.append(Fixture("reasoning before and after", text, parts))
+        around: list[Any] = [Think("a"), [weather], Think("c"), Say("b")]
         cases.append(written(sample, "reasoning around a call", around))
     if format.close and not format.header:
         inside = BLOCKS[name]("ab").partition("ab")[2]

@@ -121,6 +121,7 @@ def test_a_rows_filter_has_the_same_bits_in_every_subset_of_the_batch(vocab):
     temperature = torch.tensor([p.temperature for p in params])
     shares = relative(logits, logits.amax(-1), temperature)
     together = keep_from(shares, draws_of(params))
+    assert together is not None
     for row, one in enumerate(params):
         alone = relative(logits[row : row + 1], logits[row : row + 1].amax(-1), temperature[[row]])
         assert torch.equal(alone[0], shares[row])
@@ -133,6 +134,7 @@ def test_equally_likely_tokens_at_the_cut_are_all_kept():
     shares = relative(logits, logits.amax(-1), torch.ones(1))
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.6)):
         bound = keep_from(shares, draws_of([params]))
+        assert bound is not None
         assert (shares >= bound[:, None]).tolist() == [[True, False, True, True, True, False]]
 
 

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 import msgspec
 import pytest
@@ -78,7 +79,7 @@ def read(
 ) -> list[Event]:
     reader, events = readers.new(), []
     for at, ids in enumerate(cut, 1):
-        finish = "stop" if at == len(cut) else None
+        finish: Literal["stop"] | None = "stop" if at == len(cut) else None
         events += reader.push(Output(request=1, tokens=ids, finish=finish)).events
     return without_ids(merged(events))
 

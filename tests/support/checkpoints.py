@@ -92,7 +92,8 @@ def write_gguf(
 
     metadata   keys to add
     """
-    config, tokenizer = model.config, tiny_tokenizer()
+    config: Any = model.config
+    tokenizer = tiny_tokenizer()
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -141,7 +142,7 @@ GGUF_NAMES = {
 
 
 def _add_tensor(
-    writer: GGUFWriter, config: LlamaConfig, name: str, data: Any, kind: GGMLQuantizationType
+    writer: GGUFWriter, config: Any, name: str, data: Any, kind: GGMLQuantizationType
 ) -> None:
     if name == "lm_head.weight" and config.tie_word_embeddings:
         return
@@ -156,7 +157,7 @@ def _add_tensor(
     writer.add_tensor(name, quants.quantize(np.ascontiguousarray(data), kind), raw_dtype=kind)
 
 
-def _add_rope_scaling(writer: GGUFWriter, config: LlamaConfig) -> None:
+def _add_rope_scaling(writer: GGUFWriter, config: Any) -> None:
     """Scaling of llama3's kind travels in GGUF files as one factor per pair."""
     rope = config.rope_parameters
     if rope["rope_type"] == "linear":

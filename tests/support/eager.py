@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,8 @@ class EagerStepper:
     def __post_init__(self) -> None:
         config = self.loaded.config
         sizes = [-(-len(tokens) // BLOCK_TOKENS) for tokens in self.tokens]
-        shape = (config.num_layers, sum(sizes) + 3, BLOCK_TOKENS)
-        shape += (config.num_kv_heads, config.head_dim)  # type: ignore[assignment]
-        self.cache = KVCache(*shape, torch.float32, CPU)
+        shape = (config.num_layers, sum(sizes) + 3, BLOCK_TOKENS, config.num_kv_heads)
+        self.cache = KVCache(*shape, config.head_dim, torch.float32, CPU)
         self.blocks = scattered(sum(sizes) + 3, *sizes)
         self.computed = [0] * len(sizes)
 
@@ -57,7 +57,7 @@ class EagerStepper:
             result[i] = part
         return result
 
-    def run(self, steps: list[tuple[int, ...]]) -> list[Tensor]:
+    def run(self, steps: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """All steps -> each request's logits [tokens, V]."""
         parts = [self.step(*counts) for counts in steps]
         return [torch.cat([part[i] for part in parts]) for i in range(len(self.tokens))]

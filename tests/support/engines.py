@@ -26,7 +26,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
 from protocol.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
-from protocol.messages import Accepted, Account, Generate, Limits, Output, Refused
+from protocol.messages import Accepted, Account, Generate, Limits, Output, Refused, Usage
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
@@ -332,14 +332,14 @@ class Bench:
         is_first: bool = True,
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
-        **params: object,
-    ) -> int | Refused:
+        **params: Any,
+    ) -> Any:
         """The new request's number, or the refusal. A new grammar is for `compile` to compile."""
         self._next += 1
         message = Generate(
             request=self._next,
             prompt=Int32.of(prompt),
-            params=SamplingParams(**params),  # type: ignore[arg-type]
+            params=SamplingParams(**params),
             namespace=namespace,
             priority=priority,
             grammar=grammar if isinstance(grammar, Grammar | None) else Grammar(body=grammar),
@@ -464,3 +464,8 @@ class Bench:
 
     def end(self, number: int, client: bytes = CLIENT) -> Output:
         return self.news[client, number][-1]
+
+    def usage(self, number: int) -> Usage:
+        usage = self.end(number).usage
+        assert usage is not None
+        return usage

@@ -360,7 +360,7 @@ def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Le
         head, at = pieces[:end], rng.randrange(end)
         short = replace(short, events=read(sample, [head], words, short))
         shown = content(short.events).rstrip()
-        row.compare(whole.startswith(shown), True, lambda short=short: f"{short.name}: markup")
+        row.compare(whole.startswith(shown), True, partial("{0.name}: markup".format, short))
         for deltas in ([[p] for p in head], [head[:at], head[at:]]):
             said = read(sample, deltas, words, short)
             row.compare(said, short.events, partial(difference, short, deltas, said))

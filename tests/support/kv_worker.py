@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -114,9 +114,10 @@ class Worker:
         poller.register(self.exchange.fd, zmq.POLLIN)
         give_up = monotonic() + timeout_s
         while (report := self.exchange.report()) is None:
-            if not poller.poll(max(0, (give_up - monotonic()) * 1000)):
+            if not poller.poll(max(0, int((give_up - monotonic()) * 1000))):
                 return None
-        for end in [*report.fetched, *report.failed]:
+        ends: list[KVFetched | KVFailure] = [*report.fetched, *report.failed]
+        for end in ends:
             assert end.job not in self.ends, "a job has one end"
             self.ends[end.job] = end
         self.taken += report.taken
@@ -128,6 +129,11 @@ class Worker:
             assert self.hear(give_up - monotonic()) is not None, f"no end of job {job}"
         return self.ends[job]
 
+    def failure_of(self, job: int, timeout_s: float = WAIT_S) -> KVFailure:
+        end = self.end_of(job, timeout_s)
+        assert isinstance(end, KVFailure)
+        return end
+
     def hears_nothing(self, for_s: float = 0.1) -> bool:
         return self.hear(for_s) is None
 
@@ -135,7 +141,7 @@ class Worker:
 class Peer:
     """Another process with a cache, which exports. Killed at the end of its `with`."""
 
-    def __init__(self, shape: Shape, address: str, mover: str = "auto", **more: object) -> None:
+    def __init__(self, shape: Shape, address: str, mover: Any = "auto", **more: Any) -> None:
         config = WorkerConfig(model="", kv_export=True, kv_address=address, kv_mover=mover, **more)
         text = msgspec.json.encode((shape, config)).decode()
         self.address = address

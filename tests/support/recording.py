@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from tests.support.grammars import EOS, signs_tokenizer
 from tests.support.handover import Air
 from tests.support.replica import (
     Executed,
-    LoadedModel,
     Replica,
     load,
     new_cache,
@@ -33,6 +33,7 @@ from tests.support.replica import (
     slot_table,
 )
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
+from worker.models.load import LoadedModel
 from worker.slots.table import Poison, SlotTable
 
 BLOCK_TOKENS = 4
@@ -259,4 +260,4 @@ def replay(
             runner.zero_draft_blocks(Int32.of(arrived.blocks))
             arrived.write(cache)
         plan = step.plan if zeroes else changed(step.plan, zero_blocks=Int32.of([]))
-        yield said(runner.step(plan, lambda step=step: step.masks))
+        yield said(runner.step(plan, partial(getattr, step, "masks")))

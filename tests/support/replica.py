@@ -133,9 +133,11 @@ class Replica:
         self._seeds = iter(range(1, 1 << 30))
         self._masks: Masks | None = None  # of the oldest plan that is out
         worker = WorkerConfig(model="", draft_model="a draft model" if self.draft else "")
-        config = EngineConfig(worker=worker, steps_in_flight=self.steps_in_flight, **self.options)
+        engine_config = EngineConfig(
+            worker=worker, steps_in_flight=self.steps_in_flight, **self.options
+        )
         self.engine = Engine(
-            config,
+            engine_config,
             self.loaded.card,
             limits,
             draft_cost=self.draft_cost,

@@ -39,7 +39,7 @@ def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a client that only joins the deltas ends up with: the items of the output."""
     items: dict[int, dict[str, Any]] = {}
     for event in events:
-        place = event.get("output_index")
+        place: Any = event.get("output_index")
         match event["type"].removeprefix("response."):
             case "output_item.added":
                 assert place == len(items)

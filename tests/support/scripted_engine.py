@@ -337,7 +337,8 @@ class ScriptedEngine:
     def _abort(self, client: bytes, numbers: list[int]) -> None:
         for number in numbers:
             self.aborts[number] = time.monotonic()
-            if not self.ignores_aborts and self._talks.pop((client, number), None):
+            if not self.ignores_aborts and (client, number) in self._talks:
+                del self._talks[client, number]
                 end = Output(request=number, finish="abort")
                 self._send(client, Outputs(step=0, outputs=[end]))
                 self._send(client, ResourcesFreed(requests=[number]))

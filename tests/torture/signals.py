@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product, starmap
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import requests
 
@@ -323,7 +323,7 @@ class TortureScene:
         return time.monotonic() - struck if answered else None
 
     def _answers(self) -> bool:
-        body = {"prompt": "w1 w2", "max_tokens": 2}
+        body: dict[str, Any] = {"prompt": "w1 w2", "max_tokens": 2}
         try:
             return requests.post(self.url + "/v1/completions", json=body, timeout=5).ok
         except requests.RequestException:

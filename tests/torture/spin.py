@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from random import Random
+from typing import Any, Literal
 
 import psutil
 import requests
@@ -128,7 +129,11 @@ def engines_killed(count: int) -> float:
     """What the gateway uses afterwards, before the last engine, which lives."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
-        config = {"engine": address, "response_store": "none", "log_requests": False}
+        config: dict[str, Any] = {
+            "engine": address,
+            "response_store": "none",
+            "log_requests": False,
+        }
         with GatewayProcess(**config) as gateway, ThreadPoolExecutor(1) as pool:
             for _ in range(count):
                 with ScriptedEngine(address, step_s=0.05) as engine:
@@ -145,7 +150,7 @@ def engines_killed(count: int) -> float:
 
 
 def _ask(gateway: GatewayProcess) -> int:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
     url = gateway.url + "/v1/chat/completions"
     return requests.post(url, json=body, timeout=PATIENCE_S).status_code
 
@@ -180,7 +185,7 @@ def _say_all(
     while said < count:
         for _ in range(min(count - said, chance.choice([1, 1, 2, 63, 64, 65, 128, 1000]))):
             said += 1
-            finish = "length" if said == count else None
+            finish: Literal["length"] | None = "length" if said == count else None
             output = Output(request=request, tokens=[said], finish=finish)
             router.send_multipart([client, *wire.encode(Outputs(step=said, outputs=[output]))])
         _answer_waiting(router)
@@ -192,7 +197,7 @@ def _say_all(
 def _begin(router: zmq.Socket[bytes]) -> tuple[bytes, int]:
     """Until somebody has asked for an answer: who, and its number for it."""
     while True:
-        assert router.poll(PATIENCE_S * 1000)
+        assert router.poll(int(PATIENCE_S * 1000))
         client, message = _hear(router)
         if isinstance(message, Generate):
             router.send_multipart([client, *wire.encode(Accepted(request=message.request))])

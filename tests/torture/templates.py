@@ -19,7 +19,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import requests
@@ -133,7 +133,7 @@ class TemplateTarget(Server):
 def send(template: str, port: int) -> int:
     """Return the status of a chat that brings this template."""
     url = f"http://127.0.0.1:{port}{CHAT}"
-    body = {"messages": MESSAGES, "chat_template": template, "max_tokens": 1}
+    body: dict[str, Any] = {"messages": MESSAGES, "chat_template": template, "max_tokens": 1}
     return requests.post(url, json=body, timeout=REQUEST_S).status_code
 
 

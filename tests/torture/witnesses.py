@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -131,7 +132,7 @@ class Witnesses:
         while True:
             with TortureClient(self._url) as client:
                 self._start_stream(client)
-                eventually(lambda client=client: client.end, within_s=STREAM_TIMEOUT_S)
+                eventually(partial(getattr, client, "end"), within_s=STREAM_TIMEOUT_S)
                 self._witnessed.ends.append(client.end or "it never ended")
             if self._is_over.is_set():
                 return

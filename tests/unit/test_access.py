@@ -201,7 +201,7 @@ def test_a_file_that_is_wrong_at_the_start_is_an_error(tmp_path: Path):
 
 def test_a_key_by_option_opens_everything_beside_those_of_the_file(keys_file: Path):
     for name, value in (("api_key", "bob"), ("api_key_digests", digest_of("bob"))):
-        watch = KeyWatch(GatewayConfig(api_keys=str(keys_file), **{name: [value]}))
+        watch = KeyWatch(GatewayConfig(api_keys=str(keys_file), **{name: [value]}))  # type: ignore[arg-type]
         assert opens(watch) == {"alice", "bob"}
         assert watch.keyring is not None
         bob = watch.keyring.find("bob")
@@ -226,7 +226,7 @@ def test_other_hosts_need_keys(host: str):
     with pytest.raises(ValueError, match="insecure_no_auth"):
         GatewayConfig(host=host)
     for field, value in (("insecure_no_auth", True), ("api_keys", "f"), ("api_key", ["k"])):
-        GatewayConfig(host=host, **{field: value})
+        GatewayConfig(host=host, **{field: value})  # type: ignore[arg-type]
 
 
 GOOD_HOSTS = [

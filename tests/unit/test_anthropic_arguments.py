@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jiter
 import pytest
@@ -41,7 +42,7 @@ def test_text_of_a_string_is_told_as_it_comes() -> None:
     assert arguments.finish(complete=True) == "}"
 
 
-BROKEN = {
+BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "no object": ("hello", {}),
     "a list": ("[1]", {}),
     "a string": ('"text"', {}),

@@ -298,7 +298,12 @@ def test_arguments_that_are_no_object_are_told_as_one_with_one_warning() -> None
 
 def test_arguments_that_only_we_find_wrong_are_warned_of_by_us() -> None:
     text = '{"zone": "\\ud83d"}'
-    events = [ToolCall(0, "c", "now"), ToolArguments(0, text), ToolCallEnd(0), Finished("stop")]
+    events: list[Event] = [
+        ToolCall(0, "c", "now"),
+        ToolArguments(0, text),
+        ToolCallEnd(0),
+        Finished("stop"),
+    ]
     told = whole(events)
     assert told["content"][0]["input"][INVALID_JSON] == text
     assert [warning["code"] for warning in told["warnings"]] == [INVALID_ARGUMENTS]
@@ -306,7 +311,7 @@ def test_arguments_that_only_we_find_wrong_are_warned_of_by_us() -> None:
 
 def test_thinking_that_is_not_to_be_shown_is_a_block_without_text() -> None:
     hidden = AnthropicEnvelope("1", "m", shows_thinking=False)
-    events = [Reasoning("secret"), Content("said"), Finished("stop")]
+    events: list[Event] = [Reasoning("secret"), Content("said"), Finished("stop")]
     told = whole(events, origin=hidden)
     assert told["content"][0] == {**whole(events)["content"][0], "thinking": ""}
     data = streamed(events, origin=hidden)
@@ -316,7 +321,7 @@ def test_thinking_that_is_not_to_be_shown_is_a_block_without_text() -> None:
 
 def test_warnings_about_the_request_and_the_answer_come_together() -> None:
     origin = AnthropicEnvelope("1", "m", warnings=[OutputWarning("a", "b")])
-    events = [Content("x"), OutputWarning("c", "d"), Finished("stop")]
+    events: list[Event] = [Content("x"), OutputWarning("c", "d"), Finished("stop")]
     told = whole(events, origin=origin)
     assert [warning["code"] for warning in told["warnings"]] == ["a", "c"]
     assert message_of(anthropic_events(streamed(events, origin=origin))) == told

@@ -137,10 +137,13 @@ def test_large_bodies_take_turns_and_the_first_is_first() -> None:
     memory.acquire(6, 0)
     turns: list[int] = []
     waiting = []
+
+    def acquire(size: int) -> None:
+        memory.acquire(size, 9)
+        turns.append(size)
+
     for size in (5, 4):  # the second would fit, and still comes after the first
-        waiting.append(
-            gevent.spawn(lambda size=size: turns.append(memory.acquire(size, 9) or size))
-        )
+        waiting.append(gevent.spawn(acquire, size))
         gevent.sleep(0)
     assert not turns
     memory.release(6)

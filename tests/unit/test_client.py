@@ -26,7 +26,7 @@ def address(tmp_path: Path) -> str:
 def sent_to(router: zmq.Socket[bytes]) -> Iterator[ToEngine]:
     """Yield what has come, until nothing does for a while after the first."""
     decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
-    timeout_ms = HANG_S * 1000
+    timeout_ms = int(HANG_S * 1000)
     while router.poll(timeout_ms):
         _, *frames = router.recv_multipart()
         yield decoder.decode(frames)

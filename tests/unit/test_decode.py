@@ -48,7 +48,8 @@ def runner_of(model: Llama, dtype: torch.dtype, *, pieces: bool) -> Runner:
     cache = KVCache(*shape, config.head_dim, dtype, CPU)
     slots = SlotTable(slot_fields(MAX_LEN, BLOCKS_EACH), SLOTS, CPU, poison=Poison.WILD)
     attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
-    return Runner(InPieces(model) if pieces else model, slots, cache, attention)
+    whole: Any = InPieces(model) if pieces else model
+    return Runner(whole, slots, cache, attention)
 
 
 def prompt_of(slot: int) -> list[int]:

@@ -86,7 +86,7 @@ def test_every_expression_sums_over_labels_that_exist(dashboard: dict[str, Any])
 def test_panels_have_ids_and_places_of_their_own(dashboard: dict[str, Any]) -> None:
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    places = set()
+    places: set[Any] = set()
     for panel in panels:
         at = panel["gridPos"]
         across, down = range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])

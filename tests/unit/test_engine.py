@@ -4,6 +4,8 @@ ends.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -100,8 +102,8 @@ def test_an_equal_prompt_is_not_computed_again() -> None:
     bench.run()
     second = bench.add(list(range(1, 18)), max_tokens=1)
     assert bench.step() == {0: 1}
-    assert bench.end(second).usage.cached_tokens == 16
-    assert bench.end(first).usage.cached_tokens == 0
+    assert bench.usage(second).cached_tokens == 16
+    assert bench.usage(first).cached_tokens == 0
     assert bench.tokens(first) == bench.tokens(second)
 
 
@@ -114,13 +116,13 @@ def test_the_last_token_is_computed_even_when_everything_is_cached() -> None:
 
 
 def test_nothing_is_found_in_another_namespace_or_with_the_cache_off() -> None:
-    for options, namespace in (({}, "other"), ({"prefix_cache": False}, "")):
-        bench = Bench(**options)
+    for prefix_cache, namespace in ((True, "other"), (False, "")):
+        bench = Bench(prefix_cache=prefix_cache)
         bench.add([3] * 16, max_tokens=1)
         bench.run()
         number = bench.add([3] * 16, max_tokens=1, namespace=namespace)
         bench.run()
-        assert bench.end(number).usage.cached_tokens == 0
+        assert bench.usage(number).cached_tokens == 0
 
 
 def test_a_block_is_findable_only_after_its_step_has_committed() -> None:
@@ -138,6 +140,8 @@ def test_every_fresh_block_is_zeroed_and_shared_ones_are_not() -> None:
     bench.run()
     bench.add([3] * 20, max_tokens=1)
     plan = bench.plan()
+    assert plan is not None
+    assert plan.zero_blocks is not None
     assert len(plan.bind[0].blocks) == 5
     assert plan.zero_blocks.tolist() == plan.bind[0].blocks.tolist()[4:]
     bench.finish()
@@ -150,7 +154,7 @@ def test_when_blocks_run_out_the_youngest_yields_and_loses_nothing() -> None:
     bench.run()
     expected = [answer_without_end(prompt, 20) for prompt in prompts]
     assert [bench.tokens(number) for number in numbers] == expected
-    preemptions = [bench.end(number).usage.preemptions for number in numbers]
+    preemptions = [bench.usage(number).preemptions for number in numbers]
     assert preemptions[0] == 0
     assert preemptions[2] > 0
 
@@ -166,7 +170,7 @@ def test_a_preempted_request_comes_back_before_younger_ones() -> None:
     bound = [init.tokens.tolist()[0] for plan in bench.plans for init in plan.bind]
     assert bound[:2] == [1, 2]
     assert bound.index(3) > bound.index(2, 2)
-    assert bench.end(first).usage.preemptions == 0
+    assert bench.usage(first).preemptions == 0
     assert len(bench.tokens(second)) == 12
 
 
@@ -275,7 +279,7 @@ def test_an_answer_ends_where_the_context_does() -> None:
     ],
 )
 def test_what_can_never_run_is_refused_by_name(
-    prompt: list[int], params: dict[str, object], code: str, param: str
+    prompt: list[int], params: dict[str, Any], code: str, param: str
 ) -> None:
     refused = Bench().add(prompt, **params)
     assert isinstance(refused, Refused)
@@ -318,11 +322,14 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone() -> None:
     bad = bench.add([1] * 4, max_tokens=2, ignore_eos=True)
     good = bench.add([2] * 4, max_tokens=2, ignore_eos=True)
     plan = bench.plan()
+    assert plan is not None
     result = bench.worker.execute(plan)
     spoilt = StepResult(step=result.step, tokens=result.tokens, failed=Int32.of([0]))
     bench.commit(spoilt)
     bench.run()
-    assert bench.end(bad).error.code == "step_failed"
+    error = bench.end(bad).error
+    assert error is not None
+    assert error.code == "step_failed"
     assert bench.end(good).finish == "length"
 
 

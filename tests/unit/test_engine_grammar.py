@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ WORD = Regex(pattern="[ab]{3,9}c")
 PROMPT = [5, 6, 7]
 
 
-def asked(bench: Bench, *prompts: list[int], grammar: object = WORD, **params: object) -> list[int]:
+def asked(bench: Bench, *prompts: list[int], grammar: Any = WORD, **params: Any) -> list[int]:
     """Requests with one grammar, compiled and accepted."""
     numbers = [bench.add(prompt, grammar=grammar, **params) for prompt in prompts or (PROMPT,)]
     while bench.jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def ask(engine: Bench, prompt: list[int] = PROMPT, max_tokens: int = 5, **option
     return number
 
 
-def evicted(*tiers: str, **options: object) -> Bench:
+def evicted(*tiers: str, **options: Any) -> Bench:
     """One that has answered PROMPT, and whose cache has no block of it any more."""
     engine = bench(*tiers, **options)
     ask(engine)

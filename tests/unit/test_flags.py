@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -84,10 +84,11 @@ def test_options_that_are_not_given_leave_the_defaults_alone() -> None:
 def test_a_number_beyond_its_bounds_is_one_line_that_names_option_and_bounds(
     flag: Flag, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for bound, step in ((flag.shape.ge, -1), (flag.shape.le, 1)):
+    shape: Any = flag.shape
+    for bound, step in ((shape.ge, -1), (shape.le, 1)):
         line = refusal(capsys, f"{flag.name}={bound + step}")
         assert flag.name in line
-        assert f"from {flag.shape.ge:g} to {int(flag.shape.le)}" in line
+        assert f"from {shape.ge:g} to {int(shape.le)}" in line
         assert flag.read(str(bound)) == bound
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,7 @@ def test_no_room_reads_a_format_that_runs_code(room: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_room_calls_what_reads_or_writes_such_a_format(room: str) -> None:
     for path in files(room):
+        node: Any
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
             assert name not in UNSAFE_NAMES, f"{path.relative_to(ROOT)}:{node.lineno} uses {name}"

@@ -24,8 +24,8 @@ ENDS = {HandoffEvent.STOPPED, HandoffEvent.FINISHED, HandoffEvent.ABORT}
 def walks(most: int) -> list[tuple[HandoffState, list[HandoffEvent], list[HandoffAction]]]:
     """Every way from both beginnings, of at most so many events: (where it is, how, what was
     done)."""
-    found = [(begin, [], []) for begin in (HandoffState.COMPUTING, HandoffState.GOING)]
     ways: list[tuple[HandoffState, list[HandoffEvent], list[HandoffAction]]] = []
+    found = [*ways, (HandoffState.COMPUTING, [], []), (HandoffState.GOING, [], [])]
     for _ in range(most):
         found = [
             (after, [*events, event], [*deeds, *more])

@@ -23,7 +23,7 @@ FORM = {"regex": "[ab]"}
 
 
 def request(sampling: dict[str, Any] | None = None, **fields: Any) -> tuple[bytes, GenerateBody]:
-    said = {"token_ids": [72, 105], "sampling_params": sampling or {}, **fields}
+    said: dict[str, Any] = {"token_ids": [72, 105], "sampling_params": sampling or {}, **fields}
     data = msgspec.json.encode(said)
     return data, decode(data, generate_decoder)
 
@@ -67,7 +67,7 @@ def test_what_is_not_said_is_neutral_whatever_the_model_would_like() -> None:
 
 
 def test_what_is_said_is_what_the_engine_is_asked() -> None:
-    said = {
+    said: dict[str, Any] = {
         "max_tokens": 7,
         "min_tokens": 2,
         "temperature": 0.5,
@@ -154,7 +154,7 @@ def test_a_body_without_sampling_params_is_refused() -> None:
 
 
 def test_fields_of_the_peer_that_ask_for_nothing_are_taken() -> None:
-    idle = {
+    idle: dict[str, Any] = {
         "watermarking": None,
         "extra_args": {},
         "flat_logprobs": False,

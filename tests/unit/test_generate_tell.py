@@ -102,7 +102,10 @@ def stop(*tokens: int, stop_token: int | None = EOS) -> Output:
 def test_a_stream_is_the_peers_to_the_letter() -> None:
     body = body_of(return_token_ids=True, stream_options={"include_usage": True})
     told = GeneratedChunks(body).push(say(72), say(105), stop(EOS))
-    shared = {"request_id": "generate-tokens-7", "system_fingerprint": MODEL.fingerprint}
+    shared: dict[str, Any] = {
+        "request_id": "generate-tokens-7",
+        "system_fingerprint": MODEL.fingerprint,
+    }
     shared |= {"output_mode": "tokens", "usage": None}
     last = {"weights_digest": DIGEST, "kv_transfer_params": None}
     part = {"index": 0, "finish_reason": None, "stop_reason": None, "logprobs": None, **NEVER}

@@ -193,13 +193,13 @@ def test_the_body_begins_exactly_where_thinking_ends(compiler, thinking, answer,
 
 @pytest.mark.parametrize("body", [JsonSchema(text=NUMBER), Regex(pattern=r'\{"x":1\}')])
 def test_any_body_may_follow_thinking(compiler, body):
-    answer = [THINK, "hm", END_THINK, "\n\n", '{"x":1}']
+    answer: list[str | int] = [THINK, "hm", END_THINK, "\n\n", '{"x":1}']
     assert read(compiler, body, *answer, thinking=BLOCK) == "$$"
 
 
 def test_a_grammar_of_the_clients_own_may_follow_thinking(compiler):
     body = Lark(text=f"start: <[{TOOL}]> @args", schemas={"args": NUMBER})
-    answer = [THINK, "hm", END_THINK, "\n\n", TOOL, '{"x":1}']
+    answer: list[str | int] = [THINK, "hm", END_THINK, "\n\n", TOOL, '{"x":1}']
     assert read(compiler, body, *answer, thinking=BLOCK) == "$$"
 
 
@@ -285,7 +285,7 @@ def test_rules_refer_to_themselves_and_to_schemas(compiler):
 def test_markup_stands_around_any_body_behind_the_thinking(compiler):
     frame = {"thinking": MAYBE, "before": "<tool>final:", "after": "\n</tool>"}
     for body in (YES, Rules(start=LiteralForm("yes")), Lark(text='start: "yes"')):
-        answer = [TOOL, "final:yes\n", END_TOOL]
+        answer: list[str | int] = [TOOL, "final:yes\n", END_TOOL]
         assert read(compiler, body, *answer, **frame) == "$$"
         assert read(compiler, body, THINK, "hm", END_THINK, *answer, **frame) == "$$"
         assert read(compiler, body, "yes", **frame) == "yes"

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -33,7 +34,7 @@ def service() -> Iterator[GrammarService]:
     made.close()
 
 
-def job(name: str, body: object) -> CompileJob:
+def job(name: str, body: Any) -> CompileJob:
     return CompileJob(name.encode(), Grammar(body=body))
 
 

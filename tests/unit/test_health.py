@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine_core.health import LATE_S, Health
@@ -15,7 +17,7 @@ LIMITS = Limits(
 )
 
 
-def computing(step_s: float, expected_s: float, **more: int) -> WorkerView:
+def computing(step_s: float, expected_s: float, **more: Any) -> WorkerView:
     return WorkerView(pid=7, step=8, step_s=step_s, expected_s=expected_s, **more)
 
 

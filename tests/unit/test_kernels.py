@@ -89,6 +89,7 @@ def test_quantised_weights_compute_what_their_numbers_would(
     blocks = random_blocks(kind, outputs, inputs)
     linear = PackedLinear(native, pack_blocks(native, blocks), randn(outputs, dtype=dtype))
     x = randn(max(ROWS), inputs, dtype=dtype)
+    assert linear.bias is not None
     expected = x.double() @ dequantised(blocks).double().T + linear.bias.double()
     for rows in ROWS:
         assert_near(linear(x[:rows]), expected[:rows].to(dtype))

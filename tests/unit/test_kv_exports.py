@@ -20,8 +20,10 @@ def exported(num_readers: int = 1) -> Exports:
 
 def test_a_reader_is_told_the_blocks_it_asked_for_in_their_order():
     exports = exported()
-    assert exports.open(LEASE, ONE, 1, 2).tolist() == [3, 9]
-    assert exports.opened(LEASE, ONE).tolist() == [3, 9]
+    blocks, opened = exports.open(LEASE, ONE, 1, 2), exports.opened(LEASE, ONE)
+    assert blocks is not None
+    assert opened is not None
+    assert blocks.tolist() == opened.tolist() == [3, 9]
     assert exports.opened(LEASE, TWO) is None
 
 

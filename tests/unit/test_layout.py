@@ -15,7 +15,7 @@ from tools.__main__ import build_parser
 from tools.commands import engine as solo
 from tools.commands.serve import Plan, commands, plan
 from tools.failure import Failure
-from tools.processes.topology import RUN_KEY
+from tools.processes.run_lock import RUN_KEY
 
 FAR = ("--prefill", "tcp://a:1", "--prefill", "tcp://b:1", "--decode", "tcp://c:1")
 KEYED = ("--cluster-key", "some.key")

@@ -46,7 +46,7 @@ REPLIES: list[tuple[Reply, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("message", "body"), CALLS + REPLIES)
+@pytest.mark.parametrize(("message", "body"), [*CALLS, *REPLIES])
 def test_golden_frames(message: Call | Reply, body: bytes) -> None:
     frame = to_frame(message)
     assert frame[LENGTH_BYTES:] == body

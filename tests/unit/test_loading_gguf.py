@@ -42,7 +42,7 @@ def raw_tensor(kind: Kind, rows: int, columns: int) -> Any:
         return quants.quantize(values, kind)
     block_items, block_bytes = GGMLType(kind).block
     blocks = generator.integers(0, 256, (rows * columns // block_items, block_bytes), np.uint8)
-    scales = np.frombuffer(np.float16([0.5, 0.25]).tobytes(), np.uint8)
+    scales = np.frombuffer(np.array([0.5, 0.25], np.float16).tobytes(), np.uint8)
     at_end = kind in (Kind.Q3_K, Kind.Q6_K)
     at = block_bytes - 2 if at_end else 16 * 5 if kind is Kind.Q2_K else 0
     blocks[:, at : at + 4] = scales[: 2 if at_end else 4]
@@ -81,7 +81,7 @@ def test_metadata_and_tensors_are_those_that_the_gguf_package_sees(tiny: Path) -
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         info = ours.tensors[tensor.name]
-        assert (info.kind, info.offset) == (tensor.tensor_type, tensor.data_offset)
+        assert (int(info.kind), info.offset) == (int(tensor.tensor_type), tensor.data_offset)
         assert info.shape == tuple(reversed(tensor.shape.tolist()))
         assert ours.raw(tensor.name).tobytes() == tensor.data.tobytes()
 

@@ -153,6 +153,7 @@ def test_only_rows_that_ask_are_told_and_only_about_their_prompt():
     )
     told = result.prompt_logprobs
     assert told.rows.tolist() == [1, 1, 1, 2, 2]
+    assert told is not None
     assert told.ids.tolist() == [9, 2, 77, 4, 4]
     assert told.top_ids.shape == (5, 0)
     assert result.logprobs.rows.tolist() == [1, 2]
@@ -187,6 +188,7 @@ def test_long_prompts_are_scored_a_chunk_of_logits_at_a_time():
         rows=[(slot, 0, 36, True) for slot in range(4)],
     )
     told = runner.step(plan).prompt_logprobs
+    assert told is not None
     assert told.ids.tolist() == [token for row in tokens for token in row[1:]]
     assert max(model.sizes) <= CHUNK
     assert sum(model.sizes) == 4 * 35 + 4
@@ -241,7 +243,12 @@ def raw_logits() -> list[float]:
     seen: list[torch.Tensor] = []
     runner = runner_of()
     make = runner._model.logits
-    runner._model.logits = lambda hidden: seen.append(make(hidden)) or seen[0]
+
+    def recorded(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(make(hidden))
+        return seen[0]
+
+    runner._model.logits = recorded
     runner.step(step_plan(bind=[bound(0, PROMPT, GREEDY)], rows=[(0, 0, len(PROMPT), True)]))
     return [float(x) for x in seen[0][0]]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from prometheus_client.core import Metric
@@ -52,7 +52,7 @@ def labels_of_series() -> dict[str, set[str]]:
     labels = {"tidegate_engine_up": set[str]()}
     for _, told in map(get_args, get_type_hints(Series, include_extras=True).values()):
         labels[told.name] = set(told.labels)
-    mappings = {
+    mappings: dict[str, Any] = {
         field.name: {"any": 1}
         for field in msgspec.structs.fields(EngineStats)
         if isinstance(getattr(EngineStats(), field.name), dict)

@@ -30,5 +30,5 @@ def test_an_error_that_names_nothing_is_as_it_was() -> None:
 
 
 def test_a_failure_of_ours_is_as_it_was() -> None:
-    with pytest.raises(EngineLost, match="stop"), renaming({}.__getitem__):
+    with pytest.raises(EngineLost, match="stop"), renaming(dict[str, str]().__getitem__):
         raise EngineLost("stop")

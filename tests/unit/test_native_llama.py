@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,8 @@ def test_steps_of_many_rows_compute_with_dense_weights_and_say_the_same(
     linears = [getattr(layer, name) for layer in weights.layers for name in LINEARS]
     for linear in linears:
         assert linear.finalize(from_rows) is linear
-    weights.head = weights.head.finalize(NEVER)
+    head: Any = weights.head
+    weights.head = head.finalize(NEVER)
     packed = load(directory, kernels, torch.bfloat16, "packed")
     both = replace(packed, model=Llama(header.config, weights, kernels))
     ours, theirs = answers(both), answers(packed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median, quantiles
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ PROMPT, ANSWER = 20, 8
 BUDGET = 32
 MAX_WAITING = 16
 STEP = STEP_S + BUDGET * TOKEN_S
-OPTIONS = {"token_budget": BUDGET, "steps_in_flight": 2, "num_blocks": 129}
+OPTIONS: dict[str, Any] = {"token_budget": BUDGET, "steps_in_flight": 2, "num_blocks": 129}
 
 
 def offered(
@@ -151,7 +152,12 @@ PACKED = [
     (128, 0.0770),
     (256, 0.1530),
 ]
-LARGE = {"token_budget": 256, "steps_in_flight": 2, "num_blocks": 400, "block_tokens": 16}
+LARGE: dict[str, Any] = {
+    "token_budget": 256,
+    "steps_in_flight": 2,
+    "num_blocks": 400,
+    "block_tokens": 16,
+}
 
 
 def in_large_steps(*, flood: bool, costs: Sequence[tuple[int, float]]) -> Paced:

@@ -11,7 +11,7 @@ import pytest
 from tests.benchmarks.peers.measure import Turns
 from tests.benchmarks.peers.plan import PREFIX, Pace, loads, turns
 from tests.benchmarks.peers.report import Comparison, Figures, picture, table
-from tools.bench.answers import BenchAnswer, UsageTold
+from tools.bench.answers import BenchAnswer, BenchUsage
 from tools.bench.stats import BenchRun
 
 
@@ -19,7 +19,7 @@ def shown(token_s: float, ready_s: float, *, streams: tuple[int, ...] = (1, 8)) 
     """Two rounds of a server that takes `token_s` for each of 5 tokens, the first included."""
     configs = loads(streams, Pace(1))
     times = [token_s * n for n in range(1, 6)]
-    answer = BenchAnswer(0.0, 5, times[-1], array("d", times), usage=UsageTold(10, 5))
+    answer = BenchAnswer(0.0, 5, times[-1], array("d", times), usage=BenchUsage(10, 5))
     run = BenchRun([answer], 0.0, times[-1], 0.0)
     return Turns([ready_s, 3 * ready_s], {name: [run, run] for name in configs}, configs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -49,7 +51,7 @@ def test_a_launched_step_is_done_when_its_own_place_is_reached():
     assert not two.is_done, "to read a step waits for no later one"
 
 
-def columns(**more: object) -> LogprobColumns:
+def columns(**more: Any) -> LogprobColumns:
     return LogprobColumns(
         rows=np.array([0, 2]),
         counts=np.array([2, 0], np.int32),

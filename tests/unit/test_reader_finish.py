@@ -7,7 +7,15 @@ import re
 
 import pytest
 
-from gateway.formats.events import Content, Finished, Reasoning, ToolArguments, ToolCall, merged
+from gateway.formats.events import (
+    Content,
+    Event,
+    Finished,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    merged,
+)
 from gateway.formats.finish import finish_reason
 
 ROWS = re.findall(r"\| ([\w ]+?) +\| (\w+) +\| (\w+) +\| `(\w+)` +\|", finish_reason.__doc__ or "")
@@ -46,7 +54,7 @@ def test_an_answer_that_goes_on_has_no_reason() -> None:
 
 
 def test_the_whole_answer_is_the_stream_folded() -> None:
-    stream = [
+    stream: list[Event] = [
         Reasoning("a"),
         Reasoning("b"),
         Content("c"),

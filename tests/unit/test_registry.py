@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,47 +33,47 @@ def kept() -> torch.Tensor:
     return torch.zeros(ROWS, 2)
 
 
-def slip_into_a_dict(runner: Runner) -> None:
+def slip_into_a_dict(runner: Any) -> None:
     runner._model.memory = {"last": [kept()]}
 
 
-def slip_into_the_cache(runner: Runner) -> None:
+def slip_into_the_cache(runner: Any) -> None:
     runner._cache.lengths = kept()
 
 
-def slip_into_attention_as_numpy(runner: Runner) -> None:
+def slip_into_attention_as_numpy(runner: Any) -> None:
     runner._attention.seen = (np.zeros((2, ROWS)),)
 
 
-def slip_into_a_closure(runner: Runner) -> None:
+def slip_into_a_closure(runner: Any) -> None:
     hidden, project = kept(), runner._model.logits
     runner._model.logits = lambda x: project(x) + hidden.sum()
 
 
-def slip_into_a_default(runner: Runner) -> None:
+def slip_into_a_default(runner: Any) -> None:
     def logits(x: torch.Tensor, memory: torch.Tensor = kept()) -> torch.Tensor:  # noqa: B008
         return x
 
     runner._model.logits = logits
 
 
-def slip_into_a_partial(runner: Runner) -> None:
+def slip_into_a_partial(runner: Any) -> None:
     runner._model.logits = partial(torch.add, kept())
 
 
-def slip_into_a_lru_cache(runner: Runner) -> None:
+def slip_into_a_lru_cache(runner: Any) -> None:
     made = lru_cache(kept)
     made()
     runner._model.made = made
 
 
-def slip_into_a_bound_method(runner: Runner) -> None:
+def slip_into_a_bound_method(runner: Any) -> None:
     class Holder:
         __slots__ = ("held",)
 
         def call(self) -> None: ...
 
-    holder = Holder()
+    holder: Any = Holder()
     holder.held = kept()
     runner._mark = holder.call
 
@@ -95,7 +96,7 @@ def test_a_worker_has_none():
 
 @pytest.mark.parametrize("hide", HIDINGS)
 def test_a_tensor_that_was_slipped_in_is_found_wherever_it_is_kept(hide):
-    runner = runner_of()
+    runner: Any = runner_of()
     hide(runner)
     assert len(strays(runner)) == 1
     with pytest.raises(RuntimeError, match="outside the slot table"):
@@ -103,7 +104,7 @@ def test_a_tensor_that_was_slipped_in_is_found_wherever_it_is_kept(hide):
 
 
 def test_one_in_a_module_or_in_a_class_of_the_worker_is_found(monkeypatch):
-    runner = runner_of()
+    runner: Any = runner_of()
     monkeypatch.setattr(worker.sampling.sampler, "LAST", {1: kept()}, raising=False)
     assert len(strays(runner)) == 1
     monkeypatch.setattr(TokenChoice, "last", kept(), raising=False)
@@ -111,21 +112,21 @@ def test_one_in_a_module_or_in_a_class_of_the_worker_is_found(monkeypatch):
 
 
 def test_who_holds_it_is_told():
-    runner = runner_of()
+    runner: Any = runner_of()
     runner._model.memory = {"last": [kept()]}
     (told,) = strays(runner)
     assert told == "(13, 2) torch.float32 held by tests.support.tiny_model.TinyModel"
 
 
 def test_a_view_of_the_table_is_the_tables():
-    runner = runner_of()
+    runner: Any = runner_of()
     tables = [runner._slots["token_ids"].view(-1), runner._slots["len"].numpy()]
     runner._model.views = [*tables, runner._slots["block_table"][3:].t()]
     assert strays(runner) == []
 
 
 def test_rows_are_a_number_that_nothing_else_has():
-    model = TinyModel(vocab=11, max_len=13)
+    model: Any = TinyModel(vocab=11, max_len=13)
     model.odd = np.zeros((2, 3, 17))
     assert rows_for(5, [model]) == 19
     assert rows_for(19, [model]) == 19

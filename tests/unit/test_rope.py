@@ -12,7 +12,7 @@ from worker.loading.errors import UnusableModel
 from worker.models.config import llama_config
 from worker.models.rope_config import FactorScaling, RopeConfig
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 100,
     "hidden_size": 128,

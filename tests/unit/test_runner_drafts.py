@@ -64,7 +64,7 @@ def entries(result: StepResult) -> list[tuple[object, ...]]:
     assert columns is not None
     width, count = columns.top_ids.shape[1], len(columns.ids)
     numbers = [columns.logprobs, columns.top_logprobs, columns.asked, columns.drawn]
-    told = []
+    told: list[tuple[object, ...]] = []
     for i in range(count):
         values = []
         for column in filter(None, numbers):
@@ -173,6 +173,7 @@ def test_a_row_whose_drafts_are_no_numbers_fails_alone() -> None:
     drafts = {0: [90, 4], 1: [4, 4]}
     plan = step_plan(bind=binds, zero=[*blocks[0], *blocks[1]], rows=rows, drafts=drafts)
     result = runner.step(plan)
+    assert result.counts is not None
     assert (result.failed.tolist(), result.counts.tolist()) == ([0], [1, 1])
     assert result.tokens.tolist() == [0, *plain(params, 0).tokens[:1]]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -25,6 +28,7 @@ from protocol.messages import (
     Profiled,
     Refused,
     SessionLost,
+    ToClient,
     Welcome,
 )
 from protocol.sampling import SamplingParams
@@ -53,9 +57,13 @@ def opened(session: Session) -> int:
     return session.generate([1, 2], SamplingParams()).request
 
 
-def ends(news: list[tuple[int, object]]) -> dict[int, str]:
+def ends(news: Sequence[tuple[int, Any]]) -> dict[int, str]:
     """request -> code of the error that ended it."""
-    return {request: output.error.code for request, output in news if isinstance(output, Output)}
+    return {
+        request: output.error.code
+        for request, output in news
+        if isinstance(output, Output) and output.error is not None
+    }
 
 
 def test_before_the_engine_has_answered_nothing_can_be_asked() -> None:
@@ -113,7 +121,7 @@ def test_aborting_twice_or_after_the_end_says_nothing() -> None:
 def test_an_engine_that_says_it_is_gone_ends_every_open_request() -> None:
     session = connected()
     requests = [opened(session), opened(session)]
-    news = session.receive(
+    news: Any = session.receive(
         EngineStopped(error=ErrorInfo(code="engine_lost", message="worker died")), 0.1
     )
     assert ends(news) == dict.fromkeys(requests, "engine_lost")
@@ -252,13 +260,14 @@ def test_what_is_no_answer_to_what_was_asked_is_dropped() -> None:
     generation, aborting = opened(session), session.abort_by_label(["x"]).request
     profiling = session.profile(3, "/tmp").request
     told = Profiled(request=0, file="f", steps=1, began=0.0, ended=1.0)
-    for request, foreign in [
+    messages: list[tuple[int, ToClient]] = [
         (generation, Aborted(request=generation)),
         (generation, replace(told, request=generation)),
         (aborting, Accepted(request=aborting)),
         (aborting, Outputs(step=1, outputs=[Output(request=aborting, finish="stop")])),
         (profiling, Aborted(request=profiling)),
-    ]:
+    ]
+    for request, foreign in messages:
         assert session.receive(foreign, 1.0) == []
         assert request in session.open
     answer = replace(told, request=profiling)
@@ -275,7 +284,7 @@ def test_what_a_client_refused_itself_is_told_with_the_next_heartbeat_and_once()
 def test_an_engine_that_does_not_know_us_ends_every_open_request_and_is_greeted() -> None:
     session = connected()
     request = opened(session)
-    news = session.receive(SessionLost(why="the connection to the engine broke"), 0.1)
+    news: Any = session.receive(SessionLost(why="the connection to the engine broke"), 0.1)
     assert ends(news) == {request: "engine_lost"}
     assert news[0][1].error.message == "the connection to the engine broke"
     assert isinstance(session.tick(0.2)[0][0], Hello)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,8 @@ from worker.sampling.features import ALL
 from worker.slots.table import Poison, RestPolicy, SlotField, SlotRef, SlotTable
 
 
-def scalar(name: str, **more: object) -> SlotField:
-    settings = {
+def scalar(name: str, **more: Any) -> SlotField:
+    settings: dict[str, Any] = {
         "dtype": torch.int32,
         "rest": RestPolicy.FILL,
         "init": lambda init: init.slot,
@@ -228,7 +230,7 @@ def test_poison_covers_the_whole_row_of_a_freed_slot_and_no_other(poison):
 
 def test_a_field_must_say_what_becomes_of_the_rest_of_its_row():
     with pytest.raises(TypeError, match="rest"):
-        SlotField(name="x", dtype=torch.int32, init=lambda init: 0)
+        SlotField(name="x", dtype=torch.int32, init=lambda init: 0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.engine.client import ZmqEngineClient
 from gateway.formats.choice_parser import ParserFactory, ReadOptions
-from gateway.formats.events import Content, Finished, OutputDelta, Reasoning, merged
+from gateway.formats.events import Content, Event, Finished, OutputDelta, Reasoning, merged
 from gateway.generation.backpressure import PendingOutput
 from gateway.generation.choice import Choice
 from gateway.generation.group import ChoiceGroup
@@ -87,7 +87,7 @@ def test_what_waits_is_one_piece_for_each_choice_in_the_order_they_were_heard_of
     untold.delta(two, OutputDelta([Content("c"), Finished("stop")], [8]))
     untold.end()
     assert [untold.tell(told) for _ in range(4)] == [True, True, True, False]
-    whole = [Reasoning("Hm."), Content("bc"), Finished("stop")]
+    whole: list[Event] = [Reasoning("Hm."), Content("bc"), Finished("stop")]
     assert told.deltas == [
         (1, OutputDelta(whole, [5, 6, 7, 8], [TokenLogprobs(5, -1.0, 1)])),
         (0, OutputDelta([Content("a")], [1], [])),

@@ -46,9 +46,9 @@ class WatchedDrafter(Bench):
         super().__init__(say=habitual_token, ngram_min=1, **options)  # type: ignore[arg-type]
         self.executed: list[tuple[StepPlan, Masks | None]] = []
 
-    def finish(self) -> None:
+    def finish(self, elapsed_s: float = 0.01) -> None:
         self.executed.append((self.out[0], self.masks))
-        super().finish()
+        super().finish(elapsed_s)
 
 
 def serve(speculation: str, depth: int = 1) -> tuple[WatchedDrafter, list[tuple[str | None, str]]]:

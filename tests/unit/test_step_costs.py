@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ MEASURED = [(1, 4.0), (4, 4.0), (8, 6.0), (16, 10.0), (64, 40.0)]
 
 
 def worth(
-    chance: float, rows: int, costs: Sequence[tuple[int, float]] = MEASURED, **more: int
+    chance: float, rows: int, costs: Sequence[tuple[int, float]] = MEASURED, **more: Any
 ) -> int:
     config = EngineConfig(worker=WorkerConfig(model=""), max_drafts=8, **more)
     return Speculation(config, 0.0, costs)._best_count(chance, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from signal import SIGINT, SIGKILL, SIGQUIT, SIGTERM
+from typing import Any
 
 import pytest
 
@@ -257,7 +258,8 @@ def test_an_engine_that_dies_is_started_again_at_once_and_the_gateway_is_left_al
     )
     assert supervisor.deadline == 5.0 + 60.0
     assert supervisor.on_ready() == []
-    assert (supervisor.phase, supervisor.deadline) == (SupervisorPhase.SERVING, None)
+    state: Any = supervisor.phase, supervisor.deadline
+    assert state == (SupervisorPhase.SERVING, None)
 
 
 def test_the_second_restart_waits_and_each_one_after_it_twice_as_long() -> None:

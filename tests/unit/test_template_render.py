@@ -81,7 +81,7 @@ def test_bos_is_not_doubled_where_the_tokenizer_would_add_one() -> None:
 
 def test_an_answer_can_go_on_where_the_final_message_ends_blanks_and_all() -> None:
     messages = [*HELLO, {"role": "assistant", "content": "Hello there, "}]
-    going_on = {"add_generation_prompt": False, "continue_final_message": True}
+    going_on: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     expected = "<|im_start|>assistant\nHello there, "
     assert text(messages, **going_on).endswith(expected)
     parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Hello there, "}]}]

@@ -43,7 +43,7 @@ def compiler() -> Compiler:
 
 
 def budget(most: int, markers: dict[str, list[str]], *, inside: bool = False) -> ThinkingBudget:
-    return ThinkingBudget(most=most, inside=inside, **markers)  # type: ignore[arg-type]
+    return ThinkingBudget(most=most, inside=inside, **markers)
 
 
 def spelt(text: str) -> list[int]:

@@ -6,6 +6,7 @@ import os
 import select
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
@@ -81,9 +82,13 @@ class TierBench:
         self.news.wake()
         if (report := self.news.drain()) is None:
             return
-        self.ends |= {end.job: end for end in [*report.fetched, *report.failed]}
+        self.ends |= {end.job: end for end in report.fetched}
+        self.ends |= {end.job: end for end in report.failed}
         for news in report.tiers:
             self._hear_of(news)
+
+    def keeps_on_disk(self, number: int) -> bool:
+        return content(number) in self.known["disk"]
 
     def await_known(self, tier: str, *numbers: int) -> None:
         self.hear_until(lambda: self.known[tier] == set(contents(*numbers)))
@@ -173,7 +178,7 @@ def test_host_memory_forgets_and_the_disk_still_knows(make: Make, tmp_path: Path
     was = bench.bytes_of(1)
     for number in range(1, 5):
         bench.keep([number], contents(number))
-        bench.hear_until(lambda number=number: content(number) in bench.known["disk"])
+        bench.hear_until(partial(bench.keeps_on_disk, number))
     bench.await_known("host", 3, 4)
     assert isinstance(bench.fetch(contents(1), [8]), KVFetched)
     assert bench.bytes_of(8) == was

@@ -126,6 +126,7 @@ def test_stages_follow_one_another_within_it() -> None:
         "decode": (4.25, 16.25),
     }
     context = whole.get_span_context()
+    assert context is not None
     assert all(s.parent and s.parent.span_id == context.span_id for s in stages.values())
 
 
@@ -133,7 +134,9 @@ def test_it_is_a_child_of_the_span_that_the_request_names() -> None:
     whole, _ = spans_of(a_record(), {"traceparent": f"00-{TRACE}-{PARENT}-01"})
     assert whole is not None
     assert whole.parent is not None
-    assert f"{whole.get_span_context().trace_id:032x}" == TRACE
+    context = whole.get_span_context()
+    assert context is not None
+    assert f"{context.trace_id:032x}" == TRACE
     assert f"{whole.parent.span_id:016x}" == PARENT
 
 

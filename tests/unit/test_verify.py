@@ -11,7 +11,9 @@ from worker.sampling.verify import NO_DRAFT, VerifiedDrafts, verify
 
 def row_by_row(rows: list[list[tuple[int, bool, int]]]) -> tuple[list[int], list[int]]:
     """rows: of each place (token, finite, guess). Places and counts, as `verify` tells them."""
-    places, counts, place = [], [], 0
+    places: list[int] = []
+    counts: list[int] = []
+    place = 0
     for row in rows:
         count = 1
         for token, finite, guess in row[:-1]:

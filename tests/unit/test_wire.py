@@ -91,7 +91,7 @@ def test_a_large_array_is_a_frame_of_its_own_and_not_copied() -> None:
     assert len(frames) == 2
     assert frames[1].obj is prompt.data.obj
     received = [bytes(frame) for frame in frames]
-    message = wire.Decoder(messages.ToEngine).decode(received)
+    message: Any = wire.Decoder[Any](messages.ToEngine).decode(received)
     assert message.prompt.data.obj is received[1]
     assert message.prompt == prompt
 
@@ -99,7 +99,7 @@ def test_a_large_array_is_a_frame_of_its_own_and_not_copied() -> None:
 def test_fields_of_a_newer_version_are_tolerated() -> None:
     frame = wire.encode(messages.Accepted(request=3))[0]
     newer = msgpack.packb(unpacked(frame) | {"mood": "good"})
-    decoded = wire.Decoder(messages.ToClient).decode([frame[:1] + newer])
+    decoded = wire.Decoder[Any](messages.ToClient).decode([frame[:1] + newer])
     assert decoded == messages.Accepted(request=3)
 
 
@@ -146,7 +146,7 @@ def test_mutated_frames_raise_wire_errors_only() -> None:
     """Twenty thousand damaged messages: each is refused as such, or still is a message."""
     dice = random.Random(5)
     samples = [[bytes(frame) for frame in wire.encode(message)] for message in MESSAGES]
-    decoders = [wire.Decoder(union) for union in DIRECTIONS]
+    decoders = [wire.Decoder[Any](union) for union in DIRECTIONS]
     survived = 0
     for _ in range(20_000):
         frames = [bytearray(frame) for frame in dice.choice(samples)]

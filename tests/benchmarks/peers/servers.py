@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.peers.plan import STREAMS
 from tests.support.processes import free_port
@@ -139,7 +140,7 @@ def write_bf16(gguf: Path, directory: Path) -> None:
     config = exact.config
     del config.quantization_config  # a model "quantised with gguf" is not written
     config.dtype = torch.bfloat16
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     model.load_state_dict(exact.state_dict())
     model.to(dtype=torch.bfloat16)
     model.save_pretrained(directory)

@@ -120,7 +120,8 @@ def test_it_is_cancelled_from_any_process(
     awaited(client, made.id, lambda status: status == "in_progress")
     cancelled = (client if where == "here" else elsewhere).responses.cancel(made.id)
     assert cancelled.status == "cancelled"
-    assert cancelled.output[0].status == "incomplete"
+    item: Any = cancelled.output[0]
+    assert item.status == "incomplete"
     engine.await_abort(engine.generates[0].request)
     assert typed_events(frames_of(twin, made.id))[-1]["response"]["status"] == "cancelled"
     assert client.responses.cancel(made.id) == cancelled  # again: as it is

@@ -87,7 +87,7 @@ def test_a_chain_with_tools_is_the_prompt_of_the_explicit_history(
     client.chat.completions.create(
         model=MODEL,
         messages=chat,
-        tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+        tools=[{"type": "function", "function": function}],  # type: ignore[typeddict-item]
     )
     assert engine.generates[-1].prompt.tolist() == chained_2
 
@@ -153,7 +153,7 @@ def test_input_items_are_listed_page_by_page(engine: ScriptedEngine, client: Ope
     assert walked == [f"number {n}" for n in range(5)]
     for wrong in ({"limit": 101}, {"order": "up"}, {"after": "msg_1"}):
         with pytest.raises(BadRequestError) as refused:
-            client.responses.input_items.list(made.id, **wrong)  # type: ignore[arg-type]
+            client.responses.input_items.list(made.id, **wrong)
         assert refused.value.param == next(iter(wrong))
 
 

@@ -135,7 +135,12 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
         address = f"ipc://{folder}/engine.sock"
         with ScriptedEngine(address, card=thinking_card(), max_len=2048) as engine:
             engine.script = lambda generate: says(SAYS, size=9, marked=True)
-            config = {"engine": address, "log_requests": False, "max_n": 8, "max_prompts": 8}
+            config: dict[str, Any] = {
+                "engine": address,
+                "log_requests": False,
+                "max_n": 8,
+                "max_prompts": 8,
+            }
             with GatewayProcess(**config, response_store=f"{folder}/responses.db") as process:
                 yield process.await_ready()
                 assert "Traceback" not in process.log, process.log[-10_000:]

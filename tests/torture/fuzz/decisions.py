@@ -12,6 +12,7 @@ import tempfile
 from collections import deque
 from itertools import islice
 from random import Random
+from typing import Any
 
 import msgspec
 import requests
@@ -151,7 +152,11 @@ def gateway(count: int, seed: int) -> Outcome:
     """By its engine, while chats are open: each of them ends, and no process does."""
     outcome = Outcome("gateway, from its engine")
     with tempfile.TemporaryDirectory() as folder, NoisyEngine(f"ipc://{folder}/engine") as engine:
-        config = {"engine": engine.address, "response_store": "none", "log_requests": False}
+        config: dict[str, Any] = {
+            "engine": engine.address,
+            "response_store": "none",
+            "log_requests": False,
+        }
         with GatewayProcess(**config) as process:
             process.await_ready()
             with watched(outcome, lambda: _served_by(process)) as is_warm:
@@ -182,7 +187,7 @@ def _disturb(
 
 
 def _chat(process: GatewayProcess) -> requests.Response:
-    body = {"messages": [{"role": "user", "content": "hi"}], "timeout_s": 5}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "timeout_s": 5}
     return requests.post(process.url + "/v1/chat/completions", json=body, timeout=PATIENCE_S)
 
 

@@ -137,7 +137,7 @@ def worker_engine(count: int, seed: int) -> Outcome:
 
 def _one_life(router: zmq.Socket[bytes], program: Program, told: Any, outcome: Outcome) -> str:
     decoder: wire.Decoder[steps.FromWorker] = wire.Decoder(steps.FromWorker)
-    assert router.poll(PATIENCE_S * 1000), program.said
+    assert router.poll(int(PATIENCE_S * 1000)), program.said
     worker, *frames = router.recv_multipart()
     assert isinstance(decoder.decode(frames), WorkerReady)
     last: Any = None
