@@ -155,7 +155,7 @@ def test_the_only_server_is_stopped_and_of_several_one_has_to_be_named(
     machine: ServerMachine,
 ) -> None:
     assert "no server is running; see: tidegate ps" in machine.tool("stop", code=1)
-    assert "name servers or use --all" in machine.tool("stop", "8001", "--all", code=2)
+    assert "give servers or --all" in machine.tool("stop", "8001", "--all", code=2)
     machine.serve("8001")
     machine.serve("8002")
     assert "2 servers are running: 8001, 8002; select one with --port" in machine.tool(
