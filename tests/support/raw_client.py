@@ -13,7 +13,7 @@ class RawClient:
     def __init__(self, address: str, key: ClusterKey | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = sockets.connect_dealer(self._context, address, key)
-        self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
 
     def say(self, message: Message) -> None:
