@@ -664,5 +664,5 @@ def test_a_body_that_ends_before_its_length_is_refused_though_it_is_valid_json(
         status, headers = read_head(file)
         told = json.loads(read_body(file, headers))
     assert status == 400
-    assert "announced length" in told["error"]["message"]
+    assert "shorter than its Content-Length" in told["error"]["message"]
     assert not engine.generates
