@@ -21,10 +21,11 @@ from gateway import malloc
 from gateway.api.admin.activity import doing
 from gateway.api.admin.responses import EngineFacts, EngineState, GatewayFacts
 from gateway.auth.keys import KeyWatch
+from gateway.engine.base import EngineClient
 from gateway.engine.client import ZmqEngineClient
 from gateway.engine.disaggregated import DisaggregatedClient
 from gateway.engine.null import NullEngineClient
-from gateway.engine.refusal_cache import StandingRefusals
+from gateway.engine.refusal_cache import RefusalCache
 from gateway.formats.model_format import WrongOption
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
@@ -51,7 +52,6 @@ from protocol.sockets import engine_address
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
-AnyEngine = ZmqEngineClient | DisaggregatedClient | NullEngineClient
 KEYS_LOOK_S = 1.0
 FRESH_S = 1.9
 """A heartbeat is older than this: not ready, though the lease may still hold. They come about every
@@ -63,7 +63,7 @@ def offload(work: Callable[[], list[int]]) -> list[int]:
     return result_of(get_hub().threadpool, work)
 
 
-def _engine_of(config: GatewayConfig, metrics: Metrics) -> AnyEngine:
+def _engine_of(config: GatewayConfig, metrics: Metrics) -> EngineClient:
     if config.card:
         return NullEngineClient(config.card)
     key = read_cluster_key(config.cluster_key)
@@ -96,7 +96,7 @@ class Service:
         self.bodies = BodyReader(config.max_body_mib << 20)
         self.keys = KeyWatch(config)
         self.metrics = Metrics(lambda: self.engine.lines, self._model_name)
-        self.engine: AnyEngine = _engine_of(config, self.metrics)
+        self.engine: EngineClient = _engine_of(config, self.metrics)
         self.is_draining: Callable[[], bool] = lambda: False
         self.ends_at_once = False
         self.give_up: Callable[[str, ExitCode | None], None] = lambda why, code: None
@@ -105,7 +105,7 @@ class Service:
         self.persistence = Persistence.of(config)
         self._since = time.monotonic()
         self._answers: set[ChoiceGroup] = set()
-        self._standing = StandingRefusals()
+        self._refusal_cache = RefusalCache()
         self._watch: gevent.Greenlet[..., None] | None = None
         self._preparing = Semaphore(1)
         self._trial = trial_process()
@@ -280,17 +280,17 @@ class Service:
         self._answers.add(answer)
         return answer
 
-    def refuse_early(self, account: Account | None) -> None:
+    def raise_cached_refusal(self, account: Account | None) -> None:
         """Raises what the engine has just refused this account, where it would do so again."""
-        refusal = self._standing.find(account, time.monotonic())
+        refusal = self._refusal_cache.get(account, time.monotonic())
         if refusal is not None:
-            self.engine.lines[0].engine.note_early()
+            self.engine.lines[0].engine.count_cached_refusal()
             raise refusal
 
-    def note_refusal(self, account: Account | None, refusal: ServingError) -> None:
+    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
         """Of one request by the engine; where there are several, each has a queue of its own."""
         if len(self.engine.lines) == 1:
-            self._standing.note(account, refusal, time.monotonic())
+            self._refusal_cache.add(account, refusal, time.monotonic())
 
     def id_bounds(self, num_prompts: int = 1) -> JsonBounds:
         """Return the bounds of a body with prompts of token ids, which the context limits."""

@@ -1,15 +1,13 @@
-"""An engine client over two kinds of engines: P's compute prompts, D's go on from them.
+"""An engine client over prefill engines (P) and decode engines (D).
 
-Whoever asks sees one engine (the interface of `ZmqEngineClient`). Which engines, when, and what is
-said to them is decided here; what a request owes to whom is `handover.py`'s table. The laws:
+Callers see one engine. This module chooses the engines and sends the requests; the states of a
+request are in `handoff.py`. The rules:
 
-- the choices of a prompt that are asked for in one turn of the loop are computed once, for all;
-- what P keeps is kept alive until D has told its first token, and then released, at once;
-- where P refuses, fails or is lost, D computes all of it, unless the policy wants an error;
-- without a P that is ready D computes all, whatever the policy; without a D nothing is served;
-- all engines that are used have the model of the first D that is ready.
-
-All methods are for the greenlets of one thread; reports come in gevent's hub.
+- choices of a prompt that are sent in one turn of the event loop are computed once by P;
+- the K/V that P keeps is leased until D has sent its first token, and then released at once;
+- if P refuses, fails or is lost, D computes the whole prompt, unless the policy is to fail;
+- if no P is ready, D computes the whole prompt under any policy; if no D is ready, requests fail;
+- all engines in use have the model of the first D that is ready.
 """
 
 from __future__ import annotations
@@ -25,14 +23,15 @@ from typing import Any, Unpack
 import msgspec
 from gevent import get_hub
 
-from gateway.engine.client import ClientLine, Report, Subscriber, ZmqEngineClient
+from gateway.engine.base import Report, Subscriber
+from gateway.engine.client import ClientLine, ZmqEngineClient
 from gateway.engine.handoff import (
     Handoff,
     HandoffAction,
     HandoffEvent,
     HandoffState,
-    as_one,
-    was_computed_again,
+    merge_usage,
+    was_recomputed,
 )
 from gateway.engine.pool import EnginePool
 from gateway.engine.remote_prefill import RemotePrefill
@@ -57,42 +56,42 @@ from protocol.stats import EngineStats
 log = logging.getLogger(__name__)
 
 KEEP_EVERY_S = 0.25
-"""Leases are looked at so often; they last a second at least."""
+"""Interval at which leases are renewed if necessary. A lease lasts at least a second."""
 LIMITS = (LimitReached.code, QueueTimeout.code, TimedOut.code)
 MIN_LEFT_S = 0.001
-"""0 would be no limit."""
+"""Least remaining time limit that is sent; 0 would mean no limit."""
 MIN_PROMPT = 2
-"""The last token of a prompt is always D's."""
+"""D always computes the last token of a prompt, so P needs at least one more."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One that is open.
-
-    produce    where its prompt is computed; None: by D
-    d, asked   whom D is, and its number there, once it was asked
-    freed      whom to tell when D has back what it owned
-    """
+    """An open request."""
 
     number: int
     prompt: Int32
     params: SamplingParams
     subscriber: Subscriber
-    terms: GenerateOptions
-    handover: Handoff
-    produce: RemotePrefill | None = None
+    options: GenerateOptions
+    handoff: Handoff
+    #: The computation of its prompt at P; None: D computes the prompt.
+    prefill: RemotePrefill | None = None
+    #: The decode engine, and the request's number there; None before it was sent.
     d: ZmqEngineClient | None = None
-    asked: int = 0
-    freed: Callable[[], None] | None = None
-    came_at: float = field(default_factory=time.monotonic)
+    d_request: int = 0
+    #: Called after D has released its resources.
+    on_freed: Callable[[], None] | None = None
+    arrived_at: float = field(default_factory=time.monotonic)
 
 
 class DisaggregatedClient:
-    """prefill, decode   the lines to them; the first D that is ready says which model it is
+    """See `EngineClient`.
+
+    prefill, decode   connections to the engines
     min_tokens    shorter prompts are computed by D
-    recomputes    D computes what P could not; else that is an error
-    on_handover   called for each request with which D went on from P's K/V
-    on_fallback   called with the cause for each that D computed although P should have
+    recomputes    D computes the prompt if P fails; otherwise the request fails
+    on_handover   called for each request that D continued from P's K/V
+    on_fallback   called with the cause for each prompt that D computed in place of P
     """
 
     def __init__(
@@ -114,16 +113,15 @@ class DisaggregatedClient:
         self._recomputes = recomputes
         self._on_handover, self._on_fallback = on_handover, on_fallback
         self._requests: dict[int, _Request] = {}
-        self._produces: set[RemotePrefill] = set()
-        self._forming: list[RemotePrefill] = []
+        self._prefills: set[RemotePrefill] = set()
+        self._unsent: list[RemotePrefill] = []
         self._next_number = 1
-        self._misses_p = False
+        self._has_warned = False  # that no prefill engine is ready
         self._clock: Any = None
 
-    # ---- life
+    # ---- lifecycle
 
     def start(self) -> None:
-        """Connect, once. Called after the fork, in the process that will use the sockets."""
         if self._clock is None:
             for line in self.lines:
                 line.engine.start()
@@ -131,7 +129,6 @@ class DisaggregatedClient:
             self._clock.start(self._keep)
 
     def close(self) -> None:
-        """Leave; the engines abort what is open, and what was kept for it is released."""
         if self._clock is not None:
             self._clock.stop()
             self._clock.close()
@@ -141,14 +138,13 @@ class DisaggregatedClient:
         for line in self.lines:
             line.engine.close()
 
-    # ---- what it is, seen as one
+    # ---- state, as of one engine
 
     @property
     def is_ready(self) -> bool:
         return self._d.is_ready
 
     def trouble(self) -> ServingError | None:
-        """Why no request can be opened now; None where one can."""
         return None if self.is_ready else self._d.first.trouble()
 
     @property
@@ -178,48 +174,39 @@ class DisaggregatedClient:
         prompt: Sequence[int] | Int32,
         params: SamplingParams,
         subscriber: Subscriber,
-        **terms: Unpack[GenerateOptions],
+        **options: Unpack[GenerateOptions],
     ) -> int:
-        """Open a request; `subscriber` is called with each report until its end. Its number.
-
-        Raises EngineNotReady or EngineLost where there is no D to ask, and InvalidRequest where
-        somebody else wants to do what is done here.
-        """
-        if terms.pop("kv_readers", 0) or terms.pop("kv_handle", ""):
-            raise InvalidRequest(f"{KV_FIELD}: this server routes by itself", param=KV_FIELD)
+        """See `EngineClient.generate`. Raises InvalidRequest for K/V options of the caller."""
+        if options.pop("kv_readers", 0) or options.pop("kv_handle", ""):
+            message = f"{KV_FIELD}: not supported, this server manages K/V transfer itself"
+            raise InvalidRequest(message, param=KV_FIELD)
         self.start()
-        self._choose_d()  # raises now rather than when P has computed the prompt
+        self._choose_d()  # raises now rather than after P has computed the prompt
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
-        produce = self._produce(ids, terms) if self._is_worth_it(ids, params) else None
-        handover = Handoff(HandoffState.GOING if produce is None else HandoffState.COMPUTING)
-        request = _Request(self._next_number, ids, params, subscriber, terms, handover, produce)
+        prefill = self._prefill(ids, options) if self._can_prefill(ids, params) else None
+        handoff = Handoff(HandoffState.DECODING if prefill is None else HandoffState.COMPUTING)
+        request = _Request(self._next_number, ids, params, subscriber, options, handoff, prefill)
         self._next_number += 1
-        if produce is None:
-            self._ask(request)
+        if prefill is None:
+            self._send_to_d(request)
         else:
-            produce.readers.add(request.number)
+            prefill.readers.add(request.number)
         self._requests[request.number] = request
         return request.number
 
-    def abort(self, request: int, freed: Callable[[], None] | None = None) -> None:
-        """End `request` if it is open; its subscriber hears nothing more. `freed` is called when D
-        has back what it owned, if D had it."""
+    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
         found = self._requests.get(request)
         if found is not None:
-            found.freed = freed
+            found.on_freed = on_freed
             self._on(found, HandoffEvent.ABORT)
 
     def abort_named(self, names: Sequence[str]) -> Aborted:
-        """End every request that has one of these labels, of whichever client, and wait until all
-        engines have said which there were. P's are asked first: what they have handed over by then
-        D's have heard of.
-
-        Raises EngineNotReady or EngineLost where there is no D to ask.
-        """
+        """See `EngineClient.abort_named`. P's engines come first: what they have handed over by
+        then is open at D's engines and is aborted there."""
         self.start()
         aborted: set[str] = set()
         for engine in self._p.engines:
-            with contextlib.suppress(EngineError):  # one that is gone has nothing open
+            with contextlib.suppress(EngineError):  # a lost engine has no open requests
                 aborted.update(engine.abort_named(names).aborted)
         self._choose_d()
         for engine in self._d.engines:
@@ -233,84 +220,88 @@ class DisaggregatedClient:
 
     # ---- choosing
 
-    def _is_worth_it(self, prompt: Int32, params: SamplingParams) -> bool:
+    def _can_prefill(self, prompt: Int32, params: SamplingParams) -> bool:
+        """Return whether P should compute this prompt."""
         return (
             len(prompt) >= self._min_tokens
             and params.prompt_logprobs is None
             and params.max_tokens != 0
         )
 
-    def _produce(self, prompt: Int32, terms: GenerateOptions) -> RemotePrefill | None:
-        """The one that this turn's requests for `prompt` share. None: there is no P."""
-        for forming in self._forming:
-            if forming.is_for(prompt, terms):
-                return forming
+    def _prefill(self, prompt: Int32, options: GenerateOptions) -> RemotePrefill | None:
+        """Return the prefill that this turn's requests for `prompt` share, or None."""
+        for unsent in self._unsent:
+            if unsent.is_for(prompt, options):
+                return unsent
         try:
             engine = self._p.choose(self.model, self._waiting_tokens)
         except EngineError as error:
             self._on_fallback("no_prefill")
-            if not self._misses_p:
-                self._misses_p = True
-                log.warning("no prefill engine: prompts are computed by decode engines (%s)", error)
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "no prefill engine is ready, so decode engines compute prompts (%s)", error
+                )
             return None
-        self._misses_p = False
-        if not self._forming:
-            get_hub().loop.run_callback(self._launch)
-        produce = RemotePrefill(engine, prompt, terms, self._computed)
-        self._forming.append(produce)
-        self._produces.add(produce)
-        return produce
+        self._has_warned = False
+        if not self._unsent:
+            get_hub().loop.run_callback(self._send_prefills)
+        prefill = RemotePrefill(engine, prompt, options, self._on_prefill_end)
+        self._unsent.append(prefill)
+        self._prefills.add(prefill)
+        return prefill
 
     def _choose_d(self) -> ZmqEngineClient:
         return self._d.choose(self.model, self._load)
 
     def _waiting_tokens(self, p: ZmqEngineClient) -> int:
-        """By its own word of the last heartbeat, and what we have open there, perhaps since."""
-        ours = (len(produce.prompt) for produce in self._produces if produce.p is p)
+        """Return the load of P: waiting tokens of its last heartbeat plus those of our prefills,
+        which the heartbeat may not include yet."""
+        ours = (len(prefill.prompt) for prefill in self._prefills if prefill.p is p)
         return sum(ours) + (p.stats.waiting_tokens if p.stats else 0)
 
     def _load(self, d: ZmqEngineClient) -> int:
         ours = sum(request.d is d for request in self._requests.values())
         return ours + (d.stats.running + d.stats.waiting if d.stats else 0)
 
-    # ---- what happens
+    # ---- events
 
-    def _launch(self) -> None:
-        """At the end of the turn: nobody joins any more."""
-        forming, self._forming = self._forming, []
-        for produce in forming:
-            produce.ask()
-            if not produce.readers:
-                self._produces.discard(produce)
+    def _send_prefills(self) -> None:
+        """Send this turn's prefills. Called at the end of the turn, when they have all readers."""
+        unsent, self._unsent = self._unsent, []
+        for prefill in unsent:
+            prefill.send()
+            if not prefill.readers:
+                self._prefills.discard(prefill)
 
     def _keep(self) -> None:
         now = time.monotonic()
-        for produce in self._produces:
-            produce.keep(now)
+        for prefill in self._prefills:
+            prefill.keep(now)
 
-    def _computed(self, produce: RemotePrefill, report: Report) -> None:
-        """P's last word."""
+    def _on_prefill_end(self, prefill: RemotePrefill, report: Report) -> None:
+        """Handle P's last report."""
         event, cause = HandoffEvent.COMPUTED, ""
-        if not produce.handle:
-            event, cause = self._event_of(report)
-        for number in sorted(produce.readers):
+        if not prefill.handle:
+            event, cause = self._failure_event(report)
+        for number in sorted(prefill.readers):
             if cause:
                 self._on_fallback(cause)
             self._on(self._requests[number], event, report)
 
-    def _event_of(self, report: Report) -> tuple[HandoffEvent, str]:
-        """Of an end without a handle; with the cause, where D shall compute it."""
+    def _failure_event(self, report: Report) -> tuple[HandoffEvent, str]:
+        """Return the event of an end without a handle, and the cause if D computes the prompt."""
         error = _error_of(report)
-        if error is None or not self._recomputes:  # aborted by name, or as the policy has it
+        if error is None or not self._recomputes:  # aborted by name, or the policy is to fail
             return HandoffEvent.STOPPED, ""
-        if error.code in LIMITS:  # it would be no limit if D helped out
+        if error.code in LIMITS:  # D must not circumvent P's limits
             return HandoffEvent.STOPPED, ""
         causes = {True: "refused", False: "failed"}
         is_lost = error.code == EngineLost.code
         return HandoffEvent.MISSED, "lost" if is_lost else causes[isinstance(report, Refused)]
 
-    def _hear(self, request: _Request, report: Report) -> None:
-        """What D says."""
+    def _on_report(self, request: _Request, report: Report) -> None:
+        """Handle a report of D."""
         match report:
             case Accepted():
                 self._on(request, HandoffEvent.ACCEPTED, report)
@@ -319,86 +310,88 @@ class DisaggregatedClient:
                 self._on_fallback("handle")
                 self._on(request, HandoffEvent.UNUSABLE, report)
             case Output():
-                told = self._as_one(request, report)
-                event = HandoffEvent.SPOKE if report.finish is None else HandoffEvent.FINISHED
-                self._on(request, event, told)
+                merged = self._with_merged_usage(request, report)
+                event = HandoffEvent.TOKENS if report.finish is None else HandoffEvent.FINISHED
+                self._on(request, event, merged)
             case _:
                 self._on(request, HandoffEvent.FINISHED, report)
 
     def _was_handle(self, request: _Request, error: ErrorInfo) -> bool:
-        return request.handover.state is HandoffState.ASKED and error.param == KV_FIELD
+        return request.handoff.state is HandoffState.REQUESTED and error.param == KV_FIELD
 
-    def _as_one(self, request: _Request, output: Output) -> Output:
-        """What D and P did, as one engine would tell it."""
-        produce, usage = request.produce, output.usage
-        if produce is None or usage is None:
+    def _with_merged_usage(self, request: _Request, output: Output) -> Output:
+        """Return `output` with the usage of P and D together; count handovers and fallbacks."""
+        prefill, usage = request.prefill, output.usage
+        if prefill is None or usage is None:
             return output
-        if request.handover.state is HandoffState.TAKEN and request.d is not None:
+        if request.handoff.state is HandoffState.ACCEPTED and request.d is not None:
             limits = request.d.limits
-            if limits is not None and was_computed_again(usage, limits.block_tokens):
+            if limits is not None and was_recomputed(usage, limits.block_tokens):
                 self._on_fallback("fetch")
             else:
                 self._on_handover()
-        return msgspec.structs.replace(output, usage=as_one(usage, produce.usage))
+        return msgspec.structs.replace(output, usage=merge_usage(usage, prefill.usage))
 
-    # ---- what is done about it
+    # ---- actions
 
     def _on(self, request: _Request, event: HandoffEvent, report: Report | None = None) -> None:
-        deeds = request.handover.on(event)
-        if request.handover.state is HandoffState.ENDED:
+        actions = request.handoff.on(event)
+        if request.handoff.state is HandoffState.ENDED:
             self._requests.pop(request.number, None)
-        for deed in deeds:
-            self._do(deed, request, report)
+        for action in actions:
+            self._perform(action, request, report)
 
-    def _do(self, deed: HandoffAction, request: _Request, report: Report | None) -> None:
-        produce = request.produce
-        match deed:
-            case HandoffAction.ASK if produce is not None:
-                self._ask_or_fail(request, produce.handle)
-            case HandoffAction.ASK_ALL:
-                request.produce = None
-                self._ask_or_fail(request, "")
-            case HandoffAction.TELL if report is not None:
+    def _perform(self, action: HandoffAction, request: _Request, report: Report | None) -> None:
+        prefill = request.prefill
+        match action:
+            case HandoffAction.CONTINUE if prefill is not None:
+                self._send_or_fail(request, prefill.handle)
+            case HandoffAction.COMPUTE_ALL:
+                request.prefill = None
+                self._send_or_fail(request, "")
+            case HandoffAction.EMIT if report is not None:
                 request.subscriber(report)
-            case HandoffAction.LEAVE if produce is not None:
-                produce.leave(request.number)
-                if not produce.readers:
-                    self._produces.discard(produce)
+            case HandoffAction.RELEASE if prefill is not None:
+                prefill.leave(request.number)
+                if not prefill.readers:
+                    self._prefills.discard(prefill)
             case HandoffAction.ABORT if request.d is not None:
-                request.d.abort(request.asked, request.freed)
+                request.d.abort(request.d_request, request.on_freed)
 
-    def _ask_or_fail(self, request: _Request, handle: str) -> None:
+    def _send_or_fail(self, request: _Request, handle: str) -> None:
         try:
-            self._ask(request, handle)
+            self._send_to_d(request, handle)
         except EngineError as error:
             end = Output(request=request.number, finish="error", error=error.info())
             self._on(request, HandoffEvent.FINISHED, end)
 
-    def _ask(self, request: _Request, handle: str = "") -> None:
+    def _send_to_d(self, request: _Request, handle: str = "") -> None:
         d = self._choose_d()
-        terms: GenerateOptions = {
-            **request.terms,
-            **self._time_left(request, has_begun=bool(handle)),
+        options: GenerateOptions = {
+            **request.options,
+            **self._time_left(request, has_started=bool(handle)),
         }
-        terms["kv_handle"] = handle
-        hear = partial(self._hear, request)
-        request.asked = d.generate(request.prompt, request.params, hear, **terms)
+        options["kv_handle"] = handle
+        on_report = partial(self._on_report, request)
+        request.d_request = d.generate(request.prompt, request.params, on_report, **options)
         request.d = d
 
-    def _time_left(self, request: _Request, *, has_begun: bool) -> GenerateOptions:
-        """Of its limits, which count from when it came. What P has computed waits no more for its
-        beginning."""
-        gone_s = time.monotonic() - request.came_at
-        limit_s = request.terms.get("timeout_s", 0.0)
-        queue_limit_s = 0.0 if has_begun else request.terms.get("queue_timeout_s", 0.0)
+    def _time_left(self, request: _Request, *, has_started: bool) -> GenerateOptions:
+        """Return the remaining time limits, counted from the request's arrival.
+
+        A request whose prompt P has computed has started, so it has no queue timeout any more.
+        """
+        elapsed_s = time.monotonic() - request.arrived_at
+        limit_s = request.options.get("timeout_s", 0.0)
+        queue_limit_s = 0.0 if has_started else request.options.get("queue_timeout_s", 0.0)
         return {
-            "timeout_s": _left(limit_s, gone_s),
-            "queue_timeout_s": _left(queue_limit_s, gone_s),
+            "timeout_s": _left(limit_s, elapsed_s),
+            "queue_timeout_s": _left(queue_limit_s, elapsed_s),
         }
 
 
-def _left(limit_s: float, gone_s: float) -> float:
-    return max(limit_s - gone_s, MIN_LEFT_S) if limit_s else 0.0
+def _left(limit_s: float, elapsed_s: float) -> float:
+    return max(limit_s - elapsed_s, MIN_LEFT_S) if limit_s else 0.0
 
 
 def _error_of(report: Report) -> ErrorInfo | None:

@@ -1,12 +1,12 @@
-"""One request that a pair of engines answers: where it stands, and what has to be done about it.
+"""State machine of one request that is served by a prefill engine P and a decode engine D.
 
-P computes the prompt, D goes on from it; the client sees one request. This file decides and does
-nothing: `Handoff.on(event)` moves the request along `NEXT` and names the deeds, which
-`disaggregated.py` does in their order. Laws, which the table shows:
+P computes the prompt and D continues from it; the client sees one request. This module has no side
+effects: `Handoff.on(event)` changes the state as `NEXT` says and returns the actions, which
+`disaggregated.py` performs in order. Invariants, which the table shows:
 
-- D is asked at most twice: from the handle and, where that cannot be used, for all of it;
-- whoever had P compute something leaves it exactly once, by whichever way it goes on or ends;
-- after the end there is no deed: what comes late changes nothing.
+- D gets at most two requests: one with the handle and, if the handle is unusable, one without;
+- a request that had P compute its prompt releases that exactly once, however it continues or ends;
+- after the end there are no actions: late events change nothing.
 """
 
 from __future__ import annotations
@@ -19,115 +19,124 @@ from protocol.messages import Times, Usage
 
 
 class HandoffState(Enum):
-    COMPUTING = auto()  # P computes the prompt, or is about to be asked; D knows of nothing
-    ASKED = auto()  # P keeps the prompt's K/V; D was asked to go on from it
-    TAKEN = auto()  # D has accepted that: it waits or fetches; P still keeps the K/V
-    GOING = auto()  # D needs nobody (any more)
-    ENDED = auto()  # final; nobody owes it anything
+    COMPUTING = auto()  # P computes the prompt, or will; D has no request
+    REQUESTED = auto()  # P keeps the prompt's K/V; D has a request with the handle
+    ACCEPTED = auto()  # D accepted it and waits or fetches; P still keeps the K/V
+    DECODING = auto()  # D has a request and does not need P
+    ENDED = auto()  # final; owns nothing
 
 
 class HandoffEvent(Enum):
-    COMPUTED = auto()  # P says: here is the handle
-    MISSED = auto()  # P cannot or does not compute it, and D may do without
-    STOPPED = auto()  # P's end is the request's end: aborted by name, or as the policy has it
-    ACCEPTED = auto()  # D
-    UNUSABLE = auto()  # D refuses the handle, and may do without
-    SPOKE = auto()  # D tells tokens, and it is not the end
-    FINISHED = auto()  # D tells the end, or refuses
-    ABORT = auto()  # the client wants no more
+    COMPUTED = auto()  # P sent the handle
+    MISSED = auto()  # P cannot compute the prompt, and D may compute it
+    STOPPED = auto()  # P's end is the request's end: aborted by name, or the policy says so
+    ACCEPTED = auto()  # D accepted the request
+    UNUSABLE = auto()  # D refused the handle, and may compute the prompt
+    TOKENS = auto()  # D sent tokens; not the end
+    FINISHED = auto()  # D sent the end, or refused
+    ABORT = auto()  # the client aborted
 
 
 class HandoffAction(Enum):
-    ASK = auto()  # D, from the handle
-    ASK_ALL = auto()  # D, for all of it
-    TELL = auto()  # the client, what was just said
-    LEAVE = auto()  # what P computed, or computes, is not needed by this request any more
-    ABORT = auto()  # at D
+    CONTINUE = auto()  # send D a request with the handle
+    COMPUTE_ALL = auto()  # send D a request for the whole prompt
+    EMIT = auto()  # forward the report to the subscriber
+    RELEASE = auto()  # stop or release what P computes for this request
+    ABORT = auto()  # abort the request at D
 
 
 NEXT: dict[tuple[HandoffState, HandoffEvent], tuple[HandoffState, tuple[HandoffAction, ...]]] = {
-    (HandoffState.COMPUTING, HandoffEvent.COMPUTED): (HandoffState.ASKED, (HandoffAction.ASK,)),
+    (HandoffState.COMPUTING, HandoffEvent.COMPUTED): (
+        HandoffState.REQUESTED,
+        (HandoffAction.CONTINUE,),
+    ),
     (HandoffState.COMPUTING, HandoffEvent.MISSED): (
-        HandoffState.GOING,
-        (HandoffAction.LEAVE, HandoffAction.ASK_ALL),
+        HandoffState.DECODING,
+        (HandoffAction.RELEASE, HandoffAction.COMPUTE_ALL),
     ),
     (HandoffState.COMPUTING, HandoffEvent.STOPPED): (
         HandoffState.ENDED,
-        (HandoffAction.LEAVE, HandoffAction.TELL),
+        (HandoffAction.RELEASE, HandoffAction.EMIT),
     ),
-    (HandoffState.COMPUTING, HandoffEvent.ABORT): (HandoffState.ENDED, (HandoffAction.LEAVE,)),
-    (HandoffState.ASKED, HandoffEvent.ACCEPTED): (HandoffState.TAKEN, (HandoffAction.TELL,)),
-    (HandoffState.ASKED, HandoffEvent.UNUSABLE): (
-        HandoffState.GOING,
-        (HandoffAction.LEAVE, HandoffAction.ASK_ALL),
+    (HandoffState.COMPUTING, HandoffEvent.ABORT): (HandoffState.ENDED, (HandoffAction.RELEASE,)),
+    (HandoffState.REQUESTED, HandoffEvent.ACCEPTED): (HandoffState.ACCEPTED, (HandoffAction.EMIT,)),
+    (HandoffState.REQUESTED, HandoffEvent.UNUSABLE): (
+        HandoffState.DECODING,
+        (HandoffAction.RELEASE, HandoffAction.COMPUTE_ALL),
     ),
-    (HandoffState.ASKED, HandoffEvent.FINISHED): (
+    (HandoffState.REQUESTED, HandoffEvent.FINISHED): (
         HandoffState.ENDED,
-        (HandoffAction.LEAVE, HandoffAction.TELL),
+        (HandoffAction.RELEASE, HandoffAction.EMIT),
     ),
-    (HandoffState.ASKED, HandoffEvent.ABORT): (
+    (HandoffState.REQUESTED, HandoffEvent.ABORT): (
         HandoffState.ENDED,
-        (HandoffAction.ABORT, HandoffAction.LEAVE),
+        (HandoffAction.ABORT, HandoffAction.RELEASE),
     ),
-    (HandoffState.TAKEN, HandoffEvent.SPOKE): (
-        HandoffState.GOING,
-        (HandoffAction.LEAVE, HandoffAction.TELL),
+    (HandoffState.ACCEPTED, HandoffEvent.TOKENS): (
+        HandoffState.DECODING,
+        (HandoffAction.RELEASE, HandoffAction.EMIT),
     ),
-    (HandoffState.TAKEN, HandoffEvent.FINISHED): (
+    (HandoffState.ACCEPTED, HandoffEvent.FINISHED): (
         HandoffState.ENDED,
-        (HandoffAction.LEAVE, HandoffAction.TELL),
+        (HandoffAction.RELEASE, HandoffAction.EMIT),
     ),
-    (HandoffState.TAKEN, HandoffEvent.ABORT): (
+    (HandoffState.ACCEPTED, HandoffEvent.ABORT): (
         HandoffState.ENDED,
-        (HandoffAction.ABORT, HandoffAction.LEAVE),
+        (HandoffAction.ABORT, HandoffAction.RELEASE),
     ),
-    (HandoffState.GOING, HandoffEvent.ACCEPTED): (HandoffState.GOING, (HandoffAction.TELL,)),
-    (HandoffState.GOING, HandoffEvent.SPOKE): (HandoffState.GOING, (HandoffAction.TELL,)),
-    (HandoffState.GOING, HandoffEvent.FINISHED): (HandoffState.ENDED, (HandoffAction.TELL,)),
-    (HandoffState.GOING, HandoffEvent.ABORT): (HandoffState.ENDED, (HandoffAction.ABORT,)),
+    (HandoffState.DECODING, HandoffEvent.ACCEPTED): (HandoffState.DECODING, (HandoffAction.EMIT,)),
+    (HandoffState.DECODING, HandoffEvent.TOKENS): (HandoffState.DECODING, (HandoffAction.EMIT,)),
+    (HandoffState.DECODING, HandoffEvent.FINISHED): (HandoffState.ENDED, (HandoffAction.EMIT,)),
+    (HandoffState.DECODING, HandoffEvent.ABORT): (HandoffState.ENDED, (HandoffAction.ABORT,)),
 }
-"""(where it stands, what happened) -> (where it stands now, what to do). Others cannot happen."""
+"""(state, event) -> (next state, actions). Any other pair is an error."""
 
 
 class Handoff:
-    """Where one request stands. `begin` in COMPUTING, or in GOING where P is not asked at all."""
+    """The state of one request: COMPUTING at first, or DECODING if P is not used."""
 
     __slots__ = ("state",)
 
-    def __init__(self, begin: HandoffState) -> None:
-        self.state = begin
+    def __init__(self, start: HandoffState) -> None:
+        self.state = start
 
     def on(self, event: HandoffEvent) -> tuple[HandoffAction, ...]:
-        """What to do, in this order. Raises ValueError where `event` cannot happen, and is then
-        where it was."""
+        """Change the state and return the actions, in order.
+
+        Raises ValueError, without a change, if `event` is not possible in this state.
+        """
         if self.state is HandoffState.ENDED:
             return ()
         try:
-            self.state, deeds = NEXT[self.state, event]
+            self.state, actions = NEXT[self.state, event]
         except KeyError:
             raise ValueError(f"{event.name} in state {self.state.name}") from None
-        return deeds
+        return actions
 
 
-def as_one(decoded: Usage, computed: Usage | None) -> Usage:
-    """What the request cost as a whole: cached is what nobody computed for it. `computed` is what
-    P's part cost: of the prompt it had found so much, and the rest of what D did not compute was
-    computed for D. The two took their time one after the other."""
+def merge_usage(decoded: Usage, computed: Usage | None) -> Usage:
+    """Return the usage of the whole request; `decoded` is D's part and `computed` P's.
+
+    Tokens that P found in its cache stay cached. The other tokens that D did not compute were
+    fetched: P computed them for this request. The times of both parts add up.
+    """
     found = min(decoded.cached_tokens, computed.cached_tokens if computed else 0)
     times = _added(computed.times if computed else None, decoded.times)
     fetched = decoded.cached_tokens - found
     return msgspec.structs.replace(decoded, fetched_tokens=fetched, times=times)
 
 
-def _added(first: Times | None, then: Times | None) -> Times | None:
-    if first is None or then is None:
-        return first or then
+def _added(first: Times | None, second: Times | None) -> Times | None:
+    if first is None or second is None:
+        return first or second
     names = Times.__struct_fields__
-    return Times(**{name: getattr(first, name) + getattr(then, name) for name in names})
+    return Times(**{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
-def was_computed_again(decoded: Usage, block_tokens: int) -> bool:
-    """Whether D, which had a handle, computed the prompt all the same: more of it than its last
-    token and what stands with that in one block."""
+def was_recomputed(decoded: Usage, block_tokens: int) -> bool:
+    """Return whether D computed the prompt although it had a handle.
+
+    D always computes the block of the prompt's last token; here it computed more.
+    """
     whole_blocks = (decoded.prompt_tokens - 1) // block_tokens * block_tokens
     return decoded.cached_tokens < whole_blocks

@@ -1,12 +1,13 @@
-"""`kv_transfer_params`: how whoever routes between servers has a prompt computed by one of them,
-and goes on from it at another. Names are vLLM's, whose routers work as they are.
+"""`kv_transfer_params`: lets a router compute a prompt on one server and continue on another.
 
-    -> {"do_remote_decode": true}                        compute it, and keep it for another
-    <- {"do_remote_prefill": true, "handle": "..."}      with the answer, which has no tokens
-    -> {"do_remote_prefill": true, "handle": "..."}      go on from it
+The names are vLLM's, so its routers work unchanged:
 
-The handle is sealed (protocol/kv.py) and says all that there is to say: hosts, ports and block ids
-are not a client's to name, so any other field that is not null is refused.
+    -> {"do_remote_decode": true}                     compute the prompt and keep its K/V
+    <- {"do_remote_prefill": true, "handle": "..."}   in the response, which has no tokens
+    -> {"do_remote_prefill": true, "handle": "..."}   continue from that K/V
+
+The handle is sealed (protocol/kv.py) and complete. Clients must not choose hosts, ports or block
+ids, so any other field that is not null is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_HANDLE_CHARS = 4096
 
 
 class _Params(msgspec.Struct, frozen=True):
-    """What is understood."""
+    """The supported fields."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -35,67 +36,74 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class KVTransferParams(msgspec.Struct, frozen=True):
-    """keeps   compute the prompt and keep it for whoever goes on from it
-    handle  go on from this one
+    """The checked parameters.
+
+    keeps   compute the prompt and keep its K/V
+    handle  continue from this K/V; "": compute the prompt
     """
 
     keeps: bool = False
     handle: str = ""
 
 
-def wish_of(given: Mapping[str, Any] | None) -> KVTransferParams:
-    """Raises InvalidRequest naming the field."""
+def parse_kv_params(given: Mapping[str, Any] | None) -> KVTransferParams:
+    """Check the request's `kv_transfer_params`. Raises InvalidRequest, naming the field."""
     named = {name: value for name, value in (given or {}).items() if value is not None}
     for name in named:
         if name not in _Params.__struct_fields__:
-            raise _invalid(name, "not taken from a client; the handle says where K/V is")
+            raise _invalid(name, "not accepted from clients; the handle identifies the K/V")
     for name, value in named.items():
         if not isinstance(value, str if name == "handle" else bool):
             raise _invalid(name, "expected text" if name == "handle" else "expected true or false")
     params = _Params(**named)
     if params.handle and not params.do_remote_prefill:
-        raise _invalid("handle", "needs do_remote_prefill")
+        raise _invalid("handle", "requires do_remote_prefill")
     if params.do_remote_prefill and params.do_remote_decode:
-        raise _invalid("do_remote_prefill", "excludes do_remote_decode")
+        raise _invalid("do_remote_prefill", "cannot be combined with do_remote_decode")
     if params.do_remote_prefill and not params.handle:
-        raise _invalid("handle", "is missing: it is told by who computed the prompt")
+        raise _invalid("handle", "required; it is in the response of the prefill server")
     if len(params.handle or "") > MAX_HANDLE_CHARS:
-        raise _invalid("handle", f"has at most {MAX_HANDLE_CHARS:,} characters")
+        raise _invalid("handle", f"at most {MAX_HANDLE_CHARS:,} characters are allowed")
     return KVTransferParams(bool(params.do_remote_decode), params.handle or "")
 
 
-def is_idle(given: Mapping[str, Any] | None, limits: Limits) -> bool:
-    """Something is said that has no effect here: the engine keeps nothing for others."""
+def has_no_effect(given: Mapping[str, Any] | None, limits: Limits) -> bool:
+    """Return whether the parameters are present but do nothing on this server."""
     return given is not None and (
-        wish_of(given) == KVTransferParams() or _cannot(wish_of(given), limits)
+        parse_kv_params(given) == KVTransferParams() or _cannot_keep(parse_kv_params(given), limits)
     )
 
 
-def handed(
-    asks: Sequence[PromptRequest], wish: KVTransferParams, limits: Limits, *, streams: bool
+def apply_kv_params(
+    requests: Sequence[PromptRequest], params: KVTransferParams, limits: Limits, *, streams: bool
 ) -> list[PromptRequest]:
-    """The same with what the wish adds. All choices of a prompt that is kept are its readers."""
-    if wish == KVTransferParams() or _cannot(wish, limits):
-        return list(asks)
-    if len(asks) != 1:
-        raise InvalidRequest(f"{KV_FIELD}: goes with one prompt", param=KV_FIELD)
-    (ask,) = asks
-    if wish.handle:
-        return [replace(ask, kv_handle=wish.handle)]
+    """Return `requests` with the K/V parameters set.
+
+    If the K/V is kept, one choice computes the prompt, and the number of choices becomes the number
+    of readers. Raises InvalidRequest for more than one prompt, or a stream without tokens.
+    """
+    if params == KVTransferParams() or _cannot_keep(params, limits):
+        return list(requests)
+    if len(requests) != 1:
+        raise InvalidRequest(f"{KV_FIELD}: allowed with one prompt only", param=KV_FIELD)
+    (request,) = requests
+    if params.handle:
+        return [replace(request, kv_handle=params.handle)]
     if streams:
-        raise _invalid("do_remote_decode", "is answered as a whole, not in a stream")
-    return [replace(ask, choices=ask.choices[:1], kv_readers=len(ask.choices))]
+        raise _invalid("do_remote_decode", "cannot be combined with stream")
+    return [replace(request, choices=request.choices[:1], kv_readers=len(request.choices))]
 
 
-def told(answer: ChoiceGroup) -> dict[str, Any] | None:
-    """For whoever goes on; None where nothing is kept for anybody."""
-    handle = answer.choices[0].kv_handle
+def response_kv_params(group: ChoiceGroup) -> dict[str, Any] | None:
+    """Return the parameters that continue this answer elsewhere; None if no K/V is kept."""
+    handle = group.choices[0].kv_handle
     return {"do_remote_prefill": True, "handle": handle} if handle else None
 
 
-def _cannot(wish: KVTransferParams, limits: Limits) -> bool:
-    """Whoever routes is told null, and lets the prompt be computed."""
-    return wish.keeps and not limits.kv_lease_s
+def _cannot_keep(params: KVTransferParams, limits: Limits) -> bool:
+    """Return whether this engine cannot keep the K/V. The response then has null, and the router
+    lets the other server compute the prompt."""
+    return params.keeps and not limits.kv_lease_s
 
 
 def _invalid(field: str, why: str) -> InvalidRequest:

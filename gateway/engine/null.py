@@ -1,10 +1,11 @@
-"""In the place of an engine client where there is no engine: the model is known from a file, and
-whatever would have to be computed is refused.
+"""The engine client of a server without an engine (--render-only).
+
+The model card comes from a file, and every request that needs an engine is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from gateway.engine.client import ClientLine
@@ -27,7 +28,7 @@ def limits_without_engine(max_len: int) -> Limits:
 
 
 class NullEngineClient:
-    """See `ZmqEngineClient`. Raises ValueError where the file cannot be read."""
+    """See `EngineClient`. The constructor raises ValueError if the file cannot be read."""
 
     def __init__(self, path: str) -> None:
         content = card_file.read(path)
@@ -40,21 +41,21 @@ class NullEngineClient:
         self.lines: list[ClientLine] = []
 
     def start(self) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no engine."""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is no engine."""
 
     def trouble(self) -> ServingError | None:
         return None
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         raise NoEngine(
-            "this server has no engine (--render-only): it renders, derenders and counts tokens"
+            "this server has no engine (--render-only); it only renders, derenders and tokenizes"
         )
 
-    def abort_named(self, *_: Any) -> NoReturn:
+    def abort_named(self, names: Sequence[str]) -> NoReturn:
         self.generate()
 
-    def abort(self, request: int, freed: Callable[[], None] | None = None) -> None:
-        """None can be open."""
+    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+        """Do nothing: no request is ever open."""

@@ -1,4 +1,4 @@
-"""Several engines that do the same work: who of them is asked."""
+"""Several engines with the same role, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from protocol.model_card import ModelCard
 
 
 class EnginePool:
-    """At least one engine, in the order in which they were named.
+    """One or more engines, in the order of the options.
 
-    role  what these engines do, in errors that clients see; addresses are not for them
+    role  names the engines in errors that clients see; addresses are not public
     """
 
     def __init__(self, role: str, engines: Sequence[ZmqEngineClient]) -> None:
@@ -25,22 +25,24 @@ class EnginePool:
 
     @property
     def first(self) -> ZmqEngineClient:
-        """The one that stands for all: the first that is ready, if one is."""
+        """Return the first engine that is ready, or else the first one. It represents the pool."""
         return next((engine for engine in self.engines if engine.is_ready), self.engines[0])
 
     def choose(
         self, model: ModelCard | None, load: Callable[[ZmqEngineClient], int]
     ) -> ZmqEngineClient:
-        """The least busy of those that are ready and have this model. Raises EngineNotReady or
-        EngineLost where there is none."""
+        """Return the least busy engine that is ready and has this model.
+
+        Raises EngineNotReady or EngineLost if there is none.
+        """
         usable = [engine for engine in self.engines if _has(engine, model)]
         if len(usable) > 1:
             return min(usable, key=load)
         if usable:
             return usable[0]
-        raise self._why_none()
+        raise self._unavailable()
 
-    def _why_none(self) -> ServingError:
+    def _unavailable(self) -> ServingError:
         for engine in self.engines:
             if (trouble := engine.trouble()) is not None:
                 return type(trouble)(f"the {self.role} engine: {trouble.message}")

@@ -1,16 +1,17 @@
-"""A prompt that one P computes for all who asked for it together, and what becomes of the K/V.
+"""One prompt that a prefill engine P computes for all its choices, and the lease of its K/V.
 
-From `ask` until P's end it is open there; then P keeps the K/V under a lease, whose time is counted
-anew with every `keep`. Who needs it no longer says `leave`; when the last one has left, P is told,
-wherever it is: what still computes is stopped, what is kept is released, and a handle that was on
-its way by then is released as soon as it comes.
+The prompt is open at P from `send` until P's last report. Then P keeps the K/V under a lease, which
+`keep` renews. A choice that no longer needs the K/V calls `leave`. When the last one has left, a
+running computation is stopped, kept K/V is released, and a handle that arrives later is released at
+once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.engine.client import Report, ZmqEngineClient
+from gateway.engine.base import Report
+from gateway.engine.client import ZmqEngineClient
 from protocol.arrays import Int32
 from protocol.errors import EngineError
 from protocol.messages import Accepted, Output, Usage
@@ -18,29 +19,30 @@ from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions
 
 KEEPS_PER_LEASE = 3
-NO_HANDLE = "the engine handed nothing over: is its role prefill, and has it a cluster key?"
+NO_HANDLE = "the prefill engine returned no K/V handle: check its role and its cluster key"
 
 
 class RemotePrefill:
-    """p          who computes it
-    terms      of the request that it is for; its grammar is D's
-    on_end     called once with P's last word, if anybody is left to hear it; with a `handle`, it
-               went well
-    handle     what the readers give to D; "" before the end
-    usage      what it cost P; None before the end
+    """A prompt that P computes.
+
+    p          the prefill engine
+    options    of the request; the grammar is used by D only
+    on_end     called once with P's last report, if there are readers; `handle` is set on success
+    handle     identifies the K/V for D; "" before the end
+    usage      P's usage; None before the end
     """
 
     def __init__(
         self,
         p: ZmqEngineClient,
         prompt: Int32,
-        terms: GenerateOptions,
+        options: GenerateOptions,
         on_end: Callable[[RemotePrefill, Report], None],
     ) -> None:
         self.p = p
         self.prompt = prompt
-        self._shared = _shared(terms)
-        self._is_first = terms.get("is_first", True)
+        self._shared = _shared(options)
+        self._is_first = options.get("is_first", True)
         self.readers: set[int] = set()
         self.handle = ""
         self.usage: Usage | None = None
@@ -49,24 +51,25 @@ class RemotePrefill:
         self._request = 0
         self._kept_at = 0.0
 
-    def is_for(self, prompt: Int32, terms: GenerateOptions) -> bool:
-        """The choices of one prompt are asked for with one and the same object."""
-        return self.prompt is prompt and self._shared == _shared(terms)
+    def is_for(self, prompt: Int32, options: GenerateOptions) -> bool:
+        """Return whether a request is another choice of this prompt, which is the same object."""
+        return self.prompt is prompt and self._shared == _shared(options)
 
-    def ask(self) -> None:
-        """Once, when all readers are there; if any of them still is."""
+    def send(self) -> None:
+        """Send the request, once all readers have been added. Do nothing if all have left."""
         if not self.readers:
             return
         self.is_open = True
         try:
-            terms: GenerateOptions = {
+            options: GenerateOptions = {
                 **self._shared,
                 "kv_readers": len(self.readers),
                 "is_first": self._is_first,
             }
-            self._request = self.p.generate(self.prompt, SamplingParams(), self._take, **terms)
+            params = SamplingParams()
+            self._request = self.p.generate(self.prompt, params, self._on_report, **options)
         except EngineError as error:
-            self._take(Output(request=0, finish="error", error=error.info()))
+            self._on_report(Output(request=0, finish="error", error=error.info()))
 
     def leave(self, reader: int) -> None:
         self.readers.discard(reader)
@@ -78,7 +81,7 @@ class RemotePrefill:
             self.p.stop(self._request)
 
     def keep(self, now: float) -> None:
-        """Call several times a second while there are readers."""
+        """Renew the lease if necessary. Must be called several times a second."""
         limits = self.p.limits
         if not self.handle or limits is None:
             return
@@ -86,7 +89,7 @@ class RemotePrefill:
             self._kept_at = now
             self.p.keep_kv([self.handle])
 
-    def _take(self, report: Report) -> None:
+    def _on_report(self, report: Report) -> None:
         if isinstance(report, Accepted) or (isinstance(report, Output) and not report.finish):
             return
         self.is_open = False
@@ -102,9 +105,9 @@ class RemotePrefill:
             self.p.release_kv([self.handle])
 
 
-def _shared(terms: GenerateOptions) -> GenerateOptions:
-    """What all choices of a prompt say alike, and P is told."""
-    shared = terms.copy()
+def _shared(options: GenerateOptions) -> GenerateOptions:
+    """Return the options that all choices of a prompt share and that are sent to P."""
+    shared = options.copy()
     shared.pop("grammar", None)
     shared.pop("is_first", None)
     return shared

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gateway.engine.coalesce import one_piece
+from gateway.engine.coalesce import merge_outputs
 from gateway.formats.events import OutputDelta, merged
 from gateway.generation.choice import Choice
 from gateway.generation.sinks import Sink, extend
@@ -51,7 +51,7 @@ class PendingOutput:
         _, outputs = self._unread.pop(choice.index, (choice, []))
         if not outputs:
             return
-        output = one_piece(outputs)
+        output = merge_outputs(outputs)
         self._size -= _size(output.tokens, output.logprobs)
         delta = choice.reader.push(output)
         if not delta:

@@ -20,11 +20,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, Unpack
 
 from gevent.event import Event
 
-from gateway.engine.client import Report, Subscriber
+from gateway.engine.base import EngineClient, Report
 from gateway.formats.events import Failed, Finished
 from gateway.generation.backpressure import PendingOutput
 from gateway.generation.choice import Choice
@@ -35,7 +34,6 @@ from gateway.http.timeouts import UNLIMITED, RequestTimeouts
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.messages import Accepted, Account, Output, Refused
-from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions
 
 log = logging.getLogger(__name__)
@@ -43,19 +41,6 @@ log = logging.getLogger(__name__)
 
 class ClientGone(Exception):
     """The client hung up: there is nobody to answer."""
-
-
-class GenerationEngine(Protocol):
-    """What an answer needs of one: see `ZmqEngineClient`."""
-
-    def generate(
-        self,
-        prompt: Int32,
-        params: SamplingParams,
-        subscriber: Subscriber,
-        **terms: Unpack[GenerateOptions],
-    ) -> int: ...
-    def abort(self, request: int, freed: Callable[[], None] | None) -> None: ...
 
 
 class ChoiceGroup:
@@ -71,7 +56,7 @@ class ChoiceGroup:
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        engine: EngineClient,
         asks: Sequence[PromptRequest],
         *,
         namespace: str = "",

@@ -83,7 +83,7 @@ def knock(service: Service) -> None:
     this caller, where it has just said it; whoever picks up what is there already asks nothing."""
     if LAST_EVENT_HEADER not in request.headers:
         caller: Caller = g.caller
-        service.refuse_early(caller.account)
+        service.raise_cached_refusal(caller.account)
 
 
 class GenerationRunner:
@@ -135,7 +135,7 @@ class GenerationRunner:
                 self.answer.wait_begun()
         except BaseException as error:
             if isinstance(error, RequestError) and len(self.answer.choices) == 1:
-                service.note_refusal(caller.account, error)
+                service.cache_refusal(caller.account, error)
             self.close()
             raise
 

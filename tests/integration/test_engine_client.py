@@ -9,7 +9,8 @@ from pathlib import Path
 
 import gevent
 
-from gateway.engine.client import Report, ZmqEngineClient
+from gateway.engine.base import Report
+from gateway.engine.client import ZmqEngineClient
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from protocol.session import Session

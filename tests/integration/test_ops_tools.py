@@ -103,7 +103,7 @@ def test_a_gateway_before_an_engine_that_drains_is_not_ready(tmp_path: Path) -> 
         gateway.await_ready()
         scripted.stats = replace(scripted.stats, draining=True)
         body = gateway.await_status("/readyz", 503).json()
-        assert "takes nothing new" in body["why"]
+        assert "accepts no new ones" in body["why"]
         refused = gateway.post("/v1/chat/completions", {"messages": HI})
         assert refused.status_code == 503
         scripted.stats = replace(scripted.stats, draining=False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.api.responses.events import Frame, ResponseEvents, last_frame
 from gateway.api.responses.response import Json, ResponseHead
 from gateway.api.responses.stream import ResponseSink, TextLogprobs
-from gateway.engine.client import Subscriber
+from gateway.engine.base import Subscriber
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.generation.group import ChoiceGroup

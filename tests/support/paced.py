@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from engine_core.speculation.step_costs import StepCosts
-from gateway.engine.refusal_cache import StandingRefusals
+from gateway.engine.refusal_cache import RefusalCache
 from protocol.errors import error_from
 from protocol.messages import Account, Output, Refused
 from tests.support.engines import CLIENT, Bench
@@ -50,19 +50,19 @@ class PacedRequest:
 class Paced:
     """`now` begins at 0. `costs`: (tokens, seconds), as measured. `options`: of Bench.
 
-    standing   what a gateway in between has been told: then it refuses what stands itself
+    refusal_cache   what a gateway in between has been told: then it refuses what stands itself
     num_early  how often it did
     """
 
     def __init__(
         self,
         costs: Sequence[tuple[int, float]] = (),
-        standing: StandingRefusals | None = None,
+        refusal_cache: RefusalCache | None = None,
         **options: Any,
     ) -> None:
         self.now = 0.0
         self.num_early = 0
-        self._standing = standing
+        self._refusal_cache = refusal_cache
         self.bench = Bench(say=_endless, checks=False, step_costs=costs, **options)
         self._costs = StepCosts(costs or [(0, STEP_S), (1, STEP_S + TOKEN_S)])
         self.asked: list[PacedRequest] = []
@@ -83,7 +83,9 @@ class Paced:
         prompt = [1 + number % 90, 1 + number // 90 % 90, 1 + number // 8100] + [7] * prompt_tokens
         asked = PacedRequest(self._due, prompt_tokens)
         self.asked.append(asked)
-        if self._standing is not None and (early := self._standing.find(account, self._due)):
+        if self._refusal_cache is not None and (
+            early := self._refusal_cache.get(account, self._due)
+        ):
             self.num_early += 1
             asked.refused = Refused(request=-1, error=early.info())
             return asked
@@ -92,8 +94,8 @@ class Paced:
         )
         if isinstance(reply, Refused):
             asked.refused = reply
-            if self._standing is not None:
-                self._standing.note(account, error_from(reply.error), self._due)
+            if self._refusal_cache is not None:
+                self._refusal_cache.add(account, error_from(reply.error), self._due)
         else:
             self._open[reply] = asked
         return asked

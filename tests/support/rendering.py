@@ -28,7 +28,7 @@ from gateway.api.render.requests import (
 from gateway.api.tokens import generate_prepare as asking
 from gateway.api.tokens import generate_stream as telling
 from gateway.api.tokens.generate_requests import generate_decoder
-from gateway.engine.client import Subscriber
+from gateway.engine.base import Subscriber
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
 from gateway.served_model import ServedModel

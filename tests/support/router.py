@@ -171,20 +171,20 @@ class Router:
         elif isinstance(report, Accepted):
             self._on(case, HandoffEvent.ACCEPTED, report)
         else:
-            self._on(case, HandoffEvent.FINISHED if is_end else HandoffEvent.SPOKE, report)
+            self._on(case, HandoffEvent.FINISHED if is_end else HandoffEvent.TOKENS, report)
 
     # ---- what is done about it
 
     def _on(self, case: RouterCase, event: HandoffEvent, report: Any = None) -> None:
         for deed in case.handover.on(event):
             match deed:
-                case HandoffAction.ASK:
+                case HandoffAction.CONTINUE:
                     self._ask_d(case, self._passes_on(case, case.kept))
-                case HandoffAction.ASK_ALL:
+                case HandoffAction.COMPUTE_ALL:
                     self._ask_d(case, "")
-                case HandoffAction.TELL if event is HandoffEvent.FINISHED:
+                case HandoffAction.EMIT if event is HandoffEvent.FINISHED:
                     case.finish(report)
-                case HandoffAction.LEAVE:
+                case HandoffAction.RELEASE:
                     self._leave(case, is_abort=event is HandoffEvent.ABORT)
                 case HandoffAction.ABORT:
                     self.d.say(self.d.session.request_abort(case.at_d))

@@ -19,7 +19,7 @@ from typing import Any
 from gateway.api.openai.response_builder import ChatResponseBuilder, OpenAIEnvelope
 from gateway.api.openai.stream import ChunkStream
 from gateway.engine.client import ZmqEngineClient
-from gateway.engine.coalesce import as_told
+from gateway.engine.coalesce import coalesce
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.registry import bind, format_of
 from gateway.generation.group import ChoiceGroup
@@ -120,7 +120,7 @@ def stream(
     with counted():
         if is_slow:
             answer.detach()
-        for step in as_told(steps) if is_late else steps:
+        for step in coalesce(steps) if is_late else steps:
             for output in step.outputs:
                 answer.take(choice, output)
         if is_slow:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.engine.coalesce import MANY, as_told, joined
+from gateway.engine.coalesce import MAX_PIECES, coalesce, merge_steps
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory, ReadOptions
 from gateway.formats.events import Event, merged
 from gateway.formats.registry import bind, format_of
@@ -50,7 +50,7 @@ def told_token_by_token(request: int, tokens: list[int]) -> list[Output]:
 
 
 def test_all_that_waits_for_one_request_is_one_piece() -> None:
-    (output,) = joined(steps_of(*told_token_by_token(7, [10, 11, 12]))).outputs
+    (output,) = merge_steps(steps_of(*told_token_by_token(7, [10, 11, 12]))).outputs
     assert output == Output(
         request=7,
         tokens=[10, 11, 12],
@@ -66,12 +66,12 @@ def test_a_failure_comes_with_what_was_said_before_it() -> None:
     error = ErrorInfo(code="engine_error", message="a step failed")
     said = Output(request=1, tokens=[5])
     failed = Output(request=1, finish="error", error=error)
-    (output,) = joined(steps_of(said, failed)).outputs
+    (output,) = merge_steps(steps_of(said, failed)).outputs
     assert output == Output(request=1, tokens=[5], finish="error", error=error)
 
 
 def test_requests_come_in_the_order_in_which_they_were_first_heard_of() -> None:
-    whole = joined(steps_of(*(Output(request=n, tokens=[n]) for n in (3, 1, 3, 2, 1))))
+    whole = merge_steps(steps_of(*(Output(request=n, tokens=[n]) for n in (3, 1, 3, 2, 1))))
     assert [(output.request, output.tokens) for output in whole.outputs] == [
         (3, [3, 3]),
         (1, [1, 1]),
@@ -80,10 +80,10 @@ def test_requests_come_in_the_order_in_which_they_were_first_heard_of() -> None:
 
 
 def test_a_little_is_told_as_it_came_and_much_is_joined() -> None:
-    steps = steps_of(*(Output(request=n % 2, tokens=[n]) for n in range(MANY + 1)))
-    assert as_told(steps[:-1]) == steps[:-1]
-    assert as_told(steps) == [joined(steps)]
-    assert len(as_told(steps)[0].outputs) == 2
+    steps = steps_of(*(Output(request=n % 2, tokens=[n]) for n in range(MAX_PIECES + 1)))
+    assert coalesce(steps[:-1]) == steps[:-1]
+    assert coalesce(steps) == [merge_steps(steps)]
+    assert len(coalesce(steps)[0].outputs) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -110,7 +110,7 @@ def told(answers: list[list[Output]], chance: random.Random, joins: bool) -> lis
         for _ in range(chance.randrange(90)):
             if some := [answer for answer in left if answer]:
                 batch.append(chance.choice(some).pop(0))
-        all_ += joined(steps_of(*batch)).outputs if joins else batch
+        all_ += merge_steps(steps_of(*batch)).outputs if joins else batch
     return all_
 
 

@@ -12,8 +12,8 @@ from gateway.engine.handoff import (
     HandoffAction,
     HandoffEvent,
     HandoffState,
-    as_one,
-    was_computed_again,
+    merge_usage,
+    was_recomputed,
 )
 from protocol.messages import Times, Usage
 
@@ -25,7 +25,7 @@ def walks(most: int) -> list[tuple[HandoffState, list[HandoffEvent], list[Handof
     """Every way from both beginnings, of at most so many events: (where it is, how, what was
     done)."""
     ways: list[tuple[HandoffState, list[HandoffEvent], list[HandoffAction]]] = []
-    found = [*ways, (HandoffState.COMPUTING, [], []), (HandoffState.GOING, [], [])]
+    found = [*ways, (HandoffState.COMPUTING, [], []), (HandoffState.DECODING, [], [])]
     for _ in range(most):
         found = [
             (after, [*events, event], [*deeds, *more])
@@ -64,15 +64,15 @@ def test_p_is_left_exactly_once_however_a_request_goes() -> None:
         asked_p = not {HandoffEvent.COMPUTED, HandoffEvent.MISSED, HandoffEvent.STOPPED}.isdisjoint(
             events
         )
-        if asked_p and state in (HandoffState.GOING, HandoffState.ENDED):
-            assert deeds.count(HandoffAction.LEAVE) == 1, events
-        assert deeds.count(HandoffAction.LEAVE) <= 1, events
+        if asked_p and state in (HandoffState.DECODING, HandoffState.ENDED):
+            assert deeds.count(HandoffAction.RELEASE) == 1, events
+        assert deeds.count(HandoffAction.RELEASE) <= 1, events
 
 
 def test_a_client_hears_all_that_d_tells_and_d_alone_accepts() -> None:
-    told = {HandoffEvent.ACCEPTED, HandoffEvent.SPOKE, HandoffEvent.FINISHED, HandoffEvent.STOPPED}
+    told = {HandoffEvent.ACCEPTED, HandoffEvent.TOKENS, HandoffEvent.FINISHED, HandoffEvent.STOPPED}
     for (_, event), (_, deeds) in NEXT.items():
-        assert (HandoffAction.TELL in deeds) == (event in told)
+        assert (HandoffAction.EMIT in deeds) == (event in told)
 
 
 def test_d_hears_of_an_abort_wherever_it_was_asked() -> None:
@@ -85,7 +85,7 @@ def test_cached_is_what_nobody_computed_for_the_request() -> None:
     def cached(by_d: int, found_by_p: int) -> int:
         usage = Usage(prompt_tokens=100, generated_tokens=1, cached_tokens=by_d, fetched_tokens=64)
         by_p = Usage(prompt_tokens=100, generated_tokens=0, cached_tokens=found_by_p)
-        one = as_one(usage, by_p)
+        one = merge_usage(usage, by_p)
         return one.cached_tokens - one.fetched_tokens
 
     assert cached(99, 0) == 0  # fetched, or D's own: P computed it all the same
@@ -96,8 +96,8 @@ def test_cached_is_what_nobody_computed_for_the_request() -> None:
 def test_what_both_took_is_told_as_one_engine_would() -> None:
     by_p = Usage(prompt_tokens=9, generated_tokens=0, times=Times(queued_s=1, prefill_s=2))
     by_d = Usage(prompt_tokens=9, generated_tokens=1, times=Times(queued_s=4, decode_s=8))
-    assert as_one(by_d, by_p).times == Times(queued_s=5, prefill_s=2, decode_s=8)
-    assert as_one(by_d, None).times == by_d.times
+    assert merge_usage(by_d, by_p).times == Times(queued_s=5, prefill_s=2, decode_s=8)
+    assert merge_usage(by_d, None).times == by_d.times
 
 
 @pytest.mark.parametrize(
@@ -108,4 +108,4 @@ def test_d_has_computed_again_what_is_more_than_a_block(
     num_prompt: int, num_cached: int, again: bool
 ) -> None:
     usage = Usage(prompt_tokens=num_prompt, generated_tokens=1, cached_tokens=num_cached)
-    assert was_computed_again(usage, 16) is again
+    assert was_recomputed(usage, 16) is again

@@ -7,7 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.engine.kv_params import MAX_HANDLE_CHARS, KVTransferParams, handed, is_idle, wish_of
+from gateway.engine.kv_params import (
+    MAX_HANDLE_CHARS,
+    KVTransferParams,
+    apply_kv_params,
+    has_no_effect,
+    parse_kv_params,
+)
 from gateway.formats.token_passthrough import TokenPassthroughFactory
 from gateway.generation.request import PromptRequest
 from protocol.errors import InvalidRequest
@@ -46,7 +52,7 @@ def asks(num_prompts: int = 1, num_choices: int = 1) -> list[PromptRequest]:
     ],
 )
 def test_what_is_understood(given: dict[str, Any] | None, wish: KVTransferParams) -> None:
-    assert wish_of(given) == wish
+    assert parse_kv_params(given) == wish
 
 
 @pytest.mark.parametrize(
@@ -68,36 +74,40 @@ def test_what_is_understood(given: dict[str, Any] | None, wish: KVTransferParams
 )
 def test_clients_name_no_hosts_ports_or_blocks(field: str, given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        wish_of(given)
+        parse_kv_params(given)
     assert caught.value.param == f"kv_transfer_params.{field}"
 
 
 def test_a_prompt_is_kept_for_as_many_as_it_has_choices() -> None:
-    (ask,) = handed(asks(num_choices=3), KVTransferParams(keeps=True), KEEPING, streams=False)
+    (ask,) = apply_kv_params(
+        asks(num_choices=3), KVTransferParams(keeps=True), KEEPING, streams=False
+    )
     assert (ask.kv_readers, len(ask.choices)) == (3, 1)
 
 
 def test_every_choice_goes_on_from_the_handle() -> None:
-    (ask,) = handed(asks(num_choices=3), KVTransferParams(handle="abc"), LIMITS, streams=True)
+    (ask,) = apply_kv_params(
+        asks(num_choices=3), KVTransferParams(handle="abc"), LIMITS, streams=True
+    )
     assert (ask.kv_handle, ask.kv_readers, len(ask.choices)) == ("abc", 0, 3)
 
 
 @pytest.mark.parametrize("wish", [KVTransferParams(keeps=True), KVTransferParams(handle="abc")])
 def test_a_handle_goes_with_one_prompt(wish: KVTransferParams) -> None:
     with pytest.raises(InvalidRequest, match="one prompt"):
-        handed(asks(num_prompts=2), wish, KEEPING, streams=False)
+        apply_kv_params(asks(num_prompts=2), wish, KEEPING, streams=False)
 
 
 def test_what_is_kept_is_not_told_in_a_stream() -> None:
-    with pytest.raises(InvalidRequest, match="as a whole"):
-        handed(asks(), KVTransferParams(keeps=True), KEEPING, streams=True)
+    with pytest.raises(InvalidRequest, match="cannot be combined with stream"):
+        apply_kv_params(asks(), KVTransferParams(keeps=True), KEEPING, streams=True)
 
 
 def test_where_nothing_is_kept_for_others_the_wish_has_no_effect_and_is_named_so() -> None:
     given = asks()
-    assert handed(given, KVTransferParams(keeps=True), LIMITS, streams=True) == given
-    assert is_idle(KEEP, LIMITS)
-    assert is_idle({}, KEEPING)
-    assert not is_idle(KEEP, KEEPING)
-    assert not is_idle(GO_ON, LIMITS)
-    assert not is_idle(None, LIMITS)
+    assert apply_kv_params(given, KVTransferParams(keeps=True), LIMITS, streams=True) == given
+    assert has_no_effect(KEEP, LIMITS)
+    assert has_no_effect({}, KEEPING)
+    assert not has_no_effect(KEEP, KEEPING)
+    assert not has_no_effect(GO_ON, LIMITS)
+    assert not has_no_effect(None, LIMITS)

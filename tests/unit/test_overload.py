@@ -11,7 +11,7 @@ import pytest
 
 from engine_core.policy.fair_share import prefill_budget_when_shared
 from engine_core.speculation.step_costs import StepCosts
-from gateway.engine.refusal_cache import StandingRefusals
+from gateway.engine.refusal_cache import RefusalCache
 from protocol.messages import Account
 from tests.support.paced import STEP_S, TOKEN_S, Paced, PacedRequest
 
@@ -27,11 +27,11 @@ def offered(
     per_s: float,
     seconds: float,
     max_waiting: int = MAX_WAITING,
-    standing: StandingRefusals | None = None,
+    refusal_cache: RefusalCache | None = None,
     **terms: float,
 ) -> tuple[Paced, list[PacedRequest]]:
     """Requests at even distances, of accounts in turn."""
-    paced = Paced(standing=standing, **OPTIONS, max_waiting=max_waiting)
+    paced = Paced(refusal_cache=refusal_cache, **OPTIONS, max_waiting=max_waiting)
     for place in range(int(per_s * seconds)):
         account = (ALICE, BOB)[place % 2]
         paced.at(place / per_s, lambda who=account: paced.ask(PROMPT, ANSWER, who, **terms))  # type: ignore[misc]
@@ -65,7 +65,7 @@ def test_at_ten_times_the_load_as_much_is_done_and_the_rest_is_refused_with_a_ti
 def test_what_a_gateway_refuses_itself_loses_nothing(max_waiting: int, share: float) -> None:
     """Of a queue that has just one place, a refusal stands for a millisecond."""
     _, asked = offered(400, 4.0, max_waiting)
-    remembering, asked_too = offered(400, 4.0, max_waiting, StandingRefusals())
+    remembering, asked_too = offered(400, 4.0, max_waiting, RefusalCache())
     assert done_per_s(asked_too, 4.0) >= 0.98 * done_per_s(asked, 4.0)
     refused = sum(one.refused is not None for one in asked_too)
     assert remembering.num_early >= share * refused

@@ -7,7 +7,7 @@ import pytest
 from engine_core.policy.accounts import MAX_STANDS_S
 from engine_core.policy.admission import check_load, repeat_s
 from engine_core.policy.queue import QueueLoad
-from gateway.engine.refusal_cache import MAX_KEPT, StandingRefusals
+from gateway.engine.refusal_cache import MAX_ENTRIES, RefusalCache
 from protocol.errors import ContextTooLong, Overloaded, ServingError
 from protocol.messages import Account
 from tests.support.engines import Bench
@@ -24,37 +24,37 @@ def refusal_of(num_tokens: int, waiting: QueueLoad, *, rate: float = 1000.0) -> 
 
 
 def test_it_stands_for_the_account_it_was_said_to_and_for_its_time() -> None:
-    standing = StandingRefusals()
-    standing.note(ALICE, FULL, now=10.0)
-    found = standing.find(ALICE, now=10.19)
+    standing = RefusalCache()
+    standing.add(ALICE, FULL, now=10.0)
+    found = standing.get(ALICE, now=10.19)
     assert isinstance(found, Overloaded)
     assert found.info() == FULL.info()
     assert found is not FULL
-    assert standing.find(ALICE, now=10.1) is not found  # whoever raises it gives it a traceback
-    assert standing.find(BOB, now=10.1) is None
-    assert standing.find(None, now=10.1) is None
-    assert standing.find(ALICE, now=10.2) is None
+    assert standing.get(ALICE, now=10.1) is not found  # whoever raises it gives it a traceback
+    assert standing.get(BOB, now=10.1) is None
+    assert standing.get(None, now=10.1) is None
+    assert standing.get(ALICE, now=10.2) is None
 
 
 def test_without_accounts_all_are_one() -> None:
-    standing = StandingRefusals()
-    standing.note(None, FULL, now=0.0)
-    assert standing.find(None, now=0.1) is not None
+    standing = RefusalCache()
+    standing.add(None, FULL, now=0.0)
+    assert standing.get(None, now=0.1) is not None
 
 
 @pytest.mark.parametrize("refusal", [Overloaded("full"), ContextTooLong("too long")])
 def test_what_depends_on_the_request_does_not_stand(refusal: ServingError) -> None:
-    standing = StandingRefusals()
-    standing.note(ALICE, refusal, now=0.0)
-    assert standing.find(ALICE, now=0.0) is None
+    standing = RefusalCache()
+    standing.add(ALICE, refusal, now=0.0)
+    assert standing.get(ALICE, now=0.0) is None
 
 
 def test_accounts_without_number_leave_no_memory_behind() -> None:
-    standing = StandingRefusals()
-    for place in range(3 * MAX_KEPT):
-        standing.note(Account(name=f"a{place}"), FULL, now=float(place))
-    assert len(standing._until) <= MAX_KEPT
-    assert standing.find(Account(name=f"a{place}"), now=place + 0.1) is not None
+    standing = RefusalCache()
+    for place in range(3 * MAX_ENTRIES):
+        standing.add(Account(name=f"a{place}"), FULL, now=float(place))
+    assert len(standing._until) <= MAX_ENTRIES
+    assert standing.get(Account(name=f"a{place}"), now=place + 0.1) is not None
 
 
 def test_a_queue_full_of_requests_is_full_whatever_is_asked() -> None:

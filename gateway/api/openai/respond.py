@@ -16,7 +16,7 @@ from gateway.api.openai.stream import ChunkStream
 from gateway.api.openai.whole import whole_response
 from gateway.api.resume import respond as resume
 from gateway.context import RequestContext
-from gateway.engine.kv_params import handed, told, wish_of
+from gateway.engine.kv_params import apply_kv_params, parse_kv_params, response_kv_params
 from gateway.formats.events import OutputWarning
 from gateway.generation import run
 from gateway.generation.choice import Choice
@@ -62,8 +62,8 @@ def respond(
 ) -> Response:
     """Run the requests and return the response. A refusal raises before any header is sent."""
     config, limits = service.config, service.model(body.model).limits
-    prompt_requests = handed(
-        prompt_requests, wish_of(body.kv_transfer_params), limits, streams=bool(body.stream)
+    prompt_requests = apply_kv_params(
+        prompt_requests, parse_kv_params(body.kv_transfer_params), limits, streams=bool(body.stream)
     )
     check_counts(prompt_requests, body, config.max_n, max(config.max_n, config.max_prompts))
     options = run.RequestOptions.of(body, envelope.id)
@@ -72,7 +72,7 @@ def respond(
         stream = resume.start_resumable if resume.is_requested() else run.stream
         return stream(service, prompt_requests, options, make_sink)
     group, collected = run.whole(service, prompt_requests, options)
-    if (params := told(group)) is not None:
+    if (params := response_kv_params(group)) is not None:
         envelope = replace(envelope, extensions={**envelope.extensions, KV_FIELD: params})
     data = whole_response(
         group,

@@ -12,7 +12,7 @@ from gateway.api.openai.completion import Completion
 from gateway.api.openai.prepare import Preparation
 from gateway.api.openai.respond import envelope_of, respond
 from gateway.api.openai.response_builder import ChatResponseBuilder
-from gateway.engine.kv_params import is_idle
+from gateway.engine.kv_params import has_no_effect
 from gateway.generation.run import knock
 from gateway.served_model import ServedModel
 from gateway.service import Service
@@ -89,7 +89,7 @@ def _preparation(
 
 
 def _note_ignored(ignored: list[str], body: requests.GenerationBody, model: ServedModel) -> None:
-    if is_idle(body.kv_transfer_params, model.limits):
+    if has_no_effect(body.kv_transfer_params, model.limits):
         ignored.append(KV_FIELD)
     g.ignored = checks.ignored_fields(ignored, body)
 

@@ -22,7 +22,7 @@ from gateway.api.tokens.generate_requests import (
     GenerateBody,
     GenerateSampling,
 )
-from gateway.engine.kv_params import handed, is_idle, wish_of
+from gateway.engine.kv_params import apply_kv_params, has_no_effect, parse_kv_params
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory, ReadOptions
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.token_passthrough import TokenPassthroughFactory
@@ -54,8 +54,8 @@ def to_request(body: GenerateBody, model: ServedModel) -> PromptRequest:
         _parsers(body, model),
         grammar=grammar_of(body, model),
     )
-    transfer = wish_of(body.kv_transfer_params)
-    return handed([prompt_request], transfer, model.limits, streams=bool(body.stream))[0]
+    transfer = parse_kv_params(body.kv_transfer_params)
+    return apply_kv_params([prompt_request], transfer, model.limits, streams=bool(body.stream))[0]
 
 
 def check(body: GenerateBody, max_n: int) -> None:
@@ -94,7 +94,7 @@ def ignored_fields(unknown: list[str], body: GenerateBody, limits: Limits) -> li
     Raise InvalidRequest if the body has strict_params."""
     form = structured_form(body.sampling_params.structured_outputs, STRUCTURED)
     ignored = [*unknown, *(form.ignored if form else ())]
-    if is_idle(body.kv_transfer_params, limits):
+    if has_no_effect(body.kv_transfer_params, limits):
         ignored.append(KV_FIELD)
     if ignored and body.strict_params:
         raise InvalidRequest(

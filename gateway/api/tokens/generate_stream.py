@@ -164,7 +164,7 @@ def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: Generat
         "usage": usage_of(group),
         "prompt_logprobs": chances,
         "prompt_token_ids": prompt_request.prompt_ids if envelope.body.return_token_ids else None,
-        "kv_transfer_params": kv_params.told(group),
+        "kv_transfer_params": kv_params.response_kv_params(group),
         "ignored_params": envelope.ignored_params,
         "choices": parts,
         **told_timings(group),
